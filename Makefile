@@ -1,0 +1,83 @@
+# Every target sets up what it needs in a virtual environment, .venv, the first time it is called.
+# Set-up is repeated only when pyproject.toml or constraints.txt change.
+#
+#   make demo PYTHON=python3.12          another interpreter
+#   make demo ARGS="--draft-length 6"    arguments for the command behind a target
+#   make demo TORCH_ARGS="..."           extra pip arguments for installing torch (a CPU or CUDA index, say)
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+TORCH_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+NOTEBOOKS := $(wildcard notebooks/[0-9]*.py)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all lint format docs docs-serve notebooks clean
+
+help: ## this list
+	@echo "assisted: exact speculative decoding for Hugging Face models"
+	@echo
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '!seen[$$0]++ { printf "%-18s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.demo,quant ## draft and target write held-out code together, then a table
+	@$(BIN)/assisted demo $(ARGS)
+
+test: $(VENV)/.test ## the tests, without the slow ones
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.test ## all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(VENV)/.test ## ruff (rules and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test ## let ruff rewrite the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.docs ## build the site into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(VENV)/.docs ## the site on this machine, rebuilt as you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
+
+ifeq ($(NOTEBOOKS),)
+notebooks: ## run the notebooks and write them with their output
+	@echo "There are no notebooks yet: they are planned, see CHANGELOG.md."
+else
+notebooks: $(VENV)/.notebooks ## run the notebooks and write them with their output
+	$(BIN)/jupytext --to ipynb --execute $(ARGS) $(NOTEBOOKS)
+endif
+
+clean: ## remove the virtual environment and everything built
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find assisted tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp file per extra (or comma-separated extras): .venv/.test says that `.[test]` is installed.
+$(VENV)/.demo,quant $(VENV)/.test $(VENV)/.docs $(VENV)/.notebooks: $(VENV)/.%: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "Installing assisted[$*] ..."
+	@$(PIP) install --quiet -c constraints.txt -e ".[$*]"
+	@touch $@
+
+# torch first and alone, so that a failing download of the one large wheel says so by itself.
+$(VENV)/.torch: constraints.txt | $(VENV)/.python
+	@echo "Installing torch (the one large download) ..."
+	@$(PIP) install --quiet -c constraints.txt $(TORCH_ARGS) torch
+	@touch $@
+
+$(VENV)/.python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "No '$(PYTHON)' here. assisted needs Python 3.11 or newer; name yours: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "assisted needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@echo "Making a virtual environment in $(VENV) ..."
+	@$(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "Python could not make a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@touch $@

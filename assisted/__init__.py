@@ -1,0 +1,18 @@
+"""assisted: Hugging Face models answer faster on the machine you have, without changing one token. Speculative decoding."""
+
+from . import acceptance, lengths, report, zoo
+from .configuration import AssistedConfig
+from .drafters import DraftModel, QuantizedSelf
+from .modeling import AssistedModelForCausalLM
+
+__all__ = [
+    "AssistedConfig",
+    "AssistedModelForCausalLM",
+    "DraftModel",
+    "QuantizedSelf",
+    "acceptance",
+    "lengths",
+    "report",
+    "zoo",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,200 @@
+"""Which drafted tokens are kept, and which token of the target's own follows them.
+
+Knows torch alone: pure functions on tensors, no host-device synchronisation. How p and q are made from logits, what an
+end-of-sequence token means and what is done with the verdict belong to the decoding loop.
+
+Notation, after 2211.17192: p is the target's next-token law, q the draft's, x_1 .. x_g the drafted tokens of a row.
+Chains are padded to n columns with a count per row (`lengths`, the g of that row); what lies in the padding has no
+effect, be it -1 or NaN. Column i of p and q is the law after i drafted tokens. Results stay in the dtype of p and q.
+
+With `rejection` and `block`, whether x_i is proposed may depend on x_1 .. x_{i-1} and on the laws after them, never on
+x_i or what follows: dropping a token for its own low probability changes the law of the output. `match` and
+`match_tree` allow any draft whatever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one verification pass decided, per row."""
+
+    accepted: Tensor
+    """[B] int64: drafted tokens kept, 0 .. lengths."""
+    token: Tensor
+    """[B] int64: the target's own token after them: the correction, or the bonus when all were kept."""
+
+
+def match(tokens: Tensor, lengths: Tensor, choice: Tensor) -> Verdict:
+    """Keep drafted tokens while they are what the target chose itself.
+
+    tokens: [B, n] int64, lengths: [B] int64, choice: [B, n+1] int64, the target's argmax (greedy) or its own draw
+    (sample-match) after each prefix. Lossless for any draft, since the output is read off `choice`; needs no q.
+    """
+    n = tokens.shape[1]
+    # keep x_i while x_i = y_i ...
+    agrees = (tokens == choice[:, :n]) & _drafted(lengths, n)
+    accepted = agrees.cumprod(-1).sum(-1)
+    # ... and emit y at the first disagreement, or after the last drafted token
+    return Verdict(accepted, _at(choice, accepted))
+
+
+def match_tree(tokens: Tensor, parents: Tensor, lengths: Tensor, choice: Tensor) -> tuple[Tensor, Verdict]:
+    """The walk of `match` on a token tree: from the root, descend while the target's choice is a drafted child.
+
+    tokens, parents: [B, n] int64; parents hold node indices, -1 for the children of the last committed token, and come
+    before their children. lengths: [B] int64, nodes per row. choice: [B, n+1] int64, column 0 after the last
+    committed token, column 1+i after node i. Returns the path, [B, n] int64 node indices in order padded with -1, and
+    the verdict.
+    """
+    n = tokens.shape[1]
+    node = torch.arange(n, device=tokens.device)
+    parent_slot = (parents + 1).clamp(0, n)  # slot 0 is the root, slot 1+i is node i
+    # descend from a parent to the child that holds the target's choice there; of twins, to the first
+    agrees = (tokens == choice.gather(1, parent_slot)) & _drafted(lengths, n)
+    siblings = parents.unsqueeze(2) == parents.unsqueeze(1)  # [B, n, n]
+    older_twin = siblings & agrees.unsqueeze(1) & (node < node.unsqueeze(1))
+    kept = F.pad(agrees & ~older_twin.any(-1), (1, 0), value=True)  # [B, n+1]
+    # a node is kept iff it and all its ancestors agree: each step doubles how far up it looks
+    ancestor = F.pad(parent_slot, (1, 0))
+    for _ in range(n.bit_length()):
+        kept = kept & kept.gather(1, ancestor)
+        ancestor = ancestor.gather(1, ancestor)
+    # at most one child per parent is left, and children come after parents: the kept nodes in index order are the path
+    path = node.where(kept[:, 1:], n).sort(-1).values
+    path = path.masked_fill(path == n, -1)
+    last = torch.where(kept, torch.arange(n + 1, device=tokens.device), 0).amax(-1)
+    return path, Verdict(kept[:, 1:].sum(-1), _at(choice, last))
+
+
+def rejection(
+    tokens: Tensor, lengths: Tensor, p: Tensor, q: Tensor, generator: torch.Generator | None = None
+) -> Verdict:
+    """Speculative sampling (2211.17192, 2302.01318): the output follows p exactly, P(accept) = 1 - TV(p, q).
+
+    tokens: [B, n] int64, lengths: [B] int64, p: [B, n+1, V] the target's law after each prefix, q: [B, n, V] the law
+    each token was really drawn from: one-hot for an argmax, truncated where the draft's sampling was.
+    """
+    accept = rejection_probabilities(tokens, p, q)
+    # stop at the first token with u_i >= p(x_i) / q(x_i) ...
+    accepted = first_failure(accept, uniforms(accept, generator), lengths)
+    # ... and emit y ~ max(p - q, 0); without a failure y ~ p
+    law = emitted_law(p, q, torch.ones_like(p[..., 0]), accepted, lengths)
+    return Verdict(accepted, sample(law, generator))
+
+
+def block(tokens: Tensor, lengths: Tensor, p: Tensor, q: Tensor, generator: torch.Generator | None = None) -> Verdict:
+    """Block verification (2403.10444): as exact as `rejection`, and never fewer tokens in expectation.
+
+    Arguments as for `rejection`.
+    """
+    h, weights = block_probabilities(tokens, lengths, p, q)
+    # tau = max { i : u_i <= h_i }: a failure does not end the block, a later success redeems it
+    accepted = last_success(h, uniforms(h, generator), lengths)
+    # emit y ~ max(p_tau P - Q, 0); with the whole block kept y ~ P
+    law = emitted_law(p, q, weights, accepted, lengths)
+    return Verdict(accepted, sample(law, generator))
+
+
+def rejection_probabilities(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """[B, n]: the probability min(1, p(x_i) / q(x_i)) of keeping x_i, all before it kept."""
+    n = tokens.shape[1]
+    return _ratio(_of(tokens, p[:, :n]), _of(tokens, q)).clamp(max=1)
+
+
+def block_probabilities(tokens: Tensor, lengths: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """h: [B, n], column i-1 holding h_i of 2403.10444; weights: [B, n+1], column i holding its p_i."""
+    n = tokens.shape[1]
+    p_x, q_x = _of(tokens, p[:, :n]), _of(tokens, q)
+    # p_0 = 1;  p_i = min(1, p_{i-1} P(x_i) / Q(x_i))
+    joint = [torch.ones_like(p[:, 0, 0])]
+    for i in range(n):
+        joint.append(_ratio(joint[i] * p_x[:, i], q_x[:, i]).clamp(max=1))
+    weights = torch.stack(joint, -1)  # [B, n+1]
+    # S_i = sum_x max(p_i P(x | x_<=i) - Q(x | x_<=i), 0)
+    p_i = weights[:, 1:n]  # [B, n-1], i = 1 .. n-1
+    S = (p_i.unsqueeze(-1) * p[:, 1:n] - q[:, 1:]).clamp(min=0).sum(-1)
+    # h_i = S_i / (S_i + 1 - p_i) for i < g, 0/0 being 1;  h_g = p_g
+    denominator = S + (1 - p_i)  # in this order: exactly S where p_i = 1
+    inner = torch.where(denominator > 0, S / denominator, 1)
+    h = weights[:, 1:].clone()
+    h[:, :-1] = torch.where(_drafted(lengths - 1, n)[:, :-1], inner, h[:, :-1])
+    return h, weights
+
+
+def first_failure(probabilities: Tensor, uniforms: Tensor, lengths: Tensor) -> Tensor:
+    """[B]: how many tokens stand before the first with u >= its probability ([B, n] both), lengths if there is none."""
+    success = (uniforms < probabilities) & _drafted(lengths, probabilities.shape[1])
+    return success.cumprod(-1).sum(-1)
+
+
+def last_success(probabilities: Tensor, uniforms: Tensor, lengths: Tensor) -> Tensor:
+    """[B]: the count of tokens up to the last with u < its probability ([B, n] both), 0 if there is none."""
+    n = probabilities.shape[1]
+    success = (uniforms < probabilities) & _drafted(lengths, n)
+    count = torch.arange(1, n + 1, device=lengths.device)
+    return F.pad(count.where(success, 0), (1, 0)).amax(-1)
+
+
+def residual(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
+    """max(weight * p - q, 0) normalised, or p where that is 0 everywhere. p, q: [..., V], weight: [...]."""
+    excess = (weight.unsqueeze(-1) * p - q).clamp(min=0)
+    total = excess.sum(-1, keepdim=True)
+    return torch.where(total > 0, excess / total, p)
+
+
+def emitted_law(p: Tensor, q: Tensor, weights: Tensor, accepted: Tensor, lengths: Tensor) -> Tensor:
+    """[B, V]: the law of the token after the kept ones: the residual at a rejection, p after a whole chain.
+
+    p: [B, n+1, V], q: [B, n, V], weights: [B, n+1] the factor of p in the residual, accepted and lengths: [B].
+    """
+    n = q.shape[1]
+    row = torch.arange(len(p), device=p.device)
+    target = p[row, accepted]
+    if n == 0:
+        return target
+    draft = q[row, accepted.clamp(max=n - 1)]
+    whole = (accepted == lengths).unsqueeze(-1)
+    return torch.where(whole, target, residual(target, draft, _at(weights, accepted)))
+
+
+def uniforms(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Independent draws in [0, 1): u < 1 always, u < 0 never."""
+    return torch.rand(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+
+
+def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One index per row, [..., V] -> [...] int64. The rows need not sum to 1; one without any mass gives index 0.
+
+    An exponential race: with E_x ~ Exp(1), argmax_x p(x) / E_x falls on x with probability p(x) / sum p. Unlike
+    torch.multinomial it checks nothing, hence waits for nothing and cannot raise on the device.
+    """
+    race = probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
+    # E may round to 0, and 0 / 0 would win the argmax
+    return race.where(probabilities > 0, -1).argmax(-1)
+
+
+def _drafted(lengths: Tensor, n: int) -> Tensor:
+    """[B, n] bool: True on the drafted columns of each row, False on its padding."""
+    return torch.arange(n, device=lengths.device) < lengths.unsqueeze(-1)
+
+
+def _at(values: Tensor, column: Tensor) -> Tensor:
+    """values[b, column[b]]: [B, m], [B] -> [B]."""
+    return values.gather(1, column.unsqueeze(-1)).squeeze(-1)
+
+
+def _of(tokens: Tensor, laws: Tensor) -> Tensor:
+    """The probability of each token under the law at its column: [B, n], [B, n, V] -> [B, n]."""
+    return laws.gather(-1, tokens.clamp(0, laws.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """numerator / denominator, with 0/0 = 0: a token that the target forbids is never kept."""
+    return torch.where(numerator > 0, numerator / denominator, 0)

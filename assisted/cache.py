@@ -1,0 +1,255 @@
+"""The KV slots of one model during one `generate`: preallocated, a length per row, rewind without copying.
+
+Knows transformers' Cache interface and nothing of drafting. A forward writes its n columns behind each row's length;
+only what `commit` keeps counts afterwards, and the next forward overwrites the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+__all__ = ["SlotCache", "unsupported_layers"]
+
+_GROWTH = 512  # slots; a context of unknown length grows by doubling, from here
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one attention layer, [B, H, S, D] each: S slots, written in place."""
+
+    is_sliding = False  # windows are a matter of the mask: every slot is kept
+
+    def __init__(self, slots: SlotCache):
+        super().__init__()
+        self.slots = slots
+        self.filled = 0  # columns of the prompt written so far
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        rows, heads = key_states.shape[:2]
+        size = self.slots.capacity
+        self.keys = key_states.new_zeros(rows, heads, size, key_states.shape[-1])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], size, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write n columns [B, H, n, D] behind the rows' lengths; return all that attention may look at, [B, H, top, D]."""
+        width = key_states.shape[2]
+        slots = self.slots
+        start: int | torch.Tensor
+        if slots.start is None:  # the prompt: every row at the same column
+            start, self.filled = self.filled, self.filled + width
+            top = self.filled
+        else:
+            start, top = slots.start, slots.top
+        slots.reserve(top)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[2] < slots.capacity:
+            self.keys, self.values = _grown(self.keys, slots.capacity), _grown(self.values, slots.capacity)
+        for store, states in ((self.keys, key_states), (self.values, value_states)):
+            if isinstance(start, int):
+                store[:, :, start : start + width] = states
+            else:
+                store[slots.row_index, :, start] = states.transpose(1, 2)
+        return self.keys[:, :, :top], self.values[:, :, :top]
+
+    def get_seq_length(self) -> int:
+        return self.filled if self.slots.start is None else max(self.slots.lengths)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """The slots of all layers and how many of them count in each row.
+
+    Invariant between forwards: `lengths[b]` slots of row b hold the KV of its committed tokens but the last.
+
+    Args:
+        rows: batch size B.
+        limit: the most slots that will ever be needed (prompt, new tokens and one draft); memory grows towards it.
+        right_aligned: keep all rows ending at the same slot, shifting the rows that accepted less. For models whose
+            masks must be 2-D (ALiBi, flash attention, chunked attention); costs one gather where rows differ.
+    """
+
+    def __init__(self, rows: int, limit: int, right_aligned: bool = False):
+        super().__init__(layers=[])
+        self.rows = rows
+        self.limit = limit
+        self.right_aligned = right_aligned
+        self.capacity = 0
+        self.lengths = [0] * rows
+        self.padding = [0] * rows  # hidden slots of each row, which positions do not count
+        self.prompt_padding = [0] * rows  # of these, the prompt's own; shifting adds to them
+        self.visible: torch.Tensor | None = None  # [B, prompt] bool, None when nothing is hidden
+        self.start: int | torch.Tensor | None = None  # where the next forward writes: all rows alike, or [B, n]
+        self.top = 0
+        self.row_index: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, cache: Cache | None, rows: int, limit: int, right_aligned: bool = False) -> SlotCache:
+        """Slots that hold what a caller's DynamicCache holds (copied: the caller's cache stays as it is)."""
+        slots = cls(rows, limit, right_aligned)
+        length = 0 if cache is None else cache.get_seq_length()
+        if cache is None or length == 0:
+            return slots
+        slots.reserve(length)
+        for layer in cache.layers:
+            own = SlotLayer(slots)
+            slots.layers.append(own)
+            if not getattr(layer, "is_initialized", False):
+                continue
+            own.lazy_initialization(layer.keys, layer.values)
+            held = layer.keys.shape[2]  # fewer than `length` behind a sliding window
+            own.keys[:, :, length - held : length] = layer.keys
+            own.values[:, :, length - held : length] = layer.values
+            own.filled = length
+        return slots
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by attention layers; layers come into being as they are met."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(SlotLayer(self))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def hide(self, attention_mask: torch.Tensor | None) -> None:
+        """Hide the slots of a prompt's padding. attention_mask: [B, prompt], 0 where a token does not count."""
+        if attention_mask is None or bool(attention_mask.all()):
+            return
+        self.visible = attention_mask.bool()
+        self.padding = (~self.visible).sum(1).tolist()
+        self.prompt_padding = list(self.padding)
+
+    def reserve(self, top: int) -> None:
+        """Room for `top` slots in every layer, at least doubled when it grows."""
+        if top > self.capacity:
+            self.capacity = max(top, min(self.limit, max(2 * self.capacity, top + _GROWTH)))
+
+    def begin_rounds(self) -> None:
+        """The prompt is read: from here on every row has its own length."""
+        filled = max((layer.filled for layer in self.layers), default=0)
+        self.lengths = [filled] * self.rows
+        self.start = filled
+
+    def place(self, width: int, device: torch.device) -> None:
+        """Announce a forward over `width` columns: they go behind each row's length."""
+        low, high = min(self.lengths), max(self.lengths)
+        self.top = high + width
+        if low == high:
+            self.start = low
+            return
+        self.row_index = torch.arange(self.rows, device=device)[:, None]
+        behind = torch.tensor(self.lengths, device=device)[:, None]
+        self.start = behind + torch.arange(width, device=device)
+
+    def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
+        """Keep `counts[b]` of the columns just written; everything behind them is forgotten.
+
+        path: [B, n] int64, the columns to keep in order (a tree's accepted path); None keeps the first ones (a chain).
+        """
+        if path is not None:
+            self._gather(path)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._realign()
+
+    def rewind(self, known: list[int]) -> None:
+        """Forget all but the first `known[b]` columns of each row's text. Copies nothing where rows need no aligning."""
+        self.lengths = [
+            length - have + keep for length, have, keep in zip(self.lengths, self.known, known, strict=True)
+        ]
+        self._realign()
+
+    @property
+    def known(self) -> list[int]:
+        """How many columns of each row's text (prompt padding included) are held."""
+        return [n - p + q for n, p, q in zip(self.lengths, self.padding, self.prompt_padding, strict=True)]
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """The position of the next token of every row, padding not counted. Returns [B, 1] int64."""
+        return torch.tensor([n - p for n, p in zip(self.lengths, self.padding, strict=True)], device=device)[:, None]
+
+    def mask(self, width: int, device: torch.device) -> torch.Tensor | None:
+        """The 2-D mask of a right-aligned forward over `width` columns, [B, top] int64; None when nothing is hidden."""
+        if self.visible is None:
+            return None
+        hidden = min(self.visible.shape[1], max(self.lengths))
+        seen = torch.ones(self.rows, max(self.lengths) + width, dtype=torch.int64, device=device)
+        seen[:, :hidden] = self.visible[:, :hidden].to(device)
+        return seen
+
+    def to_dynamic(self, config: Any) -> DynamicCache:
+        """The same KV as transformers' own cache, for a caller who goes on with it.
+
+        Rows end where the longest one ends; the slots of rows that finished earlier are zero.
+        """
+        cache = DynamicCache(config=config)
+        longest = max(self.lengths)
+        for index, layer in enumerate(self.layers):
+            if not layer.is_initialized:
+                continue
+            keys, values = layer.keys[:, :, :longest].clone(), layer.values[:, :, :longest].clone()
+            for row, length in enumerate(self.lengths):
+                keys[row, :, length:], values[row, :, length:] = 0, 0
+            cache.update(keys, values, index)
+        return cache
+
+    def _realign(self) -> None:
+        longest = max(self.lengths)
+        if self.right_aligned and min(self.lengths) < longest:
+            self._shift([longest - length for length in self.lengths])
+            self.lengths = [longest] * self.rows
+        self.start = longest
+
+    def _gather(self, path: torch.Tensor) -> None:
+        rows = torch.arange(self.rows, device=path.device)[:, None]
+        behind = torch.tensor(self.lengths, device=path.device)[:, None]
+        target = behind + torch.arange(path.shape[1], device=path.device)
+        source = behind + path
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[rows, :, target] = layer.keys[rows, :, source]
+                layer.values[rows, :, target] = layer.values[rows, :, source]
+
+    def _shift(self, by: list[int]) -> None:
+        """Move each row `by[b]` slots to the right; what it leaves behind becomes padding."""
+        top = max(self.lengths)
+        for layer in self.layers:
+            if not layer.is_initialized:
+                continue
+            shift = torch.tensor(by, device=layer.keys.device)[:, None]
+            source = (torch.arange(top, device=layer.keys.device) - shift).clamp(min=0)[:, None, :, None]
+            for store in (layer.keys, layer.values):
+                index = source.expand(-1, store.shape[1], -1, store.shape[3])
+                store[:, :, :top] = store[:, :, :top].gather(2, index)
+        visible = torch.ones(self.rows, top, dtype=torch.bool)
+        if self.visible is not None:
+            hidden = min(top, self.visible.shape[1])
+            visible[:, :hidden] = self.visible[:, :hidden].cpu()
+        for row, shift_by in enumerate(by):
+            visible[row] = visible[row].roll(shift_by)
+            visible[row, :shift_by] = False
+        self.visible = visible
+        self.padding = [hidden + extra for hidden, extra in zip(self.padding, by, strict=True)]
+
+
+def unsupported_layers(config: Any) -> list[str]:
+    """The kinds of cache layer of a model that slots cannot hold (recurrent states, indexers); empty when all is well."""
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    plain = {DynamicLayer, DynamicSlidingWindowLayer}
+    return sorted(kind.__name__ for kind in kinds - plain if kind.__name__ != "DummyLayer")
+
+
+def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
+    larger = store.new_zeros(*store.shape[:2], capacity, store.shape[3])
+    larger[:, :, : store.shape[2]] = store
+    return larger

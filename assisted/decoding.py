@@ -1,0 +1,153 @@
+"""The loop: draft, one target forward, accept, commit. Written for B rows with ragged acceptance and for token trees.
+
+Knows the parts by their interfaces: drafters propose, the target verifies, acceptance judges, the text takes the tokens.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from . import acceptance
+from .drafters.base import Drafting
+from .drafts import Draft
+from .law import Law, probabilities
+from .lengths import Length
+from .report import Recorder
+from .runtime import CachedModel
+from .text import Text
+
+__all__ = ["CHECK_INVARIANTS", "decode"]
+
+CHECK_INVARIANTS = False  # tests switch it on: every round then checks that slots and text agree
+
+
+def decode(
+    target: CachedModel,
+    drafting: Drafting | None,
+    text: Text,
+    law: Law,
+    length: Length,
+    logits: torch.Tensor,
+    recorder: Recorder,
+) -> None:
+    """Extend `text` until every row has ended.
+
+    logits: [B, 1, V], the target's after the prompt. They judge the empty draft, which yields the first token.
+    """
+    judge = _judge_in_step if law.in_order or text.in_step else _judge
+    judge(Draft.empty(text.rows, text.ids.device), logits, law, text)
+    while not text.done:
+        unfinished = text.unfinished
+        started = time.perf_counter()
+        budget = min(length.budget(), text.room - 1, target.room(text.lengths) - 1)
+        draft, drafting = _propose(drafting, text, budget)
+        drafted = time.perf_counter()
+        logits = target(torch.cat([text.last_tokens(), draft.tokens], 1), draft).to(text.ids.device)
+        outcome = judge(draft, logits, law, text)
+        seconds = (drafted - started, time.perf_counter() - drafted)
+        target.cache.commit(outcome.kept, outcome.path)
+        if drafting is not None:
+            drafting.observe(draft, outcome.accepted)
+        counts = [(outcome.drafted[row], outcome.accepted[row], outcome.kept[row]) for row in unfinished]
+        recorder.round(counts, *seconds)
+        length.observe([(proposed, accepted) for proposed, accepted, _ in counts], *seconds)
+        if CHECK_INVARIANTS:
+            _check(target, text)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a round came to, by row: tokens drafted, accepted, committed; and the columns of the forward to keep, [B, n]
+    int64 for a tree, None for chains (the first ones)."""
+
+    drafted: list[int]
+    accepted: list[int]
+    kept: list[int]
+    path: torch.Tensor | None = None
+
+
+def _propose(drafting: Drafting | None, text: Text, budget: int) -> tuple[Draft, Drafting | None]:
+    """The next draft. A drafter that fails costs speed, never the answer: the rest is decoded plainly."""
+    if drafting is not None and budget > 0:
+        try:
+            return drafting.propose(text, budget), drafting
+        except Exception as error:
+            # The drafter is somebody's model on somebody's device: whatever it raises, the target can go on.
+            warnings.warn(f"Drafting failed ({type(error).__name__}: {error}); decoding plainly.", stacklevel=2)
+            drafting = None
+    return Draft.empty(text.rows, text.ids.device), drafting
+
+
+def _judge(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> _Outcome:
+    """Accept and commit, every row on its own."""
+    path = None
+    plain = not law.processors and not law.do_sample and not text.keep_scores
+    scores = logits if plain else law.scores(text.ids, text.lengths, logits, draft)
+    if law.do_sample and draft.q is not None:
+        verdict = acceptance.block(draft.tokens, draft.lengths, probabilities(scores), draft.q)
+    else:
+        choice = acceptance.sample(probabilities(scores)) if law.do_sample else scores.argmax(-1)
+        if draft.parents is None:
+            verdict = acceptance.match(draft.tokens, draft.lengths, choice)
+        else:
+            path, verdict = acceptance.match_tree(draft.tokens, draft.parents, draft.lengths, choice)
+    on_path = draft.tokens if path is None else draft.tokens.gather(1, path.clamp(min=0))
+    # the only transfer to the host of a round
+    rows = torch.cat([torch.stack([draft.lengths, verdict.accepted, verdict.token], 1), on_path], 1).tolist()
+    new = [[*path_tokens[:accepted], token] for _, accepted, token, *path_tokens in rows]
+    if path is not None:
+        columns = torch.nn.functional.pad(path + 1, (1, 0)).clamp(min=0)  # column 0 holds the last committed token
+        index = columns[:, :, None].expand(-1, -1, logits.shape[-1])
+        scores, logits = scores.gather(1, index), logits.gather(1, index)
+        path = columns
+    kept = text.extend(new, scores, logits)
+    # a row that has ended takes nothing; one that ends in mid-draft takes no more than was kept
+    accepted = [min(row[1], count) for row, count in zip(rows, kept, strict=True)]
+    return _Outcome([row[0] for row in rows], accepted, kept, path)
+
+
+def _judge_in_step(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> _Outcome:
+    """Accept and commit a token at a time, all rows together, for as long as every row agrees with its draft.
+
+    Processors, criteria and streamers see what plain decoding shows them: each committed prefix once, in order. Exact
+    for any of them; a batch accepts what its least lucky row accepts. Chains only.
+    """
+    rows = text.rows
+    accepted = [0] * rows
+    for column in range(draft.width + 1):
+        ids = text.ids[:, : text.lengths[0]]
+        scores = law.ordered_scores(ids, logits[:, column])
+        token, agrees = _choose(scores, draft, column, law.do_sample)
+        free = text.ended if text.pads_ended_rows else [False] * rows  # their tokens no longer matter
+        text.extend_in_step(token, scores, logits[:, column].float())
+        accepted = [count + int(a and not f) for count, a, f in zip(accepted, agrees, free, strict=True)]
+        free = text.ended if text.pads_ended_rows else [False] * rows
+        if text.done or not all(a or f for a, f in zip(agrees, free, strict=True)):
+            break
+    return _Outcome(draft.lengths.tolist(), accepted, [column + 1] * rows)
+
+
+def _choose(scores: torch.Tensor, draft: Draft, column: int, do_sample: bool) -> tuple[torch.Tensor, list[bool]]:
+    """The token that follows, [B] int64, and in which rows it is the drafted one."""
+    drafted = column < draft.lengths
+    x = draft.tokens[:, column] if column < draft.width else torch.zeros_like(draft.lengths)
+    if not do_sample:
+        token = scores.argmax(-1)
+    elif draft.q is None or column == draft.width:
+        token = acceptance.sample(probabilities(scores))
+    else:
+        p = probabilities(scores)[:, None].expand(-1, 2, -1)  # the second one, for the bonus, isn't used
+        verdict = acceptance.rejection(x[:, None], drafted.long(), p, draft.q[:, column, None])
+        token = torch.where(verdict.accepted > 0, x, verdict.token)
+    return token, ((token == x) & drafted).tolist()
+
+
+def _check(target: CachedModel, text: Text) -> None:
+    """Per row: the slots hold the KV of all committed tokens but the last."""
+    for row, (known, length) in enumerate(zip(target.cache.known, text.lengths, strict=True)):
+        if known != length - 1:
+            raise AssertionError(f"row {row}: the slots hold {known} of {length} tokens")

@@ -1,0 +1,282 @@
+"""`assisted demo`, drawn: a pair completes code it never saw, then a table of what that cost.
+
+Knows rich and the terminal. What is drafted and what is kept it sees through a drafter that wraps the model's own; the
+figures come from comparison.py.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .comparison import PEER_SETTINGS, Comparison, Prompt, Way, compare, held_out_prompts
+from .drafters import Call, Drafter, Drafting
+from .drafts import Draft
+from .modeling import AssistedModelForCausalLM
+from .text import Text
+
+try:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+    from rich.text import Text as Styled
+except ImportError as error:
+    raise ImportError('the demo draws with rich: pip install "assisted[demo]", or use --json') from error
+
+__all__ = ["Watch", "show"]
+
+PACE = 0.12  # seconds that a draft, and then what is struck of it, stays to be seen
+READ, PENCIL, KEPT, OWN, STRUCK = "dim", "italic yellow", "cyan", "bold", "red strike"
+
+
+def show(
+    model: AssistedModelForCausalLM,
+    prompts: int = 8,
+    new_tokens: int = 48,
+    repeats: int = 5,
+    seconds: float = 25.0,
+    live_tokens: int = 64,
+    prompt_tokens: tuple[int, int] | None = None,
+) -> Comparison:
+    """The whole demo on standard output: one completion as it is written, then the table.
+
+    Args:
+        model: the pair, with its tokenizer.
+        live_tokens: new tokens of the completion that is shown.
+        prompts, new_tokens, repeats, seconds, prompt_tokens: as for `comparison.compare`.
+
+    Without a terminal, or with NO_COLOR set, everything is plain text.
+    """
+    console = _console()
+    lengths = {} if prompt_tokens is None else {"prompt_tokens": prompt_tokens}
+    first = next(held_out_prompts(model.tokenizer, *lengths.values()))
+    _draw_pair(console, model)
+    _draw_live(console, model, first, live_tokens)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, share: float) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=1.0)
+            bars.update(tasks[what], completed=share)
+
+        comparison = compare(model, prompts, new_tokens, repeats, seconds, progress=progress, **lengths)
+    _draw_comparison(console, comparison)
+    return comparison
+
+
+@dataclass
+class Watch:
+    """Sees one row's `generate` from both sides: what is drafted, as the drafter, what is committed, as the streamer.
+
+    Args:
+        drafter: the one that really drafts.
+        draw: called with this object whenever something changed.
+
+    Attributes:
+        tokens, drafted: the committed tokens, and which of them were drafted.
+        pencil: drafted tokens that wait for the target.
+        struck: drafted tokens that the target has just rejected.
+    """
+
+    drafter: Drafter
+    draw: Callable[[Watch], None] = lambda watch: None
+    tokens: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    pencil: list[int] = field(default_factory=list)
+    struck: list[int] = field(default_factory=list)
+    _arrived: list[int] = field(default_factory=list)  # committed, but not yet known whose they are
+    _reading: bool = True  # the first tokens that a streamer gets are the prompt
+
+    @property
+    def model(self) -> Any:
+        return self.drafter.model
+
+    def start(self, call: Call) -> Drafting:
+        return _Watched(self, self.drafter.start(call))
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if not self._reading:
+            self._arrived += tokens.flatten().tolist()
+        self._reading = False
+
+    def end(self) -> None:
+        self._settle(len(self._arrived), by_draft=False)
+        self.draw(self)
+
+    def proposed(self, tokens: list[int]) -> None:
+        self._settle(len(self._arrived), by_draft=False)
+        self.pencil = tokens
+        self.draw(self)
+
+    def judged(self, accepted: int) -> None:
+        self.struck, self.pencil = self.pencil[accepted:], []
+        self._settle(accepted, by_draft=True)
+        self.draw(self)
+        self.struck = []
+        self._settle(len(self._arrived), by_draft=False)
+        self.draw(self)
+
+    def _settle(self, count: int, by_draft: bool) -> None:
+        self.tokens += self._arrived[:count]
+        self.drafted += [by_draft] * count
+        self._arrived = self._arrived[count:]
+
+
+class _Watched:
+    def __init__(self, watch: Watch, drafting: Drafting):
+        self.watch = watch
+        self.drafting = drafting
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        draft = self.drafting.propose(text, budget)
+        self.watch.proposed(draft.tokens[0, : int(draft.lengths[0])].tolist())
+        return draft
+
+    def observe(self, draft: Draft, accepted: list[int]) -> None:
+        self.drafting.observe(draft, accepted)
+        self.watch.judged(accepted[0])
+
+
+def _console() -> Console:
+    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM", "") in ("", "dumb")
+    if plain:
+        return Console(force_terminal=False, color_system=None, highlight=False)
+    return Console(highlight=False)
+
+
+def _draw_pair(console: Console, model: AssistedModelForCausalLM) -> None:
+    for role, part in (("target", model.target), ("draft ", model.drafter.model)):
+        millions = sum(p.numel() for p in part.parameters()) / 1e6
+        layers = part.config.get_text_config(decoder=True).num_hidden_layers
+        console.print(f"{role}  {part.name_or_path}: {millions:.1f} M parameters, {layers} layers", style=READ)
+
+
+def _draw_live(console: Console, model: AssistedModelForCausalLM, prompt: Prompt, new_tokens: int) -> None:
+    """The prompt, and the completion as it comes."""
+    before, _, start = prompt.text.rpartition("\n")
+    console.print(f"\n{prompt.source}, continued at temperature 0\n")
+    console.print(Styled(before, READ), soft_wrap=True)
+    watch = Watch(model.drafter)
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+
+            def draw(watch: Watch) -> None:
+                live.update(_tail(console, _styled(model.tokenizer, start, watch)), refresh=True)
+                if watch.pencil or watch.struck:
+                    time.sleep(PACE)
+
+            watch.draw = draw
+            _watched_generate(model, watch, prompt, new_tokens)
+        console.print(_styled(model.tokenizer, start, watch), soft_wrap=True)
+        legend = [("read, ", READ), ("drafted, ", PENCIL), ("kept", KEPT), (", ", ""), ("struck", STRUCK), (", ", "")]
+        console.print(Styled.assemble("\n", *legend, ("the target's own", OWN), " (slowed down for the eye)"))
+    else:
+        _watched_generate(model, watch, prompt, new_tokens)
+        console.print(Styled(_underlined(model.tokenizer, start, watch)), soft_wrap=True)
+        console.print("\n~ drafted and kept; everything else is the target's own")
+    report = model.report
+    assert report is not None
+    console.print(
+        f"{sum(watch.drafted)} of {len(watch.tokens)} tokens were drafted; {report.target_passes} target passes after "
+        f"the one that read the prompt, {report.tokens_per_pass:.2f} tokens each\n"
+    )
+
+
+def _watched_generate(model: AssistedModelForCausalLM, watch: Watch, prompt: Prompt, new_tokens: int) -> None:
+    ids = prompt.ids.to(model.target.device)
+    model.drafter = watch
+    try:
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, streamer=watch
+        )
+    finally:
+        model.drafter = watch.drafter
+
+
+def _pieces(tokenizer: Any, tokens: list[int]) -> list[str]:
+    """The text that each token adds; a character of several tokens comes with its last."""
+    pieces: list[str] = []
+    so_far = ""
+    for count in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:count], clean_up_tokenization_spaces=False)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            pieces.append(text[len(so_far) :])
+            so_far = text
+        else:
+            pieces.append("")
+    return pieces
+
+
+def _styled(tokenizer: Any, start: str, watch: Watch) -> Styled:
+    """The line the prompt ends in, what was written, and what is being drafted or struck."""
+    styles = [KEPT if drafted else OWN for drafted in watch.drafted]
+    styles += [PENCIL] * len(watch.pencil) + [STRUCK] * len(watch.struck)
+    pieces = _pieces(tokenizer, [*watch.tokens, *watch.pencil, *watch.struck])
+    return Styled.assemble((start, READ), *zip(pieces, styles, strict=True))
+
+
+def _tail(console: Console, text: Styled) -> Styled:
+    """The last lines, as many as the terminal has room for."""
+    lines = text.wrap(console, console.width)
+    return Styled("\n").join(lines[-max(1, console.height - 2) :])
+
+
+def _underlined(tokenizer: Any, start: str, watch: Watch) -> str:
+    """As `_styled`, without styles: `~` under what was drafted."""
+    text, marks = start, " " * len(start)
+    for piece, drafted in zip(_pieces(tokenizer, watch.tokens), watch.drafted, strict=True):
+        text += piece
+        marks += "".join("\n" if c == "\n" else "~" if drafted and not c.isspace() else " " for c in piece)
+    both = zip(text.split("\n"), marks.split("\n"), strict=True)
+    return "\n".join(line if not mark.strip() else f"{line}\n{mark.rstrip()}" for line, mark in both)
+
+
+def _draw_comparison(console: Console, comparison: Comparison) -> None:
+    table = Table()
+    table.add_column("")
+    for name in ("same tokens", "tokens per pass", "accepted", "seconds", "times plain"):
+        table.add_column(name, justify="right")
+    for way in comparison.ways:
+        table.add_row(*_cells(way, len(comparison.prompts)))
+    console.print(table)
+    tokens, threshold = comparison.peer_setting
+    rounds = len(comparison.ways[0].seconds)
+    for line in (
+        f"{len(comparison.prompts)} prompts x {comparison.new_tokens} new tokens, held-out code, temperature 0, "
+        f"{comparison.dtype}, {comparison.device}, {comparison.threads} threads.",
+        f"Seconds: all prompts, median of {rounds} interleaved rounds. Times plain: median (lowest-highest).",
+        "Passes: forwards of the target, those that read the prompts included.",
+        f"transformers drafts with the same model, at the fastest of {len(PEER_SETTINGS)} settings: {tokens} tokens, "
+        f"confidence threshold {threshold:g}.",
+        f"{comparison.repeated_4grams:.0%} of the 4-grams written repeat an earlier one; repetition flatters drafting.",
+    ):
+        console.print(line, style=READ)
+
+
+def _cells(way: Way, prompts: int) -> list[str]:
+    rate = way.acceptance_rate
+    ratios = way.ratios
+    return [
+        way.name,
+        "yes" if way.same == prompts else f"{way.same} of {prompts}",
+        f"{way.tokens_per_pass:.2f}",
+        "-" if rate is None else f"{rate:.0%}",
+        f"{statistics.median(way.seconds):.2f}",
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+    ]

@@ -1,0 +1,89 @@
+"""What a drafter proposes: a token tree per row, of which a chain is the plain case.
+
+Knows tensors alone: nothing of models, caches or how a proposal is judged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Draft"]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A token tree per row. Nodes come after their parents; rows may be shorter than the widest one.
+
+    Args:
+        tokens: [B, n] int64, the proposed tokens; columns from `lengths[b]` on are filler.
+        lengths: [B] int64, how many nodes of each row count.
+        q: [B, n, V], the law that each token was drawn from (one-hot where it was an argmax), or None where the
+            drafter has none. Only chains carry q.
+        parents: [B, n] int64, the column of each node's parent, -1 for children of the last committed token.
+            None says that every row is a chain.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    q: torch.Tensor | None = None
+    parents: torch.Tensor | None = None
+
+    @staticmethod
+    def empty(rows: int, device: torch.device | str = "cpu") -> Draft:
+        """No proposal for any row: the target's next pass is plain decoding."""
+        return Draft(
+            tokens=torch.zeros(rows, 0, dtype=torch.int64, device=device),
+            lengths=torch.zeros(rows, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def width(self) -> int:
+        """Columns of the widest row."""
+        return self.tokens.shape[1]
+
+    def depths(self) -> torch.Tensor:
+        """Distance of each node from the last committed token, which has depth 0. Returns [B, n] int64."""
+        rows, width = self.tokens.shape
+        if self.parents is None:
+            return torch.arange(1, width + 1, device=self.tokens.device).expand(rows, width)
+        depths = torch.ones_like(self.tokens)
+        for node in range(width):
+            parent = self.parents[:, node]
+            above = depths.gather(1, parent.clamp(min=0)[:, None])[:, 0]
+            depths[:, node] = torch.where(parent < 0, 1, above + 1)
+        return depths
+
+    def ancestors(self) -> torch.Tensor:
+        """Which nodes lie on the path to which, each node on its own. Returns [B, n, n] bool: [b, i, j] = j is on i's path.
+
+        For the tree a(b, c(d)):
+
+                a b c d
+            a   1
+            b   1 1
+            c   1   1
+            d   1   1 1
+        """
+        rows, width = self.tokens.shape
+        own = torch.eye(width, dtype=torch.bool, device=self.tokens.device)
+        if self.parents is None:
+            return torch.ones_like(own).tril().expand(rows, width, width)
+        found = own.expand(rows, width, width).clone()
+        row = torch.arange(rows, device=self.tokens.device)
+        for node in range(width):
+            parent = self.parents[:, node]
+            inherited = found[row, parent.clamp(min=0)] & (parent >= 0)[:, None]
+            found[:, node] |= inherited
+        return found
+
+    def prefix(self, row: int, node: int) -> list[int]:
+        """The tokens on the path to a node, the node's own included; the empty list for node -1."""
+        if self.parents is None:
+            return self.tokens[row, : node + 1].tolist()
+        path: list[int] = []
+        while node >= 0:
+            path.append(int(self.tokens[row, node]))
+            node = int(self.parents[row, node])
+        return path[::-1]

@@ -1,0 +1,133 @@
+"""The law of the next token: logits, through the caller's processors, to scores and probabilities.
+
+One function makes both p (the target's law) and q (the draft's). Knows transformers' logits processors; nothing of
+models, caches or acceptance.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from transformers.generation import logits_process as hf
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+
+from .drafts import Draft
+
+__all__ = ["Law", "probabilities"]
+
+# They read one row of scores and nothing else: all positions of a draft go through in one call.
+_PREFIX_FREE = {
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
+    hf.MinPLogitsWarper,
+    hf.SuppressTokensLogitsProcessor,
+    hf.TemperatureLogitsWarper,
+    hf.TopHLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.TypicalLogitsWarper,
+}
+# Functions of a row's own prefix and scores, without memory: they may be asked about a prefix that is only drafted.
+_PREFIX_READING = {
+    hf.ExponentialDecayLengthPenalty,
+    hf.ForcedBOSTokenLogitsProcessor,
+    hf.ForcedEOSTokenLogitsProcessor,
+    hf.MinLengthLogitsProcessor,
+    hf.MinNewTokensLengthLogitsProcessor,
+    hf.NoBadWordsLogitsProcessor,
+    hf.NoRepeatNGramLogitsProcessor,
+    hf.RepetitionPenaltyLogitsProcessor,
+    hf.SequenceBiasLogitsProcessor,
+    hf.SuppressTokensAtBeginLogitsProcessor,
+}
+
+
+@dataclass(frozen=True)
+class Law:
+    """How logits become the choice of a token.
+
+    Args:
+        processors: as `generate` prepared them, in order.
+        do_sample: draw from the law; otherwise take its argmax.
+    """
+
+    processors: LogitsProcessorList
+    do_sample: bool
+
+    @property
+    def in_order(self) -> bool:
+        """Some processor is not known to be a function of one row's prefix: each committed prefix must pass it once, in order."""
+        return any(type(p) not in _PREFIX_FREE | _PREFIX_READING for p in self.processors)
+
+    def for_draft(self) -> Law:
+        """The same law without what only committed prefixes may be shown to."""
+        known = [p for p in self.processors if type(p) in _PREFIX_FREE | _PREFIX_READING]
+        return Law(LogitsProcessorList(known), self.do_sample)
+
+    def scores(self, ids: torch.Tensor, lengths: list[int], logits: torch.Tensor, draft: Draft) -> torch.Tensor:
+        """Processed scores after the committed text and after every drafted node.
+
+        ids: [B, S] int64 of which row b's first `lengths[b]` are committed. logits: [B, n + 1, V], the first column after
+        the committed text, column i + 1 after node i of `draft`. Returns [B, n + 1, V] float32.
+        """
+        scores = logits.float()
+        for processor in self.processors:
+            scores = self._apply(processor, ids, lengths, scores, draft)
+        return scores
+
+    def last_scores(self, ids: torch.Tensor, lengths: list[int], logits: torch.Tensor, draft: Draft) -> torch.Tensor:
+        """Processed scores at the end of a chain under construction. logits: [B, V] after its last token -> [B, V]."""
+        scores = logits.float()
+        for processor in self.processors:
+            if type(processor) in _PREFIX_FREE:
+                scores = processor(ids[:, :1], scores)
+            else:
+                scores = _by_length(processor, _prefixes(ids, lengths, draft, [draft.width - 1]), scores[:, None])[:, 0]
+        return scores
+
+    def ordered_scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Scores of one committed prefix for all rows, seen by every processor exactly as plain decoding shows it.
+
+        ids: [B, L] int64, logits: [B, V] -> [B, V] float32.
+        """
+        return self.processors(ids, logits.to(dtype=torch.float32, copy=True))
+
+    def _apply(
+        self, processor: LogitsProcessor, ids: torch.Tensor, lengths: list[int], scores: torch.Tensor, draft: Draft
+    ) -> torch.Tensor:
+        if type(processor) in _PREFIX_FREE:
+            return processor(ids[:, :1], scores.flatten(0, 1)).view_as(scores)
+        return _by_length(processor, _prefixes(ids, lengths, draft, range(-1, draft.width)), scores)
+
+
+def probabilities(scores: torch.Tensor) -> torch.Tensor:
+    """[..., V] processed scores -> [..., V] float32 probabilities."""
+    return torch.softmax(scores, -1)
+
+
+def _prefixes(
+    ids: torch.Tensor, lengths: list[int], draft: Draft, nodes: range | list[int]
+) -> list[list[torch.Tensor]]:
+    """The text up to and including each of `nodes` (-1: the committed text alone), by row and node."""
+    return [
+        [torch.cat([ids[row, :length], ids.new_tensor(draft.prefix(row, node))]) for node in nodes]
+        for row, length in enumerate(lengths)
+    ]
+
+
+def _by_length(processor: LogitsProcessor, prefixes: list[list[torch.Tensor]], scores: torch.Tensor) -> torch.Tensor:
+    """One call for all (row, node) whose prefixes are equally long. scores: [B, n, V] -> [B, n, V]."""
+    groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for row, of_row in enumerate(prefixes):
+        for node, prefix in enumerate(of_row):
+            groups[len(prefix)].append((row, node))
+    processed = scores.clone()
+    for members in groups.values():
+        rows, nodes = zip(*members, strict=True)
+        text = torch.stack([prefixes[row][node] for row, node in members])
+        processed[list(rows), list(nodes)] = processor(text, scores[list(rows), list(nodes)])
+    return processed

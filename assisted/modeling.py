@@ -1,0 +1,486 @@
+"""AssistedModelForCausalLM: load a pair, generate with it, report, save. The face of the package.
+
+Preparation (ids, processors, criteria, cache) is the target's own GenerationMixin; only its sampling loop is replaced, in
+a class derived from the target's that shares the target's attributes. The target's own class and state stay untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from . import drafters, lengths, zoo
+from .cache import SlotCache
+from .configuration import AssistedConfig
+from .decoding import decode
+from .drafters import Call, Drafter, DraftModel, Spec, Target
+from .law import Law
+from .quantization import save_quantized
+from .report import Recorder, Report
+from .runtime import CachedModel, Masks, require_rewindable
+from .text import Text
+from .vocabulary import find_tokenizer
+
+__all__ = ["AssistedModelForCausalLM"]
+
+_HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "token",
+    "trust_remote_code",
+)
+_OTHER_MODES = (
+    "assistant_model",
+    "assistant_tokenizer",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+    "custom_generate",
+    "synced_gpus",
+)
+_TEXT_INPUTS = {"input_ids", "attention_mask", "past_key_values", "logits_to_keep", "use_cache", "position_ids"}
+
+
+class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
+    """A causal LM with a draft: the same answers as the target alone, in fewer passes of the target.
+
+    Attributes:
+        target: the target model, as it was given or loaded.
+        drafter: what drafts for it.
+        report: what the last `generate` did, None before the first.
+        totals: the same over all calls since `reset_totals`.
+    """
+
+    config_class = AssistedConfig
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+
+    def __init__(
+        self,
+        config: AssistedConfig,
+        target: PreTrainedModel,
+        spec: Spec,
+        drafter: Drafter,
+        draft_length: lengths.DraftLength,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        super().__init__(config)
+        self.target = target
+        self.draft_model = drafter.model  # registered, so that .to() and .eval() reach it
+        self.spec = spec
+        self.drafter = drafter
+        self.draft_length = draft_length
+        self.tokenizer = tokenizer
+        self.name_or_path = target.name_or_path
+        self.report: Report | None = None
+        self._recorded = Recorder()
+        self.eval()
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str,
+        *model_args: Any,
+        draft: Any = None,
+        draft_quantization: Any = None,
+        draft_length: int | str | lengths.DraftLength | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ) -> AssistedModelForCausalLM:
+        """Load a target and a draft, or a folder that `save_pretrained` wrote.
+
+        Args:
+            pretrained_model_name_or_path: Hub id, folder or `zoo:` name of the target; or a saved pair.
+            draft: what drafts: a Hub id, a folder, `"zoo:draft"`, `"self:nf4"`, or a spec object. Needed, except for a
+                saved pair, which brings its own.
+            draft_quantization: how a draft named by a path is quantized: a name of `assisted.quantization.NAMES` or a
+                transformers quantization config.
+            draft_length: tokens to draft each round: an int, "confidence", or a policy of `assisted.lengths`.
+            tokenizer, draft_tokenizer: where they do not lie beside the models.
+            **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
+                arguments but `revision` and `subfolder` are used for the draft as well.
+
+        Raises ValueError for models that do not fit together, OSError where nothing is found.
+        """
+        path = zoo.resolve(str(pretrained_model_name_or_path))
+        config = kwargs.pop("config", None)
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        if config is None:
+            config = AutoConfig.from_pretrained(path, **hub, **_only(kwargs, "subfolder", "code_revision"))
+        saved = isinstance(config, AssistedConfig)
+        policy = lengths.resolve(draft_length)
+        if saved:
+            folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, **_only(hub, *_SNAPSHOT)))
+            path = str(folder / "target")
+            if draft is None:
+                draft = _saved_spec(config, folder)
+            if draft_length is None:
+                policy = lengths.from_dict(config.draft_length)
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+        else:
+            kwargs["config"] = config
+        spec = drafters.parse(draft, draft_quantization)
+        if draft_tokenizer is not None and isinstance(spec, DraftModel):
+            spec = DraftModel(spec.model, spec.quantization, draft_tokenizer)
+        target = AutoModelForCausalLM.from_pretrained(path, *model_args, **_with_dtype(config, kwargs))
+        found = tokenizer or find_tokenizer(path, **hub)
+        for_draft = _only(hub, *(name for name in hub if name != "revision"))
+        return cls._assemble(target, spec, policy, found, path, for_draft)
+
+    @classmethod
+    def from_models(
+        cls,
+        target: PreTrainedModel,
+        draft: Any = None,
+        draft_length: int | str | lengths.DraftLength | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
+        draft_quantization: Any = None,
+    ) -> AssistedModelForCausalLM:
+        """Wrap models that are already loaded. Neither is changed.
+
+        Args:
+            target: a decoder-only causal LM.
+            draft: a causal LM, or anything that `from_pretrained` takes as draft.
+            draft_length, draft_quantization: as for `from_pretrained`.
+            tokenizer, draft_tokenizer: needed only to tell a padded vocabulary from another one.
+
+        Raises ValueError for models that do not fit together.
+        """
+        spec = drafters.parse(draft, draft_quantization)
+        if draft_tokenizer is not None and isinstance(spec, DraftModel):
+            spec = DraftModel(spec.model, spec.quantization, draft_tokenizer)
+        folder = target.name_or_path if Path(target.name_or_path or "-").is_dir() else None
+        return cls._assemble(
+            target, spec, lengths.resolve(draft_length), tokenizer or find_tokenizer(folder), folder, {}
+        )
+
+    @classmethod
+    def _assemble(
+        cls,
+        target: PreTrainedModel,
+        spec: Spec,
+        policy: lengths.DraftLength,
+        tokenizer: PreTrainedTokenizerBase | None,
+        path: str | None,
+        hub: dict[str, Any],
+    ) -> AssistedModelForCausalLM:
+        require_rewindable(target, "target")
+        target.eval()
+        placed = {} if target.device.type == "cpu" else {"device_map": {"": target.device}}
+        drafter = spec.load(Target(target, tokenizer, path), dtype=target.dtype, **placed, **hub)
+        config = AssistedConfig(
+            target=target.config,
+            draft=_written(spec),
+            draft_length=lengths.to_dict(policy),
+            architectures=[cls.__name__],
+            dtype=target.dtype,
+        )
+        return cls(config, target, spec, drafter, policy, tokenizer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The target's forward."""
+        return self.target(*args, **kwargs)
+
+    @torch.no_grad()
+    def generate(  # type: ignore[override]
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        draft_length: int | str | lengths.DraftLength | None = None,
+        assisted: bool = True,
+        **kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+        """As the target's `generate`, in fewer of its passes.
+
+        Args:
+            inputs, generation_config, **kwargs: everything that plain `generate` takes.
+            draft_length: for this call, instead of the model's.
+            assisted: False decodes plainly, through the target's own `generate`.
+
+        Returns what plain `generate` returns; `self.report` says how.
+
+        Raises ValueError, naming the argument, for what drafting cannot honour. Beam search and other modes that are not
+        sampling or greedy run plainly, with a warning.
+        """
+        policy = self.draft_length if draft_length is None else lengths.resolve(draft_length)
+        for name in _OTHER_MODES:
+            if assisted and kwargs.get(name):
+                raise ValueError(f"{name}: this model drafts in its own way; leave it out, or pass assisted=False")
+        recorder = Recorder()
+        started = time.perf_counter()
+        if assisted:
+            call = _Call(self, policy, recorder)
+            token = _CALL.set(call)
+            try:
+                output = self._seam().generate(inputs, generation_config, **kwargs)
+            finally:
+                _CALL.reset(token)
+        if not assisted:
+            output = self.target.generate(inputs, generation_config, **kwargs)
+        elif not call.reached:
+            _warn_plain("this generation mode is neither greedy nor sampling")
+        recorder.seconds = time.perf_counter() - started
+        self._recorded.add(recorder)
+        self.report = recorder.report()
+        return output
+
+    @property
+    def totals(self) -> Report:
+        """Counts over all calls since the last `reset_totals`."""
+        return self._recorded.report()
+
+    def reset_totals(self) -> None:
+        """Start counting anew."""
+        self._recorded = Recorder()
+
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:  # type: ignore[override]
+        """Write one folder: `target/`, `draft/` (where a model drafts), and config.json, which says how they go together.
+
+        save_directory: the folder. kwargs: the target's `save_pretrained`, or `push_to_hub`'s.
+        """
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        hub = {name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "token") if name in kwargs}
+        self.target.save_pretrained(folder / "target", **kwargs)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder / "target")
+        if isinstance(self.spec, DraftModel):
+            source = zoo.resolve(self.spec.model) if isinstance(self.spec.model, str) else None
+            save_quantized(self.drafter.model, folder / "draft", source=source)
+            tokenizer = self.spec.tokenizer or find_tokenizer(source) or self.tokenizer
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder / "draft")
+        self.config.save_pretrained(folder)
+        if push_to_hub:
+            self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The target's."""
+        return self.target.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: GenerationConfig) -> None:
+        if "target" in self._modules:  # PreTrainedModel.__init__ sets a default before there is a target
+            self.target.generation_config = value
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """The target's."""
+        return self.target.get_input_embeddings()
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """The target's."""
+        return self.target.get_output_embeddings()
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The target's."""
+        return self.target.prepare_inputs_for_generation(*args, **kwargs)
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of the target and the draft as they are stored."""
+        from .quantization import memory_bytes
+
+        return memory_bytes(self.target) + (memory_bytes(self.drafter.model) if self.drafter.model is not None else 0)
+
+    def _seam(self) -> Any:
+        """The target under a class whose sampling loop is ours: another object with the same attributes."""
+        owner = self.target.get_base_model() if hasattr(self.target, "get_base_model") else self.target
+        seam: Any = object.__new__(_seam_class(type(owner)))  # type: ignore[arg-type]
+        seam.__dict__ = owner.__dict__
+        return seam
+
+
+@dataclass
+class _Call:
+    """What the seam needs to know of the `generate` it is in."""
+
+    model: AssistedModelForCausalLM
+    policy: lengths.DraftLength
+    recorder: Recorder
+    reached: bool = field(default=False)
+
+
+_CALL: ContextVar[_Call] = ContextVar("assisted_call")
+_SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+
+
+class _Seam:
+    """Overrides the one method of GenerationMixin that loops over tokens."""
+
+    def _sample(
+        self: Any,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+        call = _CALL.get()
+        call.reached = True
+        reason = _must_be_plain(generation_config)
+        if reason is not None:
+            _warn_plain(reason)
+            return super()._sample(  # type: ignore[misc]
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+            )
+        given = _require_usable(input_ids, model_kwargs)
+        model, masks = call.model, Masks.of(self)
+        attention_mask = model_kwargs.get("attention_mask")
+        details = generation_config.return_dict_in_generate
+        law = Law(logits_processor, generation_config.do_sample)
+        pad = generation_config._pad_token_tensor
+        text = Text(
+            input_ids,
+            stopping_criteria,
+            None if pad is None else int(pad),
+            streamer,
+            keep_scores=bool(details and generation_config.output_scores),
+            keep_logits=bool(details and generation_config.output_logits),
+        )
+        cache = SlotCache.of(given, text.rows, text.max_length + given.get_seq_length(), right_aligned=not masks.trees)
+        cache.hide(attention_mask)
+        model_kwargs["past_key_values"] = cache
+        started = time.perf_counter()
+        logits = _read_prompt(self, input_ids, generation_config, model_kwargs)
+        cache.begin_rounds()
+        call.recorder.verify_seconds = time.perf_counter() - started
+        length = call.policy.start()
+        own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+        drafting = model.drafter.start(Call(own_mask, law.for_draft(), length, text.max_length))
+        with self._optimize_model_for_decode():
+            decode(CachedModel(self, cache, masks), drafting, text, law, length, logits, call.recorder)
+        call.recorder.row_tokens = list(text.row_tokens)
+        if streamer is not None:
+            streamer.end()
+        _give_back(cache, given, self.config)
+        if not details:
+            return text.output()
+        return GenerateDecoderOnlyOutput(
+            sequences=text.output(),
+            scores=text.stacked(text.scores) if text.keep_scores else None,
+            logits=text.stacked(text.logits) if text.keep_logits else None,
+            past_key_values=given,
+        )
+
+
+@functools.cache
+def _seam_class(target_class: Any) -> type:
+    return type(target_class.__name__, (_Seam, target_class), {"__module__": target_class.__module__})
+
+
+def _read_prompt(
+    seam: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """The logits after the prompt, [B, 1, V], read the way the target's own `generate` reads it."""
+    try:
+        return seam._prefill(input_ids, generation_config, model_kwargs).logits[:, -1:].to(input_ids.device)
+    except IndexError as error:
+        limit = getattr(seam.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if limit is not None and input_ids.shape[1] > limit:
+            raise ValueError(
+                f"input_ids: the prompt has {input_ids.shape[1]} tokens, the target's context ends at {limit}"
+            ) from error
+        raise
+
+
+def _must_be_plain(generation_config: GenerationConfig) -> str | None:
+    """Why a call cannot be assisted although its result can be had plainly."""
+    if generation_config.use_cache is False:
+        return "use_cache=False leaves no cache to rewind"
+    if generation_config.return_dict_in_generate:
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(generation_config, name):
+                return f"{name}=True asks for the states of one-token passes"
+    return None
+
+
+def _require_usable(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> DynamicCache:
+    """Refuse what drafting cannot honour. Returns the caller's cache, or the empty one that `generate` made."""
+    for name, value in model_kwargs.items():
+        if name not in _TEXT_INPUTS and value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name}: only text can be assisted (input_ids and attention_mask); pass assisted=False")
+    if input_ids.shape[1] == 0:
+        raise ValueError("input_ids: the prompt is empty; give at least one token, such as the tokenizer's bos_token")
+    cache = model_kwargs.get("past_key_values")
+    if cache is None or type(cache) is not DynamicCache or cache.offloading:
+        raise ValueError(
+            f"past_key_values: a {type(cache).__name__} cannot be rewound here; pass a DynamicCache (or no "
+            "cache_implementation), or assisted=False"
+        )
+    return cache
+
+
+def _give_back(cache: SlotCache, given: DynamicCache, config: Any) -> None:
+    """Fill the caller's cache as plain `generate` would have, at the very end: an interrupted call leaves it as it was."""
+    lazy = given.layer_class_to_replicate is not None and not getattr(given, "_is_user_defined", False)
+    filled = cache.to_dynamic(None if lazy else config.get_text_config(decoder=True))
+    given.layers = filled.layers
+
+
+def _warn_plain(reason: str) -> None:
+    warnings.warn(f"Decoding plainly, without drafts: {reason}.", stacklevel=3)
+
+
+def _with_dtype(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Left out, dtype is half precision on an accelerator, the checkpoint's own on a CPU."""
+    if kwargs.get("dtype") is not None or kwargs.get("torch_dtype") is not None:
+        return kwargs
+    dtype: Any = "auto"
+    if kwargs.get("device_map") is not None and torch.cuda.is_available():
+        own = config.get_text_config(decoder=True).dtype
+        if own not in (torch.float16, torch.bfloat16):
+            dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return {**kwargs, "dtype": dtype}
+
+
+def _only(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
+
+
+def _written(spec: Spec) -> dict[str, Any]:
+    """A spec as config.json holds it; the model itself lies in `draft/`."""
+    name = next(name for name, kind in drafters.METHODS.items() if isinstance(spec, kind))
+    quantization = getattr(spec, "quantization", None)
+    if quantization is not None and not isinstance(quantization, (str, dict)):
+        quantization = quantization.to_dict()
+    return {"method": name, "quantization": quantization}
+
+
+def _saved_spec(config: AssistedConfig, folder: Path) -> Spec:
+    fields = dict(config.draft or {})
+    method = drafters.METHODS.get(fields.pop("method", ""))
+    if method is None:
+        raise ValueError(f"draft: this version does not know the saved method {config.draft!r}; pass draft=")
+    if method is DraftModel:
+        return DraftModel(str(folder / "draft"), fields.get("quantization"))
+    return method(**fields)
+
+
+AutoConfig.register("assisted", AssistedConfig)
+AutoModelForCausalLM.register(AssistedConfig, AssistedModelForCausalLM)

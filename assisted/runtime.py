@@ -1,0 +1,191 @@
+"""How a causal LM is run during a `generate`: its slots, its masks, its positions. The eager path.
+
+Knows transformers' forward conventions; nothing of drafting, acceptance or text. Target and draft run through the same
+class.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .cache import SlotCache, unsupported_layers
+from .drafts import Draft
+
+__all__ = ["CachedModel", "Masks", "require_rewindable"]
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What kind of attention mask a model reads.
+
+    Args:
+        trees: it reads 4-D masks, so that rows of different lengths and token trees can share a forward. Otherwise
+            (ALiBi, flash attention, chunked attention) slots are kept right-aligned and only chains are verified.
+        windows: the sliding window of each layer type, None for full attention. One entry: one mask for all layers;
+            several: a dict of masks by layer type.
+        additive: eager attention adds the mask; sdpa takes booleans.
+    """
+
+    trees: bool
+    windows: dict[str, int | None]
+    additive: bool
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> Masks:
+        config = model.config.get_text_config(decoder=True)
+        kinds = set(getattr(config, "layer_types", None) or ())
+        window = getattr(config, "sliding_window", None)
+        if not kinds:
+            kinds = {"full_attention" if window is None else "sliding_attention"}
+        attention = config._attn_implementation
+        readable = (
+            attention in ("sdpa", "eager")
+            and not _counts_slots(config)
+            and kinds <= {"full_attention", "sliding_attention"}
+            and getattr(config, "attention_chunk_size", None) is None
+            and "position_ids" in inspect.signature(model.forward).parameters
+        )
+        windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+        return Masks(trees=readable, windows=windows, additive=attention == "eager")
+
+
+class CachedModel:
+    """A causal LM and the slots of what it has read.
+
+    Args:
+        model: any decoder-only causal LM; it is not changed.
+        cache: its slots.
+        masks: what it reads, `Masks.of(model)`.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, masks: Masks):
+        self.model = model
+        self.cache = cache
+        self.masks = masks
+        self.device = model.device
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
+
+    def prefill(self, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Read a prompt, [B, P] int64, in the model's own way. Returns the logits after it, [B, 1, V]."""
+        kwargs: dict[str, Any] = {"attention_mask": attention_mask}
+        if self._takes_positions:
+            if attention_mask is None:
+                kwargs["position_ids"] = torch.arange(ids.shape[1], device=self.device)[None]
+            else:
+                kwargs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0).to(self.device)
+        if self._takes_logits_to_keep:
+            kwargs["logits_to_keep"] = 1
+        self.cache.hide(attention_mask)
+        logits = self._forward(ids, kwargs)[:, -1:]
+        self.cache.begin_rounds()
+        return logits
+
+    def __call__(self, ids: torch.Tensor, draft: Draft | None = None) -> torch.Tensor:
+        """One forward over n columns behind each row's length; nothing is kept before `cache.commit`.
+
+        ids: [B, n] int64, the last committed token and then the draft's tokens. draft: its tree, if it is no chain.
+        Returns [B, n, V].
+        """
+        cache, width = self.cache, ids.shape[1]
+        cache.place(width, self.device)
+        depths = _column_depths(draft, width, self.device)
+        kwargs: dict[str, Any] = {}
+        if self._takes_positions:
+            kwargs["position_ids"] = cache.positions(self.device) + depths
+        if not self.masks.trees:
+            kwargs["attention_mask"] = cache.mask(width, self.device)
+        elif width > 1 or cache.rows > 1 or cache.visible is not None or set(self.masks.windows.values()) != {None}:
+            kwargs["attention_mask"] = self._masks(depths, draft)
+        return self._forward(ids, kwargs)
+
+    def room(self, lengths: list[int]) -> int:
+        """Positions left behind the longest row before the model's context ends."""
+        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return (limit or sys.maxsize) - max(lengths)
+
+    def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        output = self.model(
+            input_ids=ids.to(self.device), past_key_values=self.cache, use_cache=True, return_dict=True, **kwargs
+        )
+        return output.logits
+
+    def _masks(self, depths: torch.Tensor, draft: Draft | None) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The 4-D masks of the forward just placed: which slots each column may look at, [B, 1, n, top]."""
+        cache = self.cache
+        slots = torch.arange(cache.top, device=self.device)
+        behind = torch.tensor(cache.lengths, device=self.device)[:, None]
+        where = behind + depths  # [B, n]: a column's place in its row's text
+        if draft is None or draft.parents is None:
+            places = slots  # a chain lies in its slots as it lies in the text
+            seen = slots <= where[:, :, None]
+        else:
+            columns = behind + torch.arange(depths.shape[1], device=self.device)
+            places = slots.repeat(cache.rows, 1).scatter(1, columns, where)[:, None]
+            seen = (slots < behind)[:, None].repeat(1, depths.shape[1], 1)
+            seen = seen.scatter(2, columns[:, None].expand(-1, depths.shape[1], -1), _column_ancestors(draft))
+        if cache.visible is not None:
+            hidden = cache.visible.shape[1]
+            seen = seen.clone()
+            seen[:, :, :hidden] &= cache.visible.to(self.device)[:, None]
+        masks = {
+            kind: self._dressed(seen if window is None else seen & (places > where[:, :, None] - window))
+            for kind, window in self.masks.windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _dressed(self, seen: torch.Tensor) -> torch.Tensor:
+        seen = seen[:, None]
+        if not self.masks.additive:
+            return seen
+        dtype = self.model.dtype
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def _column_depths(draft: Draft | None, width: int, device: torch.device) -> torch.Tensor:
+    """Depth of every column of a forward, the last committed token being depth 0. Returns [B or 1, n]."""
+    if draft is None or draft.parents is None:
+        return torch.arange(width, device=device)[None]
+    return torch.nn.functional.pad(draft.depths(), (1, 0)).to(device)
+
+
+def _column_ancestors(draft: Draft) -> torch.Tensor:
+    """Draft.ancestors with the last committed token, which every node sees, as column 0. Returns [B, n + 1, n + 1]."""
+    seen = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
+    seen[:, :, 0] = True
+    return seen
+
+
+def _counts_slots(config: Any) -> bool:
+    """The model builds a bias or its causality from the order of slots (ALiBi, GPT-Neo), not from a 4-D mask."""
+    alibi = getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi"
+    return bool(alibi) or config.model_type in ("bloom", "mpt", "gpt_neo")
+
+
+def require_rewindable(model: PreTrainedModel, role: str) -> None:
+    """Refuse a model whose state cannot take back tokens. role: "target" or "draft", for the message.
+
+    Raises ValueError: encoder-decoders, recurrent states (Mamba, linear attention, hybrids), caches of a kind of their own.
+    """
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{role}: {name} is an encoder-decoder; only decoder-only causal LMs can be assisted")
+    if not model.can_generate():
+        raise ValueError(
+            f"{role}: {name} has no language-model head to generate with; load it with AutoModelForCausalLM"
+        )
+    config = model.config.get_text_config(decoder=True)
+    kinds = ["a recurrent state"] if getattr(model, "_is_stateful", False) else unsupported_layers(config)
+    if kinds or not model._supports_default_dynamic_cache():
+        what = ", ".join(kinds) or "a cache of its own kind"
+        raise ValueError(
+            f"{role}: {name} keeps {what}, which cannot take back rejected tokens. Targets with recurrent or linear-attention "
+            "layers are not supported yet; generate with the model itself, or choose a pure attention model."
+        )

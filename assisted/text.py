@@ -1,0 +1,184 @@
+"""The committed text of a `generate`: its ids, which rows have ended and why, who is told of new tokens.
+
+Knows stopping criteria, streamers and padding; nothing of models or drafts. Every new prefix of a row passes the
+criteria once, in order, and nothing behind the first one that stops is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+__all__ = ["Text"]
+
+_ROW_BY_ROW = {EosTokenCriteria, MaxLengthCriteria, StopStringCriteria}  # functions of one row's own prefix
+
+
+class Text:
+    """The rows of a batch while they grow.
+
+    Args:
+        prompt: [B, P] int64.
+        criteria: as `generate` prepared them.
+        pad_token: what fills a row that ended before the others; None when no end token is known.
+        streamer: gets every committed token, or None.
+        keep_scores, keep_logits: remember the processed scores and the logits of every committed token.
+
+    Attributes:
+        max_length: the most tokens a row may hold, prompt included.
+        ids: [B, max_length] int64, row b's first `lengths[b]` are committed.
+        lengths: list of B ints.
+        ended: list of B bools.
+        row_tokens: new tokens of each row, padding not counted.
+    """
+
+    def __init__(
+        self,
+        prompt: torch.Tensor,
+        criteria: StoppingCriteriaList,
+        pad_token: int | None,
+        streamer: Any,
+        keep_scores: bool = False,
+        keep_logits: bool = False,
+    ):
+        rows, width = prompt.shape
+        self.prompt_length = width
+        # plain decoding, too, makes one token before it looks at a limit that the prompt has reached
+        self.max_length = max(width + 1, min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)))
+        self.ids = torch.cat([prompt, prompt.new_zeros(rows, self.max_length - width)], 1)
+        self.lengths = [width] * rows
+        self.ended = [False] * rows
+        self.row_tokens = [0] * rows
+        self.criteria = criteria
+        self.pad_token = pad_token
+        self.streamer = streamer
+        self.keep_scores, self.keep_logits = keep_scores, keep_logits
+        # tokens of one row are kept one tensor [V] each
+        self.scores: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+        self.logits: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+        self.pads_ended_rows = any(hasattr(c, "eos_token_id") for c in criteria)
+        self._eos = {t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.tolist()}
+        self._only_lengths_and_eos = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def done(self) -> bool:
+        return all(self.ended)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The rows that still grow."""
+        return [row for row, ended in enumerate(self.ended) if not ended]
+
+    @property
+    def in_step(self) -> bool:
+        """Rows must stay equally long: some criterion or the streamer looks at the whole batch, or at its clock."""
+        if self.rows == 1:
+            return False
+        if self.streamer is not None or any(type(c) not in _ROW_BY_ROW for c in self.criteria):
+            return True
+        return not self.pads_ended_rows and not self._only_lengths_and_eos  # ended rows go on until all have
+
+    @property
+    def room(self) -> int:
+        """How many more tokens the unfinished rows may take, at the most."""
+        return self.max_length - min(self.lengths[row] for row in self.unfinished)
+
+    def last_tokens(self) -> torch.Tensor:
+        """The last committed token of every row, [B, 1] int64."""
+        if self.rows == 1:
+            return self.ids[:, self.lengths[0] - 1 : self.lengths[0]]
+        return self.ids.gather(1, torch.tensor(self.lengths, device=self.ids.device)[:, None] - 1)
+
+    def extend(self, tokens: list[list[int]], scores: torch.Tensor | None, logits: torch.Tensor | None) -> list[int]:
+        """Commit new tokens to every unfinished row, row by row, up to the first prefix that stops it.
+
+        tokens: new tokens of each row; scores, logits: [B, k, V] of these tokens, where they are kept.
+        Returns how many were committed in each row (0 for rows that had ended).
+        """
+        kept = [0] * self.rows
+        for row, new in enumerate(tokens):
+            if self.ended[row]:
+                continue
+            kept[row] = self._extend_row(row, new, scores, logits)
+            self.row_tokens[row] += kept[row]
+        return kept
+
+    def extend_in_step(self, tokens: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Commit one token to every row at once, as plain decoding does. tokens: [B] int64; scores, logits: [B, V]."""
+        if self.pads_ended_rows:
+            ended = torch.tensor(self.ended, device=tokens.device)
+            tokens = tokens.where(~ended, torch.full_like(tokens, self.pad_token or 0))
+        length = self.lengths[0]
+        self.ids[:, length] = tokens
+        self.lengths = [length + 1] * self.rows
+        for row in range(self.rows):
+            self.row_tokens[row] += not (self.ended[row] and self.pads_ended_rows)
+            self._remember(row, scores[row], logits[row])
+        stopped = self.criteria(self.ids[:, : length + 1], self._scores_so_far()).tolist()
+        self.ended = [ended or stop for ended, stop in zip(self.ended, stopped, strict=True)]
+        if self.streamer is not None:
+            self.streamer.put(tokens.cpu())
+
+    def output(self) -> torch.Tensor:
+        """All rows as one tensor, [B, longest] int64, ended rows filled with the pad token."""
+        longest = max(self.lengths)
+        ids = self.ids[:, :longest].clone()
+        if min(self.lengths) < longest:
+            columns = torch.arange(longest, device=ids.device)
+            behind = columns >= torch.tensor(self.lengths, device=ids.device)[:, None]
+            ids.masked_fill_(behind, self.pad_token or 0)
+        return ids
+
+    def stacked(self, kept: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        """Kept scores or logits as `generate` returns them: one [B, V] a step; zeros where a row had ended."""
+        blank = torch.zeros_like(kept[0][0])
+        return tuple(
+            torch.stack([row[step] if step < len(row) else blank for row in kept])
+            for step in range(max(map(len, kept)))
+        )
+
+    def _extend_row(self, row: int, new: list[int], scores: torch.Tensor | None, logits: torch.Tensor | None) -> int:
+        start = self.lengths[row]
+        new = new[: self.max_length - start]
+        self.ids[row, start : start + len(new)] = self.ids.new_tensor(new)
+        if self._only_lengths_and_eos and self.streamer is None and not (self.keep_scores or self.keep_logits):
+            stop = next((i + 1 for i, token in enumerate(new) if token in self._eos), None)
+            count = len(new) if stop is None else stop
+            self.ended[row] = stop is not None or start + count >= self.max_length
+            self.lengths[row] = start + count
+            return count
+        count = 0
+        for count, token in enumerate(new, start=1):
+            self.lengths[row] = start + count
+            self._remember(
+                row,
+                scores[row, count - 1] if scores is not None else None,
+                logits[row, count - 1] if logits is not None else None,
+            )
+            seen = self._scores_so_far() if self.rows == 1 else None
+            self.ended[row] = bool(self.criteria(self.ids[row : row + 1, : start + count], seen)[0])
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor([token]))
+            if self.ended[row]:
+                break
+        return count
+
+    def _remember(self, row: int, scores: torch.Tensor | None, logits: torch.Tensor | None) -> None:
+        if self.keep_scores and scores is not None:
+            self.scores[row].append(scores)
+        if self.keep_logits and logits is not None:
+            self.logits[row].append(logits.float())
+
+    def _scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
+        return self.stacked(self.scores) if self.keep_scores and self.scores[0] else None

@@ -1,0 +1,26 @@
+"""The shipped models: a target and two drafts that write Python, trained by this project, no download needed.
+
+`zoo:NAME` answers wherever a path is taken; `folder(NAME)` is the folder, which AutoModelForCausalLM loads as any other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["NAMES", "folder", "resolve"]
+
+NAMES = ("target", "draft", "draft-other-tokenizer")
+_MODELS = Path(__file__).parent / "models"
+
+
+def folder(name: str) -> str:
+    """The folder of a shipped model. Raises ValueError for an unknown name."""
+    if name not in NAMES:
+        raise ValueError(f"zoo:{name} is not shipped; one of {', '.join('zoo:' + known for known in NAMES)}")
+    return str(_MODELS / name)
+
+
+def resolve(path: str) -> str:
+    """A path as it is, or the folder behind `zoo:NAME`."""
+    scheme, _, name = path.partition(":")
+    return folder(name) if scheme == "zoo" else path

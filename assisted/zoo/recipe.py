@@ -1,0 +1,104 @@
+"""The recipe of the shipped models: shapes, steps and rates, one frozen dataclass a model.
+
+Change a number here and `assisted zoo train` builds another model; the model card states what these gave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DRAFT", "OTHER_DRAFT", "RECIPES", "TARGET", "Phase", "Recipe"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training at one context length.
+
+    Args:
+        steps: optimizer steps.
+        batch: sequences a step.
+        context: tokens a sequence.
+    """
+
+    steps: int
+    batch: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One shipped model: a small Llama and how it is trained.
+
+    Args:
+        name: the folder under `assisted/zoo/models` and the name behind `zoo:`.
+        vocab_size: entries of its byte-level BPE, special tokens included.
+        hidden_size, intermediate_size, layers, heads, kv_heads: the Llama shape (head size 64).
+        phases: stretches of training, in order.
+        teacher: name of the model it is distilled from; None trains on the text alone.
+        early_exit: layer dropout and early-exit losses (LayerSkip, arXiv 2404.16710).
+        matrix_lr, other_lr: peak rates of Muon (the layers' matrices) and AdamW (embedding, norms).
+        warmup, decay: shares of all steps over which the rate rises and falls linearly.
+        seed: of the weights and of the order of the text.
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    phases: tuple[Phase, ...]
+    teacher: str | None = None
+    early_exit: bool = False
+    matrix_lr: float = 0.02
+    other_lr: float = 3e-3
+    warmup: float = 0.03
+    decay: float = 0.45
+    seed: int = 2024
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def rate(self, step: int) -> float:
+        """The share of the peak rate at `step`: a ramp, a plateau, a ramp down to nothing."""
+        done = (step + 1) / self.steps
+        return min(1.0, done / self.warmup, (1.0 - step / self.steps) / self.decay)
+
+
+TARGET = Recipe(
+    name="target",
+    vocab_size=4096,
+    hidden_size=192,
+    intermediate_size=512,
+    layers=16,
+    heads=3,
+    kv_heads=1,
+    phases=(Phase(1700, 16, 256), Phase(220, 8, 512), Phase(80, 4, 1024)),
+    early_exit=True,
+    warmup=0.039,
+    decay=0.4,
+)
+DRAFT = Recipe(
+    name="draft",
+    vocab_size=4096,
+    hidden_size=192,
+    intermediate_size=384,
+    layers=2,
+    heads=3,
+    kv_heads=1,
+    phases=(Phase(1500, 16, 256), Phase(100, 4, 1024)),
+    teacher="target",
+)
+OTHER_DRAFT = Recipe(
+    name="draft-other-tokenizer",
+    vocab_size=2048,
+    hidden_size=128,
+    intermediate_size=384,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    phases=(Phase(1500, 16, 256), Phase(100, 4, 1024)),
+)
+RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT, OTHER_DRAFT)}

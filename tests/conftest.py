@@ -1,0 +1,39 @@
+"""How every test runs: offline, on few threads, and skipped with a reason where the machine lacks what it needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+# Before anything imports huggingface_hub or torch: both read these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+
+QUANT_BACKENDS = ("bitsandbytes", "optimum.quanto", "torchao")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # workers that share cores spend their time waiting for each other otherwise
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    lacking = {}
+    if not torch.accelerator.is_available():
+        lacking["gpu"] = "no accelerator here"
+    missing = [name for name in QUANT_BACKENDS if not _installed(name)]
+    if missing:
+        lacking["quant"] = f"not installed: {', '.join(missing)} (pip install '.[quant]')"
+    for item in items:
+        for marker, reason in lacking.items():
+            if item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package of a dotted name
+        return False

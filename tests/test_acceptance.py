@@ -1,0 +1,651 @@
+"""The acceptance rules, checked against the law they must leave untouched.
+
+Sampling cannot see an error of 1e-5, so the rules are enumerated: every drafted chain, every outcome of the uniforms,
+the law of the emitted token, completed with the target's law. The same enumeration must catch the classic mistakes
+(`MUTANTS`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+from assisted import acceptance
+from assisted.acceptance import (
+    block,
+    block_probabilities,
+    emitted_law,
+    first_failure,
+    last_success,
+    match,
+    match_tree,
+    rejection,
+    rejection_probabilities,
+    residual,
+    sample,
+)
+
+EXACT = 1e-12  # float64 rounding of a few hundred sums
+ALPHA = 1e-4  # seeds are fixed: these either pass for ever or show an error
+RULES = {"rejection": rejection, "block": block}
+
+# A law over sequences: tables[k] is [V^k, V], the next-token law after each prefix of k tokens (a base-V number).
+Tables = list[Tensor]
+
+
+def random_tables(depth: int, V: int, rng: torch.Generator, sharpness: float = 1.0, zeros: float = 0.0) -> Tables:
+    tables = []
+    for k in range(depth):
+        law = torch.empty(V**k, V, dtype=torch.float64).exponential_(generator=rng) ** sharpness
+        dropped = torch.rand(law.shape, generator=rng) < zeros
+        dropped[torch.arange(len(law)), law.argmax(-1)] = False
+        tables.append(normalised(law.masked_fill(dropped, 0)))
+    return tables
+
+
+def normalised(law: Tensor) -> Tensor:
+    return law / law.sum(-1, keepdim=True)
+
+
+def one_hot(tables: Tables) -> Tables:
+    return [torch.nn.functional.one_hot(law.argmax(-1), law.shape[-1]).to(law.dtype) for law in tables]
+
+
+def top_k(tables: Tables, k: int) -> Tables:
+    return [normalised(law.where(law >= law.topk(k).values[:, -1:], 0)) for law in tables]
+
+
+def halves(tables: Tables, first: bool) -> Tables:
+    """All mass on the first half of the vocabulary, or on the rest."""
+    V = tables[0].shape[-1]
+    inside = (torch.arange(V) < V // 2) == first
+    return [normalised(law.where(inside, 0)) for law in tables]
+
+
+def all_chains(g: int, V: int) -> Tensor:
+    return torch.tensor(list(itertools.product(range(V), repeat=g))).reshape(V**g, g)
+
+
+def prefix(chains: Tensor, k: int, V: int) -> Tensor:
+    """The first k tokens of each chain as a base-V number."""
+    number = torch.zeros(len(chains), dtype=torch.int64)
+    for i in range(k):
+        number = number * V + chains[:, i]
+    return number
+
+
+def along(tables: Tables, chains: Tensor) -> Tensor:
+    """[B, depth, V]: the laws met along each chain."""
+    V = tables[0].shape[-1]
+    laws = [table[prefix(chains, k, V)] for k, table in enumerate(tables)]
+    return torch.stack(laws, 1) if laws else torch.zeros(len(chains), 0, V, dtype=torch.float64)
+
+
+def chosen(laws: Tensor, chains: Tensor) -> Tensor:
+    """[B, g]: the probability of each drafted token under laws [B, g, V]."""
+    return laws.gather(-1, chains.unsqueeze(-1)).squeeze(-1)
+
+
+def completed(mass: Tables, target: Tables) -> Tensor:
+    """Mass left after 1, 2, ... tokens (mass[k]: [V^k]), completed with the target's law to its whole depth."""
+    for k in range(1, len(target)):
+        mass[k + 1] += (mass[k].unsqueeze(-1) * target[k]).flatten()
+    return mass[-1]
+
+
+def joint(target: Tables) -> Tensor:
+    law = torch.ones(1, dtype=torch.float64)
+    for table in target:
+        law = (law.unsqueeze(-1) * table).flatten()
+    return law
+
+
+def tv(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().sum() / 2)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Enumeration of a rule
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule in two halves: how likely each uniform succeeds, and what follows from the uniforms."""
+
+    probabilities: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    """(tokens, lengths, p, q) -> [B, n]"""
+    decide: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(tokens, lengths, p, q, uniforms) -> accepted [B], law of the emitted token [B, V]"""
+
+
+def shipped(rule: Callable[..., acceptance.Verdict]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The public function itself, given its uniforms, and caught handing its law to `sample`."""
+
+    def decide(tokens: Tensor, lengths: Tensor, p: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        with (
+            mock.patch.object(acceptance, "uniforms", return_value=u),
+            mock.patch.object(acceptance, "sample", return_value=lengths) as drawn,
+        ):
+            verdict = rule(tokens, lengths, p, q)
+        return verdict.accepted, drawn.call_args.args[0]
+
+    return decide
+
+
+REJECTION = Rule(lambda tokens, lengths, p, q: rejection_probabilities(tokens, p, q), shipped(rejection))
+BLOCK = Rule(lambda tokens, lengths, p, q: block_probabilities(tokens, lengths, p, q)[0], shipped(block))
+EXACT_RULES = {"rejection": REJECTION, "block": BLOCK}
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Every (chain, pattern of successes) with its probability, and what the rule made of it."""
+
+    chains: Tensor  # [B, g]
+    probability: Tensor  # [B]
+    accepted: Tensor  # [B]
+    law: Tensor  # [B, V]
+
+
+def enumerate_rule(
+    rule: Rule, target: Tables, drawn: Tables, claimed: Tables | None = None, lengths: Tensor | None = None
+) -> Outcomes:
+    """Chains are drawn from `drawn` and verified as if from `claimed`; lengths: [V^g], per chain, g if not given."""
+    g, V = len(drawn), target[0].shape[-1]
+    chains = all_chains(g, V)
+    weight = chosen(along(drawn, chains), chains).prod(-1)
+    lengths = torch.full((V**g,), g) if lengths is None else lengths
+    # every pattern of successes for every chain
+    patterns = torch.tensor(list(itertools.product([True, False], repeat=g))).reshape(2**g, g)
+    chains, weight, lengths = (x.repeat_interleave(len(patterns), 0) for x in (chains, weight, lengths))
+    success = patterns.repeat(V**g, 1)
+    # what stands in the padding must not matter
+    p, q = along(target, chains), along(drawn if claimed is None else claimed, chains)
+    column = torch.arange(g + 1)
+    padding = column[:g] >= lengths.unsqueeze(-1)
+    tokens = chains.masked_fill(padding, -1)
+    p = p.masked_fill((column > lengths.unsqueeze(-1)).unsqueeze(-1), torch.nan)
+    q = q.masked_fill(padding.unsqueeze(-1), torch.nan)
+
+    a = rule.probabilities(tokens, lengths, p, q).masked_fill(padding, 0.5)
+    accepted, law = rule.decide(tokens, lengths, p, q, torch.where(success, 0.0, 1.0).double())
+    assert ((a >= 0) & (a <= 1))[weight > 0].all()
+    assert (accepted <= lengths).all() and not padding.gather(1, (accepted - 1).clamp(min=0).unsqueeze(-1))[
+        accepted > 0
+    ].any()
+    return Outcomes(chains, weight * torch.where(success, a, 1 - a).prod(-1), accepted, law)
+
+
+def output_error(rule: Rule, target: Tables, drawn: Tables, **kwargs: Tensor | Tables) -> float:
+    """TV between the law of the first g+1 tokens of the output and the target's own."""
+    outcomes = enumerate_rule(rule, target, drawn, **kwargs)  # type: ignore[arg-type]
+    V = target[0].shape[-1]
+    mass = [torch.zeros(V**k, dtype=torch.float64) for k in range(len(target) + 1)]
+    for k in range(len(drawn) + 1):
+        rows = (outcomes.accepted == k) & (outcomes.probability > 0)
+        emitted = outcomes.probability[rows].unsqueeze(-1) * outcomes.law[rows]  # [rows, V]
+        first = prefix(outcomes.chains[rows], k, V).unsqueeze(-1) * V
+        mass[k + 1].index_add_(0, (first + torch.arange(V)).flatten(), emitted.flatten())
+    return tv(completed(mass, target), joint(target))
+
+
+def expected_accepted(rule: Rule, target: Tables, drawn: Tables) -> float:
+    outcomes = enumerate_rule(rule, target, drawn)
+    return float((outcomes.probability * outcomes.accepted).sum())
+
+
+LAWS = ["random", "sharp", "zeros", "one-hot draft", "one-hot target", "identical", "nearly identical", "disjoint"]
+LAWS += ["truncated draft", "truncated target", "uniform draft", "one token shared"]
+
+
+def pair_of_laws(kind: str, V: int, g: int, seed: int) -> tuple[Tables, Tables]:
+    """Target to depth g+1, draft to depth g."""
+    rng = torch.Generator().manual_seed(1000 * seed + 10 * V + g)
+    sharpness = 6.0 if kind == "sharp" else 1.0
+    zeros = 0.4 if kind == "zeros" else 0.0
+    p, q = (random_tables(g + 1, V, rng, sharpness, zeros) for _ in range(2))
+    match kind:
+        case "one-hot draft":
+            q = one_hot(q)
+        case "one-hot target":
+            p = one_hot(p)
+        case "identical":
+            q = p
+        case "nearly identical":
+            q = [normalised(law * (1 + 1e-9 * noise)) for law, noise in zip(p, q, strict=True)]
+        case "disjoint":
+            p, q = halves(p, True), halves(q, False)
+        case "truncated draft":
+            q = top_k(q, 2)
+        case "truncated target":
+            p = top_k(p, 2)
+        case "uniform draft":
+            q = [torch.full_like(law, 1 / V) for law in q]
+        case "one token shared":
+            p = [normalised(law + half) for law, half in zip(one_hot(p), halves(p, True), strict=True)]
+            q = [normalised(law + half) for law, half in zip(one_hot(p), halves(q, False), strict=True)]
+    return p, q[:g]
+
+
+def stopped_lengths(V: int, g: int, seed: int) -> Tensor:
+    """[V^g]: a random stopping rule that looks at the tokens drafted so far, never at the next."""
+    rng = torch.Generator().manual_seed(seed)
+    chains, lengths = all_chains(g, V), torch.full((V**g,), g)
+    for k in reversed(range(g)):
+        stops = torch.rand(V**k, generator=rng) < 0.35
+        lengths = torch.where(stops[prefix(chains, k, V)], k, lengths)
+    return lengths
+
+
+@pytest.mark.parametrize("rule", EXACT_RULES)
+@pytest.mark.parametrize("kind", LAWS)
+def test_output_law_is_the_targets(rule: str, kind: str) -> None:
+    for V, g, seed in itertools.product([3, 4, 5], [1, 2, 3], range(3)):
+        target, draft = pair_of_laws(kind, V, g, seed)
+        assert output_error(EXACT_RULES[rule], target, draft) < EXACT, (V, g, seed)
+
+
+@pytest.mark.parametrize("rule", EXACT_RULES)
+@pytest.mark.parametrize("kind", LAWS)
+def test_output_law_is_the_targets_on_ragged_chains(rule: str, kind: str) -> None:
+    V, g = 4, 3
+    for seed in range(3):
+        target, draft = pair_of_laws(kind, V, g, seed)
+        for length in range(g):
+            lengths = torch.full((V**g,), length)
+            assert output_error(EXACT_RULES[rule], target, draft, lengths=lengths) < EXACT
+        lengths = stopped_lengths(V, g, seed)
+        assert output_error(EXACT_RULES[rule], target, draft, lengths=lengths) < EXACT
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_output_law_is_the_targets_on_any_laws(data: st.DataObject) -> None:
+    V, g = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 2))
+    # few distinct weights, so that ties, zeros and equal laws are common
+    weights = st.lists(st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 1e-9]), min_size=V, max_size=V).filter(any)
+
+    def tables(depth: int) -> Tables:
+        rows = [data.draw(st.lists(weights, min_size=V**k, max_size=V**k)) for k in range(depth)]
+        return [normalised(torch.tensor(row, dtype=torch.float64)) for row in rows]
+
+    target, draft = tables(g + 1), tables(g)
+    for rule in EXACT_RULES.values():
+        assert output_error(rule, target, draft) < EXACT
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Broken on purpose: the enumeration must see it
+
+FIRST_FAILURE_BLOCK = Rule(
+    BLOCK.probabilities,
+    lambda tokens, lengths, p, q, u: (
+        accepted := first_failure(BLOCK.probabilities(tokens, lengths, p, q), u, lengths),
+        emitted_law(p, q, block_probabilities(tokens, lengths, p, q)[1], accepted, lengths),
+    ),
+)
+UNWEIGHTED_BLOCK = Rule(
+    BLOCK.probabilities,
+    lambda tokens, lengths, p, q, u: (
+        accepted := last_success(BLOCK.probabilities(tokens, lengths, p, q), u, lengths),
+        emitted_law(p, q, torch.ones_like(p[..., 0]), accepted, lengths),
+    ),
+)
+
+
+def block_mutant_error(mutant: Rule) -> float:
+    """The largest error over a few random laws; the same laws are exact under the true rule."""
+    pairs = [pair_of_laws(kind, 4, 3, seed) for kind in ("random", "sharp") for seed in range(5)]
+    assert max(output_error(BLOCK, *pair) for pair in pairs) < EXACT
+    return max(output_error(mutant, *pair) for pair in pairs)
+
+
+def softmax_for_argmax_error(rule: Rule) -> float:
+    """The draft takes its argmax and reports the softmax it took it from."""
+    rng = torch.Generator().manual_seed(0)
+    target, draft = random_tables(3, 4, rng, sharpness=0.3), random_tables(2, 4, rng, sharpness=0.3)
+    assert output_error(rule, target, one_hot(draft)) < EXACT
+    return output_error(rule, target, one_hot(draft), claimed=draft)
+
+
+def unfiltered_q_error(rule: Rule) -> float:
+    """The draft samples from its top 2 and reports the law before the filter."""
+    target, draft = pair_of_laws("uniform draft", 5, 2, 0)
+    draft = [normalised(law + 0.1 * torch.arange(5)) for law in draft]
+    assert output_error(rule, target, top_k(draft, 2)) < EXACT
+    return output_error(rule, target, top_k(draft, 2), claimed=draft)
+
+
+def anticipation_error(rule: Rule) -> float:
+    """The draft drops a token it drew, because of that token's own low probability, and proposes what came before."""
+    target, draft = pair_of_laws("identical", 4, 2, 1)
+    chains = all_chains(2, 4)
+    dropped = chosen(along(draft, chains), chains) < 0.3
+    return output_error(rule, target, draft, lengths=(~dropped).long().cumprod(-1).sum(-1))
+
+
+MUTANTS: dict[str, tuple[Callable[[], float], float]] = {
+    "block verification that stops at the first failure": (lambda: block_mutant_error(FIRST_FAILURE_BLOCK), 0.07),
+    "block verification with an unweighted residual": (lambda: block_mutant_error(UNWEIGHTED_BLOCK), 1e-6),
+    "rejection: softmax as q of an argmax-drafted token": (lambda: softmax_for_argmax_error(REJECTION), 0.3),
+    "block: softmax as q of an argmax-drafted token": (lambda: softmax_for_argmax_error(BLOCK), 0.3),
+    "rejection: unfiltered q of a top-k draft": (lambda: unfiltered_q_error(REJECTION), 0.2),
+    "block: unfiltered q of a top-k draft": (lambda: unfiltered_q_error(BLOCK), 0.2),
+    "rejection: a token dropped for its low probability": (lambda: anticipation_error(REJECTION), 0.1),
+    "block: a token dropped for its low probability": (lambda: anticipation_error(BLOCK), 0.1),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_enumeration_catches(mutant: str) -> None:
+    error, known = MUTANTS[mutant]
+    assert error() > known
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the papers promise beyond exactness
+
+
+@st.composite
+def table_pairs(draw: st.DrawFn) -> tuple[Tables, Tables]:
+    V, g = draw(st.integers(2, 4)), draw(st.integers(1, 3))
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    sharpness, zeros = draw(st.sampled_from([0.3, 1.0, 5.0])), draw(st.sampled_from([0.0, 0.3]))
+    target, draft = (random_tables(g + 1, V, rng, sharpness, zeros) for _ in range(2))
+    return target, draft[:g]
+
+
+@settings(max_examples=60, deadline=None)
+@given(table_pairs())
+def test_block_never_accepts_fewer_than_rejection(pair: tuple[Tables, Tables]) -> None:
+    assert expected_accepted(BLOCK, *pair) >= expected_accepted(REJECTION, *pair) - EXACT
+
+
+def test_block_can_accept_more_than_rejection() -> None:
+    pair = pair_of_laws("random", 4, 3, 0)
+    assert expected_accepted(BLOCK, *pair) > expected_accepted(REJECTION, *pair) + 0.01
+
+
+@settings(max_examples=60, deadline=None)
+@given(table_pairs())
+def test_rejection_accepts_with_one_minus_tv(pair: tuple[Tables, Tables]) -> None:
+    p, q = pair[0][0][0], pair[1][0][0]
+    V = len(p)
+    accept = rejection_probabilities(torch.arange(V).unsqueeze(-1), p.expand(V, 2, V), q.expand(V, 1, V)).squeeze(-1)
+    assert float((q * accept).sum()) == pytest.approx(1 - tv(p, q), abs=EXACT)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_hot_q_makes_all_rules_one(seed: int) -> None:
+    """Per chain, the joint law of (tokens kept, token emitted) under rejection, block and sample-match."""
+    V, g = 4, 3
+    target, _ = pair_of_laws("random", V, g, seed)
+    chain = all_chains(g, V)[13 * seed : 13 * seed + 1]
+    draft = [torch.nn.functional.one_hot(chain[:, k], V).double().expand(V**k, V) for k in range(g)]
+    laws = []
+    for rule in EXACT_RULES.values():
+        outcomes = enumerate_rule(rule, target, draft)
+        law = torch.zeros(g + 1, V, dtype=torch.float64)
+        laws.append(law.index_add(0, outcomes.accepted, outcomes.probability.unsqueeze(-1) * outcomes.law))
+    draws = all_chains(g + 1, V)
+    rows = len(draws)
+    verdict = match(chain.expand(rows, g), torch.full((rows,), g), draws)
+    weight = chosen(along(target, chain).expand(rows, g + 1, V), draws).prod(-1)
+    matched = torch.zeros(g + 1, V, dtype=torch.float64)
+    matched.index_put_((verdict.accepted, verdict.token), weight, accumulate=True)
+    for law in laws:
+        torch.testing.assert_close(law, matched, rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_hot_laws_are_greedy(rule: str) -> None:
+    V, g, B = 3, 4, 500
+    rng = torch.Generator().manual_seed(0)
+    choice = torch.randint(V, (B, g + 1), generator=rng)
+    tokens = torch.where(torch.rand(B, g, generator=rng) < 0.7, choice[:, :g], torch.randint(V, (B, g), generator=rng))
+    lengths = torch.randint(g + 1, (B,), generator=rng)
+    p, q = (torch.nn.functional.one_hot(x, V).float() for x in (choice, tokens))
+    verdict, greedy = RULES[rule](tokens, lengths, p, q, rng), match(tokens, lengths, choice)
+    assert verdict.accepted.equal(greedy.accepted) and verdict.token.equal(greedy.token)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# match and match_tree
+
+
+def walk(tokens: list[int], parents: list[int], length: int, choice: list[int]) -> tuple[list[int], int]:
+    """match_tree in plain Python, one row."""
+    path: list[int] = []
+    node = -1
+    while True:
+        wanted = choice[node + 1]
+        child = next((i for i in range(length) if parents[i] == node and tokens[i] == wanted), None)
+        if child is None:
+            return path, wanted
+        path.append(child)
+        node = child
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_match_tree_is_the_plain_walk(data: st.DataObject) -> None:
+    B, n, V = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 9)), data.draw(st.integers(1, 3))
+    token = st.integers(0, V - 1)
+    junk = st.integers(-3, 12)
+    rows = []
+    for _ in range(B):
+        length = data.draw(st.integers(0, n))
+        tokens = [data.draw(token) for _ in range(length)] + [data.draw(junk) for _ in range(n - length)]
+        parents = [data.draw(st.integers(-1, i - 1)) for i in range(length)]
+        parents += [data.draw(junk) for _ in range(n - length)]
+        rows.append((tokens, parents, length, [data.draw(token) for _ in range(n + 1)]))
+    arguments = [torch.tensor(x, dtype=torch.int64) for x in zip(*rows, strict=True)]
+    path, verdict = match_tree(*arguments)
+    for b, row in enumerate(rows):
+        expected, emitted = walk(*row)
+        assert path[b].tolist() == expected + [-1] * (n - len(expected))
+        assert int(verdict.accepted[b]) == len(expected)
+        assert int(verdict.token[b]) == emitted
+    assert path.dtype == verdict.accepted.dtype == verdict.token.dtype == torch.int64
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 8, 9])
+def test_a_chain_is_a_tree(n: int) -> None:
+    B, V = 200, 2
+    rng = torch.Generator().manual_seed(n)
+    choice = torch.randint(V, (B, n + 1), generator=rng)
+    tokens = torch.where(torch.rand(B, n, generator=rng) < 0.9, choice[:, :n], 1 - choice[:, :n])
+    lengths = torch.randint(n + 1, (B,), generator=rng)
+    path, tree = match_tree(tokens, torch.arange(-1, n - 1).expand(B, n), lengths, choice)
+    chain = match(tokens, lengths, choice)
+    assert tree.accepted.equal(chain.accepted) and tree.token.equal(chain.token)
+    node = torch.arange(n)
+    assert path.equal(torch.where(node < chain.accepted.unsqueeze(-1), node, -1))
+
+
+def test_twins_go_to_the_first() -> None:
+    # two roots "1"; only the second has a child, which is then out of reach
+    tokens, parents = torch.tensor([[1, 1, 2]]), torch.tensor([[-1, -1, 1]])
+    path, verdict = match_tree(tokens, parents, torch.tensor([3]), torch.tensor([[1, 2, 2, 0]]))
+    assert path.tolist() == [[0, -1, -1]]
+    assert verdict.accepted.tolist() == [1] and verdict.token.tolist() == [2]
+
+
+TREES = {
+    "chain": ([0, 1, 2], [-1, 0, 1]),
+    "full first level": ([0, 1, 2, 1], [-1, -1, -1, 1]),
+    "two levels": ([0, 2, 1, 0], [-1, -1, 0, 1]),
+    "twins": ([1, 1, 2, 0], [-1, -1, 1, 0]),
+    "empty": ([], []),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_sample_match_is_lossless(tree: str) -> None:
+    """All draws at all nodes: the tokens on the path and the emitted one follow the target."""
+    V, depth = 3, 4
+    tokens, parents = TREES[tree]
+    n = len(tokens)
+    target = random_tables(depth, V, torch.Generator().manual_seed(n), zeros=0.2)
+    to_node: list[list[int]] = [[]]  # the tokens that lead to each slot, root first
+    for token, parent in zip(tokens, parents, strict=True):
+        to_node.append([*to_node[parent + 1], token])
+    laws = []
+    for prefix_tokens in to_node:
+        number = prefix(torch.tensor([prefix_tokens], dtype=torch.int64), len(prefix_tokens), V)
+        laws.append(target[len(prefix_tokens)][number][0])
+    draws = all_chains(n + 1, V)
+    rows = len(draws)
+    weight = chosen(torch.stack(laws).expand(rows, n + 1, V), draws).prod(-1)
+    chain = torch.tensor(tokens, dtype=torch.int64).expand(rows, n)
+    path, verdict = match_tree(
+        chain, torch.tensor(parents, dtype=torch.int64).expand(rows, n), torch.full((rows,), n), draws
+    )
+    mass = [torch.zeros(V**k, dtype=torch.float64) for k in range(depth + 1)]
+    for b in range(rows):
+        k = int(verdict.accepted[b])
+        output = [*chain[b][path[b, :k]].tolist(), int(verdict.token[b])]
+        mass[k + 1][prefix(torch.tensor([output]), k + 1, V)] += weight[b]
+    assert tv(completed(mass, target), joint(target)) < EXACT
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The parts
+
+
+def p_value(counts: Tensor, law: Tensor) -> float:
+    """Chi-square of counts [m] against law [m], rare outcomes in one bin. What has probability 0 must not occur."""
+    assert counts[law == 0].sum() == 0
+    expected = normalised(law) * counts.sum()
+    rare = expected < 5
+    observed = torch.cat([counts[~rare], counts[rare].sum().unsqueeze(0)]).double()
+    expected = torch.cat([expected[~rare], expected[rare].sum().unsqueeze(0)])
+    return float(stats.chisquare(observed[expected > 0].numpy(), expected[expected > 0].numpy()).pvalue)
+
+
+def test_sample_follows_the_law() -> None:
+    law = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    counts = sample(law.expand(200_000, 5), torch.Generator().manual_seed(0)).bincount(minlength=5)
+    assert p_value(counts, law.double()) > ALPHA
+
+
+def test_sample_of_unnormalised_rows_of_any_rank() -> None:
+    law = torch.tensor([[[0.0, 1e-30], [7.0, 0.0]], [[0.0, 3.0], [0.0, 0.0]]])
+    drawn = sample(law)
+    assert drawn.dtype == torch.int64
+    assert drawn.tolist() == [[1, 0], [1, 0]]
+
+
+def test_sample_never_draws_probability_zero_when_the_race_ties() -> None:
+    """E = 0 gives 0/0, and argmax prefers NaN."""
+    law = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 1.0]])
+    with mock.patch.object(torch.Tensor, "exponential_", lambda self, generator=None: self.zero_()):
+        assert (law.gather(-1, sample(law).unsqueeze(-1)) > 0).all()
+
+
+def test_residual() -> None:
+    p, q = torch.tensor([0.5, 0.5, 0.0]).double(), torch.tensor([0.2, 0.6, 0.2]).double()
+    assert residual(p, q, torch.tensor(1.0).double()).tolist() == pytest.approx([1, 0, 0])
+    assert residual(p, p, torch.tensor(1.0).double()).equal(p)  # nothing is left: p
+    assert residual(p, q, torch.tensor(0.0).double()).equal(p)
+
+
+def test_uniforms_at_the_ends() -> None:
+    lengths = torch.tensor([3, 3, 2, 0])
+    u = torch.zeros(4, 3)
+    a = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    assert first_failure(a, u, lengths).tolist() == [1, 0, 2, 0]
+    assert last_success(a, u, lengths).tolist() == [3, 0, 2, 0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_forbidden_tokens_are_never_kept(rule: str) -> None:
+    """p(x) = 0 rejects, even where q(x) = 0 too; q(x) = 0 < p(x) is the limit of the ratio and keeps."""
+    p = torch.tensor([[[0.0, 0.5, 0.5]] * 2] * 1000)
+    q = torch.tensor([[[0.0, 0.0, 1.0]]] * 1000)
+    lengths = torch.ones(1000, dtype=torch.int64)
+    forbidden = RULES[rule](torch.zeros(1000, 1, dtype=torch.int64), lengths, p, q)
+    assert (forbidden.accepted == 0).all() and (forbidden.token != 0).all()
+    assert (RULES[rule](torch.ones(1000, 1, dtype=torch.int64), lengths, p, q).accepted == 1).all()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# rejection and block end to end
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["random", "zeros", "truncated draft"])
+def test_drawn_output_follows_the_target(rule: str, dtype: torch.dtype, kind: str) -> None:
+    V, g, B = 4, 3, 200_000
+    rng = torch.Generator().manual_seed(1)
+    target, draft = (
+        [law.to(dtype) for law in tables] for tables in pair_of_laws(kind, V, g, seed=2 if kind == "random" else 0)
+    )
+    tokens = torch.zeros(B, g, dtype=torch.int64)
+    for k in range(g):
+        tokens[:, k] = sample(draft[k][prefix(tokens, k, V)], rng)
+    lengths = torch.arange(B) % (g + 1)
+    verdict = RULES[rule](tokens, lengths, along(target, tokens), along(draft, tokens), rng)
+    assert (verdict.accepted >= 0).all() and (verdict.accepted <= lengths).all()
+    # the output: kept tokens, the emitted one, and the rest from the target
+    output = torch.zeros(B, g + 1, dtype=torch.int64)
+    for k in range(g + 1):
+        kept = tokens[:, min(k, g - 1)]
+        rest = sample(target[k][prefix(output, k, V)], rng)
+        output[:, k] = torch.where(verdict.accepted > k, kept, rest).where(verdict.accepted != k, verdict.token)
+    counts = prefix(output, g + 1, V).bincount(minlength=V ** (g + 1))
+    assert p_value(counts, joint([law.double() for law in target])) > ALPHA
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_do_not_touch_each_other(rule: str) -> None:
+    """The same uniforms and draws, other neighbours and other padding: the same verdict."""
+    V, g = 5, 3
+    target, draft = pair_of_laws("random", V, g, 0)
+    tokens = all_chains(g, V)
+    B = len(tokens)
+    lengths = torch.arange(B) % (g + 1)
+    p, q = along(target, tokens), along(draft, tokens)
+    together = RULES[rule](tokens, lengths, p, q, torch.Generator().manual_seed(0))
+    order = torch.arange(B) % 2 == 0  # every second row is replaced
+    other_p, other_q = p.clone(), q.clone()
+    other_p[~order], other_q[~order] = p.flip(0)[~order], torch.nan
+    other_tokens, other_lengths = tokens.clone(), lengths.clone()
+    other_tokens[~order], other_lengths[~order] = -1, 0
+    apart = RULES[rule](other_tokens, other_lengths, other_p, other_q, torch.Generator().manual_seed(0))
+    assert together.accepted[order].equal(apart.accepted[order])
+    assert together.token[order].equal(apart.token[order])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_drafted(rule: str, dtype: torch.dtype) -> None:
+    B, V = 50, 4
+    lengths, tokens = torch.zeros(B, dtype=torch.int64), torch.zeros(B, 0, dtype=torch.int64)
+    p = torch.tensor([0.0, 0.0, 1.0, 0.0], dtype=dtype).expand(B, 1, V)
+    verdict = RULES[rule](tokens, lengths, p, torch.zeros(B, 0, V, dtype=dtype))
+    assert (verdict.accepted == 0).all() and (verdict.token == 2).all()
+    assert verdict.accepted.dtype == verdict.token.dtype == torch.int64
+    assert match(tokens, lengths, verdict.token.unsqueeze(-1)).token.equal(verdict.token)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dtype_is_kept(dtype: torch.dtype) -> None:
+    target, draft = ([law.to(dtype) for law in tables] for tables in pair_of_laws("random", 3, 2, 0))
+    tokens = all_chains(2, 3)
+    p, q, lengths = along(target, tokens), along(draft, tokens), torch.full((9,), 2)
+    h, weights = block_probabilities(tokens, lengths, p, q)
+    accept = rejection_probabilities(tokens, p, q)
+    law = emitted_law(p, q, weights, torch.zeros_like(lengths), lengths)
+    for tensor in (h, weights, accept, law, acceptance.uniforms(h)):
+        assert tensor.dtype == dtype

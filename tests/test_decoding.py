@@ -1,0 +1,91 @@
+"""Greedy decoding: token for token what plain `generate` says, in float32, over all architectures."""
+
+import warnings
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, REFUSED, build, half_right, random_ids
+
+from assisted import AssistedModelForCausalLM, decoding
+
+NEW_TOKENS = 24
+WINDOW_CROSSING = ((5, "shorter"), (20, "longer"))  # prompt lengths against the windows of 8 tokens
+ENDS = [2, *range(5, 11)]  # many end tokens, so that rows end at different times
+
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch):
+    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda a: a.name)
+def models(request):
+    """A target and drafts that are itself, half right, and unrelated."""
+    target = build(request.param)
+    drafts = {"itself": target, "half-right": half_right(target), "random": build(request.param, seed=7)}
+    return target, {name: AssistedModelForCausalLM.from_models(target, draft=draft) for name, draft in drafts.items()}
+
+
+def both(target, model, ids, draft_length=4, **kwargs):
+    """The same call, plainly and assisted; any fallback to plain decoding is an error."""
+    kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True, "pad_token_id": 0} | kwargs
+    plain = target.generate(ids, **kwargs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*[Pp]lainly.*")
+        return plain, model.generate(ids, draft_length=draft_length, **kwargs)
+
+
+def padded_batch(target, rows=4, length=12):
+    """Left-padded rows of different lengths."""
+    ids = random_ids(target, rows, length, seed=rows)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : 2 * row] = 0
+    return ids.where(mask.bool(), 0), mask
+
+
+@pytest.mark.parametrize("draft", ["itself", "half-right", "random"])
+@pytest.mark.parametrize(
+    "length", [n for n, _ in WINDOW_CROSSING], ids=[f"{name}-than-window" for _, name in WINDOW_CROSSING]
+)
+def test_one_row_equals_plain(models, draft, length):
+    target, assisted = models
+    ids = random_ids(target, 1, length, seed=length)
+    plain, ours = both(target, assisted[draft], ids, eos_token_id=None)
+    assert ours.tolist() == plain.tolist()
+    report = assisted[draft].report
+    assert report.new_tokens == NEW_TOKENS
+    if draft == "itself":
+        # rounding between passes of different widths may cost a token, no more
+        assert report.tokens_per_pass > 3.5
+    elif draft == "half-right":
+        assert report.accepted > 0
+
+
+@pytest.mark.parametrize("draft", ["itself", "half-right", "random"])
+def test_padded_batch_with_rows_that_end_apart_equals_plain(models, draft):
+    target, assisted = models
+    ids, mask = padded_batch(target)
+    plain, ours = both(target, assisted[draft], ids, attention_mask=mask, eos_token_id=ENDS)
+    assert ours.tolist() == plain.tolist()
+    if draft != "random":
+        assert assisted[draft].report.accepted > 0
+
+
+@pytest.mark.parametrize("draft_length", [1, 2, 7, "confidence"])
+def test_the_draft_length_changes_nothing(draft_length):
+    target = build(ARCHITECTURES[0])
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))
+    ids, mask = padded_batch(target)
+    plain, ours = both(target, model, ids, draft_length, attention_mask=mask, eos_token_id=None, max_new_tokens=60)
+    assert ours.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("architecture", REFUSED, ids=lambda a: a.name)
+def test_states_that_cannot_be_rewound_are_refused(architecture):
+    recurrent = build(architecture)
+    plain = build(ARCHITECTURES[0])
+    with pytest.raises(ValueError, match="target"):
+        AssistedModelForCausalLM.from_models(recurrent, draft=plain)
+    with pytest.raises(ValueError, match="draft"):
+        AssistedModelForCausalLM.from_models(plain, draft=recurrent)

@@ -1,0 +1,111 @@
+"""Every Python block of README.md and docs/ runs as written, on the shipped models, without a network.
+
+The blocks of one file share one namespace, top to bottom, as a reader would type them. A block that cannot run here
+(a model from the Hub, say) has `<!-- not run -->` on the line before it.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NOT_RUN = "<!-- not run -->"
+OPENING = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})\s*(?P<info>.*)$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its language, its text and the number of its first line."""
+
+    language: str
+    text: str
+    line: int
+    run: bool
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks of a Markdown text, in order; indented ones (in lists and tabs) included."""
+    found: list[Block] = []
+    lines = text.splitlines()
+    number = 0
+    while number < len(lines):
+        opening = OPENING.match(lines[number])
+        number += 1
+        if opening is None:
+            continue
+        first = number
+        while number < len(lines) and lines[number].strip() != opening["fence"]:
+            number += 1
+        before = lines[first - 2].strip() if first >= 2 else ""
+        language = re.split(r"[\s{]", opening["info"], maxsplit=1)[0]
+        body = textwrap.dedent("\n".join(lines[first:number]))
+        found.append(Block(language, body, first + 1, before != NOT_RUN))
+        number += 1
+    return found
+
+
+def python_blocks(page: Path) -> list[Block]:
+    return [block for block in blocks(page.read_text(encoding="utf-8")) if block.language in ("python", "py")]
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUNNABLE = [page for page in PAGES if any(block.run for block in python_blocks(page))]
+
+
+@pytest.mark.quant
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a block may save a model
+    namespace: dict[str, object] = {"__name__": "__docs__"}
+    for block in python_blocks(page):
+        if block.run:
+            # The empty lines in front make a traceback name the line of the page.
+            source = "\n" * (block.line - 1) + block.text
+            exec(compile(source, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_code_is_python(page: Path) -> None:
+    """Also the blocks that are not run."""
+    for block in python_blocks(page):
+        compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+
+
+def test_blocks_are_found() -> None:
+    text = textwrap.dedent(
+        """
+        ```python
+        a = 1
+        ```
+        <!-- not run -->
+        ```python
+        b = 2
+        ```
+
+        - a list
+
+            ```python title="c.py"
+            if a:
+                c = 3
+            ```
+
+        ````text
+        ```python
+        d = 4
+        ```
+        ````
+        """
+    )
+    found = blocks(text)
+    assert [(b.language, b.run, b.line) for b in found] == [
+        ("python", True, 3),
+        ("python", False, 7),
+        ("python", True, 13),
+        ("text", True, 18),
+    ]
+    assert found[2].text == "if a:\n    c = 3"

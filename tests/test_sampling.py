@@ -1,0 +1,145 @@
+"""Sampling: the law of the output is the target's own, by chi-square over whole sequences."""
+
+import itertools
+
+import pytest
+import torch
+from scipy import stats
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from assisted import AssistedModelForCausalLM, decoding
+
+VOCABULARY = 5  # sequences of 3 new tokens: 125 outcomes
+NEW_TOKENS = 3
+ALPHA = 1e-4
+# A total variation of 0.05 from the right law is found with a power above 0.999 at this many sequences: the smallest of
+# the known mutants is at 0.07. Noncentrality n * sum (p-q)^2/q >= 4 n TV^2 = 200 against 124 degrees of freedom.
+SEQUENCES = 20_000
+PROMPT = torch.tensor([[1, 3, 2, 4]])
+
+SETTINGS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top-k": {"top_k": 3},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.2},
+    "typical": {"typical_p": 0.7},
+    "repetition penalty": {"repetition_penalty": 1.5},
+    "several": {"temperature": 1.3, "top_k": 4, "top_p": 0.9, "repetition_penalty": 1.2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch):
+    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+
+
+def tiny(seed):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.5,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target, draft = tiny(0), tiny(1)
+    with torch.no_grad():  # somewhere between the two: often right, never sure
+        for weight, aim in zip(draft.parameters(), target.parameters(), strict=True):
+            weight.lerp_(aim, 0.6)
+    return target, AssistedModelForCausalLM.from_models(target, draft=draft)
+
+
+class Doubled:
+    """A processor the library has never met: it must see committed prefixes only, one after another."""
+
+    def __call__(self, input_ids, scores):
+        return scores * (1.0 + 0.5 * (input_ids.shape[1] % 2))
+
+
+def exact_law(target, **kwargs):
+    """The law of NEW_TOKENS tokens after the prompt: plain `generate` gives the scores after every prefix."""
+    law = torch.ones(1, dtype=torch.float64)
+    prefixes = PROMPT
+    for _ in range(NEW_TOKENS):
+        seen = torch.ones_like(prefixes)  # otherwise the pad token, once generated, would be hidden
+        out = target.generate(
+            prefixes,
+            attention_mask=seen,
+            max_new_tokens=1,
+            do_sample=True,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **kwargs,
+        )
+        law = (law[:, None] * torch.softmax(out.scores[0].double(), -1)).flatten()
+        step = torch.arange(VOCABULARY).repeat(len(prefixes))[:, None]
+        prefixes = torch.cat([prefixes.repeat_interleave(VOCABULARY, 0), step], 1)
+    return law
+
+
+def counts(sequences):
+    new = sequences[:, PROMPT.shape[1] :]
+    base = VOCABULARY ** torch.arange(NEW_TOKENS - 1, -1, -1)
+    return torch.bincount((new * base).sum(1), minlength=VOCABULARY**NEW_TOKENS)
+
+
+def p_value(observed, law):
+    """Chi-square with rare outcomes pooled; an impossible outcome that occurred gives 0."""
+    expected = law * observed.sum()
+    if observed[law < 1e-12].any():
+        return 0.0
+    rare = expected < 5
+    observed = torch.cat([observed[~rare], observed[rare].sum()[None]]).double()
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    return stats.chisquare(observed.numpy(), (expected * observed.sum() / expected.sum()).numpy()).pvalue
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_batches_follow_the_targets_law(pair, setting):
+    target, model = pair
+    torch.manual_seed(11)
+    kwargs = {"top_k": 0} | SETTINGS[setting]
+    many = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "num_return_sequences": SEQUENCES // 2}
+    model.reset_totals()
+    sequences = [model.generate(PROMPT, draft_length=length, **many, **kwargs) for length in (2, "confidence")]
+    assert 0 < model.totals.accepted < model.totals.drafted
+    assert p_value(counts(torch.cat(sequences)), exact_law(target, **kwargs)) > ALPHA
+
+
+def test_an_unknown_processor_follows_the_law_in_step(pair):
+    target, model = pair
+    torch.manual_seed(12)
+    kwargs = {"top_k": 0, "logits_processor": [Doubled()]}
+    sequences = [
+        model.generate(PROMPT.repeat(2, 1), max_new_tokens=NEW_TOKENS, do_sample=True, draft_length=2, **kwargs)
+        for _ in range(1_500)
+    ]
+    assert p_value(counts(torch.cat(sequences)), exact_law(target, **kwargs)) > ALPHA
+
+
+def test_a_law_that_is_wrong_is_found(pair):
+    """The test's own power: a temperature of 0.8 instead of 1."""
+    target, model = pair
+    torch.manual_seed(13)
+    out = model.generate(
+        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, num_return_sequences=SEQUENCES, temperature=0.8
+    )
+    assert p_value(counts(out), exact_law(target, top_k=0)) < ALPHA
+
+
+def test_the_enumeration_is_a_law(pair):
+    law = exact_law(pair[0], top_k=3)
+    assert law.sum().item() == pytest.approx(1.0, abs=1e-6)
+    assert len(law) == len(list(itertools.product(range(VOCABULARY), repeat=NEW_TOKENS)))

@@ -55,7 +55,8 @@ class SlotLayer(CacheLayerMixin):
             if isinstance(start, int):
                 store[:, :, start : start + width] = states
             else:
-                store[slots.row_index, :, start] = states.transpose(1, 2)
+                rows, columns = slots.row_index.to(store.device), start.to(store.device)
+                store[rows, :, columns] = states.transpose(1, 2)
         return self.keys[:, :, :top], self.values[:, :, :top]
 
     def get_seq_length(self) -> int:
@@ -92,7 +93,7 @@ class SlotCache(Cache):
         self.visible: torch.Tensor | None = None  # [B, prompt] bool, None when nothing is hidden
         self.start: int | torch.Tensor | None = None  # where the next forward writes: all rows alike, or [B, n]
         self.top = 0
-        self.row_index: torch.Tensor | None = None
+        self.row_index = torch.arange(rows)[:, None]
 
     @classmethod
     def of(cls, cache: Cache | None, rows: int, limit: int, right_aligned: bool = False) -> SlotCache:
@@ -148,7 +149,7 @@ class SlotCache(Cache):
         if low == high:
             self.start = low
             return
-        self.row_index = torch.arange(self.rows, device=device)[:, None]
+        self.row_index = self.row_index.to(device)
         behind = torch.tensor(self.lengths, device=device)[:, None]
         self.start = behind + torch.arange(width, device=device)
 
@@ -190,17 +191,20 @@ class SlotCache(Cache):
     def to_dynamic(self, config: Any) -> DynamicCache:
         """The same KV as transformers' own cache, for a caller who goes on with it.
 
-        Rows end where the longest one ends; the slots of rows that finished earlier are zero.
+        Columns lie as in the text, whatever aligning has moved. Rows end where the longest one ends; what a shorter one
+        lacks is zero.
         """
         cache = DynamicCache(config=config)
-        longest = max(self.lengths)
+        longest = max(self.known)
         for index, layer in enumerate(self.layers):
             if not layer.is_initialized:
                 continue
-            keys, values = layer.keys[:, :, :longest].clone(), layer.values[:, :, :longest].clone()
-            for row, length in enumerate(self.lengths):
-                keys[row, :, length:], values[row, :, length:] = 0, 0
-            cache.update(keys, values, index)
+            stores = []
+            for store in (layer.keys, layer.values):
+                stores.append(store.new_zeros(*store.shape[:2], longest, store.shape[3]))
+                for row, (top, held) in enumerate(zip(self.lengths, self.known, strict=True)):
+                    stores[-1][row, :, :held] = store[row, :, top - held : top]
+            cache.update(*stores, index)
         return cache
 
     def _realign(self) -> None:

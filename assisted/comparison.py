@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from .modeling import AssistedModelForCausalLM
 from .zoo import corpus
@@ -25,10 +26,14 @@ __all__ = ["OURS", "PEER", "PLAIN", "Comparison", "Prompt", "Way", "compare", "h
 
 PLAIN, PEER, OURS = "plain generate", "transformers assisted", "assisted"
 PROMPT_TOKENS = (120, 200)
-LINES_LEFT = 5  # of the function behind the cut, at least: there must be something to complete
+LINES_READ, LINES_LEFT = (
+    6,
+    5,
+)  # of code before the cut and behind it, at least: something to go by, something to complete
 # (num_assistant_tokens, assistant_confidence_threshold): transformers is shown at the fastest; the first is its default
 PEER_SETTINGS = ((20, 0.4), (6, 0.4), (4, 0.0), (3, 0.0))
-TUNING_PROMPTS = 3
+TUNING_PROMPTS = 2
+MOST_CHARACTERS = 8  # of a token, about: longer texts are passed over without being tokenized
 
 Progress = Callable[[str, float], None]
 
@@ -117,7 +122,7 @@ def compare(
     prompts: int = 8,
     new_tokens: int = 48,
     repeats: int = 5,
-    seconds: float = 25.0,
+    seconds: float = 36.0,
     prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
     progress: Progress = lambda what, share: None,
 ) -> Comparison:
@@ -128,30 +133,32 @@ def compare(
         prompts: how many. Those that the target ends before `new_tokens` are passed over.
         new_tokens: of each prompt.
         repeats: the most timed rounds over all prompts; each follows one that is not timed.
-        seconds: no timed round begins later than this after the first; one is always made.
+        seconds: for everything: no timed round begins that would end later. One is always made.
         prompt_tokens: the fewest and the most tokens of a prompt.
         progress: told what is being done, and the share of it that is done, in [0, 1].
 
     Raises ValueError where there are not enough prompts, ModuleNotFoundError without the held-out text.
     """
+    for name, value in (("prompts", prompts), ("new_tokens", new_tokens), ("repeats", repeats)):
+        if value < 1:
+            raise ValueError(f"{name}: {value} is nothing to measure; give 1 or more")
+    deadline = time.perf_counter() + seconds
     run = _Runner(model, new_tokens)
     chosen, expected = _choose(run, prompts, prompt_tokens, progress)
-    inputs = [prompt.ids.to(model.device) for prompt in chosen]
+    inputs = [prompt.ids.to(model.target.device) for prompt in chosen]
     setting = _fastest(run, inputs[:TUNING_PROMPTS], progress)
+    outcomes = {PLAIN: expected}
     with _peer_setting(run.draft, setting):
-        counts = {}
-        for number, name in enumerate(run.ways):
-            counts[name] = _count(run, name, inputs, expected)
-            progress("checking the tokens", (number + 1) / len(run.ways))
-        taken = _race(run, inputs, repeats, seconds, progress)
+        for number, name in enumerate((PEER, OURS)):
+            outcomes[name] = [run.counted(name, ids) for ids in inputs]
+            progress("checking the tokens", (number + 1) / 2)
+        taken = _race(run, inputs, repeats, deadline, progress)
     return Comparison(
-        ways=tuple(
-            Way(name, *counts[name], tuple(taken[name]), _ratios(taken[PLAIN], taken[name])) for name in run.ways
-        ),
+        ways=tuple(_way(name, outcomes[name], expected, taken[name], taken[PLAIN]) for name in run.ways),
         prompts=tuple(prompt.source for prompt in chosen),
         new_tokens=new_tokens,
         peer_setting=setting,
-        repeated_4grams=repeated_share(expected),
+        repeated_4grams=repeated_share([outcome.tokens for outcome in expected]),
         threads=torch.get_num_threads(),
         device=str(model.target.device),
         dtype=str(model.target.dtype).removeprefix("torch."),
@@ -174,28 +181,38 @@ def held_out_prompts(tokenizer: Any, tokens: tuple[int, int] = PROMPT_TOKENS) ->
     random.Random(0).shuffle(files)
     for path in files:
         package = next(place for place, part in enumerate(path.parts) if part in corpus.HELD_OUT_PACKAGES)
-        for name, text in _halves(corpus.read(path), lambda t: tokens[0] <= len(tokenizer(t).input_ids) <= tokens[1]):
+        for name, text in _beginnings(corpus.read(path)):
+            if len(text) > MOST_CHARACTERS * tokens[1]:
+                continue
             ids = tokenizer(text, return_tensors="pt").input_ids
-            yield Prompt(f"{'/'.join(path.parts[package:])}: {name}", text, ids)
-            break
+            if tokens[0] <= ids.shape[1] <= tokens[1]:
+                yield Prompt(f"{'/'.join(path.parts[package:])}: {name}", text, ids)
+                break
 
 
-def _halves(source: str, fits: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
-    """Name and first half of the top-level functions that have a fitting one, cut before a statement."""
+def _beginnings(source: str) -> Iterator[tuple[str, str]]:
+    """Name and beginning, short ones first, of each top-level function, cut before a statement."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # other people's escapes
         functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     lines = source.splitlines()
     for function in functions:
         documented = ast.get_docstring(function, clean=False) is not None
-        later = function.body[2 if documented else 1 :]  # a cut lies behind the docstring and a statement
-        end = function.end_lineno or function.lineno
-        cuts = sorted({node.lineno - 1 for top in later for node in ast.walk(top) if isinstance(node, ast.stmt)})
-        for cut in cuts:
-            text = "\n".join(lines[function.lineno - 1 : cut]).rstrip()
-            if end - cut >= LINES_LEFT and fits(text):
-                yield function.name, text
-                break
+        code = function.body[1 if documented else 0 :]
+        first = function.lineno if not documented else function.body[0].end_lineno or function.lineno
+        last = (function.end_lineno or function.lineno) - LINES_LEFT
+        for cut in sorted({node.lineno - 1 for top in code for node in ast.walk(top) if isinstance(node, ast.stmt)}):
+            if first + LINES_READ <= cut <= last:
+                yield function.name, "\n".join(lines[function.lineno - 1 : cut]).rstrip()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """One completion: its tokens, the target's passes for it, and how many tokens these were asked to check."""
+
+    tokens: list[int]
+    passes: int
+    drafted: int
 
 
 class _Runner:
@@ -216,21 +233,41 @@ class _Runner:
         output = self.ways[name](ids, attention_mask=mask, max_new_tokens=self.new_tokens, do_sample=False)
         return output[0, ids.shape[1] :].tolist()
 
+    def counted(self, name: str, ids: torch.Tensor) -> _Outcome:
+        """As a call, with a hook on the target that counts."""
+        widths: list[int] = []
+
+        def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            widths.append(kwargs["input_ids"].shape[1])
+
+        hook = self.model.target.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            tokens = self(name, ids)
+        finally:
+            hook.remove()
+        # what a pass reads beside drafted tokens: the prompt in the first, the last token in every other one
+        return _Outcome(tokens, len(widths), sum(widths) - ids.shape[1] - (len(widths) - 1))
+
     def _peer(self, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self.model.target.generate(ids, assistant_model=self.draft, **kwargs)
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()  # it warns of the way it calls itself
+        try:
+            return self.model.target.generate(ids, assistant_model=self.draft, **kwargs)
+        finally:
+            logging.set_verbosity(level)
 
 
 def _choose(
     run: _Runner, wanted: int, tokens: tuple[int, int], progress: Progress
-) -> tuple[list[Prompt], list[list[int]]]:
+) -> tuple[list[Prompt], list[_Outcome]]:
     """The first prompts that the target completes with all new tokens, and these completions by plain `generate`."""
     chosen: list[Prompt] = []
-    expected: list[list[int]] = []
+    expected: list[_Outcome] = []
     for prompt in islice(held_out_prompts(run.model.tokenizer, tokens), 4 * wanted):
-        completion = run(PLAIN, prompt.ids.to(run.model.device))
-        if len(completion) == run.new_tokens:
+        outcome = run.counted(PLAIN, prompt.ids.to(run.model.target.device))
+        if len(outcome.tokens) == run.new_tokens:
             chosen.append(prompt)
-            expected.append(completion)
+            expected.append(outcome)
             progress("choosing prompts", len(chosen) / wanted)
         if len(chosen) == wanted:
             return chosen, expected
@@ -266,46 +303,34 @@ def _fastest(run: _Runner, inputs: list[torch.Tensor], progress: Progress) -> tu
     return min(taken, key=taken.__getitem__)
 
 
-def _count(run: _Runner, name: str, inputs: list[torch.Tensor], expected: list[list[int]]) -> tuple[int, int, int, int]:
-    """Prompts with the expected tokens, new tokens, passes of the target, tokens it was asked to check."""
-    widths: list[int] = []
-
-    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        widths.append(kwargs["input_ids"].shape[1])
-
-    hook = run.model.target.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        found = [run(name, ids) for ids in inputs]
-    finally:
-        hook.remove()
-    read = sum(ids.shape[1] for ids in inputs) + len(widths) - len(inputs)  # the prompts, then one token a pass
-    same = sum(a == b for a, b in zip(found, expected, strict=True))
-    return same, sum(map(len, found)), len(widths), sum(widths) - read
-
-
 def _race(
-    run: _Runner, inputs: list[torch.Tensor], repeats: int, seconds: float, progress: Progress
+    run: _Runner, inputs: list[torch.Tensor], repeats: int, deadline: float, progress: Progress
 ) -> dict[str, list[float]]:
     """Seconds of each way for all prompts, round by round; the ways take turns at every prompt."""
     taken: dict[str, list[float]] = {name: [] for name in run.ways}
     order = list(run.ways)
-    started = time.perf_counter()
     for repeat in range(repeats):
-        if repeat and time.perf_counter() - started > seconds:
+        if repeat and time.perf_counter() + sum(seconds[-1] for seconds in taken.values()) > deadline:
             break
-        for name in run.ways:
-            taken[name].append(0.0)
+        for seconds in taken.values():
+            seconds.append(0.0)
         for number, ids in enumerate(inputs):
             for name in order:
-                before = time.perf_counter()
+                started = time.perf_counter()
                 run(name, ids)
-                taken[name][-1] += time.perf_counter() - before
+                taken[name][-1] += time.perf_counter() - started
             order = order[1:] + order[:1]
-            done = (repeat + (number + 1) / len(inputs)) / repeats
-            spent = (time.perf_counter() - started) / seconds if seconds > 0 else 0.0
-            progress("measuring", min(1.0, max(done, spent)))
+            progress("measuring", (repeat + (number + 1) / len(inputs)) / repeats)
     return taken
 
 
-def _ratios(plain: list[float], other: list[float]) -> tuple[float, ...]:
-    return tuple(p / o for p, o in zip(plain, other, strict=True))
+def _way(name: str, outcomes: list[_Outcome], expected: list[_Outcome], taken: list[float], plain: list[float]) -> Way:
+    return Way(
+        name=name,
+        same=sum(outcome.tokens == wanted.tokens for outcome, wanted in zip(outcomes, expected, strict=True)),
+        tokens=sum(len(outcome.tokens) for outcome in outcomes),
+        passes=sum(outcome.passes for outcome in outcomes),
+        drafted=sum(outcome.drafted for outcome in outcomes),
+        seconds=tuple(taken),
+        ratios=tuple(reference / seconds for reference, seconds in zip(plain, taken, strict=True)),
+    )

@@ -39,11 +39,12 @@ def decode(
     logits: [B, 1, V], the target's after the prompt. They judge the empty draft, which yields the first token.
     """
     judge = _judge_in_step if law.in_order or text.in_step else _judge
+    earlier = target.cache.known[0] - text.lengths[0]  # columns of a past that the text does not repeat
     judge(Draft.empty(text.rows, text.ids.device), logits, law, text)
     while not text.done:
         unfinished = text.unfinished
         started = time.perf_counter()
-        budget = min(length.budget(), text.room - 1, target.room(text.lengths) - 1)
+        budget = min(length.budget(), text.room - 1, target.room([length + earlier for length in text.lengths]) - 1)
         draft, drafting = _propose(drafting, text, budget)
         drafted = time.perf_counter()
         logits = target(torch.cat([text.last_tokens(), draft.tokens], 1), draft).to(text.ids.device)
@@ -56,7 +57,7 @@ def decode(
         recorder.round(counts, *seconds)
         length.observe([(proposed, accepted) for proposed, accepted, _ in counts], *seconds)
         if CHECK_INVARIANTS:
-            _check(target, text)
+            _check(target, text, earlier)
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,8 @@ def _choose(scores: torch.Tensor, draft: Draft, column: int, do_sample: bool) ->
     return token, ((token == x) & drafted).tolist()
 
 
-def _check(target: CachedModel, text: Text) -> None:
+def _check(target: CachedModel, text: Text, earlier: int) -> None:
     """Per row: the slots hold the KV of all committed tokens but the last."""
     for row, (known, length) in enumerate(zip(target.cache.known, text.lengths, strict=True)):
-        if known != length - 1:
-            raise AssertionError(f"row {row}: the slots hold {known} of {length} tokens")
+        if known != earlier + length - 1:
+            raise AssertionError(f"row {row}: the slots hold {known} of {earlier + length} tokens")

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
-from .comparison import PEER_SETTINGS, Comparison, Prompt, Way, compare, held_out_prompts
+from . import zoo
+from .comparison import PEER_SETTINGS, PLAIN, Comparison, Prompt, Way, compare, held_out_prompts
 from .drafters import Call, Drafter, Drafting
 from .drafts import Draft
 from .modeling import AssistedModelForCausalLM
 from .text import Text
 
 try:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.live import Live
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -33,7 +35,7 @@ except ImportError as error:
 
 __all__ = ["Watch", "show"]
 
-PACE = 0.12  # seconds that a draft, and then what is struck of it, stays to be seen
+PACE = 0.1  # seconds that a draft, and then what is struck of it, stays to be seen
 READ, PENCIL, KEPT, OWN, STRUCK = "dim", "italic yellow", "cyan", "bold", "red strike"
 
 
@@ -42,8 +44,8 @@ def show(
     prompts: int = 8,
     new_tokens: int = 48,
     repeats: int = 5,
-    seconds: float = 25.0,
-    live_tokens: int = 64,
+    seconds: float = 36.0,
+    live_tokens: int = 48,
     prompt_tokens: tuple[int, int] | None = None,
 ) -> Comparison:
     """The whole demo on standard output: one completion as it is written, then the table.
@@ -60,6 +62,8 @@ def show(
     first = next(held_out_prompts(model.tokenizer, *lengths.values()))
     _draw_pair(console, model)
     _draw_live(console, model, first, live_tokens)
+    if not console.is_terminal:
+        console.print("Measuring ...")
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -103,9 +107,8 @@ class Watch:
     _arrived: list[int] = field(default_factory=list)  # committed, but not yet known whose they are
     _reading: bool = True  # the first tokens that a streamer gets are the prompt
 
-    @property
-    def model(self) -> Any:
-        return self.drafter.model
+    def __post_init__(self) -> None:
+        self.model = self.drafter.model
 
     def start(self, call: Call) -> Drafting:
         return _Watched(self, self.drafter.start(call))
@@ -164,13 +167,15 @@ def _draw_pair(console: Console, model: AssistedModelForCausalLM) -> None:
     for role, part in (("target", model.target), ("draft ", model.drafter.model)):
         millions = sum(p.numel() for p in part.parameters()) / 1e6
         layers = part.config.get_text_config(decoder=True).num_hidden_layers
-        console.print(f"{role}  {part.name_or_path}: {millions:.1f} M parameters, {layers} layers", style=READ)
+        shipped = {zoo.folder(name): f"zoo:{name}" for name in zoo.NAMES}
+        name = shipped.get(part.name_or_path, part.name_or_path)
+        console.print(f"{role}  {name}: {millions:.1f} M parameters, {layers} layers", style=READ)
 
 
 def _draw_live(console: Console, model: AssistedModelForCausalLM, prompt: Prompt, new_tokens: int) -> None:
     """The prompt, and the completion as it comes."""
     before, _, start = prompt.text.rpartition("\n")
-    console.print(f"\n{prompt.source}, continued at temperature 0\n")
+    console.print(f"\n{prompt.source}, continued\n")
     console.print(Styled(before, READ), soft_wrap=True)
     watch = Watch(model.drafter)
     if console.is_terminal:
@@ -248,13 +253,14 @@ def _underlined(tokenizer: Any, start: str, watch: Watch) -> str:
 
 
 def _draw_comparison(console: Console, comparison: Comparison) -> None:
-    table = Table()
-    table.add_column("")
-    for name in ("same tokens", "tokens per pass", "accepted", "seconds", "times plain"):
-        table.add_column(name, justify="right")
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("same\ntokens", "tokens\nper pass", "drafts\naccepted", "\nseconds", "\ntimes plain"):
+        table.add_column(name, justify="right", no_wrap=True)
     for way in comparison.ways:
         table.add_row(*_cells(way, len(comparison.prompts)))
     console.print(table)
+    console.print()
     tokens, threshold = comparison.peer_setting
     rounds = len(comparison.ways[0].seconds)
     for line in (
@@ -270,13 +276,13 @@ def _draw_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def _cells(way: Way, prompts: int) -> list[str]:
-    rate = way.acceptance_rate
-    ratios = way.ratios
+    rate, ratios = way.acceptance_rate, way.ratios
+    ratio = f"{statistics.median(ratios):.2f}"
     return [
         way.name,
         "yes" if way.same == prompts else f"{way.same} of {prompts}",
         f"{way.tokens_per_pass:.2f}",
         "-" if rate is None else f"{rate:.0%}",
         f"{statistics.median(way.seconds):.2f}",
-        f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+        ratio if way.name == PLAIN else f"{ratio} ({min(ratios):.2f}-{max(ratios):.2f})",
     ]

@@ -61,12 +61,11 @@ class Law:
     @property
     def in_order(self) -> bool:
         """Some processor is not known to be a function of one row's prefix: each committed prefix must pass it once, in order."""
-        return any(type(p) not in _PREFIX_FREE | _PREFIX_READING for p in self.processors)
+        return not all(map(_is_known, self.processors))
 
     def for_draft(self) -> Law:
         """The same law without what only committed prefixes may be shown to."""
-        known = [p for p in self.processors if type(p) in _PREFIX_FREE | _PREFIX_READING]
-        return Law(LogitsProcessorList(known), self.do_sample)
+        return Law(LogitsProcessorList(filter(_is_known, self.processors)), self.do_sample)
 
     def scores(self, ids: torch.Tensor, lengths: list[int], logits: torch.Tensor, draft: Draft) -> torch.Tensor:
         """Processed scores after the committed text and after every drafted node.
@@ -107,6 +106,12 @@ class Law:
 def probabilities(scores: torch.Tensor) -> torch.Tensor:
     """[..., V] processed scores -> [..., V] float32 probabilities."""
     return torch.softmax(scores, -1)
+
+
+def _is_known(processor: LogitsProcessor) -> bool:
+    """A function of one row; a repetition penalty may ignore a length of its own in each row, and then it is none."""
+    of_the_batch = isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+    return type(processor) in _PREFIX_FREE | _PREFIX_READING and not of_the_batch
 
 
 def _prefixes(

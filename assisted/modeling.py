@@ -230,18 +230,21 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
             if assisted and kwargs.get(name):
                 raise ValueError(f"{name}: this model drafts in its own way; leave it out, or pass assisted=False")
         recorder = Recorder()
+        call = _Call(self, policy, recorder)
         started = time.perf_counter()
         if assisted:
-            call = _Call(self, policy, recorder)
             token = _CALL.set(call)
             try:
                 output = self._seam().generate(inputs, generation_config, **kwargs)
             finally:
                 _CALL.reset(token)
-        if not assisted:
+            if not call.reached:
+                _warn_plain("this generation mode is neither greedy nor sampling")
+        else:
             output = self.target.generate(inputs, generation_config, **kwargs)
-        elif not call.reached:
-            _warn_plain("this generation mode is neither greedy nor sampling")
+        if not recorder.row_tokens:
+            prompt = inputs if inputs is not None else kwargs.get("input_ids")
+            _count_plain(recorder, output, 0 if prompt is None else prompt.shape[1])
         recorder.seconds = time.perf_counter() - started
         self._recorded.add(recorder)
         self.report = recorder.report()
@@ -339,6 +342,7 @@ class _Seam:
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
         streamer: Any = None,
+        tokenizer: Any = None,  # of the stop strings, which have had it
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         call = _CALL.get()
@@ -373,12 +377,14 @@ class _Seam:
         length = call.policy.start()
         own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
         drafting = model.drafter.start(Call(own_mask, law.for_draft(), length, text.max_length))
+        target = CachedModel(self, cache, masks)
         with self._optimize_model_for_decode():
-            decode(CachedModel(self, cache, masks), drafting, text, law, length, logits, call.recorder)
+            decode(target, drafting, text, law, length, logits, call.recorder)
         call.recorder.row_tokens = list(text.row_tokens)
         if streamer is not None:
             streamer.end()
-        _give_back(cache, given, self.config)
+        if details or getattr(given, "_is_user_defined", False):
+            _give_back(target, text, given)
         if not details:
             return text.output()
         return GenerateDecoderOnlyOutput(
@@ -436,11 +442,23 @@ def _require_usable(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Dy
     return cache
 
 
-def _give_back(cache: SlotCache, given: DynamicCache, config: Any) -> None:
+def _give_back(target: CachedModel, text: Text, given: DynamicCache) -> None:
     """Fill the caller's cache as plain `generate` would have, at the very end: an interrupted call leaves it as it was."""
-    lazy = given.layer_class_to_replicate is not None and not getattr(given, "_is_user_defined", False)
-    filled = cache.to_dynamic(None if lazy else config.get_text_config(decoder=True))
-    given.layers = filled.layers
+    cache, shortest, longest = target.cache, min(text.lengths), max(text.lengths)
+    if shortest < longest:  # a row that ended early lacks its end token and what follows: plain decoding has read them
+        cache.rewind([known - length + shortest for known, length in zip(cache.known, text.lengths, strict=True)])
+        target(text.output()[:, shortest - 1 : longest - 1])
+        cache.commit([longest - shortest] * text.rows)
+    windowed = given.layer_class_to_replicate is None
+    given.layers = cache.to_dynamic(target.model.config.get_text_config(decoder=True) if windowed else None).layers
+
+
+def _count_plain(recorder: Recorder, output: Any, prompt_length: int) -> None:
+    """What is known of a plain run: a pass for every token, the first of which comes with the prompt."""
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    rows, new = sequences.shape[0], sequences.shape[1] - prompt_length
+    recorder.row_tokens = [new] * rows
+    recorder.target_passes = rows * (new - 1)
 
 
 def _warn_plain(reason: str) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import (
@@ -35,19 +37,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 __all__ = ["NAMES", "load_quantized", "memory_bytes", "quantize_copy", "resolve", "save_quantized"]
 
-Quantization = str | dict[str, Any] | QuantizationConfigMixin
+Quantization: TypeAlias = str | dict[str, Any] | QuantizationConfigMixin
 
 BACKENDS = {"bitsandbytes": "bitsandbytes", "quanto": "optimum.quanto", "torchao": "torchao"}
 RECORD = "assisted_quantization"  # in config.json of what save_quantized wrote: how to quantize these weights again
-HUB_ARGUMENTS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "revision",
-    "subfolder",
-    "token",
-    "trust_remote_code",
-)
+HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 # What the CPU kernels need; elsewhere they raise, or worse. Applied on every device, so that a draft is the same everywhere.
 FOUR_BIT_OUT, FOUR_BIT_IN = 32, 64  # bitsandbytes packs 32 rows together and scales blocks of 64 along a row
@@ -65,8 +59,7 @@ def _torchao_int8(dtype: torch.dtype) -> QuantizationConfigMixin:
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
-# "int8" quantizes activations too, to float16 range and by columns that depend on the whole batch: the int8 to choose on a
-# GPU short of memory. On a CPU "int8-torchao" is closer to the original. A name means the same on every machine.
+# A name means the same on every machine, or a saved pair would not.
 _CONFIGS: dict[str, tuple[str, Callable[[torch.dtype], QuantizationConfigMixin]]] = {
     "nf4": ("bitsandbytes", _four_bit("nf4")),
     "fp4": ("bitsandbytes", _four_bit("fp4")),
@@ -80,6 +73,10 @@ NAMES: tuple[str, ...] = tuple(_CONFIGS)
 
 def resolve(quantization: Quantization | None, dtype: torch.dtype) -> QuantizationConfigMixin | None:
     """The transformers config behind a name of `NAMES`; a config object or its dict is returned as an object of its own.
+
+    "nf4" and "fp4" are bitsandbytes' 4-bit formats, "int8" its LLM.int8(): activations are rounded too, and through float16.
+    "int4" and "int8-quanto" are optimum-quanto's, "int8-torchao" is torchao's: weights only, and on CPUs the int8 to take,
+    nearer to the original than "int8" and at home in every shape.
 
     dtype: what the model computes in. Raises ValueError for what is unknown, ImportError where the backend is missing.
     """
@@ -110,14 +107,15 @@ def load_quantized(
     path: str,
     quantization: Quantization | None = None,
     *,
-    dtype: torch.dtype | str | None = "auto",
+    dtype: torch.dtype | str | None = None,
     device_map: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """`AutoModelForCausalLM.from_pretrained`, quantized, without the layers that the backend would compute wrongly.
 
     quantization: None loads what lies there: plainly, or as `save_quantized` recorded it.
-    dtype: of all that stays unquantized, and what is computed in. kwargs: for `from_pretrained`.
+    dtype: of all that stays unquantized, and what is computed in; None or "auto": the checkpoint's.
+    kwargs: for `from_pretrained`. Raises ValueError where nothing can be quantized, or everything is already.
     """
     config = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})
     if quantization is not None and getattr(config, "quantization_config", None) is not None:
@@ -172,14 +170,17 @@ def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | Pre
     if not _is_quantized(model):
         model.save_pretrained(folder)
         return
-    original = _original(model, source if source is not None else model.name_or_path)
+    source = model.name_or_path if source is None else source
+    original = _original(model, source)
+    if isinstance(source, PreTrainedModel) or Path(source).resolve() != Path(folder).resolve():
+        if _is_quantized(original):  # the checkpoint was quantized before anyone loaded it: transformers cannot save it
+            _copy_checkpoint(str(source), Path(folder))
+        else:
+            original.save_pretrained(folder)
     config = copy.deepcopy(original.config)
-    config.architectures = [type(original).__name__]
-    if not _is_quantized(original):  # else the checkpoint was quantized before anyone loaded it, and says so
+    config.architectures, config.dtype = [type(original).__name__], model.dtype
+    if not _is_quantized(original):  # else its config says it
         setattr(config, RECORD, model.config.quantization_config.to_dict())
-    if Path(folder).resolve() != Path(original.name_or_path).resolve() or not original.name_or_path:
-        original.save_pretrained(folder)
-    config.dtype = model.dtype
     config.save_pretrained(folder)
 
 
@@ -202,9 +203,7 @@ def _storages(owner: Any) -> Iterator[torch.UntypedStorage]:
         return
     if isinstance(owner, torch.Tensor):
         yield owner.untyped_storage()
-    if type(owner).__module__.startswith(
-        "bitsandbytes"
-    ):  # packed weights, and the QuantState or MatmulLtState beside them
+    if type(owner).__module__.startswith("bitsandbytes"):  # its weights, QuantState, MatmulLtState
         for value in vars(owner).values():
             yield from _storages(value)
 
@@ -227,10 +226,9 @@ def _computed_in(dtype: torch.dtype | str | None, config: PretrainedConfig) -> t
 
 def _guarded(method: QuantizationConfigMixin, model: PreTrainedModel) -> QuantizationConfigMixin:
     """`method`, leaving out tied weights and the layers whose shape its backend cannot compute. One warning for all."""
-    needs_out, needs_in, skips = 1, 1, "modules_to_not_convert"
-    kinds: tuple[type[nn.Module], ...] = (nn.Linear,)
+    needs_out, needs_in, skips, transposes = 1, 1, "modules_to_not_convert", False
     if isinstance(method, BitsAndBytesConfig):
-        skips, kinds = "llm_int8_skip_modules", (nn.Linear, Conv1D)
+        skips, transposes = "llm_int8_skip_modules", True  # GPT-2's [in, out] weights are quantized too
         if method.load_in_4bit:
             needs_out, needs_in = FOUR_BIT_OUT, FOUR_BIT_IN
     elif isinstance(method, QuantoConfig):
@@ -246,9 +244,10 @@ def _guarded(method: QuantizationConfigMixin, model: PreTrainedModel) -> Quantiz
     tied = {key.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for key in pair}
     skipped = {*get_keys_to_not_convert(model)} if own is None else {*own, *tied}
     shapes = {
-        name: (module.weight.shape[::-1] if isinstance(module, Conv1D) else module.weight.shape)
+        name: module.weight.shape[::-1] if isinstance(module, Conv1D) else module.weight.shape  # (out, in)
         for name, module in model.named_modules()
-        if isinstance(module, kinds) and should_convert_module(name, [*skipped])
+        if isinstance(module, (nn.Linear, Conv1D) if transposes else nn.Linear)
+        and should_convert_module(name, [*skipped])
     }
     unfit = [name for name, (out, into) in shapes.items() if out % needs_out or into % needs_in]
     rule = f"out_features divisible by {needs_out} and in_features by {needs_in}"
@@ -273,35 +272,38 @@ def _settled(model: PreTrainedModel) -> PreTrainedModel:
     if isinstance(method, QuantoConfig):
         # Unpacking 4 bits on a CPU would start a C++ compiler, for two operations that torch has.
         from optimum.quanto.library.extensions import get_extension, is_extension_available
-        from optimum.quanto.library.unpack import unpack
 
         if is_extension_available("quanto_cpp") and get_extension("quanto_cpp")._lib is None:
-            get_extension("quanto_cpp")._lib = SimpleNamespace(unpack=unpack)
+            get_extension("quanto_cpp")._lib = SimpleNamespace(unpack=_unpack)
     if isinstance(method, BitsAndBytesConfig) and method.load_in_8bit:
         model.register_forward_pre_hook(_silence)
         model.register_forward_hook(_unsilence, always_call=True)
     return model
 
 
-def _is_cast_line(record: logging.LogRecord) -> bool:
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """packed: [rows, ...] uint8 -> [rows * 8 // bits, ...] uint8, the lowest bits of all bytes first."""
+    return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
+
+
+def _is_news(record: logging.LogRecord) -> bool:
     return "inputs will be cast" not in str(record.msg)
 
 
 def _silence(*_: Any) -> None:
     """bitsandbytes says once per int8 layer and call that it casts to float16, as it always does."""
     if not torch.compiler.is_compiling():
-        logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_cast_line)
+        logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
 
 
 def _unsilence(*_: Any) -> None:
     if not torch.compiler.is_compiling():
-        logging.getLogger("bitsandbytes.autograd._functions").removeFilter(_is_cast_line)
+        logging.getLogger("bitsandbytes.autograd._functions").removeFilter(_is_news)
 
 
 def _is_quantized(model: PreTrainedModel) -> bool:
-    return getattr(model, "hf_quantizer", None) is not None or any(
-        map(is_traceable_wrapper_subclass, model.parameters())
-    )
+    shells = any(is_traceable_wrapper_subclass(weight) for weight in model.parameters())
+    return shells or getattr(model, "hf_quantizer", None) is not None
 
 
 def _original(model: PreTrainedModel, source: str | PreTrainedModel) -> PreTrainedModel:
@@ -317,14 +319,20 @@ def _original(model: PreTrainedModel, source: str | PreTrainedModel) -> PreTrain
         try:
             original = type(model).from_pretrained(source, dtype=model.dtype)
         except OSError as error:
-            raise ValueError(
-                f"source: no checkpoint at {source!r}, where the quantized model came from; {remedy}"
-            ) from error
+            raise ValueError(f"source: no checkpoint of the original at {source!r}; {remedy}") from error
     theirs = dict(original.named_parameters())
     for name, weight in model.named_parameters():
         if type(weight) is nn.Parameter and not _equal(weight, theirs.get(name)):
             raise ValueError(f"source: its {name} is not the model's; {remedy}")
     return original
+
+
+def _copy_checkpoint(source: str, folder: Path) -> None:
+    files = ("*.safetensors", "*.safetensors.index.json", "generation_config.json")
+    lies = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=[*files]))
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (file for pattern in files for file in lies.glob(pattern)):
+        shutil.copyfile(file, folder / file.name)
 
 
 def _equal(weight: torch.Tensor, other: torch.Tensor | None) -> bool:

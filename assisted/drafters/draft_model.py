@@ -96,7 +96,7 @@ class ModelDrafting:
         logits = self._read_committed(runner, text)
         self.committed = cache.known  # KV of all committed tokens; what follows is speculative
         draft = Draft.empty(text.rows, text.ids.device)
-        going = torch.ones(text.rows, dtype=torch.bool, device=text.ids.device)
+        going = ~torch.tensor(text.ended, device=text.ids.device)
         laws: list[torch.Tensor] = []
         for position in range(budget):
             scores = self._scores(logits, text, draft)

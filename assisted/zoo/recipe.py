@@ -88,7 +88,7 @@ DRAFT = Recipe(
     layers=2,
     heads=3,
     kv_heads=1,
-    phases=(Phase(1500, 16, 256), Phase(100, 4, 1024)),
+    phases=(Phase(900, 16, 256), Phase(100, 8, 512), Phase(40, 4, 1024)),
     teacher="target",
 )
 OTHER_DRAFT = Recipe(
@@ -99,6 +99,6 @@ OTHER_DRAFT = Recipe(
     layers=2,
     heads=2,
     kv_heads=1,
-    phases=(Phase(1500, 16, 256), Phase(100, 4, 1024)),
+    phases=(Phase(1000, 16, 256), Phase(60, 4, 1024)),
 )
 RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT, OTHER_DRAFT)}

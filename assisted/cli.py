@@ -1,0 +1,304 @@
+"""The command line: `assisted demo | generate | chat | zoo`.
+
+Knows arguments, standard streams and exit codes; the work is done elsewhere and imported when a command needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+FAILED, INTERRUPTED = 2, 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. argv: arguments, those of the process when None. Returns the exit code.
+
+    Environment: ASSISTED_TRACEBACK=1 shows where an error comes from.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        with _without_loading_bars():
+            args.command(args)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("ASSISTED_TRACEBACK") == "1":
+            raise
+        print(f"assisted: error: {error}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+def _demo(args: argparse.Namespace) -> None:
+    sizes = (args.prompts, args.max_new_tokens, args.repeats, args.seconds)
+    if args.json:
+        from .comparison import compare
+
+        _print_json(compare(_load(args), *sizes).to_dict())
+    else:
+        from .demo import show
+
+        show(_load(args), *sizes)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    model = _load(args)
+    if args.prompt == "-" and sys.stdin.isatty():
+        print("Type the prompt; Ctrl-D ends it.", file=sys.stderr)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    inputs = model.tokenizer(prompt, return_tensors="pt").to(model.target.device)  # type: ignore[misc]
+    ids = inputs.input_ids.long()  # of an empty text they would be floats
+    output = model.generate(
+        ids,
+        attention_mask=inputs.attention_mask.long(),
+        max_new_tokens=args.max_new_tokens,
+        streamer=None if args.json else _streamer(model),
+        **_sampling(args),
+    )
+    if args.json:
+        completion = model.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)  # type: ignore[union-attr]
+        _print_json({"prompt": prompt, "completion": completion, "report": model.report.to_dict()})  # type: ignore[union-attr]
+    elif not args.quiet:
+        print(f"\n{model.report}", file=sys.stderr)
+
+
+def _chat(args: argparse.Namespace) -> None:
+    from .chat import Conversation
+
+    model = _load(args)
+    conversation = Conversation(model, args.system)
+    sampling = _sampling(args)
+    if sys.stdin.isatty():
+        print("/reset starts anew, /quit or Ctrl-D ends.", file=sys.stderr)
+    for message in _lines():
+        if message == "/quit":
+            break
+        if message == "/reset":
+            conversation.reset()
+            continue
+        streamer = None if args.json else _streamer(model)
+        try:
+            reply = conversation.say(message, args.max_new_tokens, streamer=streamer, **sampling)
+        except ValueError as error:  # about this message: the conversation before it still stands
+            if args.json:
+                _print_json({"message": message, "error": str(error)})
+            print(f"assisted: error: {error}", file=sys.stderr)
+            continue
+        report: Any = model.report
+        if args.json:
+            turn = {"message": message, "reply": reply.text, "prompt_tokens": reply.prompt_tokens}
+            _print_json({**turn, "cached_tokens": reply.cached_tokens, "report": report.to_dict()}, indent=None)
+        elif not args.quiet:
+            print(
+                f"[{report.new_tokens} tokens in {report.seconds:.2f} s, {report.tokens_per_pass:.2f} a pass, "
+                f"{reply.cached_tokens} of {reply.prompt_tokens} read before]",
+                file=sys.stderr,
+            )
+
+
+def _zoo_list(args: argparse.Namespace) -> None:
+    from . import zoo
+
+    models: list[dict[str, Any]] = [
+        {"name": f"zoo:{name}", "folder": zoo.folder(name), "bytes": _size(zoo.folder(name))} for name in zoo.NAMES
+    ]
+    if args.json:
+        _print_json(models)
+        return
+    for model in models:
+        size = f"{model['bytes'] / 2**20:.1f} MiB" if model["bytes"] else "not there"
+        print(f"{model['name']:<26} {size:>10}  {model['folder']}")
+
+
+def _zoo_train(args: argparse.Namespace) -> None:
+    from .zoo.train import train
+
+    folder = train(args.name, args.out, compile_layers=not args.no_compile, stop_after=args.stop_after)
+    if args.json:
+        _print_json({"name": args.name, "folder": str(folder)})
+    else:
+        print(folder)
+
+
+def _load(args: argparse.Namespace) -> Any:
+    """The pair that the arguments name, with a tokenizer."""
+    from .modeling import AssistedModelForCausalLM
+
+    draft = args.draft
+    if draft is None and args.target == "zoo:target":
+        draft = "zoo:draft"
+    device = _device(args.device)
+    placed = {} if device == "cpu" else {"device_map": {"": device}}
+    typed = {} if args.dtype is None else {"dtype": args.dtype}
+    model = AssistedModelForCausalLM.from_pretrained(
+        args.target,
+        draft=draft,
+        draft_quantization=args.draft_quantization,
+        draft_length=args.draft_length,
+        **placed,
+        **typed,
+    )
+    if model.tokenizer is None:
+        raise ValueError(f"target: {args.target} has no tokenizer beside it, and text needs one")
+    return model
+
+
+def _device(name: str) -> str:
+    """What --device names. Raises ValueError for what this machine does not have."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = "cpu" if accelerator is None else accelerator.type
+    if name != "auto" and name.partition(":")[0] not in ("cpu", here):
+        raise ValueError(f"device: {name} is not here; give {here} or auto")
+    return here if name == "auto" else name
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `generate`. Raises ValueError for those that temperature 0 would leave without effect."""
+    import torch
+
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    common = {"assisted": not args.plain}
+    chosen = {name: value for name in ("top_p", "top_k") if (value := getattr(args, name)) is not None}
+    if args.temperature == 0:
+        for name in chosen:
+            raise ValueError(f"{name}: has no effect at temperature 0; give --temperature as well")
+        return {"do_sample": False, **common}
+    return {"do_sample": True, "temperature": args.temperature, **chosen, **common}
+
+
+def _streamer(model: Any) -> Any:
+    from transformers import TextStreamer
+
+    return TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _lines() -> Iterator[str]:
+    """What is typed or piped in, line by line, empty lines left out."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (gives input() a history)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+@contextlib.contextmanager
+def _without_loading_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
+
+
+def _size(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).glob("*") if path.is_file())
+
+
+def _print_json(value: Any, indent: int | None = 2) -> None:
+    print(json.dumps(value, indent=indent), flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="assisted", description="Exact speculative decoding for Hugging Face causal language models."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, text: str, group: Any = commands) -> argparse.ArgumentParser:
+        added = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        added.set_defaults(command=run)
+        added.add_argument("--json", action="store_true", help="print the result for a program to read")
+        return added
+
+    demo = command("demo", _demo, "watch a pair complete code it never saw, then see what that cost")
+    _add_model(demo, device="cpu", dtype="float32")
+    demo.add_argument("--prompts", type=int, default=8, help="how many are measured (default: %(default)s)")
+    demo.add_argument("--max-new-tokens", type=int, default=48, help="of each prompt (default: %(default)s)")
+    demo.add_argument("--repeats", type=int, default=5, help="timed rounds, at most (default: %(default)s)")
+    demo.add_argument("--seconds", type=float, default=36.0, help="for all measuring, about (default: %(default)s)")
+
+    generate = command("generate", _generate, "complete a text; it is written to standard output as it comes")
+    generate.add_argument("prompt", nargs="?", default="-", help="the text; - or nothing reads standard input")
+    _add_model(generate)
+    _add_generation(generate)
+
+    chat = command("chat", _chat, "talk to a pair, a line a turn; the answers stream")
+    chat.add_argument("--system", help="a system message")
+    _add_model(chat)
+    _add_generation(chat)
+
+    zoo = commands.add_parser("zoo", help="the shipped models", description="The shipped models.")
+    actions = zoo.add_subparsers(required=True, metavar="ACTION")
+    command("list", _zoo_list, "names, sizes and folders", actions)
+    train = command("train", _zoo_train, "train a shipped model again, from nothing or from its checkpoint", actions)
+    train.add_argument("name", help="target, draft (wants the target in the same folder) or draft-other-tokenizer")
+    train.add_argument("--out", type=Path, required=True, help="the folder of all models; each gets its own in it")
+    train.add_argument("--stop-after", type=int, metavar="N", help="stop with a checkpoint after N steps in all")
+    train.add_argument(
+        "--no-compile", action="store_true", help="do not compile the layers: no compiler needed, slower"
+    )
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser, device: str = "auto", dtype: str | None = None) -> None:
+    default = " (default: %(default)s)"
+    parser.add_argument("--target", default="zoo:target", help="Hub id, folder or zoo: name" + default)
+    parser.add_argument(
+        "--draft", help="Hub id, folder, zoo: name or self:nf4 (default: zoo:draft for zoo:target, a saved pair's own)"
+    )
+    parser.add_argument("--draft-quantization", metavar="NAME", help="nf4, fp4, int8, int4, ... (default: none)")
+    parser.add_argument(
+        "--draft-length", type=_int_or_name, metavar="N", help='tokens a round, or "confidence" (default: the pair\'s)'
+    )
+    parser.add_argument(
+        "--dtype",
+        default=dtype,
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help=f"(default: {dtype or 'chosen'})",
+    )
+    parser.add_argument(
+        "--device", default=device, help="cpu, cuda, ..., auto takes an accelerator if there is one" + default
+    )
+
+
+def _add_generation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="(default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)"
+    )
+    parser.add_argument("--top-p", type=float, help="(default: the model's generation config)")
+    parser.add_argument("--top-k", type=int, help="(default: the model's generation config)")
+    parser.add_argument("--seed", type=int, help="of the sampling")
+    parser.add_argument("--plain", action="store_true", help="without drafting, to compare")
+    parser.add_argument("--quiet", action="store_true", help="no report on standard error")
+
+
+def _int_or_name(value: str) -> int | str:
+    try:
+        return int(value)
+    except ValueError:
+        return value

@@ -1,0 +1,78 @@
+"""Tiny pairs of a target and a half-right draft, and the same call made twice: plainly and assisted.
+
+For the end-to-end tests. Knows the face of the package and nothing of what a test asks of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from architectures import ARCHITECTURES, SPECIAL, VOCABULARY, build, half_right, random_ids
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from assisted import AssistedModelForCausalLM
+
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
+CALL = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": SPECIAL["pad_token_id"]}
+ENDS = [2, *range(5, 11)]  # many end tokens, so that rows end at different times
+ROUNDING = 1e-4  # float32 sums in another order, on logits of about 3
+
+
+def pair(name: str = "llama") -> tuple[PreTrainedModel, AssistedModelForCausalLM]:
+    """The target, and the target with a draft that is right about half of the time, so that acceptance is ragged."""
+    return _built(name)
+
+
+@functools.cache
+def _built(name: str) -> tuple[PreTrainedModel, AssistedModelForCausalLM]:
+    target = build(BY_NAME[name])
+    return target, AssistedModelForCausalLM.from_models(target, draft=half_right(target))
+
+
+@contextmanager
+def no_fallback() -> Iterator[None]:
+    """A warning is an error in here: decoding plainly would hide what is tested."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def plainly(ids: torch.Tensor | None, name: str = "llama", **kwargs: Any) -> Any:
+    """What the target's own `generate` returns."""
+    return pair(name)[0].generate(ids, **(CALL | kwargs))
+
+
+def assistedly(ids: torch.Tensor | None, name: str = "llama", draft_length: Any = 4, **kwargs: Any) -> Any:
+    """What the pair returns; drafts were accepted on the way and nothing fell back to plain decoding."""
+    model = pair(name)[1]
+    with no_fallback():
+        output = model.generate(ids, draft_length=draft_length, **(CALL | kwargs))
+    assert model.report is not None
+    assert model.report.accepted > 0
+    return output
+
+
+def prompt(rows: int = 1, length: int = 12, seed: int = 1) -> dict[str, torch.Tensor]:
+    """A batch whose rows but the first are padded on the left, each more than the one before."""
+    ids = random_ids(pair()[0], rows, length, seed)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : 2 * row] = 0
+    return {"ids": ids.where(mask.bool(), SPECIAL["pad_token_id"]), "attention_mask": mask}
+
+
+def tokenizer(entries: int = VOCABULARY, first: str = "!") -> PreTrainedTokenizerFast:
+    """One token a character, from `first` on in the order of code points, behind the special tokens."""
+    special = ["<pad>", "<s>", "</s>"]
+    characters = map(chr, itertools.count(ord(first)))
+    vocabulary = {token: number for number, token in zip(range(entries), itertools.chain(special, characters))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")

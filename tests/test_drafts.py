@@ -1,0 +1,87 @@
+"""Draft: depths, ancestors and prefixes of chains and of random trees, against a plain walk over parents."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from assisted.drafts import Draft
+
+
+@st.composite
+def trees(draw):
+    """Parents [B][n] of random trees: any earlier node, or -1."""
+    rows, width = draw(st.integers(1, 3)), draw(st.integers(0, 7))
+    return [[draw(st.integers(-1, node - 1)) for node in range(width)] for _ in range(rows)]
+
+
+def tree(parents):
+    shape = len(parents), len(parents[0])
+    tokens = torch.arange(10, 10 + shape[0] * shape[1]).view(shape)
+    lengths = torch.full(shape[:1], shape[1])
+    return Draft(tokens, lengths, parents=torch.tensor(parents, dtype=torch.int64).view(shape))
+
+
+def walk(parents, node):
+    """The nodes from the root to `node`."""
+    path = []
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
+
+
+def check(draft, parents):
+    """Everything a draft says of its nodes is what the walk says."""
+    width = len(parents[0])
+    depths, ancestors = draft.depths(), draft.ancestors()
+    assert depths.shape == (len(parents), width)
+    assert ancestors.shape == (len(parents), width, width)
+    assert ancestors.dtype == torch.bool
+    for row, of_row in enumerate(parents):
+        for node in range(width):
+            path = walk(of_row, node)
+            assert depths[row, node] == len(path)
+            assert ancestors[row, node].nonzero()[:, 0].tolist() == path
+            assert draft.prefix(row, node) == draft.tokens[row, path].tolist()
+        assert draft.prefix(row, -1) == []
+
+
+@settings(max_examples=80, deadline=None)
+@given(trees())
+def test_trees(parents):
+    check(tree(parents), parents)
+
+
+@pytest.mark.parametrize("width", [0, 1, 5])
+def test_a_chain_is_the_tree_of_only_children(width):
+    parents = [list(range(-1, width - 1))] * 2
+    draft = tree(parents)
+    check(draft, parents)
+    check(dataclasses.replace(draft, parents=None), parents)
+
+
+def test_the_documented_example():
+    found = tree([[-1, 0, 0, 2]]).ancestors()[0].int().tolist()
+    assert found == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+
+
+def test_asking_changes_nothing():
+    draft = tree([[-1, 0, 0, 2], [-1, -1, 1, 2]])
+    before = draft.tokens.clone(), draft.parents.clone()
+    draft.depths(), draft.ancestors(), draft.prefix(1, 3)
+    assert torch.equal(draft.tokens, before[0])
+    assert torch.equal(draft.parents, before[1])
+
+
+def test_empty_and_frozen():
+    draft = Draft.empty(3)
+    assert draft.width == 0
+    assert draft.tokens.shape == (3, 0)
+    assert draft.lengths.tolist() == [0, 0, 0]
+    assert draft.parents is None
+    assert draft.q is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        draft.tokens = torch.ones(3, 1)

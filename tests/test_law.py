@@ -1,0 +1,250 @@
+"""Law: all nodes of a draft at once get the scores that each real prefix gets alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation import logits_process as hf
+from transformers.generation.logits_process import LogitsProcessorList
+
+from assisted.drafts import Draft
+from assisted.law import _PREFIX_FREE, _PREFIX_READING, Law, probabilities
+
+VOCABULARY = 12
+LENGTHS = [1, 6, 9]  # committed tokens of each row
+WIDTH = 4
+EOS = 2
+
+# One of each known class, set so that it has something to do somewhere in a text of 1 to 13 tokens.
+KNOWN = {
+    hf.EpsilonLogitsWarper: lambda: hf.EpsilonLogitsWarper(0.05),
+    hf.EtaLogitsWarper: lambda: hf.EtaLogitsWarper(0.3),
+    hf.ExponentialDecayLengthPenalty: lambda: hf.ExponentialDecayLengthPenalty((2, 1.5), EOS, 1),
+    hf.ForcedBOSTokenLogitsProcessor: lambda: hf.ForcedBOSTokenLogitsProcessor(5),
+    hf.ForcedEOSTokenLogitsProcessor: lambda: hf.ForcedEOSTokenLogitsProcessor(8, EOS),
+    hf.InfNanRemoveLogitsProcessor: hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization: hf.LogitNormalization,
+    hf.MinLengthLogitsProcessor: lambda: hf.MinLengthLogitsProcessor(8, EOS),
+    hf.MinNewTokensLengthLogitsProcessor: lambda: hf.MinNewTokensLengthLogitsProcessor(1, 7, EOS),
+    hf.MinPLogitsWarper: lambda: hf.MinPLogitsWarper(0.2),
+    hf.NoBadWordsLogitsProcessor: lambda: hf.NoBadWordsLogitsProcessor([[1], [3, 4], [4, 3, 4]]),
+    hf.NoRepeatNGramLogitsProcessor: lambda: hf.NoRepeatNGramLogitsProcessor(2),
+    hf.RepetitionPenaltyLogitsProcessor: lambda: hf.RepetitionPenaltyLogitsProcessor(1.7),
+    hf.SequenceBiasLogitsProcessor: lambda: hf.SequenceBiasLogitsProcessor([[[1], 2.0], [[3, 4], -3.0]]),
+    hf.SuppressTokensAtBeginLogitsProcessor: lambda: hf.SuppressTokensAtBeginLogitsProcessor([1, 7], 6),
+    hf.SuppressTokensLogitsProcessor: lambda: hf.SuppressTokensLogitsProcessor([1, 7]),
+    hf.TemperatureLogitsWarper: lambda: hf.TemperatureLogitsWarper(0.7),
+    hf.TopHLogitsWarper: lambda: hf.TopHLogitsWarper(0.5),
+    hf.TopKLogitsWarper: lambda: hf.TopKLogitsWarper(3),
+    hf.TopPLogitsWarper: lambda: hf.TopPLogitsWarper(0.7),
+    hf.TypicalLogitsWarper: lambda: hf.TypicalLogitsWarper(0.6),
+}
+SEVERAL = (
+    hf.RepetitionPenaltyLogitsProcessor,
+    hf.NoRepeatNGramLogitsProcessor,
+    hf.MinLengthLogitsProcessor,
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+)
+LISTS = {kind.__name__: (kind,) for kind in KNOWN} | {"several": SEVERAL, "none": ()}
+
+by_class = pytest.mark.parametrize("kind", KNOWN, ids=lambda kind: kind.__name__)
+by_list = pytest.mark.parametrize("kinds", LISTS.values(), ids=LISTS)
+
+
+class Counting(hf.LogitsProcessor):
+    """A processor the library has never met: it counts its calls and writes down what it is shown."""
+
+    def __init__(self):
+        self.shown = []
+
+    def __call__(self, input_ids, scores):
+        self.shown.append(input_ids.tolist())
+        return scores + len(self.shown)
+
+
+class Derived(hf.TemperatureLogitsWarper):
+    """Whatever a class adds to a known one is not known."""
+
+
+def law(*kinds, do_sample=True):
+    return Law(LogitsProcessorList(KNOWN[kind]() for kind in kinds), do_sample)
+
+
+def committed(seed=0):
+    """[B, S] ids of few kinds, so that words repeat; what lies behind a row's length is no part of it."""
+    ids = torch.randint(3, 6, (len(LENGTHS), max(LENGTHS) + 3), generator=torch.Generator().manual_seed(seed))
+    for row, length in enumerate(LENGTHS):
+        ids[row, length:] = 7
+    return ids
+
+
+def logits_for(kinds, *shape, seed=0):
+    logits = 2 * torch.randn(*shape, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+    if hf.InfNanRemoveLogitsProcessor in kinds:
+        logits[..., 0], logits[..., 3], logits[..., 5] = torch.inf, torch.nan, -torch.inf
+    return logits
+
+
+def drafted(parents=None, seed=0, width=WIDTH):
+    tokens = torch.randint(3, 6, (len(LENGTHS), width), generator=torch.Generator().manual_seed(100 + seed))
+    return Draft(tokens, torch.full((len(LENGTHS),), width), parents=parents)
+
+
+def prefix(ids, draft, row, node):
+    return torch.tensor(ids[row, : LENGTHS[row]].tolist() + draft.prefix(row, node))
+
+
+def alone(kinds, text, logits):
+    """One prefix through processors of its own, as plain decoding of this row alone would have it. [V] -> [V]"""
+    return LogitsProcessorList(KNOWN[kind]() for kind in kinds)(text[None], logits[None].clone())[0]
+
+
+def check(kinds, draft, seed=0):
+    ids, logits = committed(seed), logits_for(kinds, len(LENGTHS), draft.width + 1, seed=seed)
+    given_logits = logits.clone()
+    scores = law(*kinds).scores(ids, LENGTHS, logits, draft)
+    assert scores.dtype == torch.float32
+    for row in range(len(LENGTHS)):
+        for node in range(-1, draft.width):
+            expected = alone(kinds, prefix(ids, draft, row, node), logits[row, node + 1])
+            torch.testing.assert_close(scores[row, node + 1], expected, rtol=0, atol=1e-6, equal_nan=True)
+    assert torch.equal(logits.nan_to_num(), given_logits.nan_to_num())
+    return scores
+
+
+def test_every_known_class_is_tried():
+    assert set(KNOWN) == _PREFIX_FREE | _PREFIX_READING
+    assert not _PREFIX_FREE & _PREFIX_READING
+
+
+@by_list
+def test_chains(kinds):
+    check(kinds, drafted())
+
+
+@by_class
+def test_each_class_has_something_to_do(kind):
+    scores = check((kind,), drafted())
+    assert not scores.equal(logits_for((kind,), len(LENGTHS), WIDTH + 1))
+
+
+@by_list
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_trees(kinds, data):
+    parents = [[data.draw(st.integers(-1, node - 1)) for node in range(WIDTH)] for _ in LENGTHS]
+    seed = data.draw(st.integers(0, 50))
+    check(kinds, drafted(torch.tensor(parents), seed), seed)
+
+
+@by_list
+@pytest.mark.parametrize("width", [0, 1, WIDTH])
+def test_last_scores_are_the_column_of_scores(kinds, width):
+    ids, draft = committed(), drafted(width=width)
+    logits = logits_for(kinds, len(LENGTHS), width + 1)
+    whole = law(*kinds).scores(ids, LENGTHS, logits, draft)
+    last = law(*kinds).last_scores(ids, LENGTHS, logits[:, -1], draft)
+    torch.testing.assert_close(last, whole[:, -1], rtol=0, atol=1e-6, equal_nan=True)
+
+
+@by_class
+def test_known_classes_are_functions_of_a_row(kind):
+    """No memory: asked again, in another order, or about some of the rows, the answer is the same."""
+    texts = [committed()[:, :n].roll(n, 1) for n in (1, 3, 6, 8, 9)]
+    logits = logits_for((kind,), len(texts), len(LENGTHS), seed=5)
+    processor = KNOWN[kind]()
+    first = [processor(ids, rows) for ids, rows in zip(texts, logits, strict=True)]
+    order = [3, 0, 4, 2, 1]
+    again = {n: processor(texts[n], logits[n]) for n in order}
+    for n, answer in enumerate(first):
+        torch.testing.assert_close(again[n], answer, rtol=0, atol=0, equal_nan=True)
+        for rows in ([0], [2], [1, 0], [2, 2]):
+            some = processor(texts[n][rows], logits[n][rows])
+            torch.testing.assert_close(some, answer[rows], rtol=0, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KNOWN if kind in _PREFIX_FREE], ids=lambda kind: kind.__name__)
+def test_prefix_free_classes_read_no_prefix(kind):
+    logits = logits_for((kind,), 3)
+    answers = [KNOWN[kind]()(ids, logits) for ids in (committed(0), committed(1)[:, :1])]
+    torch.testing.assert_close(*answers, rtol=0, atol=0, equal_nan=True)
+
+
+@by_class
+def test_known_classes_need_no_order(kind):
+    assert not law(kind).in_order
+    assert [type(processor) for processor in law(kind).for_draft().processors] == [kind]
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        Counting(),
+        Derived(0.7),
+        hf.PrefixConstrainedLogitsProcessor(lambda batch, ids: [1], 1),
+        hf.EncoderRepetitionPenaltyLogitsProcessor(1.5, torch.tensor([[3]])),
+        hf.WatermarkLogitsProcessor(VOCABULARY, "cpu"),
+        hf.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.tensor([1, 2, 3])),
+    ],
+    ids=lambda processor: type(processor).__name__,
+)
+def test_anything_else_sees_committed_prefixes_in_order(unknown):
+    known = [hf.TemperatureLogitsWarper(0.5), hf.NoRepeatNGramLogitsProcessor(2)]
+    mixed = Law(LogitsProcessorList([known[0], unknown, known[1]]), True)
+    assert mixed.in_order
+    left = mixed.for_draft()
+    assert not left.in_order
+    assert list(left.processors) == known
+    assert left.do_sample
+    assert len(mixed.processors) == 3
+
+
+def test_no_processors_need_no_order():
+    assert not law().in_order
+    assert not law(*SEVERAL).in_order
+
+
+def test_ordered_scores_are_those_of_plain_decoding():
+    """Every processor gets the whole batch, once a call, and the model's logits stay as they are."""
+    counting = Counting()
+    temperature = hf.TemperatureLogitsWarper(0.5)
+    ordered = Law(LogitsProcessorList([counting, temperature]), False)
+    ids = committed()
+    for step in (1, 2):
+        logits = logits_for((), 3).to(torch.bfloat16 if step == 2 else torch.float32)
+        before = logits.clone()
+        scores = ordered.ordered_scores(ids[:, :step], logits)
+        assert scores.dtype == torch.float32
+        assert torch.equal(scores, (before.float() + step) / 0.5)
+        assert torch.equal(logits, before)
+    assert counting.shown == [ids[:, :1].tolist(), ids[:, :2].tolist()]
+
+
+def test_a_processor_that_writes_in_place_leaves_the_logits_alone():
+    class InPlace(hf.LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores.zero_()
+
+    logits = logits_for((), 3)
+    before = logits.clone()
+    Law(LogitsProcessorList([InPlace()]), False).ordered_scores(committed(), logits)
+    assert torch.equal(logits, before)
+
+
+def test_half_precision_logits_are_judged_in_float32():
+    logits = logits_for((), len(LENGTHS), WIDTH + 1).bfloat16()
+    scores = law(hf.TemperatureLogitsWarper).scores(committed(), LENGTHS, logits, drafted())
+    assert torch.equal(scores, logits.float() / 0.7)
+    last = law(hf.TemperatureLogitsWarper).last_scores(committed(), LENGTHS, logits[:, -1], drafted())
+    assert torch.equal(last, scores[:, -1])
+
+
+def test_probabilities():
+    scores = logits_for((), 2, 3)
+    scores[0, 0, 1:] = -torch.inf
+    p = probabilities(scores)
+    assert torch.allclose(p.sum(-1), torch.ones(2, 3))
+    assert p[0, 0].tolist() == [1.0] + [0.0] * (VOCABULARY - 1)
+    assert torch.equal(p.argmax(-1), scores.argmax(-1))

@@ -1,0 +1,108 @@
+"""When to stop drafting: what a caller may write, what is refused, how policies are saved, and what they decide."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from assisted import lengths
+from assisted.lengths import Confidence, Fixed, from_dict, resolve, to_dict
+
+
+class Own:
+    """A caller's policy: anything with `start`."""
+
+    def start(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("written", "policy"),
+    [
+        (None, Confidence()),
+        ("confidence", Confidence()),
+        (1, Fixed(1)),
+        (7, Fixed(7)),
+        (Fixed(3), Fixed(3)),
+        (Confidence(0.2, 5), Confidence(0.2, 5)),
+    ],
+)
+def test_what_a_caller_may_write(written, policy):
+    assert resolve(written) == policy
+
+
+def test_a_callers_own_policy_is_taken_as_it_is():
+    own = Own()
+    assert resolve(own) is own
+
+
+@pytest.mark.parametrize("written", ["fixed", "", "4", True, False, 2.0, [4], {"policy": "fixed"}, object()])
+def test_what_is_not_known_is_refused(written):
+    with pytest.raises(ValueError, match="draft_length: .* is not known; give a number of tokens"):
+        resolve(written)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: resolve(0), "draft_length: 0 is not possible; draft at least 1 token, or pass assisted=False"),
+        (lambda: Fixed(-3), "draft_length: -3 is not possible"),
+        (lambda: Confidence(threshold=-0.01), r"threshold: -0.01 is no probability; give a number in \[0, 1\]"),
+        (lambda: Confidence(threshold=1.01), "threshold: 1.01 is no probability"),
+        (lambda: Confidence(threshold=float("nan")), "threshold: nan is no probability"),
+        (lambda: Confidence(maximum=0), "maximum: 0 is not possible; draft at least 1 token"),
+    ],
+)
+def test_values_that_cannot_be(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("policy", [Confidence(threshold=0), Confidence(threshold=1), Confidence(maximum=1), Fixed(1)])
+def test_the_borders_are_inside(policy):
+    assert policy.start().budget() >= 1
+
+
+@pytest.mark.parametrize("policy", [Fixed(), Fixed(7), Confidence(), Confidence(0.25, 3)])
+def test_saved_policies_come_back(policy):
+    fields = to_dict(policy)
+    assert from_dict(json.loads(json.dumps(fields))) == policy
+    assert fields["policy"] in lengths._POLICIES
+
+
+def test_saving_a_default_and_what_is_not_ours():
+    assert to_dict(Own()) is None
+    assert from_dict(None) == resolve(None)
+    fields = {"policy": "oracle", "depth": 3}
+    with pytest.raises(ValueError, match="draft_length: this version does not know the saved policy 'oracle'"):
+        from_dict(fields)
+    assert fields == {"policy": "oracle", "depth": 3}
+
+
+def test_fixed_always_goes_on():
+    length = Fixed(3).start()
+    assert length.budget() == 3
+    assert not length.needs_confidence()
+    length.observe([(3, 0), (3, 0)], 1.0, 1.0)
+    assert length.budget() == 3
+    assert length.go_on(1, torch.tensor([0.0, 1.0])).tolist() == [True, True]
+
+
+@pytest.mark.parametrize(("threshold", "goes_on"), [(0.0, [1, 1, 1, 1]), (0.5, [0, 1, 1, 1]), (1.0, [0, 0, 0, 1])])
+def test_confidence_stops_below_its_threshold(threshold, goes_on):
+    length = Confidence(threshold, maximum=6).start()
+    assert length.budget() == 6
+    assert length.needs_confidence()
+    length.observe([(6, 0)], 1.0, 1.0)
+    assert length.budget() == 6
+    q_max = torch.tensor([0.25, 0.5, 0.75, 1.0])  # each row on its own
+    for position in (1, 5):
+        assert length.go_on(position, q_max).tolist() == [bool(flag) for flag in goes_on]
+
+
+@pytest.mark.parametrize("policy", [Fixed(2), Confidence()])
+def test_policies_are_frozen_and_start_afresh(policy):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.maximum = 1
+    assert policy.start() is not policy.start()

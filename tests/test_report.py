@@ -1,0 +1,119 @@
+"""Report and Recorder: counts, ratios, totals, and how they are shown."""
+
+import dataclasses
+import json
+
+import pytest
+
+from assisted.report import Recorder, Report
+
+
+def recorded():
+    """Two rows: a round that drafts 3 and 1, a plain one, and one with a single row left."""
+    recorder = Recorder(row_tokens=[6, 4], seconds=4.0)
+    recorder.round([(3, 2, 3), (1, 1, 2)], 0.5, 1.0)  # drafted, accepted, kept
+    recorder.round([(0, 0, 1), (0, 0, 1)], 0.25, 0.75)
+    recorder.round([(2, 0, 1)], 0.125, 0.5)
+    return recorder
+
+
+def test_counts():
+    report = recorded().report()
+    assert report.new_tokens == 10
+    assert report.target_passes == 5  # a row and a round each
+    assert (report.drafted, report.accepted) == (6, 3)
+    # drafted first 3 times, second 2, third once; accepted 2, 1, 0
+    assert report.acceptance_by_position == (2 / 3, 1 / 2, 0.0)
+    assert (report.seconds, report.draft_seconds, report.verify_seconds) == (4.0, 0.875, 2.25)
+    assert report.plain_seconds_per_token == 0.5  # (0.25 + 0.75) s for two tokens
+    assert report.assisted_share == 6 / 8
+    assert report.row_tokens == (6, 4)
+
+
+def test_ratios():
+    report = recorded().report()
+    assert report.tokens_per_pass == 8 / 5  # the first token of each row came with the prompt
+    assert report.acceptance_rate == 3 / 6
+
+
+def test_nothing_recorded():
+    report = Recorder().report()
+    assert report == Report()
+    assert (report.tokens_per_pass, report.acceptance_rate) == (0.0, 0.0)
+    assert report.plain_seconds_per_token is None
+    assert "0 new tokens" in str(report)
+
+
+def test_a_round_that_drafts_for_one_row_only_is_assisted():
+    recorder = Recorder()
+    recorder.round([(0, 0, 1), (2, 2, 3)], 1.0, 1.0)
+    assert recorder.report().assisted_share == 1.0
+    assert recorder.report().plain_seconds_per_token is None
+
+
+def test_totals_add():
+    """Merged counts are those of all rounds in one call, whichever drafted deeper."""
+    other = Recorder(row_tokens=[5], seconds=1.0)
+    other.round([(5, 4, 5)], 0.25, 0.25)
+    merged = [Recorder(), Recorder()]
+    for total, parts in zip(merged, ([recorded(), other], [other, recorded()]), strict=True):
+        for part in parts:
+            total.add(part)
+    for total in merged:
+        report = total.report()
+        assert report.new_tokens == 15
+        assert report.target_passes == 6
+        assert (report.drafted, report.accepted) == (11, 7)
+        assert report.acceptance_by_position == (3 / 4, 2 / 3, 1 / 2, 1.0, 0.0)
+        assert (report.seconds, report.draft_seconds, report.verify_seconds) == (5.0, 1.125, 2.5)
+        assert report.plain_seconds_per_token == 0.5
+        assert report.assisted_share == 11 / 13
+        assert report.tokens_per_pass == 12 / 6
+    assert merged[0].report().row_tokens == (6, 4, 5)
+    assert other.drafted_at == [1, 1, 1, 1, 1]  # a part stays as it was
+    assert other.row_tokens == [5]
+
+
+def test_adding_to_a_total_leaves_earlier_reports_alone():
+    total = recorded()
+    before = total.report()
+    values = before.to_dict()
+    total.add(recorded())
+    assert before.to_dict() == values
+    assert total.report().new_tokens == 2 * before.new_tokens
+
+
+def test_text():
+    text = str(dataclasses.replace(recorded().report(), predicted_speedup=1.25))
+    assert text.splitlines() == [
+        "10 new tokens in 4.00 s (2.5 tokens/s)",
+        "5 target passes, 1.60 tokens per pass",
+        "3 of 6 drafted tokens accepted (50%)",
+        "by position: 67% 50% 0%",
+        "time: 0.88 s drafting, 2.25 s verifying",
+        "predicted speedup 1.25",
+        "75% of the tokens were produced while drafting was on",
+    ]
+
+
+def test_text_leaves_out_what_there_is_not():
+    text = str(Report(new_tokens=1, seconds=1.0, row_tokens=(1,), assisted_share=1.0))
+    assert len(text.splitlines()) == 4
+    assert "position" not in text
+    assert "None" not in text
+
+
+def test_to_dict_is_ready_for_json():
+    report = recorded().report()
+    values = json.loads(json.dumps(report.to_dict()))
+    names = {field.name for field in dataclasses.fields(Report)}
+    assert set(values) == names | {"tokens_per_pass", "acceptance_rate"}
+    assert values["row_tokens"] == [6, 4]
+    assert values["tokens_per_pass"] == report.tokens_per_pass
+    assert values["acceptance_rate"] == report.acceptance_rate
+    assert values["predicted_speedup"] is None
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recorded().report().accepted = 1

@@ -1,0 +1,239 @@
+"""CachedModel: whatever was placed, committed and rewound before, logits are those of each row's text alone."""
+
+import functools
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, REFUSED, SPECIAL, VOCABULARY, build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, T5Config, T5ForConditionalGeneration
+
+from assisted.cache import SlotCache
+from assisted.drafts import Draft
+from assisted.runtime import CachedModel, Masks, require_rewindable
+
+ROUNDING = 1e-4  # float32 sums in another order, on logits of about 3
+LIMIT = 80
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + REFUSED}
+TREES = ["llama", "mistral-window", "gemma2", "gemma3", "gpt2", "deepseek_v3"]
+CHAINS = ["bloom", "mpt", "falcon-alibi", "gpt_neo", "llama4"]  # these read 2-D masks only
+
+any_example = settings(max_examples=8, deadline=None)
+
+
+@functools.cache
+def model_of(name):
+    return build(BY_NAME[name]).requires_grad_(False)
+
+
+def alone(model, texts):
+    """Logits [N, longest, V] of whole texts, each from its first token on: what follows a token does not touch them."""
+    longest = max(map(len, texts))
+    return model(torch.tensor([text + [0] * (longest - len(text)) for text in texts]), use_cache=False).logits
+
+
+class Rows:
+    """Random rounds over a left-padded batch, and each row's text so far."""
+
+    def __init__(self, name, data):
+        self.data = data
+        self.model = model_of(name)
+        masks = Masks.of(self.model)
+        rows, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))  # windows are of 8 tokens
+        self.random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+        ids = self.tokens(rows, width)
+        self.padding = [data.draw(st.integers(0, width - 1)) for _ in range(rows)]
+        mask = (torch.arange(width) >= torch.tensor(self.padding)[:, None]).long()
+        self.texts = [row[padding:] for row, padding in zip(ids.tolist(), self.padding, strict=True)]
+        self.cached = CachedModel(self.model, SlotCache(rows, LIMIT, right_aligned=not masks.trees), masks)
+        self.cache = self.cached.cache
+        logits = self.cached.prefill(ids * mask, mask if mask.sum() < mask.numel() else None)
+        assert logits.shape == (rows, 1, VOCABULARY)
+        self.same(logits, [[text] for text in self.texts])
+        self.check()
+
+    def tokens(self, *shape):
+        return torch.randint(max(SPECIAL.values()) + 1, VOCABULARY, shape, generator=self.random)
+
+    def same(self, logits, texts):
+        """logits: [B, n, V]; texts: what column i of row b stands at the end of."""
+        flat = [text for row in texts for text in row]
+        expected = alone(self.model, flat)[range(len(flat)), [len(text) - 1 for text in flat]]
+        assert (logits.flatten(0, 1) - expected).abs().max() < ROUNDING
+
+    def chain(self):
+        width = self.data.draw(st.integers(1, 4))
+        ids = self.tokens(len(self.texts), width)
+        new = ids.tolist()
+        logits = self.cached(ids)
+        texts = [[text + row[: i + 1] for i in range(width)] for text, row in zip(self.texts, new, strict=True)]
+        self.same(logits, texts)
+        counts = [self.data.draw(st.integers(0, width)) for _ in new]
+        self.cache.commit(counts)
+        self.texts = [text + row[:count] for text, row, count in zip(self.texts, new, counts, strict=True)]
+
+    def tree(self):
+        rows, nodes = len(self.texts), self.data.draw(st.integers(1, 6))
+        parents = [[self.data.draw(st.integers(-1, node - 1)) for node in range(nodes)] for _ in range(rows)]
+        draft = Draft(self.tokens(rows, nodes), torch.full((rows,), nodes), parents=torch.tensor(parents))
+        last = self.tokens(rows, 1)
+        logits = self.cached(torch.cat([last, draft.tokens], 1), draft)
+        starts = [text + token for text, token in zip(self.texts, last.tolist(), strict=True)]
+        texts = [[start + draft.prefix(row, i) for i in range(-1, nodes)] for row, start in enumerate(starts)]
+        self.same(logits, texts)
+        ends = [self.data.draw(st.integers(-1, nodes - 1)) for _ in range(rows)]
+        paths = [[0] + [1 + i for i in walk(parents[row], end)] for row, end in enumerate(ends)]
+        padded = torch.tensor([path + [0] * (nodes + 1 - len(path)) for path in paths])
+        self.cache.commit([len(path) for path in paths], padded)
+        self.texts = [texts[row][end + 1] for row, end in enumerate(ends)]
+
+    def rewind(self):
+        keep = [self.data.draw(st.integers(1, len(text))) for text in self.texts]
+        self.cache.rewind([padding + n for padding, n in zip(self.padding, keep, strict=True)])
+        self.texts = [text[:n] for text, n in zip(self.texts, keep, strict=True)]
+
+    def check(self):
+        """A slot for each token of a row's text, holding the keys and values of reading that text from the start."""
+        assert self.cache.known == [padding + len(text) for padding, text in zip(self.padding, self.texts, strict=True)]
+        assert self.cache.positions(self.cached.device).tolist() == [[len(text)] for text in self.texts]
+        for row, text in enumerate(self.texts):
+            fresh = DynamicCache()
+            self.model(torch.tensor([text]), past_key_values=fresh, use_cache=True)
+            slots = slice(self.cache.lengths[row] - len(text), self.cache.lengths[row])
+            for ours, theirs in zip(self.cache.layers, fresh.layers, strict=True):
+                assert (ours.keys[row, :, slots] - theirs.keys[0]).abs().max() < ROUNDING
+                assert (ours.values[row, :, slots] - theirs.values[0]).abs().max() < ROUNDING
+
+
+def walk(parents, node):
+    """The nodes from the root to `node`."""
+    path = []
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
+
+
+@pytest.mark.parametrize("name", TREES)
+@any_example
+@given(data=st.data())
+def test_random_rounds_of_chains_and_trees(name, data):
+    rows = Rows(name, data)
+    for _ in range(data.draw(st.integers(1, 5))):
+        data.draw(st.sampled_from([rows.tree, rows.chain, rows.rewind]))()
+    rows.tree()
+    rows.check()
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@any_example
+@given(data=st.data())
+def test_random_rounds_of_chains_right_aligned(name, data):
+    rows = Rows(name, data)
+    assert rows.cache.right_aligned
+    for _ in range(data.draw(st.integers(1, 5))):
+        data.draw(st.sampled_from([rows.chain, rows.rewind]))()
+    rows.chain()
+    rows.check()
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_a_chain_is_a_tree_of_only_children(name):
+    """Also where the draft says that it is a chain, and for one row, which needs no mask."""
+    model = model_of(name)
+    masks = Masks.of(model)
+    ids = torch.arange(10, 24)[None]
+    for parents in (None, torch.tensor([[-1, 0, 1]])) if masks.trees else (None,):
+        cached = CachedModel(model, SlotCache(1, LIMIT, not masks.trees), masks)
+        cached.prefill(ids[:, :10], None)
+        logits = cached(ids[:, 10:], Draft(ids[:, 11:], torch.tensor([3]), parents=parents))
+        assert (logits - model(ids).logits[:, 10:]).abs().max() < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window", "bloom", "gpt_neo"])
+@pytest.mark.parametrize("width", [5, 20])
+def test_from_and_to_a_callers_cache(name, width):
+    """A text read into a DynamicCache, gone on with in slots, and again in the DynamicCache they are given back as."""
+    model = model_of(name)
+    masks = Masks.of(model)
+    config = model.config
+    ids = torch.arange(3, 3 + 2 * (width + 8)).view(2, -1) % VOCABULARY
+    whole = model(ids, use_cache=False).logits
+    given = DynamicCache(config=config)
+    model(ids[:, :width], past_key_values=given, use_cache=True)
+    cached = CachedModel(model, SlotCache.of(given, 2, LIMIT, right_aligned=not masks.trees), masks)
+    cached.cache.begin_rounds()
+    for start, stop, keep in ((width, width + 4, 3), (width + 3, width + 5, 2)):
+        assert (cached(ids[:, start:stop]) - whole[:, start:stop]).abs().max() < ROUNDING
+        cached.cache.commit([keep, keep])
+    back = cached.cache.to_dynamic(config)
+    for column in range(width + 5, width + 8):
+        logits = model(ids[:, column : column + 1], past_key_values=back, use_cache=True).logits[:, 0]
+        assert (logits - whole[:, column]).abs().max() < ROUNDING
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+def test_masks_are_what_the_architecture_reads(architecture):
+    config = architecture.make()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=architecture.attention)
+    masks = Masks.of(model)
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    assert masks.trees == (architecture.masks != "2d" and not chunked)
+    if masks.trees:
+        full, sliding = {"full_attention": None}, {"sliding_attention": getattr(config, "sliding_window", None)}
+        assert masks.windows == {"4d": full, "window": sliding, "dict": full | sliding}[architecture.masks]
+        assert masks.additive == (architecture.attention == "eager")
+
+
+def test_an_attention_without_4d_masks_keeps_rows_right_aligned():
+    model = build(BY_NAME["llama"])
+    model.config._attn_implementation = "flash_attention_2"
+    assert not Masks.of(model).trees
+
+
+@pytest.mark.parametrize(("name", "left"), [("llama", 256 - 7), ("gpt2", 256 - 7)])
+def test_room_ends_with_the_context(name, left):
+    model = model_of(name)
+    cached = CachedModel(model, SlotCache(2, LIMIT), Masks.of(model))
+    assert cached.room([3, 7]) == left
+
+
+def test_room_without_a_stated_context():
+    model = model_of("bloom")
+    assert CachedModel(model, SlotCache(1, LIMIT), Masks.of(model)).room([7]) > 10**9
+
+
+def test_reading_changes_nothing_about_the_model():
+    model = model_of("gemma3")
+    before = model.config.to_dict(), model.generation_config.to_dict()
+    cached = CachedModel(model, SlotCache(1, LIMIT), Masks.of(model))
+    cached.prefill(torch.tensor([[4, 5, 6]]), None)
+    cached(torch.tensor([[7]]))
+    assert (model.config.to_dict(), model.generation_config.to_dict()) == before
+    assert not model.training
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: build(BY_NAME["mamba"]), "keeps a recurrent state, which cannot take back rejected tokens"),
+        (lambda: build(BY_NAME["deepseek_v32"]), "keeps DynamicIndexedLayer, which cannot take back"),
+        (lambda: AutoModel.from_config(BY_NAME["llama"].make()), "has no language-model head .* AutoModelForCausalLM"),
+        (
+            lambda: T5ForConditionalGeneration(T5Config(d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2)),
+            "is an encoder-decoder; only decoder-only causal LMs can be assisted",
+        ),
+    ],
+    ids=["recurrent", "indexed", "headless", "encoder-decoder"],
+)
+def test_what_cannot_be_rewound_is_refused(make, message, role):
+    with pytest.raises(ValueError, match=f"^{role}: .*{message}"):
+        require_rewindable(make(), role)
+
+
+@pytest.mark.parametrize("name", TREES + CHAINS)
+def test_what_can_be_rewound_is_not(name):
+    require_rewindable(model_of(name), "target")

@@ -1,0 +1,583 @@
+"""What breaks elsewhere with a draft, and must not break here: each scenario beside plain `generate` of the target."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, VOCABULARY, half_right, random_ids
+from pairs import BY_NAME, CALL, ENDS, ROUNDING, assistedly, no_fallback, pair, plainly, prompt, tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    pipeline,
+)
+
+from assisted import AssistedModelForCausalLM, decoding
+
+MODELS = ["llama", "gpt2", "mistral-window", "gemma3", "bloom"]  # dense, learned positions, windows, ALiBi
+ROWS = [1, 4]
+
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+
+
+# --- a second turn with a filled cache
+
+
+def dense_cache(model: PreTrainedModel) -> DynamicCache:
+    return DynamicCache()
+
+
+def windowed_cache(model: PreTrainedModel) -> DynamicCache:
+    return DynamicCache(config=model.config)
+
+
+def grown(ids: torch.Tensor, mask: torch.Tensor, sequences: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next turn's prompt: the answer and some tokens of the user's; and its mask."""
+    more = random_ids(pair()[0], len(ids), 5, seed)
+    longer = torch.cat([sequences, more], 1)
+    return longer, torch.cat([mask, mask.new_ones(len(ids), longer.shape[1] - mask.shape[1])], 1)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", MODELS)
+def test_three_turns_over_one_cache(name: str, rows: int) -> None:
+    start = prompt(rows)
+    ids, mask = start["ids"], start["attention_mask"]
+    cache = None
+    for turn in range(3):
+        plain = plainly(ids, name, attention_mask=mask)
+        ours = assistedly(ids, name, attention_mask=mask, past_key_values=cache, return_dict_in_generate=True)
+        assert ours.sequences.tolist() == plain.tolist()
+        cache = ours.past_key_values
+        ids, mask = grown(ids, mask, plain, seed=turn)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_cache_given_back_is_the_one_of_plain(name: str, rows: int) -> None:
+    details = {**prompt(rows), "return_dict_in_generate": True}
+    plain, ours = plainly(name=name, **details), assistedly(name=name, **details)
+    same_cache(ours.past_key_values, plain.past_key_values, details["attention_mask"])
+
+
+@pytest.mark.parametrize("make", [dense_cache, windowed_cache])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
+def test_a_cache_of_the_callers_is_filled_as_plain_fills_it(name: str, make: Any) -> None:
+    plain, ours = make(pair(name)[0]), make(pair(name)[0])
+    plainly(name=name, past_key_values=plain, **prompt())
+    assistedly(name=name, past_key_values=ours, **prompt())
+    same_cache(ours, plain)
+
+
+def same_cache(ours: DynamicCache, plain: DynamicCache, mask: torch.Tensor | None = None) -> None:
+    """The same kind of layers with the same contents, but where the prompt's padding lies."""
+    assert ours.get_seq_length() == plain.get_seq_length()
+    for layer, reference in zip(ours.layers, plain.layers, strict=True):
+        assert type(layer) is type(reference)
+        assert layer.keys.shape == reference.keys.shape
+        seen = torch.ones(len(layer.keys), ours.get_seq_length(), dtype=torch.bool)
+        if mask is not None:
+            seen[:, : mask.shape[1]] = mask.bool()
+        seen = seen[:, -layer.keys.shape[2] :]
+        for states, expected in ((layer.keys, reference.keys), (layer.values, reference.values)):
+            assert (states - expected).transpose(1, 2)[seen].abs().max() < 10 * ROUNDING
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("new_ids_only", [False, True], ids=["full-ids", "new-ids-only"])
+@pytest.mark.parametrize("source", ["plain", "assisted", "forward", "forward-windowed"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_a_filled_cache_is_continued(name: str, source: str, new_ids_only: bool, rows: int) -> None:
+    start = prompt(rows)
+    ids, mask = start["ids"], start["attention_mask"]
+    if source in ("plain", "assisted"):
+        call = plainly if source == "plain" else assistedly
+        first = call(ids, name, attention_mask=mask, return_dict_in_generate=True)
+        sequences, cache = first.sequences, first.past_key_values
+    else:
+        make = dense_cache if source == "forward" else windowed_cache
+        sequences, cache = ids, make(pair(name)[0])
+        with torch.no_grad():
+            pair(name)[0](ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+    longer, longer_mask = grown(ids, mask, sequences, seed=3)
+    plain = plainly(longer, name, attention_mask=longer_mask)
+    held = cache.get_seq_length()
+    given = longer[:, held:] if new_ids_only else longer
+    ours = assistedly(given, name, attention_mask=longer_mask, past_key_values=cache, max_new_tokens=40)
+    reference = plainly(longer, name, attention_mask=longer_mask, max_new_tokens=40)
+    assert ours[:, given.shape[1] :].tolist() == reference[:, longer.shape[1] :].tolist()
+    assert plain.shape[1] == longer.shape[1] + CALL["max_new_tokens"]
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_a_batch_whose_rows_ended_apart_goes_on(name: str) -> None:
+    start = prompt(4)
+    first = assistedly(name=name, eos_token_id=ENDS, return_dict_in_generate=True, **start)
+    width = start["ids"].shape[1]
+    ended = torch.isin(first.sequences[:, width:], torch.tensor(ENDS)).int().cumsum(1)
+    assert len(set(ended.sum(1).tolist())) > 1
+    mask = torch.cat([start["attention_mask"], (ended.cumsum(1) <= 1).long()], 1)  # hides the filler behind the ends
+    ids, mask = grown(start["ids"], mask, first.sequences, seed=4)
+    ours = assistedly(ids, name, attention_mask=mask, past_key_values=first.past_key_values)
+    assert ours.tolist() == plainly(ids, name, attention_mask=mask).tolist()
+
+
+# --- stopping
+
+
+class StopsAt:
+    """Stops a row at its first token out of `tokens`, or the whole batch at a length; remembers what it was shown."""
+
+    def __init__(self, tokens: tuple[int, ...] = (), length: int = sys.maxsize):
+        self.tokens, self.length = torch.tensor(tokens, dtype=torch.long), length
+        self.seen: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen.append(input_ids.tolist())
+        return torch.isin(input_ids[:, -1], self.tokens) | (input_ids.shape[1] >= self.length)
+
+
+@pytest.mark.parametrize("ends", [None, ENDS], ids=["endless", "ends"])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("stop", [{"length": n} for n in (14, 17, 19, 20)] + [{"tokens": tuple(range(40, 70))}], ids=str)
+def test_a_criterion_is_met_inside_an_accepted_block(stop: dict[str, Any], rows: int, ends: list[int] | None) -> None:
+    reference, ours = StopsAt(**stop), StopsAt(**stop)
+    plain = plainly(stopping_criteria=[reference], eos_token_id=ends, **prompt(rows))
+    model = pair()[1]
+    with no_fallback():
+        output = model.generate(
+            prompt(rows)["ids"],
+            attention_mask=prompt(rows)["attention_mask"],
+            stopping_criteria=[ours],
+            draft_length=6,
+            **(CALL | {"eos_token_id": ends}),
+        )
+    assert output.tolist() == plain.tolist()
+    assert ours.seen == reference.seen  # every prefix once, in order, and none behind the end
+
+
+def test_a_criterion_ends_blocks_that_are_accepted_whole() -> None:
+    target, _ = pair()
+    model = AssistedModelForCausalLM.from_models(target, draft=target)
+    ids = prompt()["ids"]
+    for length in range(14, 24):
+        reference, ours = StopsAt(length=length), StopsAt(length=length)
+        plain = plainly(ids, stopping_criteria=[reference])
+        assert model.generate(ids, stopping_criteria=[ours], draft_length=8, **CALL).tolist() == plain.tolist()
+        assert ours.seen == reference.seen
+        assert model.report.row_tokens == (length - ids.shape[1],)
+
+
+def test_a_criterion_may_read_the_scores() -> None:
+    shown: dict[str, list[int]] = {"plain": [], "ours": []}
+
+    def criterion(name: str) -> Any:
+        def stop(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+            shown[name].append(len(scores))
+            assert scores[-1].argmax(-1).tolist() == input_ids[:, -1].tolist()
+            return torch.tensor([False])
+
+        return [stop]
+
+    details = {**prompt(), "return_dict_in_generate": True, "output_scores": True}
+    plainly(stopping_criteria=criterion("plain"), **details)
+    assistedly(stopping_criteria=criterion("ours"), **details)
+    assert shown["ours"] == shown["plain"]
+
+
+@pytest.mark.parametrize("ends", [None, ENDS], ids=["endless", "ends"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_stop_strings(rows: int, ends: list[int] | None) -> None:
+    characters = tokenizer()
+    start = prompt(rows)
+    whole = plainly(eos_token_id=ends, **start)
+    new = characters.batch_decode(whole[:, start["ids"].shape[1] :])
+    stops = [new[0][3:5], new[-1][4:6], "no such text"]
+    call = {**start, "stop_strings": stops, "tokenizer": characters, "eos_token_id": ends}
+    plain = plainly(**call)
+    assert rows > 1 or plain.shape[1] < whole.shape[1]
+    model = pair()[1]
+    with no_fallback():
+        output = model.generate(call.pop("ids"), draft_length=4, **(CALL | call))
+    assert output.tolist() == plain.tolist()
+
+
+def test_stop_strings_without_a_tokenizer_are_refused_as_by_plain() -> None:
+    for call in (plainly, assistedly):
+        with pytest.raises(ValueError, match="tokenizer"):
+            call(stop_strings=["x"], **prompt())
+
+
+@pytest.mark.parametrize("ends", [[2], ENDS])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_drafts_own_settings_do_not_matter(rows: int, ends: list[int]) -> None:
+    target, model = pair()
+    stubborn = copy.deepcopy(model.drafter.model)
+    stubborn.config.eos_token_id = 70
+    stubborn.generation_config.update(eos_token_id=70, repetition_penalty=2.0, do_sample=True, temperature=0.3)
+    other = AssistedModelForCausalLM.from_models(target, draft=stubborn)
+    start = prompt(rows)
+    plain = plainly(eos_token_id=ends, **start)
+    for each in (model, other):
+        ours = each.generate(start["ids"], attention_mask=start["attention_mask"], **(CALL | {"eos_token_id": ends}))
+        assert ours.tolist() == plain.tolist()
+    assert other.report.accepted == model.report.accepted > 0
+
+
+# --- logits processors
+
+
+class Remembers:
+    """A stateful processor, such as a grammar: it must be shown each committed prefix once, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(input_ids.tolist())
+        forbidden = (input_ids.sum(1) + len(self.seen)) % 7 == 0  # depends on the past calls, too
+        return scores.index_fill(1, torch.arange(3, 40), float("-inf")) if forbidden.any() else scores
+
+
+@pytest.mark.parametrize("ends", [None, ENDS], ids=["endless", "ends"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_stateful_processors_see_each_prefix_once_in_order(rows: int, ends: list[int] | None) -> None:
+    reference, ours = Remembers(), Remembers()
+    plain = plainly(logits_processor=[reference], eos_token_id=ends, **prompt(rows))
+    output = assistedly(logits_processor=[ours], eos_token_id=ends, **prompt(rows))
+    assert output.tolist() == plain.tolist()
+    assert ours.seen == reference.seen
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_stateful_processors_see_each_prefix_once_when_sampling(rows: int) -> None:
+    torch.manual_seed(0)
+    ours = Remembers()
+    output = assistedly(logits_processor=[ours], do_sample=True, temperature=0.4, max_new_tokens=40, **prompt(rows))
+    width = prompt(rows)["ids"].shape[1]
+    assert ours.seen == [output[:, :length].tolist() for length in range(width, output.shape[1])]
+
+
+def allowed(row: int, ids: torch.Tensor) -> list[int]:
+    return list(range(3 + (int(ids[-1]) + row) % 5, VOCABULARY))
+
+
+PROCESSED: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.4},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "bad_words_ids": {"bad_words_ids": [[40], [41, 42], *([n] for n in range(50, 70))]},
+    "min_new_tokens": {"min_new_tokens": 18, "eos_token_id": ENDS},
+    "min_length": {"min_length": 28, "eos_token_id": ENDS},
+    "suppress_tokens": {"suppress_tokens": list(range(30, 60))},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(3, 90))},
+    "forced_eos_token_id": {"forced_eos_token_id": 2, "eos_token_id": [2]},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": [2]},
+    "sequence_bias": {"sequence_bias": [[[n], 2.0] for n in range(3, 20)] + [[[30, 31], -9.0]]},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": allowed},
+    "guidance_scale": {"guidance_scale": 1.5},
+    "remove_invalid_values": {"remove_invalid_values": True},
+    "several": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 9, "eos_token_id": ENDS},
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", PROCESSED)
+def test_processors_change_the_text_as_they_do_plainly(name: str, rows: int) -> None:
+    details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    call = {**prompt(rows), **PROCESSED[name]}
+    plain, ours = plainly(**call, **details), assistedly(**call, **details)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    assert assistedly(**call).tolist() == plain.sequences.tolist()
+    same_steps(ours, plain)
+
+
+# --- outputs
+
+
+def same_steps(ours: Any, plain: Any) -> None:
+    """Scores and logits of every step are those of plain decoding, in the rows that had not ended."""
+    assert type(ours) is type(plain)
+    new = plain.sequences[:, -len(plain.logits) :]
+    for name in ("scores", "logits"):
+        mine, theirs = torch.stack(getattr(ours, name), 1), torch.stack(getattr(plain, name), 1)  # [B, steps, V]
+        assert mine.shape == theirs.shape
+        assert mine.dtype == theirs.dtype
+        unfinished = (new == CALL["pad_token_id"]).cumsum(1) == 0
+        assert torch.allclose(mine[unfinished], theirs[unfinished], atol=ROUNDING)
+
+
+@pytest.mark.parametrize("ends", [None, ENDS], ids=["endless", "ends"])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_and_logits(name: str, rows: int, ends: list[int] | None) -> None:
+    details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "eos_token_id": ends}
+    plain = plainly(name=name, **prompt(rows), **details)
+    ours = assistedly(name=name, **prompt(rows), **details)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    same_steps(ours, plain)
+    assert ours.attentions is ours.hidden_states is None
+
+
+def test_what_was_not_asked_for_is_not_returned() -> None:
+    ours = assistedly(return_dict_in_generate=True, **prompt())
+    assert ours.scores is ours.logits is None
+    assert isinstance(assistedly(output_scores=True, output_logits=True, **prompt()), torch.Tensor)
+
+
+class Listens:
+    """A streamer that remembers what was put."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.heard.append((value.dtype, value.device, value.tolist()))
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
+@pytest.mark.parametrize("ends", [None, ENDS], ids=["endless", "ends"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_streamers_are_told_the_same(rows: int, ends: list[int] | None) -> None:
+    reference, ours = Listens(), Listens()
+    plainly(streamer=reference, eos_token_id=ends, **prompt(rows))
+    assistedly(streamer=ours, eos_token_id=ends, **prompt(rows))
+    assert ours.heard == reference.heard
+
+
+def test_a_stopped_stream_holds_nothing_behind_the_stop() -> None:
+    reference, ours = Listens(), Listens()
+    plainly(streamer=reference, stopping_criteria=[StopsAt(length=19)], **prompt())
+    assistedly(streamer=ours, stopping_criteria=[StopsAt(length=19)], **prompt())
+    assert ours.heard == reference.heard
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_several_sequences_a_prompt(rows: int) -> None:
+    torch.manual_seed(0)
+    call = {"do_sample": True, "num_return_sequences": 3, "return_dict_in_generate": True, "output_scores": True}
+    plain, ours = plainly(**prompt(rows), **call), assistedly(**prompt(rows), **call)
+    assert ours.sequences.shape == plain.sequences.shape
+    assert [step.shape for step in ours.scores] == [step.shape for step in plain.scores]
+    assert len(pair()[1].report.row_tokens) == 3 * rows
+    width = prompt(rows)["ids"].shape[1]
+    assert ours.sequences[:, :width].tolist() == prompt(rows)["ids"].repeat_interleave(3, 0).tolist()
+    assert len({tuple(row) for row in ours.sequences.tolist()}) == 3 * rows
+
+
+def test_a_seed_fixes_what_is_sampled() -> None:
+    texts = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        texts.append(assistedly(do_sample=True, **prompt(4)).tolist())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_without_a_prompt_text_begins_at_the_first_token() -> None:
+    assert assistedly(None).tolist() == plainly(None).tolist()
+
+
+def test_a_prompt_is_read_in_chunks() -> None:
+    for name in ("llama", "mistral-window", "gpt2"):
+        call = {**prompt(1, 21), "prefill_chunk_size": 4}
+        assert assistedly(name=name, **call).tolist() == plainly(name=name, **call).tolist()
+
+
+def test_hidden_tokens_in_the_middle() -> None:
+    start = prompt(4, 20)
+    start["attention_mask"][:, 9:12] = 0
+    for name in MODELS:
+        assert assistedly(name=name, **start).tolist() == plainly(name=name, **start).tolist()
+
+
+# --- vocabularies
+
+
+def resized(model: PreTrainedModel, entries: int) -> PreTrainedModel:
+    other = copy.deepcopy(model)
+    other.resize_token_embeddings(entries, mean_resizing=False)
+    return other
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("entries", [VOCABULARY - 6, VOCABULARY + 6])
+def test_a_twin_with_a_padded_vocabulary_drafts(entries: int, do_sample: bool, rows: int) -> None:
+    target, _ = pair()
+    characters = tokenizer(VOCABULARY - 10)
+    model = AssistedModelForCausalLM.from_models(
+        target, draft=resized(target, entries), tokenizer=characters, draft_tokenizer=characters
+    )
+    torch.manual_seed(0)
+    start = prompt(rows)
+    call = CALL | {"attention_mask": start["attention_mask"], "do_sample": do_sample, "draft_length": 4}
+    with no_fallback():
+        ours = model.generate(start["ids"], **call)
+    assert model.report.acceptance_rate > (0.5 if entries > VOCABULARY else 0.1)  # the smaller twin lacks six tokens
+    if not do_sample:
+        assert ours.tolist() == plainly(**start).tolist()
+
+
+def test_q_is_the_law_the_draft_was_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = []
+    block = decoding.acceptance.block
+
+    def watched(tokens: torch.Tensor, lengths: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> Any:
+        judged.append((tokens, p, q))
+        return block(tokens, lengths, p, q)
+
+    monkeypatch.setattr(decoding.acceptance, "block", watched)
+    torch.manual_seed(0)
+    assistedly(do_sample=True, temperature=0.7, top_k=5, repetition_penalty=1.2, **prompt())
+    for tokens, p, q in judged:
+        assert (q.gather(2, tokens[:, :, None]) > 0).all()
+        for law in (p, q):
+            assert ((law > 0).sum(-1) <= 5).all()
+            assert torch.allclose(law.sum(-1), torch.ones(()))
+
+
+# --- leaks and costs
+
+
+def test_nothing_leaks_from_one_call_to_the_next() -> None:
+    target, model = pair()
+    before = target.generation_config.to_dict(), target.config.to_dict(), model.config.to_dict()
+    first = assistedly(**prompt())
+    length, counts = model.draft_length, (model.report.drafted, model.report.target_passes)
+    torch.manual_seed(0)
+    assistedly(do_sample=True, top_k=3, repetition_penalty=1.5, draft_length=7, eos_token_id=ENDS, **prompt(4))
+    assistedly(draft_length="confidence", max_new_tokens=40, return_dict_in_generate=True, **prompt(4))
+    assert model.draft_length == length
+    assert (target.generation_config.to_dict(), target.config.to_dict(), model.config.to_dict()) == before
+    assert assistedly(**prompt()).tolist() == first.tolist()
+    assert (model.report.drafted, model.report.target_passes) == counts
+
+
+def test_a_generation_config_of_the_callers() -> None:
+    config = GenerationConfig(**CALL, repetition_penalty=1.3)
+    before = config.to_dict()
+    start = prompt(4)
+    plain = pair()[0].generate(start["ids"], generation_config=config, attention_mask=start["attention_mask"])
+    with no_fallback():
+        ours = pair()[1].generate(start["ids"], generation_config=config, attention_mask=start["attention_mask"])
+    assert ours.tolist() == plain.tolist()
+    assert config.to_dict() == before
+
+
+def test_the_models_own_generation_config_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, model = pair()
+    monkeypatch.setattr(target.generation_config, "repetition_penalty", 1.5)
+    assert model.generation_config is target.generation_config
+    assert assistedly(**prompt()).tolist() == plainly(**prompt()).tolist()
+
+
+def test_an_unrelated_package_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = assistedly(draft_length="confidence", **prompt())
+    drafted = pair()[1].report.drafted
+    monkeypatch.setitem(sys.modules, "sklearn", None)  # importing it fails from here on
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
+    assert assistedly(draft_length="confidence", **prompt()).tolist() == first.tolist()
+    assert pair()[1].report.drafted == drafted
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_one_target_forward_a_round_and_no_nested_generate(
+    rows: int, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, model = pair()
+    passes = {"target": 0, "draft": 0, "generate": 0}
+
+    def count(name: str) -> Any:
+        def hook(*args: Any) -> None:
+            passes[name] += 1
+
+        return hook
+
+    generate = GenerationMixin.generate
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        passes["generate"] += 1
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", counted)
+    hooks = [
+        target.register_forward_hook(count("target")),
+        model.drafter.model.register_forward_hook(count("draft")),
+    ]
+    torch.manual_seed(0)
+    try:
+        assistedly(do_sample=do_sample, draft_length=4, **prompt(rows))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    report = model.report
+    assert passes["generate"] == 1
+    if rows == 1:
+        assert passes["target"] == 1 + report.target_passes
+        # the draft reads its prompt once, then once a drafted token
+        assert passes["draft"] == 1 + report.drafted
+    else:
+        assert report.target_passes / rows <= passes["target"] - 1 <= report.target_passes
+        assert passes["draft"] <= 1 + 4 * (passes["target"] - 1)
+
+
+def test_the_first_tokens_cost_counts_add_up() -> None:
+    assistedly(**prompt(4), eos_token_id=ENDS)
+    report = pair()[1].report
+    passes_and_accepted = report.target_passes + report.accepted
+    # each pass gives a token of the target's own beside the accepted ones, but for a draft that ends in mid-block
+    assert passes_and_accepted - 4 <= report.new_tokens - 4 <= passes_and_accepted
+
+
+# --- a folder, a pipeline
+
+
+def test_a_saved_pair_says_the_same(tmp_path: Any) -> None:
+    target, model = pair()
+    characters = tokenizer()
+    named = AssistedModelForCausalLM.from_models(
+        target, draft=model.drafter.model, draft_length=3, tokenizer=characters, draft_tokenizer=characters
+    )
+    named.save_pretrained(tmp_path)
+    start = prompt(4)
+    call = CALL | {"attention_mask": start["attention_mask"]}
+    plain = plainly(**start)
+    for kind in (AssistedModelForCausalLM, AutoModelForCausalLM):
+        loaded = kind.from_pretrained(tmp_path)
+        assert isinstance(loaded, AssistedModelForCausalLM)
+        assert loaded.draft_length == named.draft_length
+        with no_fallback():
+            assert loaded.generate(start["ids"], **call).tolist() == plain.tolist()
+        assert loaded.report.accepted > 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "target").generate(start["ids"], **call).tolist() == plain.tolist()
+
+
+def test_pipelines_take_the_model_without_complaint(caplog: pytest.LogCaptureFixture) -> None:
+    target, model = pair()
+    characters = tokenizer()
+    call = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "return_tensors": True}
+    plain = pipeline("text-generation", model=target, tokenizer=characters)("Hello", **call)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        ours = pipeline("text-generation", model=model, tokenizer=characters)("Hello", **call)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert ours == plain
+    assert model.report.accepted > 0
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -208,11 +208,12 @@ class SlotCache(Cache):
         return cache
 
     def _realign(self) -> None:
-        longest = max(self.lengths)
-        if self.right_aligned and min(self.lengths) < longest:
-            self._shift([longest - length for length in self.lengths])
-            self.lengths = [longest] * self.rows
-        self.start = longest
+        if self.right_aligned:
+            end = max(self.known)  # no further than the longest text: slots of a model may end where its context ends
+            if any(length != end for length in self.lengths):
+                self._shift([end - length for length in self.lengths], end)
+                self.lengths = [end] * self.rows
+        self.start = max(self.lengths)
 
     def _gather(self, path: torch.Tensor) -> None:
         rows = torch.arange(self.rows, device=path.device)[:, None]
@@ -224,25 +225,21 @@ class SlotCache(Cache):
                 layer.keys[rows, :, target] = layer.keys[rows, :, source]
                 layer.values[rows, :, target] = layer.values[rows, :, source]
 
-    def _shift(self, by: list[int]) -> None:
-        """Move each row `by[b]` slots to the right; what it leaves behind becomes padding."""
-        top = max(self.lengths)
+    def _shift(self, by: list[int], end: int) -> None:
+        """Move each row `by[b]` slots to the right (or left), to the same end; what it leaves behind is padding."""
+        moved_from = torch.arange(end) - torch.tensor(by)[:, None]  # [B, end], negative where nothing was
+        source = moved_from.clamp(min=0)
         for layer in self.layers:
             if not layer.is_initialized:
                 continue
-            shift = torch.tensor(by, device=layer.keys.device)[:, None]
-            source = (torch.arange(top, device=layer.keys.device) - shift).clamp(min=0)[:, None, :, None]
+            slot = source.to(layer.keys.device)[:, None, :, None]
             for store in (layer.keys, layer.values):
-                index = source.expand(-1, store.shape[1], -1, store.shape[3])
-                store[:, :, :top] = store[:, :, :top].gather(2, index)
-        visible = torch.ones(self.rows, top, dtype=torch.bool)
+                store[:, :, :end] = store.gather(2, slot.expand(-1, store.shape[1], -1, store.shape[3]))
+        visible = torch.ones(self.rows, max(end, *self.lengths), dtype=torch.bool)
         if self.visible is not None:
-            hidden = min(top, self.visible.shape[1])
+            hidden = min(visible.shape[1], self.visible.shape[1])
             visible[:, :hidden] = self.visible[:, :hidden].cpu()
-        for row, shift_by in enumerate(by):
-            visible[row] = visible[row].roll(shift_by)
-            visible[row, :shift_by] = False
-        self.visible = visible
+        self.visible = visible.gather(1, source) & (moved_from >= 0)
         self.padding = [hidden + extra for hidden, extra in zip(self.padding, by, strict=True)]
 
 

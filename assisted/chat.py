@@ -13,7 +13,11 @@ from transformers import DynamicCache
 
 from .modeling import AssistedModelForCausalLM
 
-__all__ = ["Conversation", "Reply"]
+__all__ = ["ContextFull", "Conversation", "Reply"]
+
+
+class ContextFull(ValueError):
+    """The conversation has outgrown the model's context."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Conversation:
 
         message: what the user says. max_new_tokens: of the answer; fewer where the model's context ends. kwargs: of `generate`.
 
-        Raises ValueError where the conversation has outgrown the context; whatever is raised, the message is taken back.
+        Raises ContextFull where no token fits behind the message. Whatever is raised, the message is taken back.
         """
         self.messages.append({"role": "user", "content": message})
         try:
@@ -84,7 +88,7 @@ class Conversation:
         ids = self._extended(rendered)
         limit = getattr(self.model.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if limit is not None and len(ids) >= limit:
-            raise ValueError(
+            raise ContextFull(
                 f"message: the conversation has {len(ids)} tokens, the model's context {limit}; /reset starts anew"
             )
         cached = self.cache.get_seq_length()

@@ -59,7 +59,7 @@ def _generate(args: argparse.Namespace) -> None:
     if args.prompt == "-" and sys.stdin.isatty():
         print("Type the prompt; Ctrl-D ends it.", file=sys.stderr)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    inputs = model.tokenizer(prompt, return_tensors="pt").to(model.target.device)  # type: ignore[misc]
+    inputs = model.tokenizer(prompt, return_tensors="pt").to(model.target.device)
     ids = inputs.input_ids.long()  # of an empty text they would be floats
     output = model.generate(
         ids,
@@ -69,14 +69,15 @@ def _generate(args: argparse.Namespace) -> None:
         **_sampling(args),
     )
     if args.json:
-        completion = model.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)  # type: ignore[union-attr]
-        _print_json({"prompt": prompt, "completion": completion, "report": model.report.to_dict()})  # type: ignore[union-attr]
+        new = output[0, ids.shape[1] :]
+        completion = model.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        _print_json({"prompt": prompt, "completion": completion, "report": model.report.to_dict()})
     elif not args.quiet:
         print(f"\n{model.report}", file=sys.stderr)
 
 
 def _chat(args: argparse.Namespace) -> None:
-    from .chat import Conversation
+    from .chat import ContextFull, Conversation
 
     model = _load(args)
     conversation = Conversation(model, args.system)
@@ -92,9 +93,9 @@ def _chat(args: argparse.Namespace) -> None:
         streamer = None if args.json else _streamer(model)
         try:
             reply = conversation.say(message, args.max_new_tokens, streamer=streamer, **sampling)
-        except ValueError as error:  # about this message: the conversation before it still stands
+        except ContextFull as error:  # the conversation before this message still stands
             if args.json:
-                _print_json({"message": message, "error": str(error)})
+                _print_json({"message": message, "error": str(error)}, indent=None)
             print(f"assisted: error: {error}", file=sys.stderr)
             continue
         report: Any = model.report

@@ -44,10 +44,12 @@ def decode(
     while not text.done:
         unfinished = text.unfinished
         started = time.perf_counter()
-        budget = min(length.budget(), text.room - 1, target.room([length + earlier for length in text.lengths]) - 1)
+        room = target.room([text.lengths[row] + earlier for row in unfinished])
+        budget = min(length.budget(), text.room - 1, room - 1)
         draft, drafting = _propose(drafting, text, budget)
         drafted = time.perf_counter()
-        logits = target(torch.cat([text.last_tokens(), draft.tokens], 1), draft).to(text.ids.device)
+        used = [0 if ended else 1 + draft.width for ended in text.ended]
+        logits = target(torch.cat([text.last_tokens(), draft.tokens], 1), draft, used).to(text.ids.device)
         outcome = judge(draft, logits, law, text)
         seconds = (drafted - started, time.perf_counter() - drafted)
         target.cache.commit(outcome.kept, outcome.path)

@@ -198,8 +198,8 @@ def _draw_live(console: Console, model: AssistedModelForCausalLM, prompt: Prompt
     report = model.report
     assert report is not None
     console.print(
-        f"{sum(watch.drafted)} of {len(watch.tokens)} tokens were drafted; {report.target_passes} target passes after "
-        f"the one that read the prompt, {report.tokens_per_pass:.2f} tokens each\n"
+        f"{sum(watch.drafted)} of {len(watch.tokens)} tokens were drafted and kept; {report.target_passes} target passes "
+        f"after the one that read the prompt\n"
     )
 
 
@@ -280,7 +280,7 @@ def _cells(way: Way, prompts: int) -> list[str]:
     ratio = f"{statistics.median(ratios):.2f}"
     return [
         way.name,
-        "yes" if way.same == prompts else f"{way.same} of {prompts}",
+        "-" if way.name == PLAIN else "yes" if way.same == prompts else f"{way.same} of {prompts}",
         f"{way.tokens_per_pass:.2f}",
         "-" if rate is None else f"{rate:.0%}",
         f"{statistics.median(way.seconds):.2f}",

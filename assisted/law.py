@@ -60,7 +60,7 @@ class Law:
 
     @property
     def in_order(self) -> bool:
-        """Some processor is not known to be a function of one row's prefix: each committed prefix must pass it once, in order."""
+        """Some processor may be more than a function of a row's prefix: it must see each committed prefix once, in order."""
         return not all(map(_is_known, self.processors))
 
     def for_draft(self) -> Law:

@@ -7,6 +7,7 @@ a class derived from the target's that shares the target's attributes. The targe
 from __future__ import annotations
 
 import functools
+import os
 import time
 import warnings
 from contextvars import ContextVar
@@ -33,7 +34,7 @@ from .configuration import AssistedConfig
 from .decoding import decode
 from .drafters import Call, Drafter, DraftModel, Spec, Target
 from .law import Law
-from .quantization import save_quantized
+from .quantization import memory_bytes, save_quantized
 from .report import Recorder, Report
 from .runtime import CachedModel, Masks, require_rewindable
 from .text import Text
@@ -94,12 +95,12 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self.name_or_path = target.name_or_path
         self.report: Report | None = None
         self._recorded = Recorder()
-        self.eval()
+        self.training = target.training
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
         cls,
-        pretrained_model_name_or_path: str,
+        pretrained_model_name_or_path: str | os.PathLike[str],
         *model_args: Any,
         draft: Any = None,
         draft_quantization: Any = None,
@@ -187,7 +188,6 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         hub: dict[str, Any],
     ) -> AssistedModelForCausalLM:
         require_rewindable(target, "target")
-        target.eval()
         placed = {} if target.device.type == "cpu" else {"device_map": {"": target.device}}
         drafter = spec.load(Target(target, tokenizer, path), dtype=target.dtype, **placed, **hub)
         config = AssistedConfig(
@@ -229,6 +229,8 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         for name in _OTHER_MODES:
             if assisted and kwargs.get(name):
                 raise ValueError(f"{name}: this model drafts in its own way; leave it out, or pass assisted=False")
+        if assisted and kwargs.get("position_ids") is not None:
+            raise ValueError("position_ids: they are counted from attention_mask; leave them out, or pass assisted=False")
         recorder = Recorder()
         call = _Call(self, policy, recorder)
         started = time.perf_counter()
@@ -305,9 +307,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the target and the draft as they are stored."""
-        from .quantization import memory_bytes
-
-        return memory_bytes(self.target) + (memory_bytes(self.drafter.model) if self.drafter.model is not None else 0)
+        return memory_bytes(self.target) + memory_bytes(self.drafter.model)
 
     def _seam(self) -> Any:
         """The target under a class whose sampling loop is ours: another object with the same attributes."""

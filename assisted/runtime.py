@@ -70,6 +70,7 @@ class CachedModel:
         self.masks = masks
         self.device = model.device
         parameters = inspect.signature(model.forward).parameters
+        self._context = _context(model.config.get_text_config(decoder=True))
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
 
@@ -88,10 +89,13 @@ class CachedModel:
         self.cache.begin_rounds()
         return logits
 
-    def __call__(self, ids: torch.Tensor, draft: Draft | None = None) -> torch.Tensor:
+    def __call__(
+        self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None
+    ) -> torch.Tensor:
         """One forward over n columns behind each row's length; nothing is kept before `cache.commit`.
 
         ids: [B, n] int64, the last committed token and then the draft's tokens. draft: its tree, if it is no chain.
+        used: how many columns of each row matter, None for all; the others may lie behind the end of the context.
         Returns [B, n, V].
         """
         cache, width = self.cache, ids.shape[1]
@@ -99,7 +103,7 @@ class CachedModel:
         depths = _column_depths(draft, width, self.device)
         kwargs: dict[str, Any] = {}
         if self._takes_positions:
-            kwargs["position_ids"] = cache.positions(self.device) + depths
+            kwargs["position_ids"] = self._positions(depths, used)
         if not self.masks.trees:
             kwargs["attention_mask"] = cache.mask(width, self.device)
         elif width > 1 or cache.rows > 1 or cache.visible is not None or set(self.masks.windows.values()) != {None}:
@@ -107,9 +111,16 @@ class CachedModel:
         return self._forward(ids, kwargs)
 
     def room(self, lengths: list[int]) -> int:
-        """Positions left behind the longest row before the model's context ends."""
-        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return (limit or sys.maxsize) - max(lengths)
+        """Positions left behind the longest of these texts before the model's context ends."""
+        aligned = 0 if self.masks.trees else max(self.cache.lengths) + 1  # where all rows lie side by side, finished ones too
+        return self._context - max(*lengths, aligned)
+
+    def _positions(self, depths: torch.Tensor, used: list[int] | None) -> torch.Tensor:
+        """Positions of the forward just placed, [B, n]. Columns that do not matter have one that every model knows."""
+        positions = self.cache.positions(self.device) + depths
+        if used is None or max(self.cache.lengths) + depths.shape[1] <= self._context:
+            return positions
+        return positions.masked_fill(depths >= torch.tensor(used, device=self.device)[:, None], 0)
 
     def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         output = self.model(
@@ -132,9 +143,9 @@ class CachedModel:
             seen = (slots < behind)[:, None].repeat(1, depths.shape[1], 1)
             seen = seen.scatter(2, columns[:, None].expand(-1, depths.shape[1], -1), _column_ancestors(draft))
         if cache.visible is not None:
-            hidden = cache.visible.shape[1]
+            hidden = min(cache.visible.shape[1], cache.top)
             seen = seen.clone()
-            seen[:, :, :hidden] &= cache.visible.to(self.device)[:, None]
+            seen[:, :, :hidden] &= cache.visible[:, :hidden].to(self.device)[:, None]
         masks = {
             kind: self._dressed(seen if window is None else seen & (places > where[:, :, None] - window))
             for kind, window in self.masks.windows.items()
@@ -161,6 +172,11 @@ def _column_ancestors(draft: Draft) -> torch.Tensor:
     seen = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
     seen[:, :, 0] = True
     return seen
+
+
+def _context(config: Any) -> int:
+    """How many positions a model has; MPT calls them by a name of its own."""
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or sys.maxsize
 
 
 def _counts_slots(config: Any) -> bool:

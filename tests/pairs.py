@@ -68,11 +68,13 @@ def prompt(rows: int = 1, length: int = 12, seed: int = 1) -> dict[str, torch.Te
     return {"ids": ids.where(mask.bool(), SPECIAL["pad_token_id"]), "attention_mask": mask}
 
 
-def tokenizer(entries: int = VOCABULARY, first: str = "!") -> PreTrainedTokenizerFast:
+def tokenizer(
+    entries: int = VOCABULARY, first: str = "!", special: tuple[str, str, str] = ("<pad>", "<s>", "</s>")
+) -> PreTrainedTokenizerFast:
     """One token a character, from `first` on in the order of code points, behind the special tokens."""
-    special = ["<pad>", "<s>", "</s>"]
     characters = map(chr, itertools.count(ord(first)))
     vocabulary = {token: number for number, token in zip(range(entries), itertools.chain(special, characters))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    pad, bos, eos = special
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=pad, bos_token=bos, eos_token=eos)

@@ -233,9 +233,7 @@ def dynamic(config, prompt, more=0):
 
 
 def contents(cache):
-    return [
-        (type(layer), layer.keys.tolist(), layer.values.tolist()) for layer in cache.layers if layer.is_initialized
-    ]
+    return [(type(layer), layer.keys.tolist(), layer.values.tolist()) for layer in cache.layers if layer.is_initialized]
 
 
 @by_config
@@ -260,8 +258,8 @@ def test_there_and_back(config, prompt, more):
 
 @by_config
 def test_slots_made_from_nothing(config):
-    for given in (None, DynamicCache(config=config)):
-        slots = SlotCache.of(given, 2, LIMIT)
+    for nothing in (None, DynamicCache(config=config)):
+        slots = SlotCache.of(nothing, 2, LIMIT)
         assert slots.layers == []
         assert slots.get_seq_length() == 0
 
@@ -307,7 +305,9 @@ def test_layers_that_slots_can_hold(config):
     assert unsupported_layers(config) == []
 
 
-@pytest.mark.parametrize(("name", "layers"), [("deepseek_v32", "Indexed"), ("qwen3_next", "Linear"), ("lfm2", "Linear")])
+@pytest.mark.parametrize(
+    ("name", "layers"), [("deepseek_v32", "Indexed"), ("qwen3_next", "Linear"), ("lfm2", "Linear")]
+)
 def test_layers_that_slots_cannot_hold(name, layers):
     config = next(architecture for architecture in REFUSED if architecture.name == name).make()
     found = unsupported_layers(config)

@@ -39,7 +39,7 @@ def test_a_callers_own_policy_is_taken_as_it_is():
 
 @pytest.mark.parametrize("written", ["fixed", "", "4", True, False, 2.0, [4], {"policy": "fixed"}, object()])
 def test_what_is_not_known_is_refused(written):
-    with pytest.raises(ValueError, match="draft_length: .* is not known; give a number of tokens"):
+    with pytest.raises(ValueError, match=r"draft_length: .* is not known; give a number of tokens"):
         resolve(written)
 
 

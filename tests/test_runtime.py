@@ -19,7 +19,7 @@ BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + R
 TREES = ["llama", "mistral-window", "gemma2", "gemma3", "gpt2", "deepseek_v3"]
 CHAINS = ["bloom", "mpt", "falcon-alibi", "gpt_neo", "llama4"]  # these read 2-D masks only
 
-any_example = settings(max_examples=8, deadline=None)
+any_example = settings(max_examples=25, deadline=None)
 
 
 @functools.cache

@@ -66,7 +66,10 @@ class Drafting(Protocol):
 class Drafter(Protocol):
     """A loaded method, shared by all calls; it keeps no state of any of them."""
 
-    model: PreTrainedModel
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that drafts; it moves with the target and is saved beside it."""
+        ...
 
     def start(self, call: Call) -> Drafting:
         """The state for one `generate`. Cheap: work is done in `propose`, where a failure costs speed only."""

@@ -55,7 +55,7 @@ class DraftModel:
             tokenizer = self.tokenizer or (find_tokenizer(folder) if Path(folder).is_dir() else None)
         require_rewindable(model, "draft")
         require_same(target.model, model, target.tokenizer, tokenizer)
-        return ModelDrafter(model.eval(), target.model.config.get_text_config(decoder=True).vocab_size)
+        return ModelDrafter(model, target.model.config.get_text_config(decoder=True).vocab_size)
 
 
 class ModelDrafter:
@@ -86,10 +86,13 @@ class ModelDrafting:
         self.drafter = drafter
         self.call = call
         self.runner: CachedModel | None = None
+        self.broken: torch.Tensor | None = None  # of the last round, one bool; read once its kernels have run
 
     def propose(self, text: Text, budget: int) -> Draft:
+        if self.broken is not None and self.broken:
+            raise FloatingPointError("the draft's logits are not a number")
         runner = self._catch_up_prompt(text)
-        budget = min(budget, runner.room(text.lengths) - 1)
+        budget = min(budget, runner.room([text.lengths[row] for row in text.unfinished]) - 1)
         if budget < 1:
             return Draft.empty(text.rows, text.ids.device)
         cache, law, length = runner.cache, self.call.law, self.call.length
@@ -98,6 +101,7 @@ class ModelDrafting:
         draft = Draft.empty(text.rows, text.ids.device)
         going = ~torch.tensor(text.ended, device=text.ids.device)
         laws: list[torch.Tensor] = []
+        best: list[torch.Tensor] = []
         for position in range(budget):
             scores = self._scores(logits, text, draft)
             q = probabilities(scores) if law.do_sample or length.needs_confidence() else None
@@ -106,19 +110,18 @@ class ModelDrafting:
                 going = going & length.go_on(position, q.amax(-1))
                 if not going.any():
                     break
-            token = acceptance.sample(q) if law.do_sample and q is not None else scores.argmax(-1)
+            score, token = scores.max(-1)
+            best.append(score)
+            going = going & score.isfinite()  # a law that is none, or allows only what the draft lacks, proposes nothing
             if law.do_sample and q is not None:
+                token = acceptance.sample(q)
                 laws.append(q)
             draft = Draft(torch.cat([draft.tokens, token[:, None]], 1), draft.lengths + going)
             if position + 1 < budget:
-                logits = runner(self._readable(token[:, None]))[:, -1]
+                logits = runner(self._readable(token[:, None]), used=[int(not ended) for ended in text.ended])[:, -1]
                 cache.commit([1] * text.rows)
-        if not laws:
-            return draft
-        q = torch.stack(laws, 1)
-        if not torch.isfinite(q).all():
-            raise FloatingPointError("the draft's logits are not finite")
-        return Draft(draft.tokens, draft.lengths, q)
+        self.broken = torch.stack(best).isnan().any()
+        return Draft(draft.tokens, draft.lengths, torch.stack(laws, 1)) if laws else draft
 
     def observe(self, draft: Draft, accepted: list[int]) -> None:
         """Rewind to what became text. The last drafted token was never read: after full acceptance it still has no KV."""
@@ -153,7 +156,8 @@ class ModelDrafting:
             start = torch.tensor(text.lengths, device=text.ids.device) - torch.tensor(behind, device=text.ids.device)
             columns = start[:, None] + torch.arange(width, device=text.ids.device)
             ids = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
-        logits = runner(self._readable(ids))
+        used = [0 if ended else count for count, ended in zip(behind, text.ended, strict=True)]
+        logits = runner(self._readable(ids), used=used)
         cache.commit(behind)
         if text.rows == 1:
             return logits[:, -1]

@@ -22,5 +22,5 @@ def folder(name: str) -> str:
 
 def resolve(path: str) -> str:
     """A path as it is, or the folder behind `zoo:NAME`."""
-    scheme, _, name = path.partition(":")
-    return folder(name) if scheme == "zoo" else path
+    scheme, colon, name = path.partition(":")
+    return folder(name) if scheme == "zoo" and colon else path

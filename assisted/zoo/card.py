@@ -124,10 +124,11 @@ def write(models: Path) -> Path:
 
 
 def _completions(pair: AssistedModelForCausalLM) -> list[dict[str, str]]:
+    tokenizer: Any = pair.tokenizer
     shown = []
     for prompt, _ in zip(held_out_prompts(pair.tokenizer), range(SHOWN), strict=False):
         out = pair.generate(prompt.ids, max_new_tokens=SHOWN_TOKENS, do_sample=False)
-        text = pair.tokenizer.decode(out[0, prompt.ids.shape[1] :], skip_special_tokens=True)
+        text = tokenizer.decode(out[0, prompt.ids.shape[1] :], skip_special_tokens=True)
         shown.append({"source": prompt.source, "prompt": prompt.text, "completion": text})
     return shown
 

@@ -202,14 +202,16 @@ def train(name: str, out: Path, compile_layers: bool = True, stop_after: int | N
     if teacher is not None and teacher.config.hidden_size == recipe.hidden_size:
         model.model.embed_tokens.load_state_dict(teacher.model.embed_tokens.state_dict())
         model.model.norm.load_state_dict(teacher.model.norm.state_dict())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+    if teacher is not None:
+        teacher.to(device)
     rules = optimizers(model, recipe)
     checkpoint = folder / "checkpoint.pt"
     first = _resume(checkpoint, model, rules)
     if compile_layers:
         for layer in [*model.model.layers, *(teacher.model.layers if teacher else ())]:
             layer.compile()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device)
     log = (folder / "training.jsonl").open("a")
     bar = tqdm(total=recipe.steps, initial=first, desc=f"train {name}", unit="step")
     for step, ids in enumerate(windows(stream, recipe)):
@@ -293,7 +295,7 @@ def _save_checkpoint(path: Path, model: LlamaForCausalLM, rules: list[torch.opti
 def _resume(path: Path, model: LlamaForCausalLM, rules: list[torch.optim.Optimizer]) -> int:
     if not path.exists():
         return 0
-    state = torch.load(path, weights_only=True)
+    state = torch.load(path, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     for rule, saved in zip(rules, state["rules"], strict=True):
         rule.load_state_dict(saved)

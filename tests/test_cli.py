@@ -1,0 +1,536 @@
+"""The command line, run in this process on tiny stand-ins for the shipped pair."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from assisted import AssistedModelForCausalLM, chat, cli, comparison, zoo
+from assisted.cli import main
+
+CONTEXT = 512
+PROMPT = "def add(self, other):\n    "
+END = "<|endoftext|>"
+# Leaves out the token that ended an answer, as the shipped template does.
+BARE_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+MARKED_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<|endoftext|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def save_tokenizer(folder: Path, template: str | None = BARE_TEMPLATE) -> int:
+    """A byte-level BPE that knows a little Python. Returns its size."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1024, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([inspect.getsource(argparse)], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return len(fast)
+
+
+@pytest.fixture(scope="session")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`target` and `draft`, a target with some noise in it: often right, not always."""
+    root = tmp_path_factory.mktemp("zoo")
+    size = save_tokenizer(root / "target")
+    save_tokenizer(root / "draft")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.4,  # logits far apart: no near-ties
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(root / "target")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.04 * torch.randn_like(parameter))
+    model.save_pretrained(root / "draft")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def shipped(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo, "_MODELS", stand_ins)
+    monkeypatch.delenv("ASSISTED_TRACEBACK", raising=False)
+
+
+@pytest.fixture
+def pair(shipped: None) -> AssistedModelForCausalLM:
+    return AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft")
+
+
+@pytest.fixture
+def held_out() -> None:
+    pytest.importorskip("sympy")
+    pytest.importorskip("networkx")
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+# Arguments, errors, exit codes
+
+
+@pytest.mark.parametrize("argv", [[], ["demo"], ["generate"], ["chat"], ["zoo"], ["zoo", "list"], ["zoo", "train"]])
+def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*argv, "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert "usage: assisted" in out
+    if argv not in ([], ["zoo"]):
+        assert "--json" in out
+    if argv and argv[0] in ("demo", "generate", "chat"):
+        assert all(f"--{name}" in out for name in ("target", "draft", "draft-quantization", "draft-length"))
+
+
+def test_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "assisted", "--help"], capture_output=True, text=True, check=True)
+    assert "usage: assisted" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--draft-length", "often"], "draft_length: 'often' is not known"),
+        (["--draft-length", "0"], "draft_length: 0 is not possible"),
+        (["--target", "zoo:nope"], "zoo:nope is not shipped"),
+        (["--target", "./nowhere", "--draft", "zoo:draft"], "nowhere"),
+        (["--draft", "ngram"], "not available in this version"),
+        (["--draft-quantization", "int99"], "int99"),
+        (["--device", "abacus"], "device: abacus is not here"),
+        (["--top-p", "0.9"], "top_p: has no effect at temperature 0"),
+        (["--temperature", "-1"], "temperature"),
+    ],
+)
+def test_errors_are_one_line_for_people(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", PROMPT, *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("assisted: error: ")
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_a_target_without_a_draft_is_an_error(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", PROMPT, "--target", str(stand_ins / "target")]) == 2
+    assert "draft: none given" in capsys.readouterr().err
+
+
+def test_an_empty_prompt_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", ""]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_a_target_without_tokenizer_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaForCausalLM.from_pretrained(zoo.folder("target")).save_pretrained(tmp_path)
+    assert main(["generate", PROMPT, "--target", str(tmp_path), "--draft", str(tmp_path)]) == 2
+    assert "has no tokenizer beside it" in capsys.readouterr().err
+
+
+def test_a_traceback_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASSISTED_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="not shipped"):
+        main(["generate", PROMPT, "--target", "zoo:nope"])
+
+
+def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", interrupted)
+    assert main(["generate", PROMPT]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+# generate
+
+
+def test_generate_json(pair: AssistedModelForCausalLM, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "generate", PROMPT, "--max-new-tokens", "24", "--draft-length", "3")
+    inputs = pair.tokenizer(PROMPT, return_tensors="pt")
+    wanted = pair.target.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    assert result["prompt"] == PROMPT
+    assert result["completion"] == pair.tokenizer.decode(wanted, skip_special_tokens=True)
+    assert result["report"]["new_tokens"] == len(wanted)
+    assert 0 < result["report"]["accepted"] < result["report"]["drafted"]  # the stand-ins are worth testing on
+    assert len(result["report"]["acceptance_by_position"]) == 3
+
+
+def test_generate_plain_is_the_same_text(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", PROMPT, "--max-new-tokens", "24"]
+    assisted, plain = run_json(capsys, *argv), run_json(capsys, *argv, "--plain")
+    assert plain["completion"] == assisted["completion"]
+    assert plain["report"]["drafted"] == 0
+
+
+def test_generate_streams_the_text_and_reports_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", PROMPT, "--max-new-tokens", "24"]
+    completion = run_json(capsys, *argv)["completion"]
+    assert main(argv) == 0
+    streamed = capsys.readouterr()
+    assert streamed.out == completion + "\n"
+    assert "target passes" in streamed.err
+    assert main([*argv, "--quiet"]) == 0
+    quiet = capsys.readouterr()
+    assert quiet.out == streamed.out
+    assert "target passes" not in quiet.err
+
+
+def test_generate_reads_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe(monkeypatch, PROMPT)
+    piped = run_json(capsys, "generate", "-", "--max-new-tokens", "8")
+    assert piped["prompt"] == PROMPT
+    assert piped["completion"] == run_json(capsys, "generate", PROMPT, "--max-new-tokens", "8")["completion"]
+
+
+def test_generate_samples_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", PROMPT, "--max-new-tokens", "16", "--temperature", "2", "--top-k", "50", "--top-p", "0.9"]
+    texts = [run_json(capsys, *argv, "--seed", seed)["completion"] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+# chat
+
+
+def turns(capsys: pytest.CaptureFixture[str], *argv: str) -> list[Any]:
+    assert main(["chat", "--max-new-tokens", "12", "--json", *argv]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_chat_is_generating_from_the_whole_conversation(
+    pair: AssistedModelForCausalLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = ["def first(a):", "def second(b, c):", "class Third:"]
+    pipe(monkeypatch, "\n".join(messages))
+    replies = turns(capsys)
+    ids = torch.zeros(1, 0, dtype=torch.int64)
+    for message, reply in zip(messages, replies, strict=True):
+        assert reply["message"] == message
+        assert reply["cached_tokens"] == max(0, ids.shape[1] - 1)  # all that was written but its last token
+        ids = torch.cat([ids, pair.tokenizer(message, return_tensors="pt").input_ids], 1)
+        assert reply["prompt_tokens"] == ids.shape[1]
+        prompt, ids = ids, pair.target.generate(ids, max_new_tokens=12, do_sample=False)
+        assert ids[0, -1] != pair.tokenizer.eos_token_id
+        assert reply["reply"] == pair.tokenizer.decode(ids[0, prompt.shape[1] :])
+
+
+@pytest.mark.parametrize("template", [BARE_TEMPLATE, MARKED_TEMPLATE])
+def test_an_answer_that_ended_is_extended(template: str, pair: AssistedModelForCausalLM) -> None:
+    """The end token stays where the template writes it, and goes where it doesn't; either way the cache is used."""
+    pair.tokenizer.chat_template = template
+    conversation = chat.Conversation(pair)
+    written = pair.tokenizer("a = 1").input_ids
+    ending = pair.target.generate  # an answer of our choice, ended by the end token
+
+    def answer(ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        said = torch.tensor([[*ids[0].tolist(), *written, 0]])
+        pair.target(said[:, kwargs["past_key_values"].get_seq_length() : -1], past_key_values=kwargs["past_key_values"])
+        return said
+
+    pair.generate = answer  # type: ignore[method-assign]
+    first = conversation.say("b = 2", max_new_tokens=16)
+    del pair.generate
+    assert (first.text, first.cached_tokens) == ("a = 1", 0)
+    second = conversation.say("c = 3", max_new_tokens=8, do_sample=False)
+    assert second.cached_tokens == first.prompt_tokens + len(written)
+    rendered = pair.tokenizer.apply_chat_template(conversation.messages[:3], add_generation_prompt=True, tokenize=False)
+    assert pair.tokenizer.decode(conversation.ids[: second.prompt_tokens]) == rendered
+    ids = torch.tensor([conversation.ids[: second.prompt_tokens]])
+    assert conversation.ids == ending(ids, max_new_tokens=8, do_sample=False)[0].tolist()
+
+
+def test_a_rewritten_conversation_is_read_anew(pair: AssistedModelForCausalLM) -> None:
+    pair.tokenizer.chat_template = "{{ messages | length }} {{ messages[-1]['content'] }}"
+    conversation = chat.Conversation(pair)
+    for count in (1, 3):
+        reply = conversation.say("a = 1", max_new_tokens=8, do_sample=False)
+        ids = pair.tokenizer(f"{count} a = 1", return_tensors="pt").input_ids
+        assert reply.cached_tokens == 0
+        assert conversation.ids == pair.target.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist()
+
+
+def test_chat_reset_quit_and_system(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe(monkeypatch, "x = 1\n\n/reset\nx = 1\n/quit\nx = 1\n")
+    first, again = turns(capsys)
+    assert first["reply"] == again["reply"]
+    assert again["cached_tokens"] == 0
+    pipe(monkeypatch, "x = 1\n")
+    (told,) = turns(capsys, "--system", "import os")
+    assert told["prompt_tokens"] > first["prompt_tokens"]
+
+
+def test_chat_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "def first(a):\ndef second(b, c):\n"
+    pipe(monkeypatch, text)
+    replies = [turn["reply"] for turn in turns(capsys)]
+    pipe(monkeypatch, text)
+    assert main(["chat", "--max-new-tokens", "12"]) == 0
+    streamed = capsys.readouterr()
+    assert streamed.out == "".join(reply + "\n" for reply in replies)
+    assert streamed.err.count("read before") == 2
+
+
+def test_chat_goes_on_after_a_message_that_is_too_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe(monkeypatch, f"x = 1\n{'y = 2; ' * CONTEXT}\nz = 3\n")
+    first, refused, after = turns(capsys)
+    assert "/reset" in refused["error"]
+    assert after["prompt_tokens"] > first["prompt_tokens"] + 12  # the first turn is still part of it
+
+
+def test_chat_stops_where_the_context_ends(pair: AssistedModelForCausalLM) -> None:
+    conversation = chat.Conversation(pair)
+    length = 0
+    while length < CONTEXT - 8:
+        length = len(pair.tokenizer(message := "x" * (length + 1)).input_ids)
+    conversation.say(message, max_new_tokens=100, do_sample=False)
+    assert len(conversation.ids) <= CONTEXT
+
+
+def test_chat_without_a_template_is_an_error(
+    stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LlamaForCausalLM.from_pretrained(stand_ins / "target").save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, template=None)
+    pipe(monkeypatch, "x = 1\n")
+    assert main(["chat", "--target", str(tmp_path), "--draft", "zoo:draft"]) == 2
+    assert "no chat template" in capsys.readouterr().err
+
+
+# demo
+
+SMALL = ["--prompts", "2", "--max-new-tokens", "8", "--repeats", "1"]
+
+
+@pytest.mark.usefixtures("held_out")
+def test_demo_json(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "demo", *SMALL)
+    plain, peer, ours = result["ways"]
+    assert [way["name"] for way in result["ways"]] == [comparison.PLAIN, comparison.PEER, comparison.OURS]
+    assert len(set(result["prompts"])) == 2
+    assert all(way["same"] == 2 and way["tokens"] == 16 and len(way["seconds"]) == 1 for way in result["ways"])
+    assert (plain["passes"], plain["drafted"], plain["acceptance_rate"]) == (16, 0, None)
+    assert plain["ratios"] == [1.0]
+    for way in (peer, ours):
+        assert way["passes"] < 16
+        assert 0 < way["acceptance_rate"] <= 1
+    assert 0 <= result["repeated_4grams"] < 1
+
+
+@pytest.mark.usefixtures("held_out")
+def test_demo_without_a_terminal_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\r" not in out
+    assert "zoo:draft" in out and "~" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[-1] for row in rows if row[:2] == ["plain", "generate"]] == ["1.00"]
+    assert [row[1] for row in rows if row[:1] == ["assisted"]] == ["yes"]
+    assert "…" not in out  # the table fits
+
+
+@pytest.mark.usefixtures("held_out")
+def test_demo_on_a_terminal_strikes_what_is_rejected(
+    pair: AssistedModelForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = pytest.importorskip("rich.console")
+    from assisted import demo
+
+    screen = io.StringIO()
+    terminal = console.Console(file=screen, force_terminal=True, color_system="standard", width=100, height=40)
+    monkeypatch.setattr(demo, "_console", lambda: terminal)
+    monkeypatch.setattr(demo, "PACE", 0)
+    demo.show(pair, prompts=2, new_tokens=8, repeats=1, live_tokens=24)
+    assert "\x1b[9;31m" in screen.getvalue()  # red, struck through
+    assert pair.drafter.__class__.__name__ == "ModelDrafter"  # as it was
+
+
+def test_no_color_means_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    from assisted import demo
+
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert demo._console().is_terminal
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not demo._console().is_terminal
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not demo._console().is_terminal
+
+
+def test_demo_without_rich_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.delitem(sys.modules, "assisted.demo", raising=False)
+    assert main(["demo"]) == 2
+    assert 'pip install "assisted[demo]"' in capsys.readouterr().err
+
+
+def test_a_watch_sees_what_happened(pair: AssistedModelForCausalLM) -> None:
+    pytest.importorskip("rich")
+    from assisted import demo
+
+    seen: list[tuple[list[int], list[int], list[int]]] = []
+    watch = demo.Watch(pair.drafter, lambda w: seen.append((list(w.tokens), list(w.pencil), list(w.struck))))
+    pair.drafter = watch  # type: ignore[assignment]
+    ids = pair.tokenizer(PROMPT, return_tensors="pt").input_ids
+    output = pair.generate(ids, max_new_tokens=24, do_sample=False, streamer=watch)
+    report = pair.report
+    assert watch.tokens == output[0, ids.shape[1] :].tolist()
+    assert sum(watch.drafted) == report.accepted
+    assert sum(len(struck) for _, _, struck in seen) == report.drafted - report.accepted
+    assert sum(len(pencil) for _, pencil, _ in seen) == report.drafted
+    for before, after in pairwise(seen):
+        assert after[0][: len(before[0])] == before[0]  # what is committed stays
+
+
+def test_pieces_join_to_the_text(pair: AssistedModelForCausalLM) -> None:
+    pytest.importorskip("rich")
+    from assisted import demo
+
+    text = "x = 'naïve — ☃'\n"
+    pieces = demo._pieces(pair.tokenizer, pair.tokenizer(text).input_ids)
+    assert "".join(pieces) == text
+
+
+# What the table is made of
+
+
+@pytest.fixture
+def drafted_by_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many tokens transformers' own candidate generator proposed, call by call."""
+    proposed: list[int] = []
+    original = AssistedCandidateGenerator.get_candidates
+
+    def noted(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        found = original(self, input_ids, **kwargs)
+        proposed.append(found[0].shape[1] - input_ids.shape[1])
+        return found
+
+    monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", noted)
+    yield proposed
+
+
+def test_passes_and_drafts_are_counted_alike(
+    pair: AssistedModelForCausalLM, drafted_by_transformers: list[int]
+) -> None:
+    ids = pair.tokenizer(PROMPT, return_tensors="pt").input_ids
+    run = comparison._Runner(pair, new_tokens=24)
+    plain, ours = run.counted(comparison.PLAIN, ids), run.counted(comparison.OURS, ids)
+    assert (plain.passes, plain.drafted) == (24, 0)
+    report = pair.report
+    assert ours.tokens == plain.tokens
+    assert ours.passes == report.target_passes + 1  # the one that read the prompt
+    assert ours.drafted == report.drafted
+    assert len(ours.tokens) - ours.passes == report.accepted
+    for setting in comparison.PEER_SETTINGS:
+        drafted_by_transformers.clear()
+        with comparison._peer_setting(run.draft, setting):
+            peer = run.counted(comparison.PEER, ids)
+        assert peer.tokens == plain.tokens
+        assert peer.passes == len(drafted_by_transformers)
+        assert peer.drafted == sum(drafted_by_transformers)
+        assert max(drafted_by_transformers) <= setting[0]
+
+
+def test_the_draft_keeps_its_own_settings(pair: AssistedModelForCausalLM) -> None:
+    config = pair.drafter.model.generation_config
+    before = config.to_dict()
+    with pytest.raises(RuntimeError), comparison._peer_setting(pair.drafter.model, (3, 0.0)):
+        assert config.num_assistant_tokens == 3
+        raise RuntimeError
+    assert config.to_dict() == before
+
+
+@pytest.mark.usefixtures("held_out")
+def test_held_out_prompts_are_always_the_same(pair: AssistedModelForCausalLM) -> None:
+    def some() -> list[comparison.Prompt]:
+        return list(islice(comparison.held_out_prompts(pair.tokenizer), 3))
+
+    first = some()
+    assert [prompt.text for prompt in some()] == [prompt.text for prompt in first]
+    for prompt in first:
+        assert prompt.text.startswith("def ")
+        assert comparison.PROMPT_TOKENS[0] <= prompt.ids.shape[1] <= comparison.PROMPT_TOKENS[1]
+        assert prompt.source.split("/")[0] in ("sympy", "networkx")
+
+
+def test_repeated_share() -> None:
+    assert comparison.repeated_share([[1, 2, 3, 4, 5, 6, 7]]) == 0
+    assert comparison.repeated_share([[1] * 7]) == pytest.approx(3 / 4)
+    assert comparison.repeated_share([[1] * 7, [1, 2, 3, 4]]) == pytest.approx(3 / 5)
+    assert comparison.repeated_share([[1, 2]]) == 0
+
+
+# zoo
+
+
+def test_zoo_list(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run_json(capsys, "zoo", "list")
+    assert [row["name"] for row in rows] == [f"zoo:{name}" for name in zoo.NAMES]
+    assert rows[0]["folder"] == str(stand_ins / "target")
+    assert rows[0]["bytes"] > 0
+    assert main(["zoo", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "MiB" in lines[0]
+    assert "not there" in lines[2]
+
+
+def test_zoo_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from assisted.zoo import train
+
+    called: list[tuple[Any, ...]] = []
+
+    def noted(name: str, out: Path, compile_layers: bool, stop_after: int | None) -> Path:
+        called.append((name, out, compile_layers, stop_after))
+        return out / name
+
+    argv = ["zoo", "train", "target", "--out", str(tmp_path), "--stop-after", "3", "--no-compile"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train", noted)
+        assert run_json(capsys, *argv) == {"name": "target", "folder": str(tmp_path / "target")}
+    assert called == [("target", tmp_path, False, 3)]
+    assert main(["zoo", "train", "nothing", "--out", str(tmp_path)]) == 2
+    assert "not a shipped model" in capsys.readouterr().err

@@ -1,0 +1,532 @@
+"""Failures in mid-call and bad input: the right answer, the plain result or a clear error; nobody's model is changed."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import REFUSED, VOCABULARY, build, half_right, random_ids
+from pairs import BY_NAME, CALL, assistedly, no_fallback, pair, plainly, prompt, tokenizer
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaModel,
+    PreTrainedModel,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.utils import is_optimum_quanto_available
+
+from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, decoding
+
+ROWS = [1, 4]
+CONTEXT = 32
+
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+
+
+# --- failures in mid-call
+
+
+class Broken(RuntimeError):
+    """What a test makes a forward raise."""
+
+
+def raises(error: BaseException) -> Callable[[Any], None]:
+    def fail(output: Any) -> None:
+        raise error
+
+    return fail
+
+
+def nan(output: Any) -> None:
+    output.logits.fill_(float("nan"))
+
+
+def one_nan(output: Any) -> None:
+    output.logits[..., 7] = float("nan")
+
+
+@contextmanager
+def failing(model: PreTrainedModel, how: Callable[[Any], None], first: int) -> Iterator[None]:
+    """From its forward number `first` on (0-based), something happens to the model's output."""
+    calls = 0
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > first:
+            how(output)
+
+    handle = model.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def one_warning(match: str) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [match in str(warning.message) for warning in caught] == [True]
+
+
+def state(model: PreTrainedModel) -> dict[str, Any]:
+    """Everything of a caller's model that a call could have changed."""
+    weights = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        weights.update(name.encode() + weight.numpy().tobytes())
+    return {
+        "class": type(model),
+        "attributes": sorted(model.__dict__),
+        "config": model.config.to_dict(),
+        "generation_config": model.generation_config.to_dict(),
+        "weights": weights.hexdigest(),
+        "training": [module.training for module in model.modules()],
+        "hooks": [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()],
+        "attention": model.config._attn_implementation,
+    }
+
+
+def contents(cache: DynamicCache) -> list[Any]:
+    return [(type(layer), layer.keys.tolist(), layer.values.tolist()) for layer in cache.layers]
+
+
+FAILURES = {
+    "exception": raises(Broken("no luck")),
+    "out of memory": raises(torch.OutOfMemoryError("no room")),
+    "nan": nan,
+    "one nan": one_nan,
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("first", [0, 1, 2, 9])
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_draft_that_fails_costs_no_token(how: str, first: int, rows: int) -> None:
+    _, model = pair()
+    for draft_length in (4, "confidence"):
+        with failing(model.drafter.model, FAILURES[how], first), one_warning("Drafting failed"):
+            start = prompt(rows)
+            ours = model.generate(
+                start["ids"], attention_mask=start["attention_mask"], draft_length=draft_length, **CALL
+            )
+        assert ours.tolist() == plainly(**prompt(rows)).tolist()
+        assert model.report.assisted_share < 1
+    assert assistedly(**prompt(rows)).tolist() == ours.tolist()  # and the next call drafts again
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_draft_that_fails_while_sampling(how: str) -> None:
+    target, model = pair()
+    torch.manual_seed(0)
+    with failing(model.drafter.model, FAILURES[how], 5), one_warning("Drafting failed"):
+        ours = model.generate(prompt()["ids"], **(CALL | {"do_sample": True, "top_k": 1}))
+    assert ours.tolist() == plainly(**prompt()).tolist()  # of one token to choose from, the law is greedy
+
+
+def test_a_draft_that_fails_in_step() -> None:
+    _, model = pair()
+    call = {"logits_processor": [lambda ids, scores: scores - scores[:, :1]], "attention_mask": prompt(4)["attention_mask"]}
+    with failing(model.drafter.model, FAILURES["exception"], 5), one_warning("Broken: no luck"):
+        ours = model.generate(prompt(4)["ids"], **(CALL | call))
+    assert ours.tolist() == plainly(prompt(4)["ids"], **call).tolist()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Broken("out of luck")], ids=["interrupt", "exception"])
+@pytest.mark.parametrize("first", [0, 1, 5])
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_what_propagates_leaves_everything_as_it_was(which: str, first: int, error: BaseException, rows: int) -> None:
+    if which == "draft" and isinstance(error, Exception):
+        pytest.skip("does not propagate")
+    target, model = pair()
+    draft = model.drafter.model
+    start = prompt(rows)
+    cache, config = DynamicCache(config=target.config), GenerationConfig(**CALL, repetition_penalty=1.1)
+    plainly(**start, past_key_values=cache, max_new_tokens=1)
+    longer = torch.cat([start["ids"], start["ids"][:, -3:]], 1)
+    call = {"attention_mask": torch.cat([start["attention_mask"], torch.ones(rows, 3, dtype=torch.long)], 1)}
+    before = state(target), state(draft), contents(cache), config.to_dict(), longer.tolist(), model.totals
+    with failing(draft if which == "draft" else target, raises(error), first), pytest.raises(type(error)):
+        model.generate(longer, generation_config=config, past_key_values=cache, draft_length=4, **call)
+    assert (state(target), state(draft), contents(cache), config.to_dict(), longer.tolist(), model.totals) == before
+    plain = plainly(longer, **call)
+    assert assistedly(longer, past_key_values=cache, **call).tolist() == plain.tolist()
+
+
+def test_a_criterion_that_raises_is_heard() -> None:
+    def criterion(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        if input_ids.shape[1] > 16:
+            raise Broken("enough")
+        return torch.tensor([False])
+
+    with pytest.raises(Broken, match="enough"):
+        assistedly(stopping_criteria=[criterion], **prompt())
+    assert assistedly(**prompt()).tolist() == plainly(**prompt()).tolist()
+
+
+def test_a_call_changes_no_model() -> None:
+    target, model = pair()
+    before = state(target), state(model.drafter.model)
+    assistedly(**prompt(4))
+    torch.manual_seed(0)
+    assistedly(do_sample=True, repetition_penalty=1.3, **prompt(4))
+    assert (state(target), state(model.drafter.model)) == before
+
+
+# --- lengths and contexts
+
+
+def test_no_prompt_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="input_ids.*empty"):
+        pair()[1].generate(torch.zeros(1, 0, dtype=torch.long), **CALL)
+
+
+@pytest.mark.parametrize("length", [{"max_new_tokens": 0}, {"max_new_tokens": None, "max_length": 12}], ids=str)
+def test_no_room_for_a_token_is_refused_as_by_plain(length: dict[str, Any]) -> None:
+    for call in (plainly, assistedly):
+        with pytest.raises(ValueError, match=r"max_new_tokens|max_length"):
+            call(**prompt(), **length)
+
+
+@pytest.mark.parametrize("length", [{"max_new_tokens": 1}, {"max_new_tokens": None, "max_length": 13}], ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_one_token_needs_no_draft(rows: int, length: dict[str, Any]) -> None:
+    _, model = pair()
+    start = prompt(rows)
+    plain = plainly(**start, **length)
+    with no_fallback():
+        ours = model.generate(start["ids"], attention_mask=start["attention_mask"], **(CALL | length))
+    assert ours.tolist() == plain.tolist()
+    assert (model.report.new_tokens, model.report.drafted, model.report.target_passes) == (rows, 0, 0)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def short(request: pytest.FixtureRequest) -> tuple[str, AssistedModelForCausalLM]:
+    """Pairs whose context ends early: learned positions, and rotary ones, which go on beyond it."""
+    target = build(BY_NAME[request.param], max_position_embeddings=CONTEXT)
+    return request.param, AssistedModelForCausalLM.from_models(target, draft=half_right(target))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_prompt_longer_than_the_context(short: tuple[str, AssistedModelForCausalLM], rows: int) -> None:
+    name, model = short
+    ids = random_ids(model.target, rows, CONTEXT + 3)
+    if name == "gpt2":
+        with pytest.raises(ValueError, match=f"input_ids.*{CONTEXT + 3} tokens.*{CONTEXT}"):
+            model.generate(ids, **CALL)
+    else:
+        assert model.generate(ids, **CALL).tolist() == model.target.generate(ids, **CALL).tolist()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("new_tokens", [12, 13, 30])
+def test_text_that_reaches_the_end_of_the_context(
+    short: tuple[str, AssistedModelForCausalLM], new_tokens: int, rows: int
+) -> None:
+    """The last tokens that fit are drafted, too, and no draft reaches beyond."""
+    name, model = short
+    start = prompt(rows, CONTEXT - 12)
+    call = CALL | {"attention_mask": start["attention_mask"], "max_new_tokens": new_tokens, "draft_length": 6}
+    stop = {"stopping_criteria": [lambda ids, scores: torch.full((len(ids),), ids.shape[1] > CONTEXT)]}
+    with no_fallback():
+        ours = model.generate(start["ids"], **call, **(stop if name == "gpt2" else {}))
+    call.pop("draft_length")
+    plain = model.target.generate(start["ids"], **call, **(stop if name == "gpt2" else {}))
+    assert ours.tolist() == plain.tolist()
+    assert model.report.accepted > 0
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_ragged_rows_reach_the_end_of_the_context(short: tuple[str, AssistedModelForCausalLM], rows: int) -> None:
+    _, model = short
+    start = prompt(rows, CONTEXT - 12)
+    call = CALL | {"attention_mask": start["attention_mask"], "max_new_tokens": 13}
+    with no_fallback():
+        ours = model.generate(start["ids"], draft_length=6, **call)
+    assert ours.tolist() == model.target.generate(start["ids"], **call).tolist()
+
+
+def test_the_context_counts_a_past_that_is_not_repeated(short: tuple[str, AssistedModelForCausalLM]) -> None:
+    _, model = short
+    ids = random_ids(model.target, 1, CONTEXT - 3)
+    cache = DynamicCache()
+    with torch.no_grad():
+        model.target(ids[:, :-4], past_key_values=cache)
+    call = CALL | {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20}
+    stop = {"stopping_criteria": [lambda new, scores: torch.tensor([new.shape[1] >= 7])]}
+    ours = model.generate(ids[:, -4:], past_key_values=cache, draft_length=6, **call, **stop)
+    plain = model.target.generate(ids, **(call | {"max_new_tokens": 3}))
+    assert ours[:, 4:].tolist() == plain[:, ids.shape[1] :].tolist()
+
+
+def test_a_draft_of_a_shorter_context_stops_drafting() -> None:
+    target, _ = pair()
+    draft = half_right(target)
+    draft.config.max_position_embeddings = 24
+    model = AssistedModelForCausalLM.from_models(target, draft=draft)
+    for rows in ROWS:
+        start = prompt(rows)
+        with no_fallback():
+            ours = model.generate(start["ids"], attention_mask=start["attention_mask"], **CALL)
+        assert ours.tolist() == plainly(**start).tolist()
+        assert 0 < model.report.assisted_share < 1
+
+
+# --- arguments of generate
+
+
+@pytest.mark.parametrize("length", [0, -1, "bogus", True, 2.5, []], ids=repr)
+def test_impossible_draft_lengths_are_refused(length: Any) -> None:
+    target, model = pair()
+    for call in (
+        lambda: model.generate(prompt()["ids"], draft_length=length, **CALL),
+        lambda: AssistedModelForCausalLM.from_models(target, draft=model.drafter.model, draft_length=length),
+    ):
+        with pytest.raises(ValueError, match="draft_length"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"assistant_model": "the draft"},
+        {"assistant_tokenizer": "a tokenizer"},
+        {"assistant_early_exit": 1},
+        {"prompt_lookup_num_tokens": 3},
+        {"use_mtp": True},
+        {"custom_generate": lambda *args, **kwargs: None},
+        {"synced_gpus": True},
+        {"inputs_embeds": torch.zeros(1, 4, 32)},
+        {"position_ids": torch.arange(12)[None] + 5},
+        {"draft_lenght": 3},
+        {"pixel_values": torch.zeros(1, 3, 8, 8)},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "offloaded"},
+        {"past_key_values": "static"},
+    ],
+    ids=lambda mode: "-".join(map(str, mode)),
+)
+def test_what_cannot_be_honoured_is_refused_by_name(mode: dict[str, Any]) -> None:
+    target, model = pair()
+    (name, value), *_ = mode.items()
+    if name == "assistant_model":
+        mode = {name: model.drafter.model}
+    if name == "past_key_values":
+        mode = {name: StaticCache(config=target.config, max_cache_len=64)}
+    with no_fallback(), pytest.raises(ValueError, match=name):
+        model.generate(**({} if name == "inputs_embeds" else {"inputs": prompt()["ids"]}), **CALL, **mode)
+    assert assistedly(**prompt()).tolist() == plainly(**prompt()).tolist()
+
+
+@pytest.mark.quant
+@pytest.mark.skipif(not is_optimum_quanto_available(), reason="no quanto here")
+def test_a_quantized_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="cache_implementation"):
+        assistedly(cache_implementation="quantized", **prompt())
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"num_beams": 2},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"num_beams": 2, "return_dict_in_generate": True, "output_scores": True},
+        {"use_cache": False},
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+        {"output_attentions": True, "return_dict_in_generate": True},
+        {"generation_config": GenerationConfig(**CALL, prompt_lookup_num_tokens=3)},
+    ],
+    ids=lambda mode: "-".join(map(str, mode)),
+)
+def test_other_modes_run_plainly_and_say_so_once(mode: dict[str, Any]) -> None:
+    target, model = pair("gptj")  # attention that gives its weights
+    call = {} if "generation_config" in mode else CALL
+    plain = target.generate(prompt()["ids"], **call, **mode)
+    with one_warning("plainly"):
+        ours = model.generate(prompt()["ids"], **call, **mode)
+    if isinstance(plain, torch.Tensor):
+        plain, ours = {"sequences": plain}, {"sequences": ours}
+    assert ours.keys() == plain.keys()
+    assert ours["sequences"].tolist() == plain["sequences"].tolist()
+    for name in ("attentions", "hidden_states"):
+        for mine, theirs in zip(ours.get(name) or (), plain.get(name) or (), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_plain_decoding_on_request() -> None:
+    _, model = pair()
+    with no_fallback():
+        ours = model.generate(prompt()["ids"], assisted=False, prompt_lookup_num_tokens=3, **CALL)
+    assert ours.tolist() == plainly(**prompt()).tolist()
+    assert model.report.drafted == 0
+    assert model.report.new_tokens == CALL["max_new_tokens"]
+
+
+def test_hidden_states_without_a_place_for_them_are_no_reason_to_decode_plainly() -> None:
+    assert assistedly(output_hidden_states=True, **prompt()).tolist() == plainly(**prompt()).tolist()
+
+
+# --- models that do not fit
+
+
+@pytest.mark.parametrize("architecture", REFUSED, ids=lambda architecture: architecture.name)
+def test_states_that_cannot_take_tokens_back_are_refused(architecture: Any) -> None:
+    recurrent, (target, _) = build(architecture), pair()
+    with pytest.raises(ValueError, match=r"target: .*cannot take back"):
+        AssistedModelForCausalLM.from_models(recurrent, draft=target)
+    with pytest.raises(ValueError, match=r"draft: .*cannot take back"):
+        AssistedModelForCausalLM.from_models(target, draft=recurrent)
+
+
+def test_models_that_are_no_decoder_with_a_head_are_refused() -> None:
+    target, _ = pair()
+    config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    for other, reason in ((T5ForConditionalGeneration(config), "encoder-decoder"), (LlamaModel(target.config), "head")):
+        with pytest.raises(ValueError, match=f"target: .*{reason}"):
+            AssistedModelForCausalLM.from_models(other, draft=target)
+        with pytest.raises(ValueError, match=f"draft: .*{reason}"):
+            AssistedModelForCausalLM.from_models(target, draft=other)
+
+
+def resized(entries: int) -> PreTrainedModel:
+    return build(BY_NAME["llama"], vocab_size=entries)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (tokenizer(first="$"), "other ids"),
+        (tokenizer(first="À", special=("[PAD]", "[BOS]", "[EOS]")), "shares no token"),
+    ],
+    ids=["other-ids", "nothing-shared"],
+)
+@pytest.mark.parametrize("entries", [VOCABULARY, VOCABULARY - 8, VOCABULARY + 8])
+def test_another_tokenizer_is_refused(other: Any, reason: str, entries: int) -> None:
+    target, _ = pair()
+    with pytest.raises(ValueError, match=f"draft: .*{reason}"):
+        AssistedModelForCausalLM.from_models(
+            target, draft=resized(entries), tokenizer=tokenizer(), draft_tokenizer=other
+        )
+
+
+@pytest.mark.parametrize("given", [{}, {"tokenizer": tokenizer()}, {"draft_tokenizer": tokenizer()}], ids=str)
+def test_a_tokenizer_that_is_needed_is_named(given: dict[str, Any]) -> None:
+    missing = "draft_tokenizer" if "tokenizer" in given else "tokenizer"
+    with pytest.raises(ValueError, match=rf"Pass {missing}="):
+        AssistedModelForCausalLM.from_models(pair()[0], draft=resized(VOCABULARY + 8), **given)
+
+
+@pytest.mark.parametrize(
+    ("draft", "error"),
+    [(None, ValueError), ("early-exit:1", ValueError), ("self:bogus", ValueError), ("zoo:nobody", ValueError), (42, TypeError)],
+)
+def test_drafts_that_are_none(draft: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"draft|quantization|zoo"):
+        AssistedModelForCausalLM.from_models(pair()[0], draft=draft)
+
+
+def test_a_quantization_is_said_in_one_place() -> None:
+    target, model = pair()
+    for draft in (model.drafter.model, DraftModel("folder"), "self:nf4"):
+        with pytest.raises(ValueError, match="draft_quantization"):
+            AssistedModelForCausalLM.from_models(target, draft=draft, draft_quantization="nf4")
+
+
+# --- folders
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target, a draft, a draft with another tokenizer of the same size; an empty folder and one without a tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+    target, model = pair()
+    contents = {
+        "target": (target, tokenizer()),
+        "draft": (model.drafter.model, tokenizer()),
+        "other-tokenizer": (model.drafter.model, tokenizer(first="$")),
+        "larger": (resized(VOCABULARY + 8), None),
+        "empty": (None, None),
+    }
+    for name, (weights, words) in contents.items():
+        (root / name).mkdir()
+        if weights is not None:
+            weights.save_pretrained(root / name)
+        if words is not None:
+            words.save_pretrained(root / name)
+    return {name: root / name for name in (*contents, "missing")}
+
+
+def test_two_folders_make_a_pair(folders: dict[str, Path]) -> None:
+    model = AssistedModelForCausalLM.from_pretrained(str(folders["target"]), draft=str(folders["draft"]))
+    with no_fallback():
+        assert model.generate(prompt()["ids"], **CALL).tolist() == plainly(**prompt()).tolist()
+    assert model.report.accepted > 0
+
+
+@pytest.mark.parametrize("wrong", ["missing", "empty"])
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_wrong_folder_is_named(folders: dict[str, Path], role: str, wrong: str) -> None:
+    names = {"target": "target", "draft": "draft"} | {role: wrong}
+    with pytest.raises((OSError, ValueError), match=wrong):
+        AssistedModelForCausalLM.from_pretrained(str(folders[names["target"]]), draft=str(folders[names["draft"]]))
+
+
+def test_a_folder_with_another_tokenizer_of_the_same_size_is_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="other ids"):
+        AssistedModelForCausalLM.from_pretrained(str(folders["target"]), draft=str(folders["other-tokenizer"]))
+
+
+def test_a_folder_whose_tokenizer_is_needed_and_missing(folders: dict[str, Path]) -> None:
+    target, draft = str(folders["target"]), str(folders["larger"])
+    with pytest.raises(ValueError, match="draft_tokenizer"):
+        AssistedModelForCausalLM.from_pretrained(target, draft=draft)
+    model = AssistedModelForCausalLM.from_pretrained(target, draft=draft, draft_tokenizer=tokenizer())
+    assert model.generate(prompt()["ids"], **CALL).tolist() == plainly(**prompt()).tolist()
+
+
+class Payload:
+    """Unpickled, it makes a folder: code that must not run."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.mkdir, (self.mark,)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_checkpoint_that_runs_code_is_not_loaded(folders: dict[str, Path], role: str, tmp_path: Path) -> None:
+    unsafe, mark = tmp_path / "unsafe", tmp_path / "mark"
+    unsafe.mkdir()
+    pair()[0].config.save_pretrained(unsafe)
+    torch.save({"lm_head.weight": Payload(mark)}, unsafe / "pytorch_model.bin")
+    names = {"target": folders["target"], "draft": folders["draft"]} | {role: unsafe}
+    with pytest.raises((OSError, ValueError, RuntimeError, pickle.UnpicklingError)):
+        AssistedModelForCausalLM.from_pretrained(str(names["target"]), draft=str(names["draft"]))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("field", [{"draft": {"method": "warp"}}, {"draft_length": {"policy": "warp"}}], ids=str)
+def test_a_saved_pair_of_a_later_version(folders: dict[str, Path], field: dict[str, Any], tmp_path: Path) -> None:
+    pair()[1].save_pretrained(tmp_path)
+    config = AssistedConfig.from_pretrained(tmp_path)
+    for name, value in field.items():
+        setattr(config, name, value)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"warp.*pass draft"):
+        AssistedModelForCausalLM.from_pretrained(tmp_path)

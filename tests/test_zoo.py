@@ -1,0 +1,398 @@
+"""The zoo: its names, the rules of its text, its recipes, and a training that can be interrupted."""
+
+import dataclasses
+import hashlib
+import json
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from assisted import zoo
+from assisted.zoo import corpus, recipe, train
+from assisted.zoo.recipe import RECIPES, Phase, Recipe
+
+# ---- names
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_a_name_is_a_folder_of_the_package(name):
+    path = Path(zoo.folder(name))
+    assert path.name == name
+    assert Path(zoo.__file__).parent in path.parents
+    assert zoo.resolve(f"zoo:{name}") == str(path)
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-8B", "/some/folder", "zoo", "zoo/target", "./zoo", "C:/zoo", "target"])
+def test_other_paths_stay_as_they_are(path):
+    assert zoo.resolve(path) == path
+
+
+@pytest.mark.parametrize("name", ["", "nothing", "Target", "../target"])
+def test_unknown_names_are_refused(name):
+    message = f"zoo:{name} is not shipped; one of zoo:target, zoo:draft, zoo:draft-other-tokenizer"
+    for call in (lambda: zoo.folder(name), lambda: zoo.resolve(f"zoo:{name}")):
+        with pytest.raises(ValueError) as raised:
+            call()
+        assert str(raised.value) == message
+
+
+# ---- text
+
+
+def source(seed, length=300):
+    """Some lines that look like a program, other ones for another seed."""
+    return (f"name_{seed} = value\n" * length)[:length]
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """An empty standard library; write(name, text) adds a file."""
+    monkeypatch.setattr(corpus, "sysconfig", types.SimpleNamespace(get_paths=lambda: {"stdlib": str(tmp_path)}))
+
+    def write(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    return write
+
+
+def names(root):
+    return [path.relative_to(root).as_posix() for path in corpus.training_files()]
+
+
+def test_order_is_that_of_the_names(library, tmp_path):
+    for number, name in enumerate(("b.py", "a/z.py", "a.py", "a/b/c.py", "B.py")):
+        library(name, source(number))
+    assert names(tmp_path) == ["B.py", "a.py", "a/b/c.py", "a/z.py", "b.py"]
+    assert names(tmp_path) == names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "folder", ["site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "a/site-packages/b"]
+)
+def test_folders_left_out(library, tmp_path, folder):
+    library(f"{folder}/a.py", source(0))
+    library("kept.py", source(1))
+    assert names(tmp_path) == ["kept.py"]
+
+
+def test_a_library_that_lies_in_such_a_folder_is_read(tmp_path, monkeypatch):
+    root = tmp_path / "site-packages"
+    root.mkdir()
+    (root / "a.py").write_text(source(0))
+    monkeypatch.setattr(corpus, "sysconfig", types.SimpleNamespace(get_paths=lambda: {"stdlib": str(root)}))
+    assert names(root) == ["a.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (source(0, 200), True),
+        (source(0, 199), False),
+        (source(0) + "x" * 400, True),
+        (source(0) + "x" * 401, False),
+        ("a\n" * 65 + "1\n" * 70 + "b\n" * 65, True),  # 70 digits of 400 characters
+        ("1" * 35 + "\n" + "a" * 64 + "\n" + "1" * 35 + "\n" + "a" * 63, True),  # 70 of 200: just the share
+        ("1" * 35 + "\n" + "a" * 64 + "\n" + "1" * 36 + "\n" + "a" * 62, False),
+        ("\\\"'" * 40 + "\n" + "a" * 100, False),
+        (source(0).encode() + b"\xff", False),
+    ],
+)
+def test_files_left_out(library, tmp_path, text, kept):
+    library("a.py", text)
+    library("other.txt", source(1))
+    assert names(tmp_path) == ["a.py"] * kept
+
+
+def test_of_duplicates_the_first_is_kept(library, tmp_path):
+    library("b.py", source(0))
+    library("a/c.py", source(0))
+    library("d.py", source(1))
+    assert names(tmp_path) == ["a/c.py", "d.py"]
+
+
+def test_read(tmp_path):
+    for content, text in ((b"na\xc3\xafve\n", "na\u00efve\n"), (b"na\xefve\n", "")):
+        (tmp_path / "a.py").write_bytes(content)
+        assert corpus.read(tmp_path / "a.py") == text
+
+
+@pytest.fixture(scope="module")
+def training():
+    return corpus.training_files()
+
+
+@pytest.fixture(scope="module")
+def held_out():
+    return corpus.held_out_files()
+
+
+def test_training_text_is_the_standard_library(training):
+    assert len(training) > 500
+    assert Path(dataclasses.__file__) in training
+    for path in training:
+        assert not {"site-packages", "dist-packages", *corpus.HELD_OUT_PACKAGES} & set(path.parts[:-1])
+
+
+def test_held_out_text_is_disjoint_and_never_trained_on(training, held_out):
+    assert len(held_out) > 500
+    assert all(set(corpus.HELD_OUT_PACKAGES) & set(path.parts) for path in held_out)
+    assert not set(held_out) & set(training)
+    first, second = ({hashlib.sha256(path.read_bytes()).digest() for path in files} for files in (training, held_out))
+    assert not first & second
+
+
+def test_held_out_text_without_its_packages(monkeypatch, held_out):
+    monkeypatch.setattr(corpus, "HELD_OUT_PACKAGES", ("no_such_package_here", "networkx"))
+    some = corpus.held_out_files()
+    assert some == [path for path in held_out if "networkx" in path.parts]
+    monkeypatch.setattr(corpus, "HELD_OUT_PACKAGES", ("no_such_package_here",))
+    with pytest.raises(ModuleNotFoundError, match="pip install sympy networkx"):
+        corpus.held_out_files()
+
+
+# ---- recipes
+
+
+def tiny(name="target", **fields):
+    shape = {"hidden_size": 64, "intermediate_size": 64, "layers": 2, "heads": 1, "kv_heads": 1}
+    phases = (Phase(2, 2, 16), Phase(1, 1, 24))
+    return Recipe(**({"name": name, "vocab_size": 280, "phases": phases, "warmup": 0.5} | shape | fields))
+
+
+def test_rates_rise_stay_and_fall():
+    rate = tiny(phases=(Phase(70, 1, 8), Phase(30, 1, 8)), warmup=0.1, decay=0.4).rate
+    shown = {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 60: 1.0, 61: 0.975, 80: 0.5, 99: 0.025}
+    assert {step: rate(step) for step in shown} == pytest.approx(shown)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shipped_recipes(name):
+    shipped = RECIPES[name]
+    assert shipped.name == name
+    assert shipped.steps == sum(phase.steps for phase in shipped.phases)
+    rates = [shipped.rate(step) for step in range(shipped.steps)]
+    peak = rates.index(max(rates))
+    assert rates[peak] == 1
+    assert rates[0] > 0
+    assert rates[-1] == pytest.approx(1 / shipped.steps / shipped.decay)
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert max(phase.context for phase in shipped.phases) <= train.CONTEXT
+    assert shipped.hidden_size == 64 * shipped.heads
+    if shipped.teacher is not None:
+        assert RECIPES[shipped.teacher].vocab_size == shipped.vocab_size
+
+
+def test_every_shipped_name_has_a_recipe():
+    assert set(RECIPES) == set(zoo.NAMES)
+    assert recipe.OTHER_DRAFT.vocab_size != recipe.TARGET.vocab_size
+
+
+# ---- batches and plans: functions of the seed and the step
+
+STREAM = np.arange(1000, dtype=np.uint16)  # a token tells where it stands
+
+
+def batches(phases, seed=3, stream=STREAM):
+    return list(train.windows(stream, tiny(phases=phases, seed=seed)))
+
+
+def test_windows_are_stretches_of_the_stream():
+    phases = (Phase(4, 3, 16), Phase(2, 5, 40))
+    found = batches(phases)
+    assert [batch.shape for batch in found] == [(3, 17)] * 4 + [(5, 41)] * 2
+    for batch in found:
+        assert batch.dtype == torch.int64
+        assert torch.equal(batch, batch[:, :1] + torch.arange(batch.shape[1]))
+
+
+def test_windows_are_a_function_of_the_seed():
+    phases = (Phase(30, 4, 16), Phase(10, 2, 40))
+    again = batches(phases)
+    for one, two in zip(batches(phases), again, strict=True):
+        assert torch.equal(one, two)
+    assert any(not torch.equal(one, two) for one, two in zip(batches(phases, seed=4), again, strict=True))
+    longer = batches((Phase(35, 4, 16),))  # what is still to come changes nothing
+    assert all(torch.equal(one, two) for one, two in zip(again[:30], longer, strict=False))
+
+
+@pytest.mark.parametrize("batch", [1, 7, 100])
+def test_every_window_comes_once_an_epoch(batch):
+    context, steps = 16, 500 // batch
+    starts = torch.cat(batches((Phase(steps, batch, context),)))[:, 0].tolist()
+    epochs = []
+    while starts:
+        count = len(range(starts[0] % context, len(STREAM) - context - 1, context))
+        epochs.append(starts[:count])
+        starts = starts[count:]
+    assert len(epochs) > 5
+    for epoch in epochs[:-1]:
+        assert sorted(epoch) == list(range(min(epoch), max(epoch) + 1, context))
+        assert min(epoch) < context
+        assert max(epoch) + 2 * context + 2 > len(STREAM)
+    assert len(set(epochs[-1])) == len(epochs[-1])  # this one may not be over
+    assert epochs[0] != sorted(epochs[0])
+    assert len({min(epoch) for epoch in epochs[:-1]}) > 1  # cut elsewhere each time
+
+
+def test_dropped_layers_and_exits():
+    deep = tiny(layers=16)
+    plans = [train.early_exit_plan(deep, step) for step in range(3000)]
+    assert plans[:20] == [train.early_exit_plan(deep, step) for step in range(20)]
+    assert {exit_layer for _, exit_layer in plans} == set(range(1, 16))
+    shares = [sum(layer in skipped for skipped, _ in plans) / len(plans) for layer in range(16)]
+    assert shares[0] == 0
+    assert shares[15] == pytest.approx(train.MAX_LAYER_DROPOUT, abs=0.02)
+    assert shares[7] < shares[15] / 2  # the deeper, the more often
+
+
+def test_models_are_seeded():
+    one, two, other = (train.build_model(tiny(seed=seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+
+
+# ---- training
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture
+def school(tmp_path, monkeypatch):
+    """A target and its distilled draft that train in three steps."""
+    files = []
+    for number in range(4):
+        files.append(tmp_path / f"{number}.py")
+        files[-1].write_text("\n".join(f"def f{i}(x_{number}):\n    return x_{number} + {i}" for i in range(20)))
+    monkeypatch.setattr(corpus, "training_files", lambda: files)
+    recipes = {"target": tiny(early_exit=True), "draft": tiny("draft", teacher="target", seed=5)}
+    monkeypatch.setattr(train, "RECIPES", recipes)
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def steps_in(folder):
+    return [json.loads(line)["step"] for line in (folder / "training.jsonl").read_text().splitlines()]
+
+
+def test_a_training_interrupted_is_the_training_uninterrupted(school, tmp_path, monkeypatch):
+    whole, parts, broken = tmp_path / "whole", tmp_path / "parts", tmp_path / "broken"
+    step = train._step
+
+    def fails_at_step_2(*args):
+        if args[-1] == 2:
+            raise Interrupted
+        return step(*args)
+
+    for name in ("target", "draft"):
+        folder = train.train(name, whole, compile_layers=False)
+        assert folder == whole / name
+
+        for stop in (1, 2):
+            train.train(name, parts, compile_layers=False, stop_after=stop)
+            assert (parts / name / "checkpoint.pt").exists()
+            assert not (parts / name / "model.safetensors").exists()
+        train.train(name, parts, compile_layers=False)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "CHECKPOINT_EVERY", 1)
+            patch.setattr(train, "_step", fails_at_step_2)
+            with pytest.raises(Interrupted):
+                train.train(name, broken, compile_layers=False)
+        train.train(name, broken, compile_layers=False)
+
+        expected = weights(folder)
+        for other in (parts / name, broken / name):
+            found = weights(other)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+            assert not (other / "checkpoint.pt").exists()
+        assert steps_in(folder) == steps_in(parts / name) == [0, 1, 2]
+        untrained = train.build_model(train.RECIPES[name]).state_dict()
+        assert any(not torch.equal(untrained[key].bfloat16().float(), expected[key]) for key in expected)
+
+
+def test_a_trained_folder_loads_as_any_other(school, tmp_path):
+    folder = train.train("target", tmp_path, compile_layers=False)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    assert len(tokenizer) <= model.config.vocab_size
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (model.config.eos_token_id, model.config.pad_token_id)
+    text = "def caf\u00e9(x):\n    return  'a b'\n"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    chat = [{"role": "user", "content": "def f():"}, {"role": "assistant", "content": " pass"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "def f(): pass"
+
+
+def test_files_are_one_stream_with_ends(school, tmp_path):
+    tokenizer = train.train_tokenizer(280, tmp_path)
+    files = corpus.training_files()
+    stream = train.encode(tokenizer, files)
+    assert stream.dtype == np.uint16
+    assert stream[-1] == tokenizer.eos_token_id
+    pieces = np.split(stream, np.flatnonzero(stream == tokenizer.eos_token_id) + 1)[:-1]
+    assert [tokenizer.decode(piece[:-1].tolist()) for piece in pieces] == [path.read_text() for path in files]
+
+
+def test_a_save_that_is_interrupted_costs_nothing(tmp_path, monkeypatch):
+    model = train.build_model(tiny())
+    rules = train.optimizers(model, tiny())
+    path = tmp_path / "checkpoint.pt"
+    train._save_checkpoint(path, model, rules, 7)
+
+    def half(state, file):
+        Path(file).write_bytes(b"half")
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", half)
+        with pytest.raises(Interrupted):
+            train._save_checkpoint(path, model, rules, 8)
+    assert train._resume(path, model, rules) == 7
+
+
+def test_what_cannot_be_trained(school, tmp_path):
+    with pytest.raises(ValueError, match="name: 'giant' is not a shipped model; one of target, draft"):
+        train.train("giant", tmp_path)
+    with pytest.raises(ValueError, match="'draft' is distilled from 'target'; train that one first"):
+        train.train("draft", tmp_path)
+
+
+@pytest.mark.parametrize("exit_layer", [None, 1, 2])
+def test_hidden_states_are_the_models_own(exit_layer):
+    model = train.build_model(tiny(layers=3)).eval()
+    ids = torch.arange(10).view(2, 5)
+    with torch.no_grad():
+        output = model.model(ids, output_hidden_states=True)
+        hidden, early = train.hidden_states(model, ids, exit_layer=exit_layer)
+        skipping, _ = train.hidden_states(model, ids, skipped=frozenset({1}))
+    torch.testing.assert_close(hidden, output.last_hidden_state)
+    if exit_layer is None:
+        assert early is None
+    else:
+        torch.testing.assert_close(early, model.model.norm(output.hidden_states[exit_layer]))
+    assert not torch.allclose(skipping, hidden)
+
+
+def test_losses_are_means_over_tokens():
+    """In slices or not: text_loss is the cross-entropy; a student that agrees with its teacher has nothing to learn."""
+    model = train.build_model(tiny())
+    hidden, labels = torch.randn(3, 500, 64), torch.randint(0, 280, (3, 500))
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten())
+        torch.testing.assert_close(train.text_loss(model, hidden, labels), expected)
+        assert train.distillation_loss(model, hidden, model, hidden).abs() < 1e-5
+        other = torch.randn(3, 500, 64)
+        p, q = model.lm_head(other).softmax(-1), model.lm_head(hidden).softmax(-1)
+        expected = (p * (p / q).log()).sum(-1).mean() + 0.5 * (p - q).abs().sum(-1).mean()
+        torch.testing.assert_close(train.distillation_loss(model, hidden, model, other), expected)

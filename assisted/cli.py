@@ -47,11 +47,30 @@ def _demo(args: argparse.Namespace) -> None:
     if args.json:
         from .comparison import compare
 
-        _print_json(compare(_load(args), *sizes).to_dict())
+        model = _load(args)
+        _print_json(compare(model, *sizes, also=_quantized(model, args)).to_dict())
     else:
         from .demo import show
 
-        show(_load(args), *sizes)
+        model = _load(args)
+        show(model, *sizes, also=_quantized(model, args))
+
+
+def _quantized(model: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """The same pair with the draft in 4 bits, unless the caller chose how the draft is quantized."""
+    from .drafters import DraftModel
+    from .modeling import AssistedModelForCausalLM
+
+    if args.draft_quantization is not None or not isinstance(model.spec, DraftModel):
+        return {}
+    try:
+        pair = AssistedModelForCausalLM.from_models(
+            model.target, draft=model.spec.model, draft_quantization="nf4", draft_length=args.draft_length
+        )
+    except (ImportError, ValueError) as error:  # no backend, or layers of shapes it cannot take
+        print(f"Without a quantized draft: {error}", file=sys.stderr)
+        return {}
+    return {"assisted, nf4 draft": pair}
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -122,6 +141,15 @@ def _zoo_list(args: argparse.Namespace) -> None:
     for model in models:
         size = f"{model['bytes'] / 2**20:.1f} MiB" if model["bytes"] else "not there"
         print(f"{model['name']:<26} {size:>10}  {model['folder']}")
+
+
+def _zoo_card(args: argparse.Namespace) -> None:
+    from .zoo.card import measure, write
+
+    if args.json:
+        _print_json(measure(args.models))
+    else:
+        print(write(args.models))
 
 
 def _zoo_train(args: argparse.Namespace) -> None:
@@ -255,6 +283,8 @@ def _parser() -> argparse.ArgumentParser:
     zoo = commands.add_parser("zoo", help="the shipped models", description="The shipped models.")
     actions = zoo.add_subparsers(required=True, metavar="ACTION")
     command("list", _zoo_list, "names, sizes and folders", actions)
+    card = command("card", _zoo_card, "measure a folder of models on held-out code and write its model card", actions)
+    card.add_argument("--models", type=Path, required=True, help="the folder that zoo train wrote")
     train = command("train", _zoo_train, "train a shipped model again, from nothing or from its checkpoint", actions)
     train.add_argument("name", help="target, draft (wants the target in the same folder) or draft-other-tokenizer")
     train.add_argument("--out", type=Path, required=True, help="the folder of all models; each gets its own in it")

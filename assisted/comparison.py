@@ -9,7 +9,7 @@ import ast
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -90,7 +90,7 @@ class Comparison:
     """The ways side by side: the same prompts, the same number of new tokens, the same counting, interleaved.
 
     Args:
-        ways: plain, transformers' assisted generation, ours.
+        ways: plain, transformers' assisted generation, ours, and what else was asked for.
         prompts: where the prompts come from.
         new_tokens: of each prompt.
         peer_setting: num_assistant_tokens and assistant_confidence_threshold that transformers was fastest with.
@@ -125,8 +125,9 @@ def compare(
     seconds: float = 36.0,
     prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
     progress: Progress = lambda what, share: None,
+    also: Mapping[str, AssistedModelForCausalLM] | None = None,
 ) -> Comparison:
-    """Decode held-out code three ways at temperature 0.
+    """Decode held-out code three ways, and more, at temperature 0.
 
     Args:
         model: the pair. Its draft must be a causal LM: transformers is given the same one.
@@ -136,6 +137,7 @@ def compare(
         seconds: for everything: no timed round begins that would end later. One is always made.
         prompt_tokens: the fewest and the most tokens of a prompt.
         progress: told what is being done, and the share of it that is done, in [0, 1].
+        also: further pairs of the same target, by the name of their row.
 
     Raises ValueError where there are not enough prompts, ModuleNotFoundError without the held-out text.
     """
@@ -143,15 +145,16 @@ def compare(
         if value < 1:
             raise ValueError(f"{name}: {value} is nothing to measure; give 1 or more")
     deadline = time.perf_counter() + seconds
-    run = _Runner(model, new_tokens)
+    run = _Runner(model, new_tokens, also)
     chosen, expected = _choose(run, prompts, prompt_tokens, progress)
     inputs = [prompt.ids.to(model.target.device) for prompt in chosen]
     setting = _fastest(run, inputs[:TUNING_PROMPTS], progress)
     outcomes = {PLAIN: expected}
     with _peer_setting(run.draft, setting):
-        for number, name in enumerate((PEER, OURS)):
+        drafting = [name for name in run.ways if name != PLAIN]
+        for number, name in enumerate(drafting):
             outcomes[name] = [run.counted(name, ids) for ids in inputs]
-            progress("checking the tokens", (number + 1) / 2)
+            progress("checking the tokens", (number + 1) / len(drafting))
         taken = _race(run, inputs, repeats, deadline, progress)
     return Comparison(
         ways=tuple(_way(name, outcomes[name], expected, taken[name], taken[PLAIN]) for name in run.ways),
@@ -218,7 +221,7 @@ class _Outcome:
 class _Runner:
     """The three ways, by name: [1, P] int64 -> new tokens."""
 
-    def __init__(self, model: AssistedModelForCausalLM, new_tokens: int):
+    def __init__(self, model: AssistedModelForCausalLM, new_tokens: int, also: Mapping[str, AssistedModelForCausalLM]):
         self.model = model
         self.draft: PreTrainedModel = model.drafter.model
         self.new_tokens = new_tokens
@@ -226,6 +229,7 @@ class _Runner:
             PLAIN: model.target.generate,
             PEER: self._peer,
             OURS: model.generate,
+            **{name: pair.generate for name, pair in (also or {}).items()},
         }
 
     def __call__(self, name: str, ids: torch.Tensor) -> list[int]:

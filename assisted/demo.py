@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,21 +47,24 @@ def show(
     seconds: float = 36.0,
     live_tokens: int = 48,
     prompt_tokens: tuple[int, int] | None = None,
+    also: Mapping[str, AssistedModelForCausalLM] | None = None,
 ) -> Comparison:
     """The whole demo on standard output: one completion as it is written, then the table.
 
     Args:
         model: the pair, with its tokenizer.
         live_tokens: new tokens of the completion that is shown.
-        prompts, new_tokens, repeats, seconds, prompt_tokens: as for `comparison.compare`.
+        prompts, new_tokens, repeats, seconds, prompt_tokens, also: as for `comparison.compare`. The last of `also`, where
+            there is one, is the pair that is watched.
 
     Without a terminal, or with NO_COLOR set, everything is plain text.
     """
     console = _console()
     lengths = {} if prompt_tokens is None else {"prompt_tokens": prompt_tokens}
     first = next(held_out_prompts(model.tokenizer, *lengths.values()))
-    _draw_pair(console, model)
-    _draw_live(console, model, first, live_tokens)
+    watched = [model, *(also or {}).values()][-1]
+    _draw_pair(console, watched)
+    _draw_live(console, watched, first, live_tokens)
     if not console.is_terminal:
         console.print("Measuring ...")
     with Progress(
@@ -79,7 +82,7 @@ def show(
                 tasks[what] = bars.add_task(what, total=1.0)
             bars.update(tasks[what], completed=share)
 
-        comparison = compare(model, prompts, new_tokens, repeats, seconds, progress=progress, **lengths)
+        comparison = compare(model, prompts, new_tokens, repeats, seconds, progress=progress, also=also, **lengths)
     _draw_comparison(console, comparison)
     return comparison
 

@@ -89,9 +89,7 @@ class CachedModel:
         self.cache.begin_rounds()
         return logits
 
-    def __call__(
-        self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None
-    ) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
         """One forward over n columns behind each row's length; nothing is kept before `cache.commit`.
 
         ids: [B, n] int64, the last committed token and then the draft's tokens. draft: its tree, if it is no chain.
@@ -112,7 +110,9 @@ class CachedModel:
 
     def room(self, lengths: list[int]) -> int:
         """Positions left behind the longest of these texts before the model's context ends."""
-        aligned = 0 if self.masks.trees else max(self.cache.lengths) + 1  # where all rows lie side by side, finished ones too
+        aligned = (
+            0 if self.masks.trees else max(self.cache.lengths) + 1
+        )  # where all rows lie side by side, finished ones too
         return self._context - max(*lengths, aligned)
 
     def _positions(self, depths: torch.Tensor, used: list[int] | None) -> torch.Tensor:

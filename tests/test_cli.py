@@ -57,8 +57,8 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=size,
-        hidden_size=32,
-        intermediate_size=48,
+        hidden_size=64,
+        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -105,7 +105,9 @@ def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 # Arguments, errors, exit codes
 
 
-@pytest.mark.parametrize("argv", [[], ["demo"], ["generate"], ["chat"], ["zoo"], ["zoo", "list"], ["zoo", "train"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["demo"], ["generate"], ["chat"], ["zoo"], ["zoo", "list"], ["zoo", "train"], ["zoo", "card"]]
+)
 def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([*argv, "--help"])
@@ -342,13 +344,14 @@ SMALL = ["--prompts", "2", "--max-new-tokens", "8", "--repeats", "1"]
 @pytest.mark.usefixtures("held_out")
 def test_demo_json(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "demo", *SMALL)
-    plain, peer, ours = result["ways"]
-    assert [way["name"] for way in result["ways"]] == [comparison.PLAIN, comparison.PEER, comparison.OURS]
+    plain, peer, ours, quantized = result["ways"]
+    names = [comparison.PLAIN, comparison.PEER, comparison.OURS, "assisted, nf4 draft"]
+    assert [way["name"] for way in result["ways"]] == names
     assert len(set(result["prompts"])) == 2
     assert all(way["same"] == 2 and way["tokens"] == 16 and len(way["seconds"]) == 1 for way in result["ways"])
     assert (plain["passes"], plain["drafted"], plain["acceptance_rate"]) == (16, 0, None)
     assert plain["ratios"] == [1.0]
-    for way in (peer, ours):
+    for way in (peer, ours, quantized):
         assert way["passes"] < 16
         assert 0 < way["acceptance_rate"] <= 1
     assert 0 <= result["repeated_4grams"] < 1

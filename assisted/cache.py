@@ -106,7 +106,7 @@ class SlotCache(Cache):
         for layer in cache.layers:
             own = SlotLayer(slots)
             slots.layers.append(own)
-            if not getattr(layer, "is_initialized", False):
+            if getattr(layer, "keys", None) is None:  # reads another layer's
                 continue
             own.lazy_initialization(layer.keys, layer.values)
             held = layer.keys.shape[2]  # fewer than `length` behind a sliding window

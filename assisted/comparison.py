@@ -221,7 +221,12 @@ class _Outcome:
 class _Runner:
     """The three ways, by name: [1, P] int64 -> new tokens."""
 
-    def __init__(self, model: AssistedModelForCausalLM, new_tokens: int, also: Mapping[str, AssistedModelForCausalLM]):
+    def __init__(
+        self,
+        model: AssistedModelForCausalLM,
+        new_tokens: int,
+        also: Mapping[str, AssistedModelForCausalLM] | None = None,
+    ):
         self.model = model
         self.draft: PreTrainedModel = model.drafter.model
         self.new_tokens = new_tokens

@@ -230,9 +230,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
             if assisted and kwargs.get(name):
                 raise ValueError(f"{name}: this model drafts in its own way; leave it out, or pass assisted=False")
         if assisted and kwargs.get("position_ids") is not None:
-            raise ValueError(
-                "position_ids: they are counted from attention_mask; leave them out, or pass assisted=False"
-            )
+            raise ValueError("position_ids: counted from attention_mask here; leave them out, or pass assisted=False")
         recorder = Recorder()
         call = _Call(self, policy, recorder)
         started = time.perf_counter()

@@ -110,9 +110,8 @@ class CachedModel:
 
     def room(self, lengths: list[int]) -> int:
         """Positions left behind the longest of these texts before the model's context ends."""
-        aligned = (
-            0 if self.masks.trees else max(self.cache.lengths) + 1
-        )  # where all rows lie side by side, finished ones too
+        # aligned rows lie side by side, those that have ended too
+        aligned = 0 if self.masks.trees else max(self.cache.lengths) + 1
         return self._context - max(*lengths, aligned)
 
     def _positions(self, depths: torch.Tensor, used: list[int] | None) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """CachedModel: whatever was placed, committed and rewound before, logits are those of each row's text alone."""
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -193,16 +194,29 @@ def test_an_attention_without_4d_masks_keeps_rows_right_aligned():
     assert not Masks.of(model).trees
 
 
-@pytest.mark.parametrize(("name", "left"), [("llama", 256 - 7), ("gpt2", 256 - 7)])
-def test_room_ends_with_the_context(name, left):
+@pytest.mark.parametrize(("name", "limit"), [("llama", 256), ("gpt2", 256), ("mpt", 2048), ("bloom", sys.maxsize)])
+def test_room_ends_with_the_context(name, limit):
     model = model_of(name)
+    masks = Masks.of(model)
+    cached = CachedModel(model, SlotCache(2, LIMIT, not masks.trees), masks)
+    assert cached.room([3, 7]) == limit - 7
+    cached.prefill(torch.full((2, 20), 5), None)
+    # aligned rows need the slots of the longest one, with its last token, even when it has ended
+    assert cached.room([3, 7]) == limit - (7 if masks.trees else 21)
+    assert cached.room([3, 30]) == limit - 30
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode"])
+def test_columns_that_do_not_matter_may_lie_behind_the_context(name):
+    """These models know no position behind their context's end."""
+    model = build(BY_NAME[name], max_position_embeddings=16).requires_grad_(False)
     cached = CachedModel(model, SlotCache(2, LIMIT), Masks.of(model))
-    assert cached.room([3, 7]) == left
-
-
-def test_room_without_a_stated_context():
-    model = model_of("bloom")
-    assert CachedModel(model, SlotCache(1, LIMIT), Masks.of(model)).room([7]) > 10**9
+    ids = torch.arange(10, 42).view(2, 16)
+    cached.prefill(ids[:, :14], None)
+    cached.cache.rewind([14, 10])
+    logits = cached(torch.stack([ids[0, [14, 15, 0, 0, 0]], ids[1, 10:15]]), used=[2, 5])
+    assert (logits[0, :2] - model(ids[:1]).logits[0, 14:]).abs().max() < ROUNDING
+    assert (logits[1] - model(ids[1:]).logits[0, 10:15]).abs().max() < ROUNDING
 
 
 def test_reading_changes_nothing_about_the_model():

@@ -112,9 +112,7 @@ class ModelDrafting:
                     break
             score, token = scores.max(-1)
             best.append(score)
-            going = (
-                going & score.isfinite()
-            )  # a law that is none, or allows only what the draft lacks, proposes nothing
+            going = going & score.isfinite()  # nothing is drawn from a law that allows only what the draft lacks
             if law.do_sample and q is not None:
                 token = acceptance.sample(q)
                 laws.append(q)

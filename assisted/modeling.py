@@ -354,37 +354,22 @@ class _Seam:
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
         given = _require_usable(input_ids, model_kwargs)
-        model, masks = call.model, Masks.of(self)
-        attention_mask = model_kwargs.get("attention_mask")
-        details = generation_config.return_dict_in_generate
-        law = Law(logits_processor, generation_config.do_sample)
-        pad = generation_config._pad_token_tensor
-        text = Text(
-            input_ids,
-            stopping_criteria,
-            None if pad is None else int(pad),
-            streamer,
-            keep_scores=bool(details and generation_config.output_scores),
-            keep_logits=bool(details and generation_config.output_logits),
-        )
-        cache = SlotCache.of(given, text.rows, text.max_length + given.get_seq_length(), right_aligned=not masks.trees)
-        cache.hide(attention_mask)
-        model_kwargs["past_key_values"] = cache
-        started = time.perf_counter()
-        logits = _read_prompt(self, input_ids, generation_config, model_kwargs)
-        cache.begin_rounds()
-        call.recorder.verify_seconds = time.perf_counter() - started
-        length = call.policy.start()
-        own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
-        drafting = model.drafter.start(Call(own_mask, law.for_draft(), length, text.max_length))
-        target = CachedModel(self, cache, masks)
-        with self._optimize_model_for_decode():
-            decode(target, drafting, text, law, length, logits, call.recorder)
-        call.recorder.row_tokens = list(text.row_tokens)
+        details = bool(generation_config.return_dict_in_generate)
+        wanted = details or getattr(given, "_is_user_defined", False)
+        # Inside, tensors are cheaper to make; whatever leaves is copied outside, where it is an ordinary tensor.
+        with torch.inference_mode(), self._optimize_model_for_decode():
+            text, target = _extend(
+                self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, given, model_kwargs
+            )
+            if wanted:
+                _read_to_the_end(target, text)
         if streamer is not None:
             streamer.end()
-        if details or getattr(given, "_is_user_defined", False):
-            _give_back(target, text, given)
+        if wanted:
+            windowed = given.layer_class_to_replicate is None
+            given.layers = target.cache.to_dynamic(
+                self.config.get_text_config(decoder=True) if windowed else None
+            ).layers
         if not details:
             return text.output()
         return GenerateDecoderOnlyOutput(
@@ -393,6 +378,47 @@ class _Seam:
             logits=text.stacked(text.logits) if text.keep_logits else None,
             past_key_values=given,
         )
+
+
+def _extend(
+    seam: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any,
+    given: DynamicCache,
+    model_kwargs: dict[str, Any],
+) -> tuple[Text, CachedModel]:
+    """Read the prompt and run the loop. Returns the finished text and the target with the KV of it."""
+    call = _CALL.get()
+    masks = Masks.of(seam)
+    attention_mask = model_kwargs.get("attention_mask")
+    law = Law(logits_processor, generation_config.do_sample)
+    pad = generation_config._pad_token_tensor
+    details = generation_config.return_dict_in_generate
+    text = Text(
+        input_ids,
+        stopping_criteria,
+        None if pad is None else int(pad),
+        streamer,
+        keep_scores=bool(details and generation_config.output_scores),
+        keep_logits=bool(details and generation_config.output_logits),
+    )
+    cache = SlotCache.of(given, text.rows, text.max_length + given.get_seq_length(), right_aligned=not masks.trees)
+    cache.hide(attention_mask)
+    model_kwargs["past_key_values"] = cache
+    started = time.perf_counter()
+    logits = _read_prompt(seam, input_ids, generation_config, model_kwargs)
+    cache.begin_rounds()
+    call.recorder.verify_seconds = time.perf_counter() - started
+    length = call.policy.start()
+    own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+    drafting = call.model.drafter.start(Call(own_mask, law.for_draft(), length, text.max_length))
+    target = CachedModel(seam, cache, masks)
+    decode(target, drafting, text, law, length, logits, call.recorder)
+    call.recorder.row_tokens = list(text.row_tokens)
+    return text, target
 
 
 @functools.cache
@@ -442,15 +468,14 @@ def _require_usable(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Dy
     return cache
 
 
-def _give_back(target: CachedModel, text: Text, given: DynamicCache) -> None:
-    """Fill the caller's cache as plain `generate` would have, at the very end: an interrupted call leaves it as it was."""
+def _read_to_the_end(target: CachedModel, text: Text) -> None:
+    """Let every row hold the KV that plain `generate` leaves to a caller: of a row that ended early, its end token and
+    the padding behind it."""
     cache, shortest, longest = target.cache, min(text.lengths), max(text.lengths)
-    if shortest < longest:  # a row that ended early lacks its end token and what follows: plain decoding has read them
+    if shortest < longest:
         cache.rewind([known - length + shortest for known, length in zip(cache.known, text.lengths, strict=True)])
         target(text.output()[:, shortest - 1 : longest - 1])
         cache.commit([longest - shortest] * text.rows)
-    windowed = given.layer_class_to_replicate is None
-    given.layers = cache.to_dynamic(target.model.config.get_text_config(decoder=True) if windowed else None).layers
 
 
 def _count_plain(recorder: Recorder, output: Any, prompt_length: int) -> None:

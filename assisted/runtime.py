@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .cache import SlotCache, unsupported_layers
 from .drafts import Draft
 
-__all__ = ["CachedModel", "Masks", "require_rewindable"]
+__all__ = ["BareModel", "CachedModel", "Masks", "require_rewindable", "runs_bare"]
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,56 @@ class CachedModel:
             return seen
         dtype = self.model.dtype
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+class BareModel(CachedModel):
+    """The same through the model's submodules instead of its forward: embedding, layers, norm, head.
+
+    The outer forward of a one-layer model takes as long as its layer. What is computed is checked by `runs_bare`; a
+    draft may rely on that, since a wrong draft costs speed only. A target always runs through its own forward.
+    """
+
+    def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        if "logits_to_keep" in kwargs:  # the prompt
+            return super()._forward(ids, kwargs)
+        base = self.model.base_model
+        hidden = base.embed_tokens(ids.to(self.device))
+        rotary = base.rotary_emb(hidden, position_ids=kwargs["position_ids"])
+        for layer in base.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=kwargs.get("attention_mask"),
+                position_ids=kwargs["position_ids"],
+                position_embeddings=rotary,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+        return self.model.lm_head(base.norm(hidden))
+
+
+@torch.no_grad()
+def runs_bare(model: PreTrainedModel) -> bool:
+    """Whether a model is no more than the sum of the submodules that `BareModel` calls: tried on a few tokens.
+
+    Models with hooks (offloading, several devices) or a forward that somebody replaced are left alone.
+    """
+    base, masks = model.base_model, Masks.of(model)
+    parts = all(hasattr(base, name) for name in ("embed_tokens", "rotary_emb", "layers", "norm")) and hasattr(
+        model, "lm_head"
+    )
+    touched = any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in (model, base))
+    if not parts or touched or not masks.trees or len(masks.windows) > 1:
+        return False
+    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
+    logits = []
+    for kind in (CachedModel, BareModel):
+        runner = kind(model, SlotCache(1, ids.shape[1]), masks)
+        runner.prefill(ids[:, :4], None)
+        try:
+            logits.append(runner(ids[:, 4:]))
+        except (TypeError, AttributeError, ValueError):  # submodules that want to be called in another way
+            return False
+    return torch.equal(*logits)
 
 
 def _column_depths(draft: Draft | None, width: int, device: torch.device) -> torch.Tensor:

@@ -64,7 +64,7 @@ class Text:
         self.scores: list[list[torch.Tensor]] = [[] for _ in range(rows)]
         self.logits: list[list[torch.Tensor]] = [[] for _ in range(rows)]
         self.pads_ended_rows = any(hasattr(c, "eos_token_id") for c in criteria)
-        self._eos = {t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.tolist()}
+        self._eos = {t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten().tolist()}
         self._only_lengths_and_eos = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
 
     @property

@@ -152,6 +152,37 @@ def test_a_chain_is_a_tree_of_only_children(name):
         assert (logits - model(ids).logits[:, 10:]).abs().max() < ROUNDING
 
 
+@pytest.mark.parametrize("name", TREES + CHAINS)
+@pytest.mark.parametrize("padding", [0, 4])
+def test_one_token_of_one_row(name, padding):
+    """The plain round: where nothing is hidden it goes without a mask."""
+    model = model_of(name)
+    masks = Masks.of(model)
+    cached = CachedModel(model, SlotCache(1, LIMIT, not masks.trees), masks)
+    ids = torch.arange(5, 25)[None]
+    mask = torch.cat([torch.zeros(1, padding), torch.ones(1, 17)], 1).long()
+    cached.prefill(torch.nn.functional.pad(ids[:, :17], (padding, 0)), mask if padding else None)
+    whole = model(ids).logits
+    for column in range(17, 20):
+        assert (cached(ids[:, column, None])[:, 0] - whole[:, column]).abs().max() < ROUNDING
+        cached.cache.commit([1])
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "gemma3"])
+def test_a_tree_deeper_than_the_window(name):
+    """The window counts places in the text, and a branch lies in its slots further apart than in the text."""
+    model = model_of(name)
+    cached = CachedModel(model, SlotCache(1, LIMIT), Masks.of(model))
+    parents = [-1, 0, 0, 0, 1, 1, *range(5, 17)]  # the last branch is 15 deep
+    ids = torch.arange(5, 5 + 4 + len(parents))[None]
+    draft = Draft(ids[:, 4:], torch.tensor([len(parents)]), parents=torch.tensor([parents]))
+    cached.prefill(ids[:, :3], None)
+    logits = cached(ids[:, 3:], draft)[0]
+    texts = [ids[0, :4].tolist() + draft.prefix(0, node) for node in range(-1, len(parents))]
+    expected = alone(model, texts)[range(len(texts)), [len(text) - 1 for text in texts]]
+    assert (logits - expected).abs().max() < ROUNDING
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window", "bloom", "gpt_neo"])
 @pytest.mark.parametrize("width", [5, 20])
 def test_from_and_to_a_callers_cache(name, width):
@@ -199,7 +230,7 @@ def test_room_ends_with_the_context(name, limit):
     model = model_of(name)
     masks = Masks.of(model)
     cached = CachedModel(model, SlotCache(2, LIMIT, not masks.trees), masks)
-    assert cached.room([3, 7]) == limit - 7
+    assert cached.room([3, 7, 5]) == limit - 7
     cached.prefill(torch.full((2, 20), 5), None)
     # aligned rows need the slots of the longest one, with its last token, even when it has ended
     assert cached.room([3, 7]) == limit - (7 if masks.trees else 21)

@@ -178,9 +178,10 @@ def test_the_last_token_that_fits_ends_a_row(criteria):
     ours = text([[2, 2]], MaxLengthCriteria(5), END, *criteria)
     assert ours.max_length == 5
     assert ours.room == 3
-    assert ours.extend([[4, 4]], None, None) == [2]
+    assert ours.extend([[4, 3]], None, None) == [2]
     assert not ours.done
     assert ours.room == 1
+    assert ours.last_tokens().tolist() == [[3]]
     assert ours.extend([[4, 4]], None, None) == [1]
     assert ours.done
 
@@ -213,6 +214,11 @@ def test_the_smallest_limit_counts():
 def test_when_rows_must_stay_in_step(rows, criteria, streams, in_step):
     ours = text([[2]] * rows, *criteria, streamer=Streamer() if streams else None)
     assert ours.in_step == (in_step and rows > 1)
+
+
+@pytest.mark.parametrize("written", [EOS, [EOS], torch.tensor(EOS), torch.tensor([EOS])], ids=repr)
+def test_ways_to_write_an_end_token(written):
+    assert text([[2]], LENGTH, EosTokenCriteria(written)).extend([[3, EOS, 3]], None, None) == [2]
 
 
 def test_a_criterion_derived_from_a_known_one_is_not_known():

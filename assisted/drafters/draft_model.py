@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ..cache import SlotCache
 from ..drafts import Draft
 from ..law import probabilities
 from ..quantization import load_quantized
-from ..runtime import CachedModel, Masks, require_rewindable
+from ..runtime import BareModel, CachedModel, Masks, require_rewindable, runs_bare
 from ..text import Text
 from ..vocabulary import find_tokenizer, require_same
 from .base import Call, Target
@@ -70,6 +71,11 @@ class ModelDrafter:
         self.model = model
         self.vocab_size = vocab_size
         self.masks = Masks.of(model)
+
+    @functools.cached_property
+    def runner(self) -> type[CachedModel]:
+        """How the draft is run: where its submodules are all there is to it, without the outer forward."""
+        return BareModel if runs_bare(self.model) else CachedModel
 
     def start(self, call: Call) -> ModelDrafting:
         return ModelDrafting(self, call)
@@ -135,7 +141,7 @@ class ModelDrafting:
         if self.runner is None:
             model = self.drafter.model
             cache = SlotCache(text.rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
-            self.runner = CachedModel(model, cache, self.drafter.masks)
+            self.runner = self.drafter.runner(model, cache, self.drafter.masks)
             prompt = text.ids[:, : text.prompt_length]
             self.runner.prefill(self._readable(prompt), self.call.attention_mask)
         return self.runner

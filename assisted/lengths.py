@@ -133,6 +133,10 @@ def resolve(draft_length: int | str | DraftLength | None) -> DraftLength:
         return Fixed(draft_length)
     if hasattr(draft_length, "start") and not isinstance(draft_length, str):
         return draft_length
+    if draft_length == "adaptive":
+        raise ValueError(
+            'draft_length: "adaptive" is not available in this version; give a number of tokens or "confidence"'
+        )
     raise ValueError(
         f'draft_length: {draft_length!r} is not known; give a number of tokens, "confidence", or a policy such as '
         "assisted.lengths.Confidence(threshold=0.4)"

@@ -27,8 +27,8 @@ from assisted import AssistedModelForCausalLM
 from assisted.comparison import held_out_prompts, repeated_share
 from assisted.lengths import Confidence, Fixed
 
-PEER_SETTINGS = ((20, 0.4), (6, 0.4), (4, 0.4), (5, 0.0), (4, 0.0), (3, 0.0))
-LENGTHS = (Fixed(3), Fixed(4), Fixed(5), Fixed(6), Confidence(0.3, 8), Confidence(0.4, 8), Confidence(0.5, 8))
+PEER_SETTINGS = ((20, 0.4), (6, 0.4), (5, 0.0), (3, 0.0))
+LENGTHS = (Fixed(4), Fixed(6), Confidence(0.3, 8), Confidence(0.4, 8))
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 

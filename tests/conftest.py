@@ -10,10 +10,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import pytest
 import torch
 
 QUANT_BACKENDS = ("bitsandbytes", "optimum.quanto", "torchao")
+
+# the same examples every time: a change that fails is to blame itself
+hypothesis.settings.register_profile("same-examples", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("same-examples")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers that share cores spend their time waiting for each other otherwise

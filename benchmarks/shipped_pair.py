@@ -182,7 +182,7 @@ def markdown(found: dict[str, Any]) -> str:
     """The tables as they stand in README and docs; of each contestant's settings the fastest."""
     lines = [
         f"`python benchmarks/shipped_pair.py`: {found['prompts']} held-out functions cut in the middle, float32, "
-        f"{found['threads']} CPU threads, torch {found['torch']}, transformers {found['transformers']}, all contestants "
+        f"CPU threads: {found['threads']}, torch {found['torch']}, transformers {found['transformers']}, all contestants "
         "interleaved in one run. Ratio: seconds of plain `generate` over seconds, with a 95% bootstrap interval over prompts. "
         "Tokens per pass include the target's own token. Repeated 4-grams: a small model loops, and loops flatter every "
         "drafter.",

@@ -14,7 +14,9 @@ from assisted.cache import SlotCache
 from assisted.drafts import Draft
 from assisted.runtime import CachedModel, Masks, require_rewindable
 
-ROUNDING = 1e-3  # float32 sums in another order; a wrong mask or slot shows at 0.1 and more
+# The models run in float64, since in float32 the same sums in another order come to 1.3e-4 at ill-conditioned places
+# (seen with deepseek_v3). What is left, 2e-5 at most, is what some of them compute in float32 whatever their weights are.
+ROUNDING = 1e-4
 LIMIT = 80
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + REFUSED}
 TREES = ["llama", "mistral-window", "gemma2", "gemma3", "gpt2", "deepseek_v3"]
@@ -25,7 +27,10 @@ any_example = settings(max_examples=25, deadline=None)
 
 @functools.cache
 def model_of(name):
-    return build(BY_NAME[name]).requires_grad_(False)
+    model = build(BY_NAME[name]).double().requires_grad_(False)
+    if name in ("deepseek_v3", "llama4"):
+        model.set_experts_implementation("eager")  # the grouped products have no float64
+    return model
 
 
 def alone(model, texts):
@@ -240,7 +245,7 @@ def test_room_ends_with_the_context(name, limit):
 @pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode"])
 def test_columns_that_do_not_matter_may_lie_behind_the_context(name):
     """These models know no position behind their context's end."""
-    model = build(BY_NAME[name], max_position_embeddings=16).requires_grad_(False)
+    model = build(BY_NAME[name], max_position_embeddings=16).double().requires_grad_(False)
     cached = CachedModel(model, SlotCache(2, LIMIT), Masks.of(model))
     ids = torch.arange(10, 42).view(2, 16)
     cached.prefill(ids[:, :14], None)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .cache import SlotCache, unsupported_layers
 from .drafts import Draft
 
-__all__ = ["BareModel", "CachedModel", "Masks", "require_rewindable", "runs_bare"]
+__all__ = ["BareModel", "CachedModel", "Masks", "is_sum_of_parts", "is_untouched", "require_rewindable"]
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class CachedModel:
 class BareModel(CachedModel):
     """The same through the model's submodules instead of its forward: embedding, layers, norm, head.
 
-    The outer forward of a one-layer model takes as long as its layer. What is computed is checked by `runs_bare`; a
+    The outer forward of a one-layer model takes as long as its layer. What is computed is checked by `is_sum_of_parts`; a
     draft may rely on that, since a wrong draft costs speed only. A target always runs through its own forward.
     """
 
@@ -184,18 +184,18 @@ class BareModel(CachedModel):
         return self.model.lm_head(base.norm(hidden))
 
 
-@torch.no_grad()
-def runs_bare(model: PreTrainedModel) -> bool:
-    """Whether a model is no more than the sum of the submodules that `BareModel` calls: tried on a few tokens.
+def is_untouched(model: PreTrainedModel) -> bool:
+    """Whether calling a model's forward does nothing but run it: no hooks (offloading, counting), no replaced forward."""
+    outer = (model, model.base_model)
+    return not any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in outer)
 
-    Models with hooks (offloading, several devices) or a forward that somebody replaced are left alone.
-    """
+
+@torch.no_grad()
+def is_sum_of_parts(model: PreTrainedModel) -> bool:
+    """Whether a model is no more than the submodules that `BareModel` calls: tried on a few tokens."""
     base, masks = model.base_model, Masks.of(model)
-    parts = all(hasattr(base, name) for name in ("embed_tokens", "rotary_emb", "layers", "norm")) and hasattr(
-        model, "lm_head"
-    )
-    touched = any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in (model, base))
-    if not parts or touched or not masks.trees or len(masks.windows) > 1:
+    parts = all(hasattr(base, name) for name in ("embed_tokens", "rotary_emb", "layers", "norm"))
+    if not parts or not hasattr(model, "lm_head") or not masks.trees or len(masks.windows) > 1:
         return False
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
     logits = []

@@ -18,7 +18,7 @@ from ..cache import SlotCache
 from ..drafts import Draft
 from ..law import probabilities
 from ..quantization import load_quantized
-from ..runtime import BareModel, CachedModel, Masks, require_rewindable, runs_bare
+from ..runtime import BareModel, CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
 from ..text import Text
 from ..vocabulary import find_tokenizer, require_same
 from .base import Call, Target
@@ -73,9 +73,13 @@ class ModelDrafter:
         self.masks = Masks.of(model)
 
     @functools.cached_property
+    def _is_sum_of_parts(self) -> bool:
+        return is_sum_of_parts(self.model)
+
+    @property
     def runner(self) -> type[CachedModel]:
         """How the draft is run: where its submodules are all there is to it, without the outer forward."""
-        return BareModel if runs_bare(self.model) else CachedModel
+        return BareModel if is_untouched(self.model) and self._is_sum_of_parts else CachedModel
 
     def start(self, call: Call) -> ModelDrafting:
         return ModelDrafting(self, call)

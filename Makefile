@@ -23,7 +23,7 @@ help: ## this list
 	@echo
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '!seen[$$0]++ { printf "%-18s %s\n", $$1, $$2 }'
 
-demo: $(VENV)/.demo,quant ## draft and target write held-out code together, then a table
+demo: $(VENV)/.demo ## draft and target write held-out code together, then a table
 	@$(BIN)/assisted demo $(ARGS)
 
 test: $(VENV)/.test ## the tests, without the slow ones
@@ -60,7 +60,7 @@ clean: ## remove the virtual environment and everything built
 	find assisted tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp file per extra (or comma-separated extras): .venv/.test says that `.[test]` is installed.
-$(VENV)/.demo,quant $(VENV)/.test $(VENV)/.docs $(VENV)/.notebooks: $(VENV)/.%: $(VENV)/.torch pyproject.toml constraints.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.notebooks: $(VENV)/.%: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "Installing assisted[$*] ..."
 	@$(PIP) install --quiet -c constraints.txt -e ".[$*]"
 	@touch $@

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _demo(args: argparse.Namespace) -> None:
+    import torch
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that it can do without
+    torch.set_num_threads(args.threads)
     sizes = (args.prompts, args.max_new_tokens, args.repeats, args.seconds)
     if args.json:
         from .comparison import compare
@@ -265,7 +270,13 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = command("demo", _demo, "watch a pair complete code it never saw, then see what that cost")
     _add_model(demo, device="cpu", dtype="float32")
-    demo.add_argument("--prompts", type=int, default=8, help="how many are measured (default: %(default)s)")
+    demo.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="of the CPU; the shipped models are too small for more (default: %(default)s)",
+    )
+    demo.add_argument("--prompts", type=int, default=5, help="how many are measured (default: %(default)s)")
     demo.add_argument("--max-new-tokens", type=int, default=48, help="of each prompt (default: %(default)s)")
     demo.add_argument("--repeats", type=int, default=5, help="timed rounds, at most (default: %(default)s)")
     demo.add_argument("--seconds", type=float, default=36.0, help="for all measuring, about (default: %(default)s)")

@@ -21,6 +21,7 @@ from .comparison import PEER_SETTINGS, PLAIN, Comparison, Prompt, Way, compare, 
 from .drafters import Call, Drafter, Drafting
 from .drafts import Draft
 from .modeling import AssistedModelForCausalLM
+from .quantization import memory_bytes
 from .text import Text
 
 try:
@@ -168,11 +169,13 @@ def _console() -> Console:
 
 def _draw_pair(console: Console, model: AssistedModelForCausalLM) -> None:
     for role, part in (("target", model.target), ("draft ", model.drafter.model)):
-        millions = sum(p.numel() for p in part.parameters()) / 1e6
+        mebibytes = memory_bytes(part) / 2**20
         layers = part.config.get_text_config(decoder=True).num_hidden_layers
         shipped = {zoo.folder(name): f"zoo:{name}" for name in zoo.NAMES}
         name = shipped.get(part.name_or_path, part.name_or_path)
-        console.print(f"{role}  {name}: {millions:.1f} M parameters, {layers} layers", style=READ)
+        quantization = getattr(model.spec, "quantization", None) if role != "target" else None
+        bits = f" in {quantization}" if isinstance(quantization, str) else ""
+        console.print(f"{role}  {name}{bits}: {layers} layers, {mebibytes:.1f} MiB", style=READ)
 
 
 def _draw_live(console: Console, model: AssistedModelForCausalLM, prompt: Prompt, new_tokens: int) -> None:

@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 def _demo(args: argparse.Namespace) -> None:
     import torch
 
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that it can do without
+    # it warns of kernels that it can do without
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     torch.set_num_threads(args.threads)
     sizes = (args.prompts, args.max_new_tokens, args.repeats, args.seconds)
     if args.json:

@@ -46,14 +46,24 @@ def require_same(
             f"draft: its vocabulary has {sizes[1]} entries, the target's {sizes[0]}, and without both tokenizers it can't "
             f"be told whether one is a padded form of the other. Pass {missing}=AutoTokenizer.from_pretrained(...)."
         )
+    # Added tokens may differ between the models of a family, as long as those that both have agree. A smaller vocabulary
+    # learned from the same text is another tokenizer although its ids agree: it cuts the text into other pieces.
     ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
-    if all(theirs.get(token) == number for token, number in ours.items() if number < min(sizes)):
+    agree = all(theirs.get(token, number) == number for token, number in ours.items())
+    if agree and _learned(target_tokenizer) == _learned(draft_tokenizer):
         return
     shared = sum(token in ours for token in theirs)
     problem = (
-        "shares no token with the target's" if shared == 0 else f"gives other ids than the target's ({shared} shared)"
+        "shares no token with the target's"
+        if shared == 0
+        else (f"gives other ids than the target's, or knows other tokens ({shared} of {len(ours)} shared)")
     )
     raise ValueError(
         f"draft: its tokenizer {problem}. Drafting across tokenizers is not available yet; choose a draft trained with the "
         "target's tokenizer, such as a smaller model of the same family."
     )
+
+
+def _learned(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The tokens of the vocabulary itself, those added later left out."""
+    return tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assisted import zoo
+from assisted import AssistedModelForCausalLM, zoo
 from assisted.zoo import corpus, recipe, train
 from assisted.zoo.recipe import RECIPES, Phase, Recipe
 
@@ -396,3 +396,9 @@ def test_losses_are_means_over_tokens():
         p, q = model.lm_head(other).softmax(-1), model.lm_head(hidden).softmax(-1)
         expected = (p * (p / q).log()).sum(-1).mean() + 0.5 * (p - q).abs().sum(-1).mean()
         torch.testing.assert_close(train.distillation_loss(model, hidden, model, other), expected)
+
+
+def test_the_draft_with_a_tokenizer_of_its_own_is_told_apart():
+    """Its vocabulary is the beginning of the target's, learned from the same text: equal ids, other pieces."""
+    with pytest.raises(ValueError, match="tokenizer"):
+        AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft-other-tokenizer")

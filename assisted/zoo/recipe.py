@@ -39,6 +39,7 @@ class Recipe:
         matrix_lr, other_lr: peak rates of Muon (the layers' matrices) and AdamW (embedding, norms).
         warmup, decay: shares of all steps over which the rate rises and falls linearly.
         seed: of the weights and of the order of the text.
+        pieces: a regular expression whose matches no token crosses; None takes GPT-2's.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Recipe:
     warmup: float = 0.03
     decay: float = 0.45
     seed: int = 2024
+    pieces: str | None = None
 
     @property
     def steps(self) -> int:
@@ -100,5 +102,6 @@ OTHER_DRAFT = Recipe(
     heads=2,
     kv_heads=1,
     phases=(Phase(1000, 16, 256), Phase(60, 4, 1024)),
+    pieces=r"\s+|\w+|[^\w\s]+",  # spaces are tokens of their own: text falls apart elsewhere than in the target
 )
 RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT, OTHER_DRAFT)}

@@ -33,12 +33,20 @@ CHECKPOINT_EVERY = 100  # steps
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def train_tokenizer(vocab_size: int, folder: Path) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` entries learned from the training text, saved to `folder`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def train_tokenizer(vocab_size: int, folder: Path, pieces: str | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `vocab_size` entries learned from the training text, saved to `folder`.
+
+    pieces: a regular expression whose matches no token crosses; None takes GPT-2's.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pieces is None)
+    if pieces is None:
+        tokenizer.pre_tokenizer = to_bytes
+    else:
+        cut = pre_tokenizers.Split(Regex(pieces), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -282,7 +290,7 @@ def _tokenizer(recipe: Recipe, out: Path) -> PreTrainedTokenizerFast:
         return tokenizer
     if (folder / "tokenizer.json").exists():
         return AutoTokenizer.from_pretrained(folder)
-    return train_tokenizer(recipe.vocab_size, folder)
+    return train_tokenizer(recipe.vocab_size, folder, recipe.pieces)
 
 
 def _save_checkpoint(path: Path, model: LlamaForCausalLM, rules: list[torch.optim.Optimizer], step: int) -> None:

@@ -38,7 +38,7 @@ def decode(
 
     logits: [B, 1, V], the target's after the prompt. They judge the empty draft, which yields the first token.
     """
-    judge = _judge_in_step if law.in_order or text.in_step else _judge
+    judge = _judge_in_step if law.in_order or text.in_step or (target.in_step and text.rows > 1) else _judge
     earlier = target.cache.known[0] - text.lengths[0]  # columns of a past that the text does not repeat
     judge(Draft.empty(text.rows, text.ids.device), logits, law, text)
     while not text.done:
@@ -51,13 +51,12 @@ def decode(
         used = [0 if ended else 1 + draft.width for ended in text.ended]
         logits = target(torch.cat([text.last_tokens(), draft.tokens], 1), draft, used).to(text.ids.device)
         outcome = judge(draft, logits, law, text)
+        target.commit(outcome.kept, outcome.path)
         seconds = (drafted - started, time.perf_counter() - drafted)
-        target.cache.commit(outcome.kept, outcome.path)
-        if drafting is not None:
-            drafting.observe(draft, outcome.accepted)
+        drafting = _learn(drafting, draft, logits, outcome.accepted)
         counts = [(outcome.drafted[row], outcome.accepted[row], outcome.kept[row]) for row in unfinished]
         recorder.round(counts, *seconds)
-        length.observe([(proposed, accepted) for proposed, accepted, _ in counts], *seconds)
+        length.observe(counts, *seconds)
         if CHECK_INVARIANTS:
             _check(target, text, earlier)
 
@@ -80,9 +79,24 @@ def _propose(drafting: Drafting | None, text: Text, budget: int) -> tuple[Draft,
             return drafting.propose(text, budget), drafting
         except Exception as error:
             # The drafter is somebody's model on somebody's device: whatever it raises, the target can go on.
-            warnings.warn(f"Drafting failed ({type(error).__name__}: {error}); decoding plainly.", stacklevel=2)
+            _give_up(error)
             drafting = None
     return Draft.empty(text.rows, text.ids.device), drafting
+
+
+def _learn(drafting: Drafting | None, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> Drafting | None:
+    """Tell the drafter what became of its draft; one that fails here is done with, too."""
+    if drafting is not None:
+        try:
+            drafting.observe(draft, logits, accepted)
+        except Exception as error:
+            _give_up(error)
+            drafting = None
+    return drafting
+
+
+def _give_up(error: Exception) -> None:
+    warnings.warn(f"Drafting failed ({type(error).__name__}: {error}); decoding plainly.", stacklevel=3)
 
 
 def _judge(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> _Outcome:

@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from . import zoo
+from .cache import SlotCache
 from .comparison import PEER_SETTINGS, PLAIN, Comparison, Prompt, Way, compare, held_out_prompts
 from .drafters import Call, Drafter, Drafting
 from .drafts import Draft
 from .modeling import AssistedModelForCausalLM
 from .quantization import memory_bytes
+from .runtime import CachedModel, Masks
 from .text import Text
 
 try:
@@ -89,7 +92,7 @@ def show(
 
 
 @dataclass
-class Watch:
+class Watch(Drafter):
     """Sees one row's `generate` from both sides: what is drafted, as the drafter, what is committed, as the streamer.
 
     Args:
@@ -116,6 +119,9 @@ class Watch:
 
     def start(self, call: Call) -> Drafting:
         return _Watched(self, self.drafter.start(call))
+
+    def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> CachedModel:
+        return self.drafter.run_target(model, cache, masks)
 
     def put(self, tokens: torch.Tensor) -> None:
         if not self._reading:
@@ -145,7 +151,7 @@ class Watch:
         self._arrived = self._arrived[count:]
 
 
-class _Watched:
+class _Watched(Drafting):
     def __init__(self, watch: Watch, drafting: Drafting):
         self.watch = watch
         self.drafting = drafting
@@ -155,8 +161,8 @@ class _Watched:
         self.watch.proposed(draft.tokens[0, : int(draft.lengths[0])].tolist())
         return draft
 
-    def observe(self, draft: Draft, accepted: list[int]) -> None:
-        self.drafting.observe(draft, accepted)
+    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+        self.drafting.observe(draft, logits, accepted)
         self.watch.judged(accepted[0])
 
 
@@ -169,6 +175,8 @@ def _console() -> Console:
 
 def _draw_pair(console: Console, model: AssistedModelForCausalLM) -> None:
     for role, part in (("target", model.target), ("draft ", model.drafter.model)):
+        if part is None:
+            continue
         mebibytes = memory_bytes(part) / 2**20
         layers = part.config.get_text_config(decoder=True).num_hidden_layers
         shipped = {zoo.folder(name): f"zoo:{name}" for name in zoo.NAMES}

@@ -14,34 +14,40 @@ import torch
 __all__ = ["Confidence", "DraftLength", "Fixed", "Length", "resolve"]
 
 
-class Length(Protocol):
-    """A policy at work on one batch."""
+class Length:
+    """A policy at work during one `generate`. What it does not override, it does not care about."""
+
+    needs_law = False
+    """Whether `go_on` looks at the law; a policy that does not spares the draft a softmax and a synchronisation."""
+
+    predicted_speedup: float | None = None
+    """Against plain decoding, for the draft lengths it chooses; None where nothing is predicted."""
 
     def budget(self) -> int:
-        """The most tokens to draft this round; 0 decodes one token plainly."""
-        ...
+        """The most tokens to draft this round; 0 decodes one token plainly. Called once, at the start of every round."""
+        raise NotImplementedError
 
-    def go_on(self, position: int, q_max: torch.Tensor) -> torch.Tensor:
-        """Which rows propose a token at `position` (0-based), given the largest probability of the draft's law there.
+    def another(self, position: int) -> bool:
+        """Whether to run the draft for one more token, at `position` (0-based, at least 1). Asked before its forward."""
+        return True
 
-        q_max: [B] float32. Returns [B] bool. Never called for position 0.
+    def go_on(self, position: int, q: torch.Tensor) -> torch.Tensor:
+        """Which rows propose a token at `position` (0-based). Asked before it is drawn from q, and only if `needs_law`.
+
+        q: [B, V] float32, the draft's law there. Returns [B] bool. Rows that said no once are not asked again.
         """
-        ...
+        return q.new_ones(len(q), dtype=torch.bool)
 
-    def needs_confidence(self) -> bool:
-        """Whether `go_on` looks at `q_max`; a policy that does not spares the draft a softmax and a synchronisation."""
-        ...
-
-    def observe(self, rows: list[tuple[int, int]], draft_seconds: float, verify_seconds: float) -> None:
-        """What became of the round: tokens drafted and accepted in each unfinished row, and what the two steps took."""
-        ...
+    def observe(self, rows: list[tuple[int, int, int]], draft_seconds: float, verify_seconds: float) -> None:
+        """What became of the round: tokens drafted, accepted and committed in each unfinished row, and what the two steps
+        took. Called after every round, those without a draft included."""
 
 
 class DraftLength(Protocol):
     """What a caller passes as `draft_length`: immutable, shared between calls."""
 
-    def start(self) -> Length:
-        """The policy's memory for one `generate`."""
+    def start(self, earlier: Length | None = None) -> Length:
+        """The policy's memory for one `generate`. earlier: the one of the model's last call with this policy, if any."""
         ...
 
 
@@ -61,7 +67,7 @@ class Fixed:
                 f"draft_length: {self.tokens} is not possible; draft at least 1 token, or pass assisted=False"
             )
 
-    def start(self) -> Length:
+    def start(self, earlier: Length | None = None) -> Length:
         return _Fixed(self)
 
 
@@ -84,42 +90,31 @@ class Confidence:
         if self.maximum < 1:
             raise ValueError(f"maximum: {self.maximum} is not possible; draft at least 1 token")
 
-    def start(self) -> Length:
+    def start(self, earlier: Length | None = None) -> Length:
         return _Confidence(self)
 
 
-class _Fixed:
+class _Fixed(Length):
     def __init__(self, policy: Fixed):
         self.policy = policy
 
     def budget(self) -> int:
         return self.policy.tokens
 
-    def needs_confidence(self) -> bool:
-        return False
 
-    def go_on(self, position: int, q_max: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(q_max, dtype=torch.bool)
+class _Confidence(Length):
+    needs_law = True
 
-    def observe(self, rows: list[tuple[int, int]], draft_seconds: float, verify_seconds: float) -> None:
-        pass
-
-
-class _Confidence:
     def __init__(self, policy: Confidence):
         self.policy = policy
 
     def budget(self) -> int:
         return self.policy.maximum
 
-    def needs_confidence(self) -> bool:
-        return True
-
-    def go_on(self, position: int, q_max: torch.Tensor) -> torch.Tensor:
-        return q_max >= self.policy.threshold
-
-    def observe(self, rows: list[tuple[int, int]], draft_seconds: float, verify_seconds: float) -> None:
-        pass
+    def go_on(self, position: int, q: torch.Tensor) -> torch.Tensor:
+        if position == 0:  # one token is always proposed
+            return super().go_on(position, q)
+        return q.amax(-1) >= self.policy.threshold
 
 
 def resolve(draft_length: int | str | DraftLength | None) -> DraftLength:

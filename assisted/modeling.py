@@ -94,6 +94,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self.tokenizer = tokenizer
         self.name_or_path = target.name_or_path
         self.report: Report | None = None
+        self._length: tuple[lengths.DraftLength, lengths.Length] | None = None  # of the last call: what it measured
         self._recorded = Recorder()
         self.training = target.training
 
@@ -135,7 +136,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
             folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, **_only(hub, *_SNAPSHOT)))
             path = str(folder / "target")
             if draft is None:
-                draft = _saved_spec(config, folder)
+                draft = drafters.read(config.draft, folder)
             if draft_length is None:
                 policy = lengths.from_dict(config.draft_length)
             kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
@@ -192,7 +193,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         drafter = spec.load(Target(target, tokenizer, path), dtype=target.dtype, **placed, **hub)
         config = AssistedConfig(
             target=target.config,
-            draft=_written(spec),
+            draft=drafters.written(spec),
             draft_length=lengths.to_dict(policy),
             architectures=[cls.__name__],
             dtype=target.dtype,
@@ -307,7 +308,15 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the target and the draft as they are stored."""
-        return memory_bytes(self.target) + memory_bytes(self.drafter.model)
+        draft = self.drafter.model
+        return memory_bytes(self.target) + (0 if draft is None else memory_bytes(draft))
+
+    def _start_length(self, policy: lengths.DraftLength) -> lengths.Length:
+        """The policy's memory for a call; it may build on what the last call with the same policy measured."""
+        earlier = self._length[1] if self._length is not None and self._length[0] == policy else None
+        length = policy.start(earlier)
+        self._length = (policy, length)
+        return length
 
     def _seam(self) -> Any:
         """The target under a class whose sampling loop is ours: another object with the same attributes."""
@@ -412,12 +421,14 @@ def _extend(
     logits = _read_prompt(seam, input_ids, generation_config, model_kwargs)
     cache.begin_rounds()
     call.recorder.verify_seconds = time.perf_counter() - started
-    length = call.policy.start()
+    length = call.model._start_length(call.policy)
     own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
-    drafting = call.model.drafter.start(Call(own_mask, law.for_draft(), length, text.max_length))
-    target = CachedModel(seam, cache, masks)
+    drafter = call.model.drafter
+    target = drafter.run_target(seam, cache, masks)
+    drafting = drafter.start(Call(own_mask, law.for_draft(), length, text.max_length, target))
     decode(target, drafting, text, law, length, logits, call.recorder)
     call.recorder.row_tokens = list(text.row_tokens)
+    call.recorder.predicted_speedup = length.predicted_speedup
     return text, target
 
 
@@ -504,25 +515,6 @@ def _with_dtype(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _only(values: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
-
-
-def _written(spec: Spec) -> dict[str, Any]:
-    """A spec as config.json holds it; the model itself lies in `draft/`."""
-    name = next(name for name, kind in drafters.METHODS.items() if isinstance(spec, kind))
-    quantization = getattr(spec, "quantization", None)
-    if quantization is not None and not isinstance(quantization, (str, dict)):
-        quantization = quantization.to_dict()
-    return {"method": name, "quantization": quantization}
-
-
-def _saved_spec(config: AssistedConfig, folder: Path) -> Spec:
-    fields = dict(config.draft or {})
-    method = drafters.METHODS.get(fields.pop("method", ""))
-    if method is None:
-        raise ValueError(f"draft: this version does not know the saved method {config.draft!r}; pass draft=")
-    if method is DraftModel:
-        return DraftModel(str(folder / "draft"), fields.get("quantization"))
-    return method(**fields)
 
 
 AutoConfig.register("assisted", AssistedConfig)

@@ -64,6 +64,8 @@ class CachedModel:
         masks: what it reads, `Masks.of(model)`.
     """
 
+    in_step = False  # whether all rows of a batch must keep the same number of columns
+
     def __init__(self, model: PreTrainedModel, cache: SlotCache, masks: Masks):
         self.model = model
         self.cache = cache
@@ -90,7 +92,7 @@ class CachedModel:
         return logits
 
     def __call__(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
-        """One forward over n columns behind each row's length; nothing is kept before `cache.commit`.
+        """One forward over n columns behind each row's length; nothing is kept before `commit`.
 
         ids: [B, n] int64, the last committed token and then the draft's tokens. draft: its tree, if it is no chain.
         used: how many columns of each row matter, None for all; the others may lie behind the end of the context.
@@ -107,6 +109,10 @@ class CachedModel:
         elif width > 1 or cache.rows > 1 or cache.visible is not None or set(self.masks.windows.values()) != {None}:
             kwargs["attention_mask"] = self._masks(depths, draft)
         return self._forward(ids, kwargs)
+
+    def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
+        """Keep `counts[b]` of the columns of the last forward: its first ones, or those of a tree's accepted `path`."""
+        self.cache.commit(counts, path)
 
     def room(self, lengths: list[int]) -> int:
         """Positions left behind the longest of these texts before the model's context ends."""

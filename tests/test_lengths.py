@@ -80,25 +80,33 @@ def test_saving_a_default_and_what_is_not_ours():
     assert fields == {"policy": "oracle", "depth": 3}
 
 
+def law_of(*largest):
+    """[B, 4]: a law for each row whose largest probability is the given one."""
+    q = torch.tensor(largest)[:, None]
+    return torch.cat([q, (1 - q).expand(-1, 3) / 3], 1)
+
+
 def test_fixed_always_goes_on():
     length = Fixed(3).start()
     assert length.budget() == 3
-    assert not length.needs_confidence()
-    length.observe([(3, 0), (3, 0)], 1.0, 1.0)
+    assert not length.needs_law
+    length.observe([(3, 0, 1), (3, 0, 1)], 1.0, 1.0)
     assert length.budget() == 3
-    assert length.go_on(1, torch.tensor([0.0, 1.0])).tolist() == [True, True]
+    assert length.another(2)
+    assert length.go_on(1, law_of(0.25, 1.0)).tolist() == [True, True]
 
 
 @pytest.mark.parametrize(("threshold", "goes_on"), [(0.0, [1, 1, 1, 1]), (0.5, [0, 1, 1, 1]), (1.0, [0, 0, 0, 1])])
 def test_confidence_stops_below_its_threshold(threshold, goes_on):
     length = Confidence(threshold, maximum=6).start()
     assert length.budget() == 6
-    assert length.needs_confidence()
-    length.observe([(6, 0)], 1.0, 1.0)
+    assert length.needs_law
+    length.observe([(6, 0, 1)], 1.0, 1.0)
     assert length.budget() == 6
-    q_max = torch.tensor([0.25, 0.5, 0.75, 1.0])  # each row on its own
+    q = law_of(0.25, 0.5, 0.75, 1.0)  # each row on its own
+    assert length.go_on(0, q).all()  # one token is always proposed
     for position in (1, 5):
-        assert length.go_on(position, q_max).tolist() == [bool(flag) for flag in goes_on]
+        assert length.go_on(position, q).tolist() == [bool(flag) for flag in goes_on]
 
 
 @pytest.mark.parametrize("policy", [Fixed(2), Confidence()])

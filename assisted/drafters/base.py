@@ -1,6 +1,6 @@
 """What every method of drafting offers: a spec (how a caller names it), a drafter (what it loaded), a drafting (one call).
 
-Knows drafts and the text they continue; nothing of how a draft is verified.
+Knows drafts, the text they continue and the model that will judge them; nothing of how a draft is verified.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..cache import SlotCache
 from ..drafts import Draft
 from ..law import Law
 from ..lengths import Length
+from ..runtime import CachedModel, Masks
 from ..text import Text
 
 __all__ = ["Call", "Drafter", "Drafting", "Spec", "Target"]
@@ -43,37 +45,46 @@ class Call:
         law: how the target's logits become a token; what only committed prefixes may be shown to is left out.
         length: when to stop drafting.
         limit: the most tokens a row may come to hold.
+        target: the target as it is run in this call, with the KV of all committed tokens but the last; for drafters
+            that draft with parts of it. Whatever they write behind the committed slots they must forget again
+            (`cache.rewind`) before they return or raise.
     """
 
     attention_mask: torch.Tensor | None
     law: Law
     length: Length
     limit: int
+    target: CachedModel
 
 
-class Drafting(Protocol):
+class Drafting:
     """The state of one drafter during one `generate`."""
 
     def propose(self, text: Text, budget: int) -> Draft:
         """At most `budget` (at least 1) nodes a row behind the committed text, on the text's device."""
-        ...
+        raise NotImplementedError
 
-    def observe(self, draft: Draft, accepted: list[int]) -> None:
-        """How many tokens of each row's last draft became text."""
-        ...
+    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+        """What became of the last draft: called after every round, those without a draft included.
+
+        draft: what was verified. logits: [B, n + 1, V], the target's: column 0 after the last committed token, column
+        i + 1 after node i. accepted: how many tokens of each row's draft became text.
+        """
 
 
-class Drafter(Protocol):
-    """A loaded method, shared by all calls; it keeps no state of any of them."""
+class Drafter:
+    """A loaded method, shared by all calls; it keeps nothing of one call that could change the law of another."""
 
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model that drafts; it moves with the target and is saved beside it."""
-        ...
+    model: PreTrainedModel | None = None
+    """A model of its own that drafts, if it has one: it moves with the target and is saved beside it."""
 
     def start(self, call: Call) -> Drafting:
         """The state for one `generate`. Cheap: work is done in `propose`, where a failure costs speed only."""
-        ...
+        raise NotImplementedError
+
+    def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> CachedModel:
+        """How the target is run while this drafts for it; drafters that share its passes have a way of their own."""
+        return CachedModel(model, cache, masks)
 
 
 class Spec(Protocol):

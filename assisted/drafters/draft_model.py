@@ -21,7 +21,7 @@ from ..quantization import load_quantized
 from ..runtime import BareModel, CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
 from ..text import Text
 from ..vocabulary import find_tokenizer, require_same
-from .base import Call, Target
+from .base import Call, Drafter, Drafting, Target
 
 __all__ = ["DraftModel", "ModelDrafter"]
 
@@ -59,13 +59,15 @@ class DraftModel:
         return ModelDrafter(model, target.model.config.get_text_config(decoder=True).vocab_size)
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A causal LM that drafts chains.
 
     Args:
         model: the draft, not changed. Its vocabulary is the target's, up to padding rows at the end.
         vocab_size: columns of the target's logits.
     """
+
+    model: PreTrainedModel
 
     def __init__(self, model: PreTrainedModel, vocab_size: int):
         self.model = model
@@ -85,7 +87,7 @@ class ModelDrafter:
         return ModelDrafting(self, call)
 
 
-class ModelDrafting:
+class ModelDrafting(Drafting):
     """The draft's slots during one `generate`.
 
     Invariant before each round: row b's slots hold the KV of its first `cache.lengths[b]` tokens, a prefix of the
@@ -114,26 +116,27 @@ class ModelDrafting:
         best: list[torch.Tensor] = []
         for position in range(budget):
             scores = self._scores(logits, text, draft)
-            q = probabilities(scores) if law.do_sample or length.needs_confidence() else None
-            if position and length.needs_confidence():
-                assert q is not None
-                going = going & length.go_on(position, q.amax(-1))
-                if not going.any():
-                    break
             score, token = scores.max(-1)
             best.append(score)
+            q = probabilities(scores) if law.do_sample or length.needs_law else None
+            if q is not None and length.needs_law:
+                going = going & length.go_on(position, q)
+                if not going.any():
+                    break
             going = going & score.isfinite()  # nothing is drawn from a law that allows only what the draft lacks
             if law.do_sample and q is not None:
                 token = acceptance.sample(q)
                 laws.append(q)
             draft = Draft(torch.cat([draft.tokens, token[:, None]], 1), draft.lengths + going)
-            if position + 1 < budget:
+            if position + 1 < budget and length.another(position + 1):
                 logits = runner(self._readable(token[:, None]), used=[int(not ended) for ended in text.ended])[:, -1]
                 cache.commit([1] * text.rows)
+            else:
+                break
         self.broken = torch.stack(best).isnan().any()
         return Draft(draft.tokens, draft.lengths, torch.stack(laws, 1)) if laws else draft
 
-    def observe(self, draft: Draft, accepted: list[int]) -> None:
+    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
         """Rewind to what became text. The last drafted token was never read: after full acceptance it still has no KV."""
         if self.runner is None or draft.width == 0:
             return

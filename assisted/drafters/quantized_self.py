@@ -24,6 +24,11 @@ class QuantizedSelf:
 
     quantization: Any = "nf4"
 
+    @classmethod
+    def named(cls, rest: str) -> QuantizedSelf:
+        """The spec behind `"self:nf4"`."""
+        return cls(rest or "nf4")
+
     def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
         """Quantize the target in memory; the target itself is untouched.
 

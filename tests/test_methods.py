@@ -1,0 +1,70 @@
+"""Every method over every architecture: token for token what plain `generate` says, one row and a ragged batch."""
+
+import warnings
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, build, random_ids
+from methods import METHODS
+from pairs import ENDS
+from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_law, p_value, tiny
+from test_sampling import NEW_TOKENS as SAMPLED
+
+from assisted import AssistedModelForCausalLM, decoding
+
+NEW_TOKENS = 24
+CALL = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch):
+    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+
+
+def assisted_without_fallback(model, ids, **kwargs):
+    """What the pair says; decoding plainly after a failed draft is an error here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*[Pp]lainly.*")
+        return model.generate(ids, **kwargs)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda a: a.name)
+def architecture(request):
+    return request.param
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_equals_plain(architecture, method):
+    target = build(architecture)
+    if method.refuses(architecture):
+        with pytest.raises(ValueError, match=r"draft|target"):
+            AssistedModelForCausalLM.from_models(target, draft=method.draft(target))
+        return
+    model = AssistedModelForCausalLM.from_models(target, draft=method.draft(target), draft_length=4)
+    one = random_ids(target, 1, 20, seed=20)
+    plain = target.generate(one, **CALL, eos_token_id=None)
+    assert assisted_without_fallback(model, one, **CALL, eos_token_id=None).tolist() == plain.tolist()
+
+    four = random_ids(target, 4, 12, seed=4)
+    mask = torch.ones_like(four)
+    for row in range(4):
+        mask[row, : 2 * row] = 0
+    four = four.where(mask.bool(), 0)
+    plain = target.generate(four, attention_mask=mask, **CALL, eos_token_id=ENDS)
+    ours = assisted_without_fallback(model, four, attention_mask=mask, **CALL, eos_token_id=ENDS)
+    assert ours.tolist() == plain.tolist()
+    if method.accepts:
+        assert model.totals.accepted > 0
+
+
+@pytest.mark.parametrize("setting", [{}, {"temperature": 0.6, "top_p": 0.9}], ids=["plain", "temperature and top-p"])
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_sampling_follows_the_targets_law(method, setting):
+    target = tiny(0)
+    model = AssistedModelForCausalLM.from_models(target, draft=method.draft(target), draft_length=2)
+    torch.manual_seed(21)
+    kwargs = {"top_k": 0} | setting
+    ids = model.generate(
+        PROMPT, max_new_tokens=SAMPLED, do_sample=True, num_return_sequences=SEQUENCES, draft_length=2, **kwargs
+    )
+    assert p_value(counts(ids), exact_law(target, **kwargs)) > ALPHA

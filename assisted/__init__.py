@@ -2,13 +2,15 @@
 
 from . import acceptance, lengths, report, zoo
 from .configuration import AssistedConfig
-from .drafters import DraftModel, QuantizedSelf
+from .drafters import Combined, DraftModel, Merged, QuantizedSelf
 from .modeling import AssistedModelForCausalLM
 
 __all__ = [
     "AssistedConfig",
     "AssistedModelForCausalLM",
+    "Combined",
     "DraftModel",
+    "Merged",
     "QuantizedSelf",
     "acceptance",
     "lengths",

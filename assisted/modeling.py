@@ -87,7 +87,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
     ):
         super().__init__(config)
         self.target = target
-        self.draft_model = drafter.model  # registered, so that .to() and .eval() reach it
+        self.draft_models = torch.nn.ModuleList(drafter.models)  # registered, so that .to() and .eval() reach them
         self.spec = spec
         self.drafter = drafter
         self.draft_length = draft_length
@@ -274,12 +274,12 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder / "target")
-        if isinstance(self.spec, DraftModel):
-            source = zoo.resolve(self.spec.model) if isinstance(self.spec.model, str) else None
-            save_quantized(self.drafter.model, folder / "draft", source=source)
-            tokenizer = self.spec.tokenizer or find_tokenizer(source) or self.tokenizer
+        for name, spec, drafter in drafters.with_models(self.spec, self.drafter):
+            source = zoo.resolve(spec.model) if isinstance(spec.model, str) else None
+            save_quantized(drafter.models[0], folder / name, source=source)
+            tokenizer = spec.tokenizer or find_tokenizer(source) or self.tokenizer
             if tokenizer is not None:
-                tokenizer.save_pretrained(folder / "draft")
+                tokenizer.save_pretrained(folder / name)
         self.config.save_pretrained(folder)
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
@@ -308,8 +308,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the target and the draft as they are stored."""
-        draft = self.drafter.model
-        return memory_bytes(self.target) + (0 if draft is None else memory_bytes(draft))
+        return sum(map(memory_bytes, [self.target, *self.drafter.models]))
 
     def _start_length(self, policy: lengths.DraftLength) -> lengths.Length:
         """The policy's memory for a call; it may build on what the last call with the same policy measured."""
@@ -425,7 +424,7 @@ def _extend(
     own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
     drafter = call.model.drafter
     target = drafter.run_target(seam, cache, masks)
-    drafting = drafter.start(Call(own_mask, law.for_draft(), length, text.max_length, target))
+    drafting = drafter.start(Call(own_mask, law.for_draft(), length, call.policy, text.max_length, target))
     decode(target, drafting, text, law, length, logits, call.recorder)
     call.recorder.row_tokens = list(text.row_tokens)
     call.recorder.predicted_speedup = length.predicted_speedup

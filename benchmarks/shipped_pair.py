@@ -36,10 +36,10 @@ def peer(model: AssistedModelForCausalLM, setting: tuple[int, float], **kwargs: 
     """transformers' assisted generation; it reads its setting from the draft's generation config."""
 
     def run(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        config = model.draft_model.generation_config
+        config = model.drafter.model.generation_config
         config.num_assistant_tokens, config.assistant_confidence_threshold = setting
         config.num_assistant_tokens_schedule = "constant"
-        return model.target.generate(ids, attention_mask=mask, assistant_model=model.draft_model, **kwargs)
+        return model.target.generate(ids, attention_mask=mask, assistant_model=model.drafter.model, **kwargs)
 
     return run
 
@@ -120,7 +120,7 @@ def counts(
 def measure(prompts: int, repeats: int, peers: bool) -> dict[str, Any]:
     model = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft", dtype=torch.float32)
     model.target.generation_config.eos_token_id = None  # everybody writes the same number of tokens
-    model.draft_model.generation_config.eos_token_id = None
+    model.drafter.model.generation_config.eos_token_id = None
     texts = list(islice(held_out_prompts(model.tokenizer), 2 * prompts))
     single = [(p.ids, torch.ones_like(p.ids)) for p in texts[:prompts]]
     batches = []

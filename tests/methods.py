@@ -12,6 +12,8 @@ from typing import Any
 from architectures import Architecture, half_right
 from transformers import PreTrainedModel
 
+from assisted import Merged
+
 __all__ = ["METHODS", "Method"]
 
 
@@ -34,4 +36,5 @@ class Method:
 
 METHODS = [
     Method("draft-model", half_right),
+    Method("merged", lambda target: Merged((half_right(target), half_right(target, 2)))),
 ]

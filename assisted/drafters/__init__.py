@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from transformers import PreTrainedModel
 
 from .base import Call, Drafter, Drafting, Spec, Target
+from .combined import Combined
 from .draft_model import DraftModel, ModelDrafter
+from .merged import Merged
 from .quantized_self import QuantizedSelf
 
 __all__ = [
     "METHODS",
     "Call",
+    "Combined",
     "DraftModel",
     "Drafter",
     "Drafting",
+    "Merged",
     "ModelDrafter",
     "QuantizedSelf",
     "Spec",
     "Target",
     "parse",
     "read",
+    "with_models",
     "written",
 ]
 
-METHODS: dict[str, type[Any]] = {"draft-model": DraftModel, "self": QuantizedSelf}
+METHODS: dict[str, type[Any]] = {
+    "draft-model": DraftModel,
+    "self": QuantizedSelf,
+    "combined": Combined,
+    "merged": Merged,
+}
 """Every method by the name that a string begins with and config.json holds. `METHODS[name].named(rest)` is the spec behind
 `"name:rest"`; a name that takes no string has no `named`."""
 
@@ -48,7 +59,8 @@ def parse(draft: Any, quantization: Any = None) -> Spec:
             "'self:nf4' for a quantized copy of the target."
         )
     spec = _parse(draft, quantization)
-    if quantization is not None and not isinstance(spec, DraftModel):
+    loaded = spec.drafters if isinstance(spec, Combined) else (spec,)
+    if quantization is not None and not any(isinstance(part, DraftModel) for part in loaded):
         raise ValueError(f"draft_quantization: {draft!r} loads no model of its own that could be quantized")
     return spec
 
@@ -60,6 +72,8 @@ def _parse(draft: Any, quantization: Any) -> Spec:
                 f"draft_quantization: write it into the spec, {type(draft).__name__}(..., quantization=...)"
             )
         return draft
+    if isinstance(draft, (list, tuple)):
+        return Combined(tuple(_parse(part, quantization) for part in draft))
     if isinstance(draft, PreTrainedModel):
         if quantization is not None:
             raise ValueError(
@@ -83,22 +97,37 @@ def _is_spec(draft: Any) -> TypeGuard[Spec]:
     return isinstance(draft, tuple(METHODS.values()))
 
 
-def written(spec: Spec) -> dict[str, Any]:
-    """A spec as config.json holds it. Models are no part of it: they are saved beside it."""
+def written(spec: Spec, folder: str = "draft") -> dict[str, Any]:
+    """A spec as config.json holds it. A draft model is no part of it: it is saved beside it, in `folder`."""
     name = next(name for name, kind in METHODS.items() if isinstance(spec, kind))
-    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}  # type: ignore[arg-type]
     if isinstance(spec, DraftModel):
-        fields = {"quantization": spec.quantization}
+        fields: dict[str, Any] = {"folder": folder, "quantization": spec.quantization}
+    elif isinstance(spec, (Combined, Merged)):
+        parts = [written(parse(part), f"{folder}-{place}") for place, part in enumerate(spec.drafters)]
+        return {"method": name, "drafters": parts}
+    else:
+        fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}  # type: ignore[arg-type]
     plain = {key: value.to_dict() if hasattr(value, "to_dict") else value for key, value in fields.items()}
     return {"method": name, **plain}
 
 
+def with_models(spec: Spec, drafter: Drafter, folder: str = "draft") -> Iterator[tuple[str, DraftModel, Drafter]]:
+    """Every draft model of a spec, with the folder that `written` names for it and what was loaded."""
+    if isinstance(spec, DraftModel):
+        yield folder, spec, drafter
+    elif isinstance(spec, (Combined, Merged)):
+        for place, (part, member) in enumerate(zip(spec.drafters, drafter.members, strict=True)):  # type: ignore[attr-defined]
+            yield from with_models(parse(part), member, f"{folder}-{place}")
+
+
 def read(fields: dict[str, Any] | None, folder: Path) -> Spec:
-    """The spec that `written` wrote; a draft model lies in `folder/draft`. Raises ValueError for an unknown method."""
+    """The spec that `written` wrote; draft models lie in `folder`. Raises ValueError for an unknown method."""
     values = dict(fields or {})
     method = METHODS.get(values.pop("method", ""))
     if method is None:
         raise ValueError(f"draft: this version does not know the saved method {fields!r}; pass draft=")
     if method is DraftModel:
-        return DraftModel(str(folder / "draft"), values.get("quantization"))
+        return DraftModel(str(folder / values.get("folder", "draft")), values.get("quantization"))
+    if method in (Combined, Merged):
+        return method(tuple(read(part, folder) for part in values["drafters"]))
     return method(**values)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import SlotCache
 from ..drafts import Draft
 from ..law import Law
-from ..lengths import Length
+from ..lengths import DraftLength, Length
 from ..runtime import CachedModel, Masks
 from ..text import Text
 
@@ -44,6 +44,7 @@ class Call:
         attention_mask: [B, P] of the prompt, None when nothing is padding.
         law: how the target's logits become a token; what only committed prefixes may be shown to is left out.
         length: when to stop drafting.
+        policy: what `length` is the memory of; for drafters made of several, which need one for each.
         limit: the most tokens a row may come to hold.
         target: the target as it is run in this call, with the KV of all committed tokens but the last; for drafters
             that draft with parts of it. Whatever they write behind the committed slots they must forget again
@@ -53,6 +54,7 @@ class Call:
     attention_mask: torch.Tensor | None
     law: Law
     length: Length
+    policy: DraftLength
     limit: int
     target: CachedModel
 
@@ -76,7 +78,12 @@ class Drafter:
     """A loaded method, shared by all calls; it keeps nothing of one call that could change the law of another."""
 
     model: PreTrainedModel | None = None
-    """A model of its own that drafts, if it has one: it moves with the target and is saved beside it."""
+    """A model of its own that drafts, if it has one."""
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """All models of its own: they move with the target."""
+        return [] if self.model is None else [self.model]
 
     def start(self, call: Call) -> Drafting:
         """The state for one `generate`. Cheap: work is done in `propose`, where a failure costs speed only."""

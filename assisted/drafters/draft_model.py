@@ -98,6 +98,8 @@ class ModelDrafting(Drafting):
         self.drafter = drafter
         self.call = call
         self.runner: CachedModel | None = None
+        self.proposed: Draft | None = None  # while it waits for its verdict
+        self.committed: list[int] = []  # columns read of the committed text; those behind them hold the draft
         self.broken: torch.Tensor | None = None  # of the last round, one bool; read once its kernels have run
 
     def propose(self, text: Text, budget: int) -> Draft:
@@ -134,15 +136,17 @@ class ModelDrafting(Drafting):
             else:
                 break
         self.broken = torch.stack(best).isnan().any()
-        return Draft(draft.tokens, draft.lengths, torch.stack(laws, 1)) if laws else draft
+        self.proposed = Draft(draft.tokens, draft.lengths, torch.stack(laws, 1) if laws else None)
+        return self.proposed
 
     def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
         """Rewind to what became text. The last drafted token was never read: after full acceptance it still has no KV."""
-        if self.runner is None or draft.width == 0:
+        if self.runner is None or self.proposed is None:
             return
-        read = draft.width - 1
+        read = max(0, draft.width - 1) if draft is self.proposed else 0  # another drafter's tokens were never read here
         cache = self.runner.cache
         cache.rewind([base + min(count, read) for base, count in zip(self.committed, accepted, strict=True)])
+        self.proposed = None
 
     def _catch_up_prompt(self, text: Text) -> CachedModel:
         if self.runner is None:

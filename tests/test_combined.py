@@ -1,0 +1,231 @@
+"""Several drafters for one target: who drafts, what is learned, what one that fails costs; and trees of merged chains."""
+
+import time
+
+import pytest
+import torch
+from architectures import build, half_right, random_ids
+from hypothesis import given
+from hypothesis import strategies as st
+from pairs import BY_NAME, CALL, prompt, tokenizer
+
+from assisted import AssistedModelForCausalLM, Combined, DraftModel, Merged, QuantizedSelf, decoding
+from assisted.drafters import parse, read, written
+from assisted.drafters.base import Drafting
+from assisted.drafters.combined import CombinedDrafting, Member
+from assisted.drafters.merged import merge
+from assisted.drafts import Draft
+from assisted.lengths import Fixed
+
+ROW = torch.zeros(1, 1, 9)
+
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch):
+    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+
+
+class OneRow:
+    """As much of a text as a drafter that only counts looks at."""
+
+    rows = 1
+    unfinished = (0,)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+
+
+class Chain(Drafting):
+    """Proposes the same chain every round; says what it expects of it if it knows."""
+
+    def __init__(self, tokens, expected=None, seconds=0.0, error=None):
+        self.tokens, self.seconds, self.error = tokens, seconds, error
+        self.asked = self.seen = 0
+        if expected is not None:
+            self.expected = expected
+
+    def propose(self, text, budget):
+        self.asked += 1
+        if self.error:
+            raise self.error
+        clock.now += self.seconds
+        tokens = torch.tensor([self.tokens[:budget]], dtype=torch.int64)
+        return Draft(tokens, torch.tensor([tokens.shape[1]]))
+
+    def observe(self, draft, logits, accepted):
+        self.seen += 1
+
+
+class Clock:
+    now = 0.0
+
+
+clock = Clock()
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch):
+    clock.now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+
+
+def combined(*chains):
+    return CombinedDrafting([Member(chain, Fixed(8).start()) for chain in chains])
+
+
+def rounds(drafting, accepted, count=1, verify_seconds=1.0):
+    """Propose and judge `count` times; accepted: of a proposed width. Returns the widths proposed."""
+    widths = []
+    for _ in range(count):
+        draft = drafting.propose(OneRow(), 8)
+        clock.now += verify_seconds
+        drafting.observe(draft, ROW, [accepted(draft.width)])
+        widths.append(draft.width)
+    return widths
+
+
+def test_a_confident_copy_goes_first_and_the_model_is_not_asked():
+    copy, model = Chain([1] * 6, expected=5.0), Chain([2] * 3)
+    assert rounds(combined(copy, model), lambda width: width, 3) == [6, 6, 6]
+    assert (copy.asked, model.asked) == (3, 0)
+    assert model.seen == 3  # it still hears of every round
+
+
+def test_a_doubtful_copy_leaves_the_draft_to_the_model():
+    copy, model = Chain([1] * 6, expected=0.5), Chain([2] * 3)
+    assert rounds(combined(copy, model), lambda width: width, 2) == [3, 3]
+
+
+def test_an_estimate_that_comes_out_wrong_is_corrected():
+    copy, model = Chain([1] * 6, expected=5.0), Chain([2] * 3, seconds=0.2)
+    drafting = combined(copy, model)
+    accepted = lambda width: 0 if width == 6 else 3  # noqa: E731
+    widths = rounds(drafting, accepted, 3)
+    copy.expected = 0.1  # for a while it has nothing to offer: the model gets measured
+    widths += rounds(drafting, accepted, 4)
+    copy.expected = 5.0
+    assert rounds(drafting, accepted, 5) == [3] * 5
+    assert widths == [6] * 3 + [3] * 4
+
+
+def test_a_copy_wins_where_the_model_is_slow():
+    copy, model = Chain([1] * 3, expected=3.0), Chain([2] * 4, seconds=5.0)
+    drafting = combined(copy, model)
+    everything = lambda width: width  # noqa: E731
+    rounds(drafting, everything, 3)
+    copy.expected = 0.0
+    rounds(drafting, everything, 3)
+    copy.expected = 3.0
+    # 4 tokens in 1 s against 5 tokens in 6 s
+    assert rounds(drafting, everything, 3) == [3] * 3
+
+
+def test_one_that_fails_is_left_out_and_the_last_one_raises():
+    good, bad = Chain([2] * 3), Chain([1], expected=5.0, error=RuntimeError("no luck"))
+    drafting = combined(bad, good)
+    with pytest.warns(UserWarning, match="no luck"):
+        assert rounds(drafting, lambda width: width) == [3]
+    assert rounds(drafting, lambda width: width) == [3]
+    assert bad.asked == 1
+    good.error = RuntimeError("none left")
+    with pytest.raises(RuntimeError, match="none left"):
+        drafting.propose(OneRow(), 8)
+
+
+def pair(draft, name="llama"):
+    target = build(BY_NAME[name])
+    return target, AssistedModelForCausalLM.from_models(target, draft=draft(target), draft_length=4)
+
+
+BOTH = [
+    pytest.param(lambda target: Merged((half_right(target), build(BY_NAME["llama"], seed=5))), id="merged"),
+    pytest.param(lambda target: [half_right(target), build(BY_NAME["llama"], seed=5)], id="combined"),
+]
+
+
+@pytest.mark.parametrize("draft", BOTH)
+def test_two_models_equal_plain(draft):
+    target, model = pair(draft)
+    inputs = prompt(rows=3)
+    kwargs = CALL | {"attention_mask": inputs["attention_mask"], "max_new_tokens": 40}
+    ours = model.generate(inputs["ids"], **kwargs)
+    assert ours.tolist() == target.generate(inputs["ids"], **kwargs).tolist()
+    assert model.report.accepted > 0
+
+
+def test_a_tree_accepts_what_either_model_knows():
+    """Two halves of the target's knowledge: each alone is often wrong, together less so."""
+    target = build(BY_NAME["llama"])
+    one, two = half_right(target), build(BY_NAME["llama"])
+    alone = AssistedModelForCausalLM.from_models(target, draft=one, draft_length=3)
+    merged = AssistedModelForCausalLM.from_models(target, draft=Merged((one, two)), draft_length=3)
+    ids = random_ids(target, 1, 12, seed=3)
+    for model in (alone, merged):
+        model.generate(ids, **(CALL | {"max_new_tokens": 40}))
+    assert merged.report.tokens_per_pass > alone.report.tokens_per_pass
+
+
+def test_targets_without_trees_get_the_first_drafters_chains():
+    target, model = pair(lambda target: Merged((half_right(target), build(BY_NAME["bloom"], seed=5))), "bloom")
+    ids = random_ids(target, 1, 12, seed=3)
+    assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
+    assert model.report.accepted > 0
+
+
+chains = st.lists(st.lists(st.integers(0, 3), min_size=0, max_size=5), min_size=1, max_size=4)
+
+
+@given(st.lists(chains, min_size=1, max_size=3))
+def test_merging_keeps_every_path_once(drafts_by_row):
+    """Rows of chains, as many drafts as the longest row has."""
+    count = max(map(len, drafts_by_row))
+    drafts = []
+    for number in range(count):
+        rows = [row[number] if number < len(row) else [] for row in drafts_by_row]
+        width = max(map(len, rows))
+        tokens = torch.tensor([row + [9] * (width - len(row)) for row in rows]).view(len(rows), width).long()
+        drafts.append(Draft(tokens, torch.tensor([len(row) for row in rows])))
+    tree = merge(drafts)
+    for row, its_chains in enumerate(drafts_by_row):
+        paths = {tuple(tree.prefix(row, node)) for node in range(int(tree.lengths[row]))}
+        assert len(paths) == int(tree.lengths[row])  # no node twice
+        assert paths == {tuple(chain[: n + 1]) for chain in its_chains for n in range(len(chain))}
+        assert all(int(tree.parents[row, node]) < node for node in range(int(tree.lengths[row])))
+
+
+def test_a_merged_tree_of_trees():
+    chain = Draft(torch.tensor([[1, 2]]), torch.tensor([2]))
+    tree = Draft(torch.tensor([[1, 3, 2, 4]]), torch.tensor([4]), parents=torch.tensor([[-1, -1, 0, 2]]))
+    merged = merge([chain, tree])
+    assert merged.tokens.tolist() == [[1, 2, 3, 4]]
+    assert merged.parents.tolist() == [[-1, 0, -1, 1]]
+
+
+def test_a_list_is_a_combination():
+    spec = parse(["self:int8", "somewhere"], "nf4")
+    assert spec == Combined((QuantizedSelf("int8"), DraftModel("somewhere", "nf4")))
+    with pytest.raises(ValueError, match="at least two"):
+        parse(["somewhere"])
+    with pytest.raises(ValueError, match="draft_quantization"):
+        parse(["self:int8", "self:nf4"], "nf4")
+
+
+def test_a_spec_of_several_is_written_and_read(tmp_path):
+    spec = Combined((QuantizedSelf("int8"), Merged((DraftModel("a"), DraftModel("b", "nf4")))))
+    fields = written(spec)
+    assert read(fields, tmp_path) == Combined(
+        (
+            QuantizedSelf("int8"),
+            Merged((DraftModel(str(tmp_path / "draft-1-0")), DraftModel(str(tmp_path / "draft-1-1"), "nf4"))),
+        )
+    )
+
+
+def test_a_pair_of_several_is_saved_with_its_models(tmp_path):
+    target, model = pair(lambda target: [half_right(target), build(BY_NAME["llama"], seed=5)])
+    model.tokenizer = tokenizer()
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"target", "draft-0", "draft-1"}
+    again = AssistedModelForCausalLM.from_pretrained(tmp_path)
+    ids = random_ids(target, 1, 12, seed=3)
+    assert again.generate(ids, **CALL).tolist() == model.generate(ids, **CALL).tolist()
+    assert again.report.drafted == model.report.drafted
+    assert len(again.draft_models) == 2

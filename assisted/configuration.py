@@ -51,9 +51,3 @@ class AssistedConfig(PretrainedConfig):
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PretrainedConfig:
         """The target's text configuration."""
         return self.target.get_text_config(decoder=decoder, encoder=encoder) if self.target is not None else self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for config.json."""
-        fields = super().to_dict()
-        fields["target"] = self.target.to_dict() if self.target is not None else None
-        return fields

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 __all__ = ["DRAFT", "OTHER_DRAFT", "RECIPES", "TARGET", "Phase", "Recipe"]
 
 
@@ -18,11 +20,13 @@ class Phase:
         steps: optimizer steps.
         batch: sequences a step.
         context: tokens a sequence.
+        copies: share of the sequences whose second half is their first half again: small models learn late to copy.
     """
 
     steps: int
     batch: int
     context: int
+    copies: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,8 @@ class Recipe:
         phases: stretches of training, in order.
         teacher: name of the model it is distilled from; None trains on the text alone.
         early_exit: layer dropout and early-exit losses (LayerSkip, arXiv 2404.16710).
+        rates: (step, share of the peak rates), linear in between.
         matrix_lr, other_lr: peak rates of Muon (the layers' matrices) and AdamW (embedding, norms).
-        warmup, decay: shares of all steps over which the rate rises and falls linearly.
         seed: of the weights and of the order of the text.
         pieces: a regular expression whose matches no token crosses; None takes GPT-2's.
     """
@@ -50,12 +54,11 @@ class Recipe:
     heads: int
     kv_heads: int
     phases: tuple[Phase, ...]
+    rates: tuple[tuple[int, float], ...]
     teacher: str | None = None
     early_exit: bool = False
     matrix_lr: float = 0.02
     other_lr: float = 3e-3
-    warmup: float = 0.03
-    decay: float = 0.45
     seed: int = 2024
     pieces: str | None = None
 
@@ -64,9 +67,9 @@ class Recipe:
         return sum(phase.steps for phase in self.phases)
 
     def rate(self, step: int) -> float:
-        """The share of the peak rate at `step`: a ramp, a plateau, a ramp down to nothing."""
-        done = (step + 1) / self.steps
-        return min(1.0, done / self.warmup, (1.0 - step / self.steps) / self.decay)
+        """The share of the peak rates at `step`."""
+        steps, shares = zip(*self.rates, strict=True)
+        return float(np.interp(step + 0.5, steps, shares))
 
 
 TARGET = Recipe(
@@ -77,10 +80,12 @@ TARGET = Recipe(
     layers=16,
     heads=3,
     kv_heads=1,
-    phases=(Phase(1700, 16, 256), Phase(220, 8, 512), Phase(80, 4, 1024)),
+    phases=(
+        *(Phase(1700, 16, 256), Phase(220, 8, 512), Phase(80, 4, 1024)),
+        *(Phase(1960, 8, 512, copies=0.15), Phase(40, 4, 1024, copies=0.15)),
+    ),
+    rates=((0, 0.0), (78, 1.0), (1200, 1.0), (2000, 0.0), (2060, 1.0), (3100, 1.0), (4000, 0.0)),
     early_exit=True,
-    warmup=0.039,
-    decay=0.4,
 )
 DRAFT = Recipe(
     name="draft",
@@ -91,6 +96,7 @@ DRAFT = Recipe(
     heads=3,
     kv_heads=1,
     phases=(Phase(900, 16, 256), Phase(100, 8, 512), Phase(40, 4, 1024)),
+    rates=((0, 0.0), (31, 1.0), (572, 1.0), (1040, 0.0)),
     teacher="target",
 )
 OTHER_DRAFT = Recipe(
@@ -102,6 +108,7 @@ OTHER_DRAFT = Recipe(
     heads=2,
     kv_heads=1,
     phases=(Phase(1000, 16, 256), Phase(60, 4, 1024)),
+    rates=((0, 0.0), (32, 1.0), (583, 1.0), (1060, 0.0)),
     pieces=r"\s+|\w+|[^\w\s]+",  # spaces are tokens of their own: text falls apart elsewhere than in the target
 )
 RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT, OTHER_DRAFT)}

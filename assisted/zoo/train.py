@@ -88,6 +88,7 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
         dtype="float32",
     )
     model = LlamaForCausalLM(config)
+    model.set_attn_implementation("eager")  # compiled, its backward is faster on a CPU than sdpa's
     with torch.no_grad():  # residual branches start small: deep and narrow trains faster so
         for layer in model.model.layers:
             for matrix in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
@@ -105,6 +106,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> np.ndarray:
 def windows(stream: np.ndarray, recipe: Recipe) -> Iterator[torch.Tensor]:
     """The batches of a whole run, [batch, context + 1] int64 each: every window once an epoch, in seeded order."""
     for number, phase in enumerate(recipe.phases):
+        if len(stream) < 2 * phase.context + 2:
+            raise ValueError(f"stream: {len(stream)} tokens are too few for windows of {phase.context} tokens")
         drawn = 0
         order: list[int] = []
         for _ in range(phase.steps):
@@ -115,7 +118,11 @@ def windows(stream: np.ndarray, recipe: Recipe) -> Iterator[torch.Tensor]:
                 order += rng.permutation(starts).tolist()
                 drawn += 1
             batch, order = order[: phase.batch], order[phase.batch :]
-            yield torch.from_numpy(np.stack([stream[s : s + phase.context + 1] for s in batch]).astype(np.int64))
+            ids = np.stack([stream[s : s + phase.context + 1] for s in batch]).astype(np.int64)
+            half = phase.context // 2
+            copied = np.random.default_rng((recipe.seed, *batch)).random(phase.batch) < phase.copies
+            ids[copied, half + 1 :] = ids[copied, 1 : phase.context + 1 - half]
+            yield torch.from_numpy(ids)
 
 
 def hidden_states(
@@ -124,12 +131,15 @@ def hidden_states(
     """Final and (if asked) early-exit states, both through the shared norm. [B, T] int64 -> [B, T, H] each."""
     base = model.model
     hidden = base.embed_tokens(ids)
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    length = ids.shape[1]
+    positions = torch.arange(length, device=ids.device)[None]
+    dtype = torch.get_autocast_dtype(ids.device.type) if torch.is_autocast_enabled(ids.device.type) else model.dtype
+    ahead = torch.full((length, length), float("-inf"), dtype=dtype, device=ids.device).triu(1)[None, None]
     rotary = base.rotary_emb(hidden, positions)
     early = None
     for number, layer in enumerate(base.layers):
         if number not in skipped:
-            hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+            hidden = layer(hidden, attention_mask=ahead, position_ids=positions, position_embeddings=rotary)
         if number + 1 == exit_layer:
             early = base.norm(hidden)
     return base.norm(hidden), early
@@ -278,7 +288,7 @@ def _teacher(recipe: Recipe, out: Path) -> LlamaForCausalLM | None:
         return None
     if not (out / recipe.teacher / "model.safetensors").exists():
         raise ValueError(f"name: {recipe.name!r} is distilled from {recipe.teacher!r}; train that one first")
-    model = LlamaForCausalLM.from_pretrained(out / recipe.teacher, dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(out / recipe.teacher, dtype=torch.float32, attn_implementation="eager")
     return model.eval().requires_grad_(False)
 
 

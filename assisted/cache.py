@@ -6,12 +6,14 @@ only what `commit` keeps counts afterwards, and the next forward overwrites the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-__all__ = ["SlotCache", "unsupported_layers"]
+__all__ = ["SlotCache", "SlotLayer", "unsupported_layers"]
 
 _GROWTH = 512  # slots; a context of unknown length grows by doubling, from here
 
@@ -33,6 +35,16 @@ class SlotLayer(CacheLayerMixin):
         self.keys = key_states.new_zeros(rows, heads, size, key_states.shape[-1])
         self.values = value_states.new_zeros(rows, value_states.shape[1], size, value_states.shape[-1])
         self.is_initialized = True
+
+    def hold(self, layer: Any, length: int) -> None:
+        """Hold what a layer of a caller's cache holds of `length` tokens: nothing where it reads another layer's."""
+        if getattr(layer, "keys", None) is None:
+            return
+        self.lazy_initialization(layer.keys, layer.values)
+        held = layer.keys.shape[2]  # fewer than `length` behind a sliding window
+        self.keys[:, :, length - held : length] = layer.keys
+        self.values[:, :, length - held : length] = layer.values
+        self.filled = length
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -106,13 +118,7 @@ class SlotCache(Cache):
         for layer in cache.layers:
             own = SlotLayer(slots)
             slots.layers.append(own)
-            if getattr(layer, "keys", None) is None:  # reads another layer's
-                continue
-            own.lazy_initialization(layer.keys, layer.values)
-            held = layer.keys.shape[2]  # fewer than `length` behind a sliding window
-            own.keys[:, :, length - held : length] = layer.keys
-            own.values[:, :, length - held : length] = layer.values
-            own.filled = length
+            own.hold(layer, length)
         return slots
 
     def update(
@@ -136,9 +142,12 @@ class SlotCache(Cache):
         if top > self.capacity:
             self.capacity = max(top, min(self.limit, max(2 * self.capacity, top + _GROWTH)))
 
-    def begin_rounds(self) -> None:
-        """The prompt is read: from here on every row has its own length."""
-        filled = max((layer.filled for layer in self.layers), default=0)
+    def begin_rounds(self, read: int = 0) -> None:
+        """The prompt is read: from here on every row has its own length.
+
+        read: columns of the prompt, for a model without attention layers, whose slots can't tell.
+        """
+        filled = max((layer.filled for layer in self.slot_layers), default=read)
         self.lengths = [filled] * self.rows
         self.start = filled
 
@@ -171,6 +180,26 @@ class SlotCache(Cache):
         self._realign()
 
     @property
+    def slot_layers(self) -> list[SlotLayer]:
+        """The layers that keep keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+
+    @contextmanager
+    def borrowed(self, width: int) -> Iterator[None]:
+        """Meanwhile the last `width` columns of every row are forgotten and may be written over; then all is as before."""
+        low, high = min(self.lengths) - width, max(self.lengths)
+        filled = [layer for layer in self.slot_layers if layer.is_initialized]
+        before = [(layer.keys[:, :, low:high].clone(), layer.values[:, :, low:high].clone()) for layer in filled]
+        known = self.known
+        self.rewind([count - width for count in known])
+        try:
+            yield
+        finally:
+            self.rewind(known)
+            for layer, (keys, values) in zip(filled, before, strict=True):
+                layer.keys[:, :, low:high], layer.values[:, :, low:high] = keys, values
+
+    @property
     def known(self) -> list[int]:
         """How many columns of each row's text (prompt padding included) are held."""
         return [n - p + q for n, p, q in zip(self.lengths, self.padding, self.prompt_padding, strict=True)]
@@ -197,7 +226,7 @@ class SlotCache(Cache):
         cache = DynamicCache(config=config)
         longest = max(self.known)
         for index, layer in enumerate(self.layers):
-            if not layer.is_initialized:
+            if not isinstance(layer, SlotLayer) or not layer.is_initialized:
                 continue
             stores = []
             for store in (layer.keys, layer.values):
@@ -220,7 +249,7 @@ class SlotCache(Cache):
         behind = torch.tensor(self.lengths, device=path.device)[:, None]
         target = behind + torch.arange(path.shape[1], device=path.device)
         source = behind + path
-        for layer in self.layers:
+        for layer in self.slot_layers:
             if layer.is_initialized:
                 layer.keys[rows, :, target] = layer.keys[rows, :, source]
                 layer.values[rows, :, target] = layer.values[rows, :, source]
@@ -229,7 +258,7 @@ class SlotCache(Cache):
         """Move each row `by[b]` slots to the right (or left), to the same end; what it leaves behind is padding."""
         moved_from = torch.arange(end) - torch.tensor(by)[:, None]  # [B, end], negative where nothing was
         source = moved_from.clamp(min=0)
-        for layer in self.layers:
+        for layer in self.slot_layers:
             if not layer.is_initialized:
                 continue
             slot = source.to(layer.keys.device)[:, None, :, None]

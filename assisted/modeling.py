@@ -29,15 +29,16 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import drafters, lengths, zoo
-from .cache import SlotCache
 from .configuration import AssistedConfig
 from .decoding import decode
 from .drafters import Call, Drafter, DraftModel, Spec, Target
 from .law import Law
 from .quantization import memory_bytes, save_quantized
+from .recurrent import has_uncounted_states, held, is_recurrent, slots_for
 from .report import Recorder, Report
-from .runtime import CachedModel, Masks, require_rewindable
+from .runtime import CachedModel, Masks
 from .text import Text
+from .trial import require_verifiable
 from .vocabulary import find_tokenizer
 
 __all__ = ["AssistedModelForCausalLM"]
@@ -60,7 +61,9 @@ _OTHER_MODES = (
     "custom_generate",
     "synced_gpus",
 )
-_TEXT_INPUTS = {"input_ids", "attention_mask", "past_key_values", "logits_to_keep", "use_cache", "position_ids"}
+_KINDS = 16  # of calls, whose measurements are remembered
+_CACHES = ("past_key_values", "cache_params")
+_TEXT_INPUTS = {"input_ids", "attention_mask", "logits_to_keep", "use_cache", "position_ids", *_CACHES}
 
 
 class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
@@ -71,6 +74,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         drafter: what drafts for it.
         report: what the last `generate` did, None before the first.
         totals: the same over all calls since `reset_totals`.
+        length: the draft length policy at work in the last `generate`; `length.costs` is what it measured.
     """
 
     config_class = AssistedConfig
@@ -94,7 +98,8 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self.tokenizer = tokenizer
         self.name_or_path = target.name_or_path
         self.report: Report | None = None
-        self._length: tuple[lengths.DraftLength, lengths.Length] | None = None  # of the last call: what it measured
+        self.length: lengths.Length | None = None
+        self._lengths: list[tuple[Any, lengths.Length]] = []  # of earlier calls, the latest last: what they measured
         self._recorded = Recorder()
         self.training = target.training
 
@@ -114,11 +119,13 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             pretrained_model_name_or_path: Hub id, folder or `zoo:` name of the target; or a saved pair.
-            draft: what drafts: a Hub id, a folder, `"zoo:draft"`, `"self:nf4"`, or a spec object. Needed, except for a
-                saved pair, which brings its own.
+            draft: what drafts: a Hub id, a folder, `"zoo:draft"`, `"self:nf4"`, or a spec object. Left out, a saved pair
+                brings its own, and any other target drafts from its own text: `"suffix"`.
             draft_quantization: how a draft named by a path is quantized: a name of `assisted.quantization.NAMES` or a
                 transformers quantization config.
-            draft_length: tokens to draft each round: an int, "confidence", or a policy of `assisted.lengths`.
+            draft_length: when to stop drafting: "adaptive" (default; measures what pays on this machine, and decodes plainly
+                where nothing does), a number of tokens, "confidence", "heuristic", "adaedl", or a policy object
+                (`assisted.lengths`, `assisted.controller.Adaptive`).
             tokenizer, draft_tokenizer: where they do not lie beside the models.
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
                 arguments but `revision` and `subfolder` are used for the draft as well.
@@ -188,7 +195,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         path: str | None,
         hub: dict[str, Any],
     ) -> AssistedModelForCausalLM:
-        require_rewindable(target, "target")
+        require_verifiable(target)
         placed = {} if target.device.type == "cpu" else {"device_map": {"": target.device}}
         drafter = spec.load(Target(target, tokenizer, path), dtype=target.dtype, **placed, **hub)
         config = AssistedConfig(
@@ -277,9 +284,10 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         for name, spec, drafter in drafters.with_models(self.spec, self.drafter):
             source = zoo.resolve(spec.model) if isinstance(spec.model, str) else None
             save_quantized(drafter.models[0], folder / name, source=source)
-            tokenizer = spec.tokenizer or find_tokenizer(source) or self.tokenizer
+            tokenizer = drafter.tokenizer or self.tokenizer
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder / name)
+        self.config.draft_length = lengths.to_dict(self.draft_length)
         self.config.save_pretrained(folder)
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
@@ -310,11 +318,14 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         """Bytes of the target and the draft as they are stored."""
         return sum(map(memory_bytes, [self.target, *self.drafter.models]))
 
-    def _start_length(self, policy: lengths.DraftLength) -> lengths.Length:
-        """The policy's memory for a call; it may build on what the last call with the same policy measured."""
-        earlier = self._length[1] if self._length is not None and self._length[0] == policy else None
-        length = policy.start(earlier)
-        self._length = (policy, length)
+    def _start_length(self, policy: lengths.DraftLength, rows: int, do_sample: bool) -> lengths.Length:
+        """The policy's memory for a call. It may build on what the last call of its kind measured: as many rows, greedy or
+        sampled, on the same device."""
+        kind = (policy, rows, do_sample, self.target.device)
+        found = next((entry for entry in self._lengths if entry[0] == kind), None)
+        length = policy.start(None if found is None else found[1])
+        self._lengths = [*(entry for entry in self._lengths if entry is not found), (kind, length)][-_KINDS:]
+        self.length = length
         return length
 
     def _seam(self) -> Any:
@@ -400,6 +411,8 @@ def _extend(
 ) -> tuple[Text, CachedModel]:
     """Read the prompt and run the loop. Returns the finished text and the target with the KV of it."""
     call = _CALL.get()
+    if is_recurrent(seam):
+        require_verifiable(seam)  # again, for a target that was moved or cast
     masks = Masks.of(seam)
     attention_mask = model_kwargs.get("attention_mask")
     law = Law(logits_processor, generation_config.do_sample)
@@ -413,14 +426,14 @@ def _extend(
         keep_scores=bool(details and generation_config.output_scores),
         keep_logits=bool(details and generation_config.output_logits),
     )
-    cache = SlotCache.of(given, text.rows, text.max_length + given.get_seq_length(), right_aligned=not masks.trees)
+    cache = slots_for(seam, given, text.rows, text.max_length + held(given), masks)
     cache.hide(attention_mask)
-    model_kwargs["past_key_values"] = cache
+    model_kwargs[_cache_name(model_kwargs)] = cache
     started = time.perf_counter()
     logits = _read_prompt(seam, input_ids, generation_config, model_kwargs)
-    cache.begin_rounds()
+    cache.begin_rounds(input_ids.shape[1])
     call.recorder.verify_seconds = time.perf_counter() - started
-    length = call.model._start_length(call.policy)
+    length = call.model._start_length(call.policy, text.rows, law.do_sample)
     own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
     drafter = call.model.drafter
     target = drafter.run_target(seam, cache, masks)
@@ -469,18 +482,30 @@ def _require_usable(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Dy
             raise ValueError(f"{name}: only text can be assisted (input_ids and attention_mask); pass assisted=False")
     if input_ids.shape[1] == 0:
         raise ValueError("input_ids: the prompt is empty; give at least one token, such as the tokenizer's bos_token")
-    cache = model_kwargs.get("past_key_values")
+    name = _cache_name(model_kwargs)
+    cache = model_kwargs.get(name)
     if cache is None or type(cache) is not DynamicCache or cache.offloading:
         raise ValueError(
-            f"past_key_values: a {type(cache).__name__} cannot be rewound here; pass a DynamicCache (or no "
+            f"{name}: a {type(cache).__name__} cannot be rewound here; pass a DynamicCache (or no "
             "cache_implementation), or assisted=False"
         )
+    if has_uncounted_states(cache):
+        raise ValueError(
+            f"{name}: states without keys and values don't say how many tokens they have read; pass the whole text as "
+            "input_ids and no cache, or assisted=False"
+        )
     return cache
+
+
+def _cache_name(model_kwargs: dict[str, Any]) -> str:
+    """What `generate` calls the cache of this model."""
+    return next((name for name in _CACHES if model_kwargs.get(name) is not None), _CACHES[0])
 
 
 def _read_to_the_end(target: CachedModel, text: Text) -> None:
     """Let every row hold the KV that plain `generate` leaves to a caller: of a row that ended early, its end token and
     the padding behind it."""
+    target.catch_up()
     cache, shortest, longest = target.cache, min(text.lengths), max(text.lengths)
     if shortest < longest:
         cache.rewind([known - length + shortest for known, length in zip(cache.known, text.lengths, strict=True)])

@@ -17,7 +17,16 @@ from transformers import PreTrainedModel
 from .cache import SlotCache, unsupported_layers
 from .drafts import Draft
 
-__all__ = ["BareModel", "CachedModel", "Masks", "is_sum_of_parts", "is_untouched", "require_rewindable"]
+__all__ = [
+    "BareModel",
+    "CachedModel",
+    "Masks",
+    "is_rewindable",
+    "is_sum_of_parts",
+    "is_untouched",
+    "require_decoder",
+    "require_rewindable",
+]
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,7 @@ class CachedModel:
         self.device = model.device
         parameters = inspect.signature(model.forward).parameters
         self._context = _context(model.config.get_text_config(decoder=True))
+        self._takes_cache = "past_key_values" if "past_key_values" in parameters else "cache_params"
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
 
@@ -88,7 +98,7 @@ class CachedModel:
             kwargs["logits_to_keep"] = 1
         self.cache.hide(attention_mask)
         logits = self._forward(ids, kwargs)[:, -1:]
-        self.cache.begin_rounds()
+        self.cache.begin_rounds(ids.shape[1])
         return logits
 
     def __call__(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
@@ -114,6 +124,9 @@ class CachedModel:
         """Keep `counts[b]` of the columns of the last forward: its first ones, or those of a tree's accepted `path`."""
         self.cache.commit(counts, path)
 
+    def catch_up(self) -> None:
+        """Let the cache hold all that is committed; of slots it is always true."""
+
     def room(self, lengths: list[int]) -> int:
         """Positions left behind the longest of these texts before the model's context ends."""
         # aligned rows lie side by side, those that have ended too
@@ -128,10 +141,8 @@ class CachedModel:
         return positions.masked_fill(depths >= torch.tensor(used, device=self.device)[:, None], 0)
 
     def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        output = self.model(
-            input_ids=ids.to(self.device), past_key_values=self.cache, use_cache=True, return_dict=True, **kwargs
-        )
-        return output.logits
+        kwargs[self._takes_cache] = self.cache
+        return self.model(input_ids=ids.to(self.device), use_cache=True, return_dict=True, **kwargs).logits
 
     def _masks(self, depths: torch.Tensor, draft: Draft | None) -> torch.Tensor | dict[str, torch.Tensor]:
         """The 4-D masks of the forward just placed: which slots each column may look at, [B, 1, n, top]."""
@@ -240,11 +251,13 @@ def _counts_slots(config: Any) -> bool:
     return bool(alibi) or config.model_type in ("bloom", "mpt", "gpt_neo")
 
 
-def require_rewindable(model: PreTrainedModel, role: str) -> None:
-    """Refuse a model whose state cannot take back tokens. role: "target" or "draft", for the message.
+def is_rewindable(model: PreTrainedModel) -> bool:
+    """Whether a model's cache can go back to any earlier prefix by lowering a length: keys and values, nothing else."""
+    return not _unslotted(model)
 
-    Raises ValueError: encoder-decoders, recurrent states (Mamba, linear attention, hybrids), caches of a kind of their own.
-    """
+
+def require_decoder(model: PreTrainedModel, role: str) -> None:
+    """Refuse what is no decoder-only causal LM with a ValueError. role: "target" or "draft", for the message."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{role}: {name} is an encoder-decoder; only decoder-only causal LMs can be assisted")
@@ -252,11 +265,25 @@ def require_rewindable(model: PreTrainedModel, role: str) -> None:
         raise ValueError(
             f"{role}: {name} has no language-model head to generate with; load it with AutoModelForCausalLM"
         )
-    config = model.config.get_text_config(decoder=True)
-    kinds = ["a recurrent state"] if getattr(model, "_is_stateful", False) else unsupported_layers(config)
-    if kinds or not model._supports_default_dynamic_cache():
-        what = ", ".join(kinds) or "a cache of its own kind"
+
+
+def require_rewindable(model: PreTrainedModel, role: str) -> None:
+    """Refuse a model whose state cannot take back tokens. role: "target" or "draft", for the message.
+
+    Raises ValueError: encoder-decoders, recurrent states (Mamba, linear attention, hybrids), caches of a kind of their own.
+    """
+    require_decoder(model, role)
+    if kinds := _unslotted(model):
         raise ValueError(
-            f"{role}: {name} keeps {what}, which cannot take back rejected tokens. Targets with recurrent or linear-attention "
-            "layers are not supported yet; generate with the model itself, or choose a pure attention model."
+            f"{role}: {type(model).__name__} keeps {', '.join(kinds)}, which cannot take back rejected tokens. A {role} of "
+            "this kind can't go back to an earlier prefix; choose a pure attention model."
         )
+
+
+def _unslotted(model: PreTrainedModel) -> list[str]:
+    """What a model keeps of its past that slots can't hold."""
+    if getattr(model, "_is_stateful", False):
+        return ["a recurrent state"]
+    if not model._supports_default_dynamic_cache():
+        return ["a cache of its own kind"]
+    return unsupported_layers(model.config.get_text_config(decoder=True))

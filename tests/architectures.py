@@ -249,22 +249,14 @@ ARCHITECTURES = [
     ),
 ]
 
-# Their caches hold more than keys and values: a state that a rejected token has already changed, or an index.
-REFUSED = [
-    _entry("mamba", about=EAGER, state_size=8),
+# Their layers keep states that rejected tokens have changed, which are put back; rows of a batch stay equally long.
+RECURRENT = [
     _entry("mamba2", about=EAGER, num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=8),
-    _entry("falcon_mamba", about=EAGER, state_size=8),
-    _entry("rwkv", about=EAGER, context_length=256),
-    _entry("xlstm", about=EAGER, hidden_size=64, num_heads=4, qk_dim_factor=1.0),
     _entry("qwen3_next", **LINEAR_LAYERS, **DELTA),
     _entry("qwen3_5", "qwen3_5_text", **LINEAR_LAYERS, **DELTA),
     _entry("olmo_hybrid", **LINEAR_LAYERS),
-    _entry("minimax", **LINEAR_LAYERS, block_size=16),
     _entry("kimi_linear", **LINEAR_LAYERS, linear_head_dim=8, linear_num_heads=4, **LATENT),
     _entry("lfm2", about={"note": "the state is a convolution's past only"}, layer_types=["conv", "full_attention"]),
-    _entry(
-        "jamba", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False
-    ),
     _entry("bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=8, mamba_chunk_size=8),
     _entry("falcon_h1", mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8),
     _entry(
@@ -274,6 +266,18 @@ REFUSED = [
         mamba_d_state=8,
         mamba_chunk_size=8,
         shared_intermediate_size=48,
+    ),
+]
+
+# Their caches hold more than keys and values, and nothing that can be put back and gone on from over several tokens.
+REFUSED = [
+    _entry("mamba", about=EAGER, state_size=8),
+    _entry("falcon_mamba", about=EAGER, state_size=8),
+    _entry("rwkv", about=EAGER, context_length=256),
+    _entry("xlstm", about=EAGER, hidden_size=64, num_heads=4, qk_dim_factor=1.0),
+    _entry("minimax", **LINEAR_LAYERS, block_size=16),
+    _entry(
+        "jamba", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False
     ),
     _entry(
         "nemotron_h",

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, REFUSED, Architecture, agreement, build, half_right, random_ids
+from architectures import ARCHITECTURES, RECURRENT, REFUSED, Architecture, agreement, build, half_right, random_ids
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
@@ -109,8 +109,8 @@ def test_cache_holds_keys_and_values_only(case: tuple[Architecture, PreTrainedMo
     assert not _keeps_more(case[1])
 
 
-@pytest.mark.parametrize("architecture", REFUSED, ids=lambda architecture: architecture.name)
-def test_refused_cache_holds_more(architecture: Architecture) -> None:
+@pytest.mark.parametrize("architecture", RECURRENT + REFUSED, ids=lambda architecture: architecture.name)
+def test_other_caches_hold_more(architecture: Architecture) -> None:
     model = build(architecture)
     ids = random_ids(model, rows=1, length=10)
     text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)

@@ -4,10 +4,11 @@ No models here; what attention makes of the slots is in test_runtime.py.
 """
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, REFUSED, WINDOW
+from architectures import ARCHITECTURES, RECURRENT, REFUSED, WINDOW
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
@@ -195,6 +196,27 @@ def test_right_aligned_rows_move_only_where_they_differ():
     assert cache.mask(1, CPU).tolist() == [[1] * 8, [0, 0] + [1] * 6]
 
 
+@by_alignment
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_borrowed_columns_come_back(right_aligned, error):
+    cache = filled(2, 9, right_aligned=right_aligned)
+    cache.rewind([9, 9] if right_aligned else [9, 6])
+    tops = list(cache.lengths)
+    stores = [store for layer in cache.layers for store in (layer.keys, layer.values)]
+    before = [store.clone() for store in stores]
+    with pytest.raises(error) if error else nullcontext(), cache.borrowed(4):
+        assert cache.lengths == [top - 4 for top in tops]
+        cache.place(4, CPU)
+        write(cache, torch.zeros(2, 4))
+        assert not torch.equal(stores[0], before[0])
+        if error:
+            raise error
+    assert cache.lengths == tops
+    for store, old in zip(stores, before, strict=True):
+        for row, top in enumerate(tops):
+            assert torch.equal(store[row, :, :top], old[row, :, :top])
+
+
 def test_memory_grows_by_doubling():
     end, width = 20_000, 16
     cache = SlotCache(1, limit=10**9)
@@ -310,7 +332,7 @@ def test_layers_that_slots_can_hold(config):
     ("name", "layers"), [("deepseek_v32", "Indexed"), ("qwen3_next", "Linear"), ("lfm2", "Linear")]
 )
 def test_layers_that_slots_cannot_hold(name, layers):
-    config = next(architecture for architecture in REFUSED if architecture.name == name).make()
+    config = next(architecture for architecture in RECURRENT + REFUSED if architecture.name == name).make()
     found = unsupported_layers(config)
     assert found
     assert layers in " ".join(found)

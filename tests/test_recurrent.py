@@ -1,0 +1,498 @@
+"""Targets with recurrent layers: the text is plain `generate`'s, the states are those of what was committed, and what
+can't be exact is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, RECURRENT, REFUSED, build, random_ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from methods import METHODS
+from pairs import CALL, ENDS, no_fallback
+from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_law, p_value
+from test_sampling import NEW_TOKENS as SAMPLED
+from test_sampling import tiny as tiny_llama
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from assisted import AssistedModelForCausalLM, decoding, recurrent, trial
+from assisted.drafters.base import Drafter, Drafting
+from assisted.drafts import Draft
+from assisted.recurrent import RecurrentCache, RecurrentModel, is_recurrent, runner_for
+from assisted.runtime import BareModel, CachedModel, Masks, is_rewindable, require_rewindable
+from assisted.trial import require_verifiable
+
+PAGE = Path(__file__).parent.parent / "docs" / "concepts" / "recurrent-targets.md"
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + RECURRENT + REFUSED}
+NAMES = [architecture.name for architecture in RECURRENT]
+ROUNDING = 2e-4  # of states and logits, float32
+LONG = 60
+
+over_recurrent = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch):
+    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+
+
+class Oracle(Drafter):
+    """Knows what plain decoding says, and is right about each drafted token as `is_right(round, position)` says.
+
+    known: [B, n], the plain output. fails: rounds in which it raises.
+    """
+
+    def __init__(self, known, is_right, width=4, fails=()):
+        self.known, self.is_right, self.width, self.fails = known, is_right, width, fails
+
+    def start(self, call):
+        assert not call.target.masks.trees
+        return OracleDrafting(self)
+
+
+class OracleDrafting(Drafting):
+    def __init__(self, oracle):
+        self.oracle = oracle
+        self.round = -1
+
+    def propose(self, text, budget):
+        oracle = self.oracle
+        self.round += 1
+        if self.round in oracle.fails:
+            raise RuntimeError("out of luck")
+        width = min(oracle.width, budget)
+        start = text.lengths[0]
+        tokens = torch.nn.functional.pad(oracle.known, (0, width))[:, start : start + width].clone()
+        for position in range(width):
+            if not oracle.is_right(self.round, position):
+                tokens[:, position] = (tokens[:, position] + 1) % 90 + 3
+        return Draft(tokens, torch.full((text.rows,), width))
+
+
+def mostly(round, position):
+    return (round * 7 + position * 3) % 5 != 0
+
+
+def never_whole(round, position):
+    return position != 3
+
+
+_MODELS = {}
+
+
+def model_of(name):
+    """The target, and a pair whose drafter is for a test to choose. Not to be changed otherwise."""
+    if name not in _MODELS:
+        target = build(BY_NAME[name]).requires_grad_(False)
+        _MODELS[name] = target, AssistedModelForCausalLM.from_models(target, draft=build(ARCHITECTURES[0]))
+    return _MODELS[name]
+
+
+def both(name, ids, is_right=mostly, width=4, fails=(), **kwargs):
+    """What plain `generate` says, what an oracle's pair says, and the pair's report."""
+    target, model = model_of(name)
+    kwargs = CALL | {"max_new_tokens": 24} | kwargs
+    plain = target.generate(ids, **kwargs)
+    known = plain if isinstance(plain, torch.Tensor) else plain.sequences
+    model.drafter = Oracle(known, is_right, width, fails)
+    return plain, model.generate(ids, draft_length=width, **kwargs), model.report
+
+
+def padded(target, rows=4, length=12):
+    ids = random_ids(target, rows, length, seed=rows)
+    mask = (torch.arange(length) >= 2 * torch.arange(rows)[:, None]).long()
+    return ids.where(mask.bool(), 0), mask
+
+
+# --- the text
+
+
+@over_recurrent
+@pytest.mark.parametrize("is_right", [mostly, never_whole, lambda *_: True, lambda *_: False])
+def test_one_row_equals_plain(name, is_right):
+    ids = random_ids(model_of(name)[0], 1, 20, seed=20)
+    with no_fallback():
+        plain, ours, report = both(name, ids, is_right)
+    assert ours.tolist() == plain.tolist()
+    assert report.new_tokens == 24
+    assert (report.accepted > 0) == is_right(1, 0)
+
+
+@over_recurrent
+def test_padded_batch_with_rows_that_end_apart_equals_plain(name):
+    ids, mask = padded(model_of(name)[0])
+    with no_fallback():
+        plain, ours, report = both(name, ids, attention_mask=mask, eos_token_id=ENDS)
+        assert ours.tolist() == plain.tolist()
+        plain, ours, report = both(name, ids, attention_mask=mask)
+    assert ours.tolist() == plain.tolist()
+    assert report.accepted > 0
+
+
+@over_recurrent
+def test_a_prompt_of_one_token_equals_plain(name):
+    plain, ours, _ = both(name, torch.tensor([[5]]))
+    assert ours.tolist() == plain.tolist()
+
+
+@over_recurrent
+def test_drafts_that_are_never_right_to_the_end_are_read_again_seldom(name):
+    """One forward a round; the tail is read in a pass of its own only where it has grown long."""
+    target, _ = model_of(name)
+    ids = random_ids(target, 1, 9, seed=2)
+    widths = []
+
+    def count(module, args, kwargs):
+        widths.append(kwargs["input_ids"].shape[1])
+
+    plain = target.generate(ids, **(CALL | {"max_new_tokens": LONG}))
+    hook = target.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        _, model = model_of(name)
+        model.drafter = Oracle(plain, never_whole, width=5)
+        ours = model.generate(ids, draft_length=5, **(CALL | {"max_new_tokens": LONG}))
+    finally:
+        hook.remove()
+    assert ours.tolist() == plain.tolist()
+    report = model.report
+    assert report.tokens_per_pass > 3.5
+    extra = len(widths) - 1 - report.target_passes  # the prompt's
+    assert 0 < extra <= LONG / recurrent._LAG
+    assert max(widths[1:]) <= recurrent._LAG + 4 + 6
+
+
+@over_recurrent
+@pytest.mark.parametrize("fails", [0, 1, 3])
+def test_a_drafter_that_fails_leaves_the_right_states(name, fails):
+    ids = random_ids(model_of(name)[0], 1, 9, seed=3)
+    with pytest.warns(UserWarning, match="decoding plainly"):
+        plain, ours, report = both(name, ids, never_whole, fails=[fails])
+    assert ours.tolist() == plain.tolist()
+    assert (report.accepted > 0) == (fails > 0)
+
+
+@over_recurrent
+def test_scores_and_a_streamer(name):
+    class Streamer:
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    target, _ = model_of(name)
+    ids = random_ids(target, 1, 9, seed=5)
+    streamer = Streamer()
+    plain, ours, _ = both(name, ids, return_dict_in_generate=True, output_logits=True)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    assert close(torch.stack(ours.logits), torch.stack(plain.logits))
+    model_of(name)[1].generate(ids, streamer=streamer, **CALL)
+    assert streamer.ended
+    assert streamer.tokens == plain.sequences[0, : 9 + CALL["max_new_tokens"]].tolist()
+
+
+@over_recurrent
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_every_method_serves_it_exactly_or_refuses(name, method):
+    target, _ = model_of(name)
+    try:
+        model = AssistedModelForCausalLM.from_models(target, draft=method.draft(target), draft_length=4)
+    except ValueError as error:
+        assert re.match("(draft|target)", str(error))
+        return
+    ids, mask = padded(target)
+    for rows in (slice(0, 1), slice(0, 4)):
+        kwargs = CALL | {"attention_mask": mask[rows], "eos_token_id": ENDS}
+        with no_fallback():
+            ours = model.generate(ids[rows], **kwargs)
+        assert ours.tolist() == target.generate(ids[rows], **kwargs).tolist()
+
+
+# --- caches of the caller
+
+
+@over_recurrent
+def test_the_cache_that_is_returned_goes_on(name):
+    target, _ = model_of(name)
+    ids, mask = padded(target)
+    kwargs = {"attention_mask": mask, "return_dict_in_generate": True}
+    for batch, more in ((ids[:1], {}), (ids, kwargs | {"eos_token_id": ENDS})):
+        plain, ours, _ = both(name, batch, never_whole, **({"return_dict_in_generate": True} | more))
+        assert ours.sequences.tolist() == plain.sequences.tolist()
+        assert type(ours.past_key_values) is DynamicCache
+        for theirs, layer in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
+            assert type(layer) is type(theirs)
+            for one, other in zip(tensors(theirs), tensors(layer), strict=True):
+                assert one.shape == other.shape
+                assert not other.is_inference()
+                assert close(other, one)
+
+
+def close(one, two):
+    """Up to rounding, for tensors that may be large."""
+    return bool((one - two).abs().max() < 10 * ROUNDING * max(1.0, two.abs().max().item()))
+
+
+def tensors(layer):
+    states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+    kept = [*states, getattr(layer, "keys", None), getattr(layer, "values", None)]
+    return [tensor for tensor in kept if tensor is not None]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "mamba2"])
+def test_a_callers_cache_is_gone_on_with(name):
+    target, model = model_of(name)
+    ids = random_ids(target, 1, 20, seed=8)
+    texts = []
+    known = (ids, ids)
+    for who in (target, model):
+        cache = DynamicCache(config=target.config)
+        model.drafter = Oracle(known[0], mostly)
+        first = who.generate(ids[:, :9], past_key_values=cache, **CALL)
+        model.drafter = Oracle(known[1], mostly)
+        with no_fallback():
+            second = who.generate(torch.cat([first, ids[:, 9:]], 1), past_key_values=cache, **CALL)
+        known = (first, second)
+        texts.append((first.tolist(), second.tolist(), cache.get_seq_length()))
+    assert texts[0] == texts[1]
+    assert model.report.accepted > 0
+
+
+def test_states_that_tell_no_length_are_refused():
+    target, model = model_of("mamba2")
+    cache = DynamicCache(config=target.config)
+    ids = random_ids(target, 1, 9)
+    plain = target.generate(ids, **CALL)
+    model.drafter = Oracle(plain, mostly)
+    assert model.generate(ids, cache_params=cache, **CALL).tolist() == plain.tolist()
+    with pytest.raises(ValueError, match=r"^cache_params: states"):
+        model.generate(ids, cache_params=cache, **CALL)
+
+
+# --- sampling
+
+
+class Mixture(Drafter, Drafting):
+    """Drafts from the target's own law mixed with a uniform one, which is often right and always known."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def start(self, call):
+        return self
+
+    def propose(self, text, budget):
+        ids, laws = text.ids[:, : text.lengths[0]], []
+        for _ in range(min(2, budget)):
+            laws.append(0.8 * self.target(ids).logits[:, -1].softmax(-1) + 0.2 / VOCABULARY)
+            ids = torch.cat([ids, torch.multinomial(laws[-1], 1)], 1)
+        tokens = ids[:, text.lengths[0] :]
+        return Draft(tokens, torch.full((text.rows,), len(laws)), torch.stack(laws, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"), [("lfm2", {}), ("qwen3_5", {"temperature": 0.6, "top_p": 0.9})], ids=["lfm2", "qwen3_5"]
+)
+def test_sampling_follows_the_targets_law(name, setting):
+    """Rows come in small batches: a large one accepts what its least lucky row accepts, nothing."""
+    fields = {"vocab_size": VOCABULARY, "eos_token_id": None, "bos_token_id": None, "hidden_size": 16}
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(BY_NAME[name].make(**fields)).eval()
+    with torch.no_grad():
+        for weight in target.parameters():
+            if weight.ndim >= 2:
+                weight.mul_(20)
+    model = AssistedModelForCausalLM.from_models(target, draft=tiny_llama(1))
+    model.drafter = Mixture(target)
+    kwargs = {"top_k": 0} | setting
+    torch.manual_seed(21)
+    call = {"max_new_tokens": SAMPLED, "do_sample": True, "num_return_sequences": 4, "draft_length": 2}
+    with no_fallback():
+        outputs = [model.generate(PROMPT, **call, **kwargs) for _ in range(500)]
+    assert model.totals.accepted > 500
+    law = exact_law(target, **kwargs)
+    assert law.max() < 0.7
+    assert p_value(counts(torch.cat(outputs)), law) > ALPHA
+
+
+# --- the states
+
+
+@over_recurrent
+@settings(max_examples=15)
+@given(data=st.data())
+def test_the_states_are_those_of_the_committed_tokens(name, data):
+    """Random rounds, then: states, keys, values and the next logits of a model that read the text at once."""
+    target, _ = model_of(name)
+    rows, prompt = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 6))
+    text = random_ids(target, rows, 60, seed=data.draw(st.integers(0, 9)))
+    runner = reader(target, text[:, :prompt])
+    length = prompt
+    for _ in range(data.draw(st.integers(1, 5))):
+        width = data.draw(st.integers(1, 6))
+        kept = 1 if width == 1 else data.draw(st.integers(1, width))
+        wrong = text[:, length : length + width].clone()
+        wrong[:, kept:] = (wrong[:, kept:] + 1) % 90 + 3
+        logits = runner(wrong)
+        assert logits.shape[:2] == (rows, width)
+        runner.commit([kept] * rows)
+        length += kept
+        assert runner.cache.known == [length] * rows
+        if data.draw(st.booleans()):
+            runner.catch_up()
+    runner.catch_up()
+    fresh = reader(target, text[:, :length])
+    for own, other in zip(runner.cache.layers, fresh.cache.layers, strict=True):
+        for one, two in zip(tensors(own), tensors(other), strict=True):
+            if one.ndim == 4 and one.shape[2] == runner.cache.capacity:  # slots
+                one, two = one[:, :, :length], two[:, :, :length]
+            assert close(one, two)
+    assert close(runner(text[:, length : length + 3]), fresh(text[:, length : length + 3]))
+
+
+def reader(target, prompt):
+    config = target.config.get_text_config(decoder=True)
+    runner = RecurrentModel(target, RecurrentCache(len(prompt), 256, config), Masks.of(target))
+    runner.prefill(prompt, None)
+    return runner
+
+
+def test_what_states_cannot_do_raises():
+    target, _ = model_of("qwen3_5")
+    ids = random_ids(target, 2, 12)
+    runner = reader(target, ids[:, :6])
+    tree = Draft(ids[:, 6:8], torch.tensor([2, 2]), parents=torch.tensor([[-1, -1], [-1, -1]]))
+    with pytest.raises(ValueError, match=r"^draft: .*trees"):
+        runner(ids[:, :3], tree)
+    runner(ids[:, 6:9])
+    with pytest.raises(ValueError, match=r"^counts: .*in step"):
+        runner.commit([1, 2])
+    with pytest.raises(ValueError, match=r"(?s)^counts: .*chain"):
+        runner.commit([2, 2], torch.tensor([[0, 1], [0, 1]]))
+    runner.commit([2, 2])
+    runner.cache.rewind([8, 8])
+    with pytest.raises(ValueError, match="can't be rewound"):
+        runner.cache.rewind([7, 7])
+
+    careless = CachedModel(target, runner.cache, Masks.of(target))
+    runner.catch_up()
+    careless(ids[:, 8:11])
+    with pytest.raises(RuntimeError, match="RecurrentModel"):
+        careless.commit([1, 1])
+
+
+# --- who is served, who is refused
+
+
+def test_how_a_target_is_run():
+    for architecture in ARCHITECTURES[:6]:
+        model = build(architecture)
+        assert is_rewindable(model) and not is_recurrent(model)
+        assert runner_for(model) is CachedModel
+    for name in NAMES:
+        model = model_of(name)[0]
+        assert is_recurrent(model) and not is_rewindable(model)
+        assert runner_for(model) is RecurrentModel
+        assert not Masks.of(model).trees
+    for architecture in REFUSED:
+        assert not is_rewindable(build(architecture))
+    assert not issubclass(RecurrentModel, BareModel)
+
+
+@over_recurrent
+def test_a_recurrent_draft_is_refused(name):
+    target, _ = model_of(name)
+    with pytest.raises(ValueError, match=r"^draft: .*can't go back to an earlier prefix"):
+        AssistedModelForCausalLM.from_models(build(ARCHITECTURES[0]), draft=target)
+    with pytest.raises(ValueError, match="cannot take back"):
+        require_rewindable(target, "draft")
+
+
+def outcome(architecture):
+    """A row of the table: what is done about this architecture, in float32."""
+    try:
+        require_verifiable(build(architecture))
+    except ValueError as error:
+        reasons = {
+            "over several tokens differs": "its pass over several tokens is not that over one token at a time",
+            "in its own modules": "its state lies in its modules, not in the cache",
+            "a cache of its own kind": "a cache of its own kind",
+            "Indexed": "keys of an indexer, which slots don't hold",
+            "keeps a recurrent state, which": "a cache of its own kind",
+        }
+        reason = next(told for found, told in reasons.items() if found in str(error))
+        return f"refused: {reason}"
+    return "assisted"
+
+
+def test_the_table_of_the_docs_is_what_happens():
+    page = PAGE.read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", page, flags=re.MULTILINE))
+    assert rows == {a.name: outcome(a) for a in sorted(RECURRENT + REFUSED, key=lambda a: a.name)}
+
+
+def test_trying_a_model_changes_nothing_and_is_done_once(monkeypatch):
+    model = build(BY_NAME["recurrent_gemma"])
+    before = [dict(module.__dict__) for module in model.modules()]
+    with pytest.raises(ValueError, match=r"in its own modules .*conv1d_state"):
+        require_verifiable(model)
+    for module, attributes in zip(model.modules(), before, strict=True):
+        assert module.__dict__.keys() == attributes.keys()
+        assert all(module.__dict__[key] is value for key, value in attributes.items())
+
+    model = build(BY_NAME["qwen3_5"])
+    tried = []
+    monkeypatch.setattr(trial, "_obstacle", lambda model: tried.append(model.dtype))
+    for _ in range(2):
+        require_verifiable(model)
+    require_verifiable(model.to(torch.bfloat16))
+    assert tried == [torch.float32, torch.bfloat16]
+
+
+@over_recurrent
+def test_half_precision_is_no_reason_to_refuse(name):
+    require_verifiable(build(BY_NAME[name]).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba", "zamba"])
+def test_a_pass_that_starts_from_an_empty_state_is_found_in_half_precision(name):
+    with pytest.raises(ValueError, match=r"^target: .*its pass over several tokens differs"):
+        require_verifiable(build(BY_NAME[name]).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
+def test_a_step_that_is_clamped_in_longer_passes_only_is_the_reason(name):
+    """Their one-token pass leaves out the lower limit of the time step. Where the limit is out of reach, all is well."""
+    with pytest.raises(ValueError, match="differs from the same tokens one by one"):
+        require_verifiable(build(BY_NAME[name]))
+    require_verifiable(build(BY_NAME[name], time_step_min=1e-9))
+
+
+def test_a_forward_that_fails_is_a_reason():
+    model = build(BY_NAME["lfm2"])
+
+    def fail(module, args, kwargs):
+        if kwargs["input_ids"].shape[1] == 5:
+            raise NotImplementedError("one token at a time")
+
+    hook = model.register_forward_pre_hook(fail, with_kwargs=True)
+    try:
+        with pytest.raises(ValueError, match="NotImplementedError: one token at a time"):
+            require_verifiable(model)
+    finally:
+        hook.remove()
+
+
+def test_a_target_that_was_moved_or_cast_is_tried_again(monkeypatch):
+    target = build(BY_NAME["lfm2"])
+    model = AssistedModelForCausalLM.from_models(target, draft=build(ARCHITECTURES[0]))
+    ids = random_ids(target, 1, 9)
+    monkeypatch.setattr(trial, "_obstacle", lambda model: "it was changed")
+    model.generate(ids, **CALL)
+    model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^target: .*it was changed"):
+        model.generate(ids, **CALL)

@@ -53,12 +53,12 @@ def _demo(args: argparse.Namespace) -> None:
     if args.json:
         from .comparison import compare
 
-        model = _load(args)
+        model = _load(args, shipped="zoo:draft")
         _print_json(compare(model, *sizes, also=_quantized(model, args)).to_dict())
     else:
         from .demo import show
 
-        model = _load(args)
+        model = _load(args, shipped="zoo:draft")
         show(model, *sizes, also=_quantized(model, args))
 
 
@@ -168,13 +168,13 @@ def _zoo_train(args: argparse.Namespace) -> None:
         print(folder)
 
 
-def _load(args: argparse.Namespace) -> Any:
-    """The pair that the arguments name, with a tokenizer."""
+def _load(args: argparse.Namespace, shipped: str | None = None) -> Any:
+    """The pair that the arguments name, with a tokenizer. shipped: what drafts for zoo:target where no draft is named."""
     from .modeling import AssistedModelForCausalLM
 
     draft = args.draft
     if draft is None and args.target == "zoo:target":
-        draft = "zoo:draft"
+        draft = shipped
     device = _device(args.device)
     placed = {} if device == "cpu" else {"device_map": {"": device}}
     typed = {} if args.dtype is None else {"dtype": args.dtype}
@@ -270,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     demo = command("demo", _demo, "watch a pair complete code it never saw, then see what that cost")
-    _add_model(demo, device="cpu", dtype="float32")
+    _add_model(demo, device="cpu", dtype="float32", drafts="zoo:draft for zoo:target, else suffix")
     demo.add_argument(
         "--threads",
         type=int,
@@ -307,11 +307,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model(parser: argparse.ArgumentParser, device: str = "auto", dtype: str | None = None) -> None:
+def _add_model(
+    parser: argparse.ArgumentParser, device: str = "auto", dtype: str | None = None, drafts: str = "suffix"
+) -> None:
     default = " (default: %(default)s)"
     parser.add_argument("--target", default="zoo:target", help="Hub id, folder or zoo: name" + default)
     parser.add_argument(
-        "--draft", help="Hub id, folder, zoo: name or self:nf4 (default: zoo:draft for zoo:target, a saved pair's own)"
+        "--draft",
+        help=f"Hub id, folder, zoo: name, self:nf4, suffix, ngram, recycle, ... (default: {drafts}; a saved pair's own)",
     )
     parser.add_argument("--draft-quantization", metavar="NAME", help="nf4, fp4, int8, int4, ... (default: none)")
     parser.add_argument(

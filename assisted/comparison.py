@@ -32,6 +32,8 @@ LINES_READ, LINES_LEFT = (
 )  # of code before the cut and behind it, at least: something to go by, something to complete
 # (num_assistant_tokens, assistant_confidence_threshold): transformers is shown at the fastest; the first is its default
 PEER_SETTINGS = ((20, 0.4), (6, 0.4), (4, 0.0), (3, 0.0))
+# (prompt_lookup_num_tokens, max_matching_ngram_size): where no model drafts
+LOOKUP_SETTINGS = ((10, 2), (5, 3), (4, 2))
 TUNING_PROMPTS = 2
 MOST_CHARACTERS = 8  # of a token, about: longer texts are passed over without being tokenized
 
@@ -93,7 +95,9 @@ class Comparison:
         ways: plain, transformers' assisted generation, ours, and what else was asked for.
         prompts: where the prompts come from.
         new_tokens: of each prompt.
-        peer_setting: num_assistant_tokens and assistant_confidence_threshold that transformers was fastest with.
+        peer_setting: num_assistant_tokens and assistant_confidence_threshold that transformers was fastest with; where no
+            model drafts, prompt_lookup_num_tokens and max_matching_ngram_size.
+        peer_looks_up: whether it drafted by prompt lookup, for want of a draft model.
         repeated_4grams: share of the 4-grams written that occurred before in the same completion.
         threads: of torch.
         device, dtype: of the target.
@@ -103,6 +107,7 @@ class Comparison:
     prompts: tuple[str, ...]
     new_tokens: int
     peer_setting: tuple[int, float]
+    peer_looks_up: bool
     repeated_4grams: float
     threads: int
     device: str
@@ -130,7 +135,7 @@ def compare(
     """Decode held-out code three ways, and more, at temperature 0.
 
     Args:
-        model: the pair. Its draft must be a causal LM: transformers is given the same one.
+        model: the pair. transformers is given the same draft model; where none drafts, it looks up the prompt.
         prompts: how many. Those that the target ends before `new_tokens` are passed over.
         new_tokens: of each prompt.
         repeats: the most timed rounds over all prompts; each follows one that is not timed.
@@ -148,7 +153,7 @@ def compare(
     run = _Runner(model, new_tokens, also)
     chosen, expected = _choose(run, prompts, prompt_tokens, progress)
     inputs = [prompt.ids.to(model.target.device) for prompt in chosen]
-    setting = _fastest(run, inputs[:TUNING_PROMPTS], progress)
+    setting = run.setting = _fastest(run, inputs[:TUNING_PROMPTS], progress)
     outcomes = {PLAIN: expected}
     with _peer_setting(run.draft, setting):
         drafting = [name for name in run.ways if name != PLAIN]
@@ -161,6 +166,7 @@ def compare(
         prompts=tuple(prompt.source for prompt in chosen),
         new_tokens=new_tokens,
         peer_setting=setting,
+        peer_looks_up=run.draft is None,
         repeated_4grams=repeated_share([outcome.tokens for outcome in expected]),
         threads=torch.get_num_threads(),
         device=str(model.target.device),
@@ -228,7 +234,9 @@ class _Runner:
         also: Mapping[str, AssistedModelForCausalLM] | None = None,
     ):
         self.model = model
-        self.draft: PreTrainedModel = model.drafter.model
+        self.draft: PreTrainedModel | None = next(iter(model.drafter.models), None)
+        self.settings = LOOKUP_SETTINGS if self.draft is None else PEER_SETTINGS
+        self.setting = self.settings[0]
         self.new_tokens = new_tokens
         self.ways: dict[str, Callable[..., Any]] = {
             PLAIN: model.target.generate,
@@ -261,7 +269,12 @@ class _Runner:
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # it warns of the way it calls itself
         try:
-            return self.model.target.generate(ids, assistant_model=self.draft, **kwargs)
+            if self.draft is not None:
+                return self.model.target.generate(ids, assistant_model=self.draft, **kwargs)
+            tokens, ngram = self.setting
+            return self.model.target.generate(
+                ids, prompt_lookup_num_tokens=tokens, max_matching_ngram_size=ngram, **kwargs
+            )
         finally:
             logging.set_verbosity(level)
 
@@ -284,8 +297,11 @@ def _choose(
 
 
 @contextmanager
-def _peer_setting(draft: PreTrainedModel, setting: tuple[int, float]) -> Iterator[None]:
-    """transformers reads how to draft from the draft's generation config."""
+def _peer_setting(draft: PreTrainedModel | None, setting: tuple[int, float]) -> Iterator[None]:
+    """transformers reads how to draft from the draft's generation config, if there is a draft."""
+    if draft is None:
+        yield
+        return
     config = draft.generation_config
     names = ("num_assistant_tokens", "assistant_confidence_threshold", "num_assistant_tokens_schedule")
     before = {name: getattr(config, name) for name in names}
@@ -301,14 +317,15 @@ def _peer_setting(draft: PreTrainedModel, setting: tuple[int, float]) -> Iterato
 def _fastest(run: _Runner, inputs: list[torch.Tensor], progress: Progress) -> tuple[int, float]:
     """The setting that transformers' assisted generation is fastest with."""
     taken = {}
-    for number, setting in enumerate(PEER_SETTINGS):
+    for number, setting in enumerate(run.settings):
+        run.setting = setting
         with _peer_setting(run.draft, setting):
             run(PEER, inputs[0])
             started = time.perf_counter()
             for ids in inputs:
                 run(PEER, ids)
             taken[setting] = time.perf_counter() - started
-        progress("tuning transformers' assisted generation", (number + 1) / len(PEER_SETTINGS))
+        progress("tuning transformers' assisted generation", (number + 1) / len(run.settings))
     return min(taken, key=taken.__getitem__)
 
 

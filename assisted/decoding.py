@@ -45,7 +45,9 @@ def decode(
         unfinished = text.unfinished
         started = time.perf_counter()
         room = target.room([text.lengths[row] + earlier for row in unfinished])
+        length.unfinished = unfinished
         budget = min(length.budget(), text.room - 1, room - 1)
+        drafts = drafting is not None and budget > 0
         draft, drafting = _propose(drafting, text, budget)
         drafted = time.perf_counter()
         used = [0 if ended else 1 + draft.width for ended in text.ended]
@@ -55,7 +57,7 @@ def decode(
         seconds = (drafted - started, time.perf_counter() - drafted)
         drafting = _learn(drafting, draft, logits, outcome.accepted)
         counts = [(outcome.drafted[row], outcome.accepted[row], outcome.kept[row]) for row in unfinished]
-        recorder.round(counts, *seconds)
+        recorder.round(counts, *seconds, drafts)
         length.observe(counts, *seconds)
         if CHECK_INVARIANTS:
             _check(target, text, earlier)
@@ -131,36 +133,53 @@ def _judge_in_step(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> 
     """Accept and commit a token at a time, all rows together, for as long as every row agrees with its draft.
 
     Processors, criteria and streamers see what plain decoding shows them: each committed prefix once, in order. Exact
-    for any of them; a batch accepts what its least lucky row accepts. Chains only.
+    for any of them; a batch accepts what its least lucky row accepts.
     """
     rows = text.rows
+    every = torch.arange(rows, device=logits.device)
     accepted = [0] * rows
-    for column in range(draft.width + 1):
+    column = torch.zeros_like(draft.lengths)  # of the forward, that each row has come to
+    path = []
+    for step in range(draft.width + 1):
         ids = text.ids[:, : text.lengths[0]]
-        scores = law.ordered_scores(ids, logits[:, column])
-        token, agrees = _choose(scores, draft, column, law.do_sample)
+        after = logits[every, column]
+        scores = law.ordered_scores(ids, after)
+        token, child = _choose(scores, draft, step, column, law.do_sample)
+        agrees = (child > 0).tolist()
         free = text.ended if text.pads_ended_rows else [False] * rows  # their tokens no longer matter
-        text.extend_in_step(token, scores, logits[:, column].float())
+        text.extend_in_step(token, scores, after.float())
+        path.append(column)
+        column = child
         accepted = [count + int(a and not f) for count, a, f in zip(accepted, agrees, free, strict=True)]
         free = text.ended if text.pads_ended_rows else [False] * rows
         if text.done or not all(a or f for a, f in zip(agrees, free, strict=True)):
             break
-    return _Outcome(draft.lengths.tolist(), accepted, [column + 1] * rows)
+    kept = [len(path)] * rows
+    return _Outcome(draft.lengths.tolist(), accepted, kept, None if draft.parents is None else torch.stack(path, 1))
 
 
-def _choose(scores: torch.Tensor, draft: Draft, column: int, do_sample: bool) -> tuple[torch.Tensor, list[bool]]:
-    """The token that follows, [B] int64, and in which rows it is the drafted one."""
-    drafted = column < draft.lengths
-    x = draft.tokens[:, column] if column < draft.width else torch.zeros_like(draft.lengths)
+def _choose(
+    scores: torch.Tensor, draft: Draft, step: int, column: torch.Tensor, do_sample: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token that follows, [B] int64, and the column of the drafted node that holds it, 0 where none does.
+
+    step: tokens committed before it this round; column: [B] int64, where the last of them stands.
+    """
+    node = torch.arange(draft.width, device=column.device)
+    drafted = node < draft.lengths[:, None]
+    child = ((node if draft.parents is None else draft.parents + 1) == column[:, None]) & drafted
     if not do_sample:
         token = scores.argmax(-1)
-    elif draft.q is None or column == draft.width:
+    elif draft.q is None or step == draft.width:
         token = acceptance.sample(probabilities(scores))
     else:
         p = probabilities(scores)[:, None].expand(-1, 2, -1)  # the second one, for the bonus, isn't used
-        verdict = acceptance.rejection(x[:, None], drafted.long(), p, draft.q[:, column, None])
+        x = draft.tokens[:, step]
+        verdict = acceptance.rejection(x[:, None], drafted[:, step].long(), p, draft.q[:, step, None])
         token = torch.where(verdict.accepted > 0, x, verdict.token)
-    return token, ((token == x) & drafted).tolist()
+    agrees = torch.nn.functional.pad(child & (draft.tokens == token[:, None]), (0, 1), value=True)
+    first = agrees.int().argmax(-1)  # of twins
+    return token, torch.where(first < draft.width, first + 1, 0)
 
 
 def _check(target: CachedModel, text: Text, earlier: int) -> None:

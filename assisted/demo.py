@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from . import zoo
 from .cache import SlotCache
-from .comparison import PEER_SETTINGS, PLAIN, Comparison, Prompt, Way, compare, held_out_prompts
+from .comparison import LOOKUP_SETTINGS, PEER_SETTINGS, PLAIN, Comparison, Prompt, Way, compare, held_out_prompts
 from .drafters import Call, Drafter, Drafting
 from .drafts import Draft
 from .modeling import AssistedModelForCausalLM
@@ -138,7 +139,9 @@ class Watch(Drafter):
         self.draw(self)
 
     def judged(self, accepted: int) -> None:
-        self.struck, self.pencil = self.pencil[accepted:], []
+        pairs = zip(self.pencil, self._arrived[:accepted], strict=False)
+        self.struck = self.pencil[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
+        self.pencil = []
         self._settle(accepted, by_draft=True)
         self.draw(self)
         self.struck = []
@@ -158,12 +161,26 @@ class _Watched(Drafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         draft = self.drafting.propose(text, budget)
-        self.watch.proposed(draft.tokens[0, : int(draft.lengths[0])].tolist())
+        self.watch.proposed(_first_path(draft))
         return draft
 
     def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
         self.drafting.observe(draft, logits, accepted)
         self.watch.judged(accepted[0])
+
+
+def _first_path(draft: Draft) -> list[int]:
+    """The tokens of the first row's chain, of a tree its first path."""
+    count = int(draft.lengths[0])
+    tokens = draft.tokens[0, :count].tolist()
+    if draft.parents is None:
+        return tokens
+    path, last = [], -1
+    for node, (token, parent) in enumerate(zip(tokens, draft.parents[0, :count].tolist(), strict=True)):
+        if parent == last:
+            path.append(token)
+            last = node
+    return path
 
 
 def _console() -> Console:
@@ -275,15 +292,20 @@ def _draw_comparison(console: Console, comparison: Comparison) -> None:
         table.add_row(*_cells(way, len(comparison.prompts)))
     console.print(table)
     console.print()
-    tokens, threshold = comparison.peer_setting
+    if comparison.peer_looks_up:
+        number, how = len(LOOKUP_SETTINGS), "by prompt lookup"
+        what = "{} tokens, n-grams up to {:g}".format(*comparison.peer_setting)
+    else:
+        number, how = len(PEER_SETTINGS), "with the same model"
+        what = "{} tokens, confidence threshold {:g}".format(*comparison.peer_setting)
+    peer = f"transformers drafts {how}, at the fastest of {number} settings: {what}."
     rounds = len(comparison.ways[0].seconds)
     for line in (
         f"{len(comparison.prompts)} prompts x {comparison.new_tokens} new tokens, held-out code, temperature 0, "
         f"{comparison.dtype}, {comparison.device}, {comparison.threads} threads.",
         f"Seconds: all prompts, median of {rounds} interleaved rounds. Times plain: median (lowest-highest).",
         "Passes: forwards of the target, those that read the prompts included.",
-        f"transformers drafts with the same model, at the fastest of {len(PEER_SETTINGS)} settings: {tokens} tokens, "
-        f"confidence threshold {threshold:g}.",
+        peer,
         f"{comparison.repeated_4grams:.0%} of the 4-grams written repeat an earlier one; repetition flatters drafting.",
     ):
         console.print(line, style=READ)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from assisted import AssistedModelForCausalLM, chat, cli, comparison, zoo
+from assisted import AssistedModelForCausalLM, Suffix, chat, cli, comparison, zoo
 from assisted.cli import main
 
 CONTEXT = 512
@@ -132,8 +132,9 @@ def test_runs_as_a_module() -> None:
         (["--draft-length", "0"], "draft_length: 0 is not possible"),
         (["--target", "zoo:nope"], "zoo:nope is not shipped"),
         (["--target", "./nowhere", "--draft", "zoo:draft"], "nowhere"),
-        (["--draft", "ngram"], "not available in this version"),
-        (["--draft-quantization", "int99"], "int99"),
+        (["--draft", "ngram:0"], "max_ngram: 0"),
+        (["--draft", "zoo:draft", "--draft-quantization", "int99"], "int99"),
+        (["--draft-quantization", "nf4"], "draft_quantization: 'suffix', the default draft"),
         (["--device", "abacus"], "device: abacus is not here"),
         (["--top-p", "0.9"], "top_p: has no effect at temperature 0"),
         (["--temperature", "-1"], "temperature"),
@@ -148,9 +149,18 @@ def test_errors_are_one_line_for_people(argv: list[str], message: str, capsys: p
     assert captured.out == ""
 
 
-def test_a_target_without_a_draft_is_an_error(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", PROMPT, "--target", str(stand_ins / "target")]) == 2
-    assert "draft: none given" in capsys.readouterr().err
+@pytest.mark.parametrize("target", ["zoo:target", "folder"])
+def test_without_a_draft_the_text_itself_drafts(
+    target: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = []
+    load = cli._load
+    monkeypatch.setattr(cli, "_load", lambda *args, **kwargs: loaded.append(load(*args, **kwargs)) or loaded[0])
+    named = str(stand_ins / "target") if target == "folder" else target
+    argv = ["generate", PROMPT, "--target", named, "--max-new-tokens", "16"]
+    completion = run_json(capsys, *argv)["completion"]
+    assert loaded[0].spec == Suffix()
+    assert completion == run_json(capsys, *argv, "--plain")["completion"]
 
 
 def test_an_empty_prompt_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +194,8 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_generate_json(pair: AssistedModelForCausalLM, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys, "generate", PROMPT, "--max-new-tokens", "24", "--draft-length", "3")
+    argv = ["generate", PROMPT, "--max-new-tokens", "24", "--draft-length", "3", "--draft", "zoo:draft"]
+    result = run_json(capsys, *argv)
     inputs = pair.tokenizer(PROMPT, return_tensors="pt")
     wanted = pair.target.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs.input_ids.shape[1] :]
     assert result["prompt"] == PROMPT
@@ -367,6 +378,17 @@ def test_demo_without_a_terminal_is_plain_text(capsys: pytest.CaptureFixture[str
     assert [row[-1] for row in rows if row[:2] == ["plain", "generate"]] == ["1.00"]
     assert [row[1] for row in rows if row[:1] == ["assisted"]] == ["yes"]
     assert "…" not in out  # the table fits
+
+
+@pytest.mark.usefixtures("held_out")
+def test_demo_without_a_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Trees included; transformers is then shown with prompt lookup."""
+    result = run_json(capsys, "demo", *SMALL, "--draft", "recycle")
+    assert result["peer_looks_up"] and tuple(result["peer_setting"]) in comparison.LOOKUP_SETTINGS
+    assert [way["name"] for way in result["ways"]] == [comparison.PLAIN, comparison.PEER, comparison.OURS]
+    assert all(way["same"] == 2 for way in result["ways"])
+    assert main(["demo", *SMALL, "--draft", "recycle"]) == 0
+    assert "prompt lookup" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("held_out")

@@ -15,6 +15,7 @@ from ..cache import SlotCache
 from ..drafts import Draft
 from ..law import Law
 from ..lengths import DraftLength, Length
+from ..recurrent import runner_for
 from ..runtime import CachedModel, Masks
 from ..text import Text
 
@@ -62,8 +63,16 @@ class Call:
 class Drafting:
     """The state of one drafter during one `generate`."""
 
+    expected: float | None = None
+    """How many tokens of its last proposal it expects to be accepted, on average over the unfinished rows; None where it
+    has no estimate before the target has seen it."""
+
     def propose(self, text: Text, budget: int) -> Draft:
-        """At most `budget` (at least 1) nodes a row behind the committed text, on the text's device."""
+        """What may follow the committed text, on the text's device: at most `budget` (at least 1) tokens deep.
+
+        A tree may have more nodes than that: depth is what the context, max_length and the caller's draft length limit;
+        slots for further nodes are found.
+        """
         raise NotImplementedError
 
     def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
@@ -91,7 +100,7 @@ class Drafter:
 
     def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> CachedModel:
         """How the target is run while this drafts for it; drafters that share its passes have a way of their own."""
-        return CachedModel(model, cache, masks)
+        return runner_for(model)(model, cache, masks)
 
 
 class Spec(Protocol):

@@ -114,7 +114,7 @@ class Member:
     @property
     def knows_worth(self) -> bool:
         """Whether its proposals come with an estimate and cost next to nothing."""
-        return getattr(self.drafting, "expected", None) is not None
+        return self.drafting.expected is not None
 
     def rate(self, accepted: float | None = None) -> float:
         """Tokens a second of a round of its own; for a proposal in hand, with what is accepted of that."""
@@ -123,7 +123,7 @@ class Member:
 
     def promise(self) -> float:
         """Accepted tokens to expect of the proposal in hand: its own estimate, corrected by how such estimates came out."""
-        said = float(getattr(self.drafting, "expected", 0.0))
+        said = self.drafting.expected or 0.0
         return said * (self.accepted / self.expected) if self.rounds >= TRIED and self.expected > 0 else said
 
     def learn(self, accepted: float, expected: float, draft_seconds: float, verify_seconds: float) -> None:
@@ -182,7 +182,8 @@ class CombinedDrafting(Drafting):
             member.length.observe(rows, self.draft_seconds, verify_seconds)
         if self.chosen is not None:
             mean = sum(accepted[row] for row in self.unfinished) / len(self.unfinished)
-            said = float(getattr(self.chosen.drafting, "expected", mean))
+            said = self.chosen.drafting.expected
+            said = mean if said is None else said
             self.chosen.learn(mean, said, self.draft_seconds, verify_seconds)
         self.proposed_at = None
 

@@ -1,0 +1,101 @@
+"""What drafters share that look things up in a row's own text: reading what was committed, writing proposals as a Draft.
+
+Knows the text and drafts, on the host, where tokens are Python ints; nothing of models or of how a proposal is found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..drafts import Draft
+from ..text import Text
+from .base import Call, Drafting
+
+__all__ = ["Lookup", "Proposal", "as_draft"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What is proposed for one row.
+
+    Args:
+        tokens: in the order of the nodes.
+        expected: how many of them the target can be expected to accept.
+        parents: the node above each, -1 for the last committed token; None for a chain.
+    """
+
+    tokens: list[int]
+    expected: float = 0.0
+    parents: list[int] | None = None
+
+
+NOTHING = Proposal([])
+
+
+class Lookup(Drafting):
+    """Reads every committed token of every row once, padding left out, and asks for a proposal a row.
+
+    A subclass overrides `read` and `look_up`.
+    """
+
+    expected = 0.0
+
+    def __init__(self, call: Call):
+        self.call = call
+        self.seen: list[int] | None = None  # columns of each row that were read
+
+    def read(self, row: int, tokens: list[int]) -> None:
+        """Tokens that were committed to a row since the last call; at first its prompt."""
+        raise NotImplementedError
+
+    def look_up(self, row: int, budget: int) -> Proposal:
+        """What may follow the text of an unfinished row, at most `budget` tokens deep."""
+        raise NotImplementedError
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        self.catch_up(text)
+        proposals = [NOTHING] * text.rows
+        unfinished = text.unfinished
+        for row in unfinished:
+            room = text.max_length - text.lengths[row] - 1
+            if room > 0:
+                proposals[row] = self.look_up(row, min(budget, room))
+        self.expected = sum(proposals[row].expected for row in unfinished) / len(unfinished)
+        return as_draft(proposals, text.ids.device)
+
+    def catch_up(self, text: Text) -> None:
+        """Read what was committed since the last time: one transfer to the host."""
+        if self.seen is None:
+            self.seen = [text.prompt_length] * text.rows
+            mask = self.call.attention_mask
+            shown = None if mask is None or bool(mask.all()) else mask.bool().tolist()
+            for row, tokens in enumerate(text.ids[:, : text.prompt_length].tolist()):
+                if shown is not None:
+                    tokens = [token for token, visible in zip(tokens, shown[row], strict=True) if visible]
+                self.read(row, tokens)
+        counts = [length - seen for length, seen in zip(text.lengths, self.seen, strict=True)]
+        start = torch.tensor(self.seen, device=text.ids.device)[:, None]
+        columns = start + torch.arange(max(counts), device=text.ids.device)
+        new = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1)).tolist()
+        for row, count in enumerate(counts):
+            if count:
+                self.read(row, new[row][:count])
+        self.seen = list(text.lengths)
+
+
+def as_draft(proposals: list[Proposal], device: torch.device | str) -> Draft:
+    """Proposals of all rows as one draft without q; a tree if any of them is one."""
+    width = max(len(proposal.tokens) for proposal in proposals)
+    if width == 0:
+        return Draft.empty(len(proposals), device)
+    blank = [0] * width
+    tokens = torch.tensor([(p.tokens + blank)[:width] for p in proposals], device=device)
+    lengths = torch.tensor([len(p.tokens) for p in proposals], device=device)
+    if all(p.parents is None for p in proposals):
+        return Draft(tokens, lengths)
+    above = [list(range(-1, len(p.tokens) - 1)) if p.parents is None else p.parents for p in proposals]
+    # filler hangs from the root, where every model has a position for it
+    parents = torch.tensor([(a + [-1] * width)[:width] for a in above], device=device)
+    return Draft(tokens, lengths, parents=parents)

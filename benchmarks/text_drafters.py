@@ -1,0 +1,137 @@
+"""Microseconds of a round of the drafters that copy text, against the length of the context: they must not grow with it.
+
+    python benchmarks/text_drafters.py --out text_drafters.json
+
+A round reads the tokens that the last one committed and proposes up to 8. The texts: "code", Python's own library, a word or
+a run of spaces a token; "loop", a line of 40 tokens over and over; "random" tokens, where nothing repeats. Median and 90th
+percentile of the rounds behind each length; the time to read the prompt stands beside them. No model is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
+
+from assisted.drafters.ngram import NGram, NGramDrafting
+from assisted.drafters.suffix import Suffix, SuffixDrafter, SuffixDrafting
+from assisted.text import Text
+
+BUDGET = 8
+DRAFTERS: dict[str, Callable[[Any], Any]] = {
+    "ngram": lambda call: NGramDrafting(NGram(), call),
+    "suffix": lambda call: SuffixDrafting(SuffixDrafter(Suffix()), call),
+    "suffix tree": lambda call: SuffixDrafting(SuffixDrafter(Suffix(tree=True)), call),
+}
+
+
+def code(length: int) -> list[int]:
+    """Words, signs and runs of spaces of the standard library, numbered as they come."""
+    numbers: dict[str, int] = {}
+    ids: list[int] = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for piece in re.findall(r"\w+|\s+|.", path.read_text(encoding="utf-8", errors="replace")):
+            ids.append(numbers.setdefault(piece, len(numbers)))
+        if len(ids) >= length:
+            return ids[:length]
+    raise ValueError(f"contexts: the standard library has {len(ids)} tokens, {length} were asked for")
+
+
+TEXTS: dict[str, Callable[[int], list[int]]] = {
+    "code": code,
+    "loop": lambda length: [place % 40 for place in range(length)],
+    "random": lambda length: random.Random(0).choices(range(50_000), k=length),
+}
+
+
+def measure(make: Callable[[Any], Any], ids: list[int], context: int, rounds: int) -> dict[str, float]:
+    """Rounds behind `context` tokens; what is accepted is what the text goes on with."""
+    call = SimpleNamespace(attention_mask=None, target=SimpleNamespace(masks=SimpleNamespace(trees=True)))
+    text = Text(torch.tensor([ids[:context]]), StoppingCriteriaList([MaxLengthCriteria(len(ids))]), None, None)
+    drafting = make(call)
+    started = time.perf_counter()
+    drafting.propose(text, BUDGET)
+    prompt = time.perf_counter() - started
+    taken, accepted = [], 0
+    for _ in range(rounds):
+        place = text.lengths[0]
+        if place + BUDGET + 1 >= len(ids):
+            break
+        started = time.perf_counter()
+        draft = drafting.propose(text, BUDGET)
+        taken.append(time.perf_counter() - started)
+        right = matched(draft, ids[place : place + BUDGET])
+        accepted += right
+        text.extend([ids[place : place + right + 1]], None, None)
+    return {
+        "context": context,
+        "rounds": len(taken),
+        "median_microseconds": 1e6 * statistics.median(taken),
+        "p90_microseconds": 1e6 * statistics.quantiles(taken, n=10)[-1],
+        "tokens_per_round": 1 + accepted / len(taken),
+        "prompt_milliseconds": 1e3 * prompt,
+    }
+
+
+def matched(draft: Any, ids: list[int]) -> int:
+    """How many of a text's next tokens lie on a path of the draft."""
+    tokens = draft.tokens[0].tolist()
+    parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents[0].tolist()
+    child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    node = -1
+    for depth, token in enumerate(ids):
+        if (node, token) not in child:
+            return depth
+        node = child[node, token]
+    return len(ids)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[1024, 2048, 4096, 8192, 16384, 32768],
+        help="tokens before the rounds",
+    )
+    parser.add_argument("--rounds", type=int, default=200, help="timed behind each context (default: %(default)s)")
+    parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), choices=list(DRAFTERS))
+    parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=list(TEXTS))
+    parser.add_argument(
+        "--out", type=Path, help="write the figures here as JSON: a list of points, one a line of the plot"
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    points = []
+    for text in args.texts:
+        ids = TEXTS[text](max(args.contexts) + args.rounds * (BUDGET + 1) + BUDGET + 2)
+        for name in args.drafters:
+            for context in args.contexts:
+                point = {"text": text, "drafter": name, **measure(DRAFTERS[name], ids, context, args.rounds)}
+                points.append(point)
+                print(
+                    f"{text:<8}{name:<13}{context:>7} tokens  {point['median_microseconds']:7.1f} us a round (90%: "
+                    f"{point['p90_microseconds']:7.1f})  {point['tokens_per_round']:.2f} tokens  prompt "
+                    f"{point['prompt_milliseconds']:7.1f} ms",
+                    flush=True,
+                )
+    if args.out:
+        args.out.write_text(
+            json.dumps({"budget": BUDGET, "torch": torch.__version__, "points": points}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from architectures import Architecture, half_right
+import torch
+from architectures import Architecture, half_right, random_ids
 from transformers import PreTrainedModel
 
-from assisted import Merged
+from assisted import LayerSkip, Merged, NGram, Suffix
 
 __all__ = ["METHODS", "Method"]
 
@@ -34,7 +35,29 @@ class Method:
     accepts: bool = True
 
 
+def half_heard(target: PreTrainedModel) -> list[list[int]]:
+    """What a target writes, every sixth token changed: a corpus that is right most of the time. No text of a tiny model
+    repeats itself within a few tokens."""
+    ids = random_ids(target, 8, 20, seed=20)
+    kwargs = {"max_new_tokens": 48, "do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None}
+    written = target.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)
+    written[:, 5::6] = 3
+    return written.tolist()
+
+
+def shares_keys(architecture: Architecture) -> bool:
+    """Some layers read the keys and values that earlier layers made in the same pass."""
+    return architecture.name == "gemma3n"
+
+
 METHODS = [
     Method("draft-model", half_right),
     Method("merged", lambda target: Merged((half_right(target), half_right(target, 2)))),
+    Method("early-exit", lambda target: "early-exit", refuses=shares_keys),
+    Method("early-exit:1", lambda target: "early-exit:1", refuses=shares_keys),
+    Method("layer-skip", lambda target: LayerSkip(0.25, window=8, every=1), refuses=shares_keys),
+    Method("ngram", lambda target: NGram(3, 1), accepts=False),
+    Method("suffix", lambda target: Suffix(corpus=half_heard(target))),
+    Method("suffix tree", lambda target: Suffix(corpus=half_heard(target), tree=True, min_probability=0.01)),
+    Method("recycle", lambda target: "recycle", accepts=False),
 ]

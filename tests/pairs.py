@@ -33,7 +33,7 @@ def pair(name: str = "llama") -> tuple[PreTrainedModel, AssistedModelForCausalLM
 @functools.cache
 def _built(name: str) -> tuple[PreTrainedModel, AssistedModelForCausalLM]:
     target = build(BY_NAME[name])
-    return target, AssistedModelForCausalLM.from_models(target, draft=half_right(target))
+    return target, AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def test_equals_plain(architecture, method):
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.6, "top_p": 0.9}], ids=["plain", "temperature and top-p"])
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 def test_sampling_follows_the_targets_law(method, setting):
-    target = tiny(0)
+    target = tiny(0, layers=2)
     model = AssistedModelForCausalLM.from_models(target, draft=method.draft(target), draft_length=2)
     torch.manual_seed(21)
     kwargs = {"top_k": 0} | setting

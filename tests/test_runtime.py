@@ -8,6 +8,7 @@ import torch
 from architectures import ARCHITECTURES, REFUSED, SPECIAL, VOCABULARY, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_drafts import walk
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, T5Config, T5ForConditionalGeneration
 
 from assisted.cache import SlotCache
@@ -105,15 +106,6 @@ class Rows:
             for ours, theirs in zip(self.cache.layers, fresh.layers, strict=True):
                 assert (ours.keys[row, :, slots] - theirs.keys[0]).abs().max() < ROUNDING
                 assert (ours.values[row, :, slots] - theirs.values[0]).abs().max() < ROUNDING
-
-
-def walk(parents, node):
-    """The nodes from the root to `node`."""
-    path = []
-    while node >= 0:
-        path.insert(0, node)
-        node = parents[node]
-    return path
 
 
 @pytest.mark.parametrize("name", TREES)

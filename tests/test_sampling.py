@@ -34,13 +34,13 @@ def _checked(monkeypatch):
     monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
 
 
-def tiny(seed):
+def tiny(seed, layers=1):
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         initializer_range=0.5,

@@ -173,7 +173,7 @@ def test_a_criterion_is_met_inside_an_accepted_block(stop: dict[str, Any], rows:
 
 def test_a_criterion_ends_blocks_that_are_accepted_whole() -> None:
     target, _ = pair()
-    model = AssistedModelForCausalLM.from_models(target, draft=target)
+    model = AssistedModelForCausalLM.from_models(target, draft=target, draft_length=4)
     ids = prompt()["ids"]
     for length in range(14, 24):
         reference, ours = StopsAt(length=length), StopsAt(length=length)
@@ -230,7 +230,7 @@ def test_the_drafts_own_settings_do_not_matter(rows: int, ends: list[int]) -> No
     stubborn = copy.deepcopy(model.drafter.model)
     stubborn.config.eos_token_id = 70
     stubborn.generation_config.update(eos_token_id=70, repetition_penalty=2.0, do_sample=True, temperature=0.3)
-    other = AssistedModelForCausalLM.from_models(target, draft=stubborn)
+    other = AssistedModelForCausalLM.from_models(target, draft=stubborn, draft_length=4)
     start = prompt(rows)
     plain = plainly(eos_token_id=ends, **start)
     for each in (model, other):

@@ -1,0 +1,103 @@
+"""Drafting a chain token by token: the loop that every drafter with next-token logits of its own shares.
+
+Knows the law, the length policy and the text. What makes the logits (a model, a part of the target) is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .. import acceptance
+from ..drafts import Draft
+from ..law import probabilities
+from ..runtime import CachedModel
+from ..text import Text
+from .base import Call, Drafting
+
+__all__ = ["ChainDrafting", "PartDrafting", "predicted_speedup"]
+
+
+class ChainDrafting(Drafting):
+    """A drafter that writes chains, one token after the other, each under the law of the call."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        self.broken: torch.Tensor | None = None  # of the last round, one bool; read once its kernels have run
+
+    def draft_chain(
+        self, text: Text, budget: int, logits: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Draft:
+        """At most `budget` tokens a row. A token is read only if another one may follow.
+
+        logits: [B, V] after the committed text, on the text's device. read: the next such logits, of tokens [B, 1].
+
+        Raises FloatingPointError where the last round's logits were not a number.
+        """
+        if self.broken is not None and self.broken:
+            raise FloatingPointError("the draft's logits are not a number")
+        law, length = self.call.law, self.call.length
+        draft = Draft.empty(text.rows, text.ids.device)
+        going = ~torch.tensor(text.ended, device=text.ids.device)
+        laws: list[torch.Tensor] = []
+        best: list[torch.Tensor] = []
+        for position in range(budget):
+            plain = not law.processors and not law.do_sample
+            scores = logits if plain else law.last_scores(text.ids, text.lengths, logits, draft)
+            score, token = scores.max(-1)
+            best.append(score)
+            q = probabilities(scores) if law.do_sample or length.needs_law else None
+            if q is not None and length.needs_law:
+                going = going & length.go_on(position, q)
+                if not going.any():
+                    break
+            going = going & score.isfinite()  # nothing is drawn from a law that allows only what the draft lacks
+            if law.do_sample and q is not None:
+                token = acceptance.sample(q)
+                laws.append(q)
+            draft = Draft(torch.cat([draft.tokens, token[:, None]], 1), draft.lengths + going)
+            if position + 1 == budget or not length.another(position + 1):
+                break
+            logits = read(token[:, None])
+        self.broken = torch.stack(best).isnan().any()
+        return Draft(draft.tokens, draft.lengths, torch.stack(laws, 1) if laws else None)
+
+
+class PartDrafting(ChainDrafting):
+    """A part of the target drafts, in the target's own slots: its KV of the committed text serves the part as well.
+
+    What the part writes behind the committed text is forgotten again, whatever happens on the way.
+    """
+
+    def draft_with(
+        self, part: CachedModel, text: Text, budget: int, after_read: Callable[[], None] = lambda: None
+    ) -> Draft:
+        """At most `budget` tokens a row. part: over the target's slots. after_read: called after each of its passes."""
+        cache = part.cache
+        known = cache.known
+        used = [int(not ended) for ended in text.ended]
+
+        def read(tokens: torch.Tensor) -> torch.Tensor:
+            logits = part(tokens, used=used)[:, -1]
+            cache.commit([1] * text.rows)
+            after_read()
+            return logits.to(text.ids.device)
+
+        try:
+            return self.draft_chain(text, budget, read(text.last_tokens()), read)
+        finally:
+            cache.rewind(known)
+
+
+def predicted_speedup(acceptance_rate: float, cost: float, shortest: int = 1, longest: int = 8) -> float:
+    """Over plain decoding, at the best draft length of a range, if a pass over a draft costs one over a token.
+
+    acceptance_rate: of a drafted token, the same at all positions. cost: of a drafted token, in passes of the target.
+    """
+    expected, best = 1.0, 0.0
+    for length in range(1, longest + 1):
+        expected += acceptance_rate**length
+        if length >= shortest:
+            best = max(best, expected / (1 + cost * length))
+    return best

@@ -1,0 +1,209 @@
+"""Layer skipping: the target drafts for itself without some of its sublayers (2309.08168, 2410.06916).
+
+Knows sublayers and the target's slots. Which sublayers to leave out is looked for in skip_search, while text is written.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..drafts import Draft
+from ..parts import Layers, find_layers
+from ..runtime import CachedModel, require_rewindable
+from ..sublayers import Sublayer, find_sublayers, try_out, without
+from ..text import Text
+from .base import Call, Drafter, Target
+from .chain import PartDrafting
+from .skip_search import SkipSearch
+
+__all__ = ["LayerSkip", "SkipDrafter"]
+
+LEAST = 4  # tokens of a row that are worth a trial
+
+
+@dataclass(frozen=True)
+class LayerSkip:
+    """The target drafts for itself, leaving out attention and MLP sublayers: `"layer-skip"`, `"layer-skip:0.5"`.
+
+    Needs no training and no memory of its own. Pays for large models, whose middle layers change little; the set of sublayers
+    is improved from the text written so far and kept for later calls.
+
+    Args:
+        skipped: share of the sublayers that is left out at the start, in (0, 1); evenly spread, the first and the last layer
+            kept. Default 0.45. The search moves away from it: what it decides is where the search begins.
+        window: newest tokens on which a change is tried, at least 8. Default 32; more is less noisy and costs more.
+        every: rounds between two trials at the start, at least 1. Default 4; trials become rare where they find nothing.
+    """
+
+    skipped: float = 0.45
+    window: int = 32
+    every: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.skipped < 1:
+            raise ValueError(
+                f"skipped: {self.skipped} is not possible; give a share of the sublayers, above 0 and below 1"
+            )
+        if self.window < 8:
+            raise ValueError(f"window: {self.window} is too short to tell good from bad; give at least 8 tokens")
+        if self.every < 1:
+            raise ValueError(f"every: {self.every} is not possible; give at least 1 round")
+
+    @classmethod
+    def named(cls, rest: str) -> LayerSkip:
+        """The spec behind `"layer-skip:0.5"`."""
+        try:
+            return cls(float(rest)) if rest else cls()
+        except ValueError as error:
+            raise ValueError(
+                f"draft: 'layer-skip:{rest}' names no share of sublayers; write 'layer-skip:0.5', or 'layer-skip' alone"
+            ) from error
+
+    def load(self, target: Target, **kwargs: Any) -> SkipDrafter:
+        """Find the target's sublayers and check on a few tokens that it runs without them.
+
+        Raises ValueError for a model that does not.
+        """
+        # an adapter's wrapper runs the model it is put around
+        model: Any = target.model.get_base_model() if hasattr(target.model, "get_base_model") else target.model
+        require_rewindable(model, "target")
+        try:
+            layers = find_layers(model)
+            sublayers = find_sublayers(model, layers)
+            # layers that read the keys and values of earlier ones do not run without those
+            try_out(
+                without(model, layers, sublayers, [i for i, s in enumerate(sublayers) if s.layer < len(layers) - 1])
+            )
+        except Exception as error:
+            raise ValueError(
+                f"draft: layer skipping cannot serve this target, {type(model).__name__}: it does not run without some of its "
+                f"layers ({type(error).__name__}: {error})"
+            ) from error
+        return SkipDrafter(layers, sublayers, self)
+
+
+class SkipDrafter(Drafter):
+    """What can be left out of a target, and what was learned of leaving it out.
+
+    Args:
+        layers, sublayers: of the target.
+        spec: how to search.
+    """
+
+    def __init__(self, layers: Layers, sublayers: list[Sublayer], spec: LayerSkip):
+        self.layers = layers
+        self.sublayers = sublayers
+        self.window = spec.window
+        inner = [index for index, sublayer in enumerate(sublayers) if 0 < sublayer.layer < len(layers) - 1]
+        self.search = SkipSearch(
+            [sublayer.share for sublayer in sublayers], spec.skipped, inner or list(range(len(sublayers))), spec.every
+        )
+        self._warned = False
+
+    @property
+    def skipped(self) -> list[Sublayer]:
+        """What is left out while drafting, at the moment."""
+        return [self.sublayers[index] for index in sorted(self.search.skipped)]
+
+    def start(self, call: Call) -> SkipDrafting:
+        return SkipDrafting(self, call)
+
+    def part(self, model: PreTrainedModel, skipped: frozenset[int]) -> PreTrainedModel:
+        """The target without these sublayers."""
+        return without(model, self.layers, self.sublayers, skipped)
+
+    def warn_if_hopeless(self) -> None:
+        """Say once that no set pays, so that nobody waits for a speedup that does not come."""
+        search = self.search
+        if self._warned or not search.hopeless:
+            return
+        self._warned = True
+        warnings.warn(
+            f"draft: without {len(search.skipped)} of {len(self.sublayers)} sublayers, {search.acceptance:.0%} of the drafted "
+            f"tokens are right and each costs {search.cost(search.skipped):.0%} of a pass of the target: slower than no draft "
+            "at all. This model may be too small to do without any of its layers; choose another draft for it.",
+            stacklevel=4,
+        )
+
+
+class SkipDrafting(PartDrafting):
+    """One `generate` with layer skipping.
+
+    Every row's newest tokens are remembered with what the target would have said at each, most probable token first.
+    """
+
+    def __init__(self, drafter: SkipDrafter, call: Call):
+        super().__init__(call)
+        self.drafter = drafter
+        self.proposed: Draft | None = None  # while it waits for its verdict
+        self.text: Text | None = None
+        self.seen: list[int] = []  # lengths of the text up to which choices are known
+        self.choices: list[torch.Tensor] = []  # [at most `window`] int64 each
+        self._parts: dict[frozenset[int], CachedModel] = {}
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        search = self.drafter.search
+        if self.text is None:
+            self.text, self.seen = text, list(text.lengths)
+            self.choices = [text.ids.new_zeros(0) for _ in range(text.rows)]
+        self.open = text.unfinished
+        width = self._width(text)
+        if width and search.is_due():
+            self._try_change(text, width)
+        self.proposed = self.draft_with(self._part(search.skipped), text, budget)
+        return self.proposed
+
+    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+        if self.text is None:
+            return
+        best = logits.argmax(-1)
+        for row, length in enumerate(self.text.lengths):
+            new = length - self.seen[row]
+            if draft.parents is None:
+                self.choices[row] = torch.cat([self.choices[row], best[row, :new]])[-self.drafter.window :]
+            elif new:  # where in the tree it went is not told
+                self.choices[row] = best.new_zeros(0)
+        self.seen = list(self.text.lengths)
+        proposed, self.proposed = self.proposed, None
+        if draft is proposed:
+            drafted = draft.lengths.tolist()
+            for row in self.open:
+                self.drafter.search.learn(accepted[row], min(accepted[row] + 1, drafted[row]))
+            self.drafter.warn_if_hopeless()
+
+    def _part(self, skipped: frozenset[int]) -> CachedModel:
+        target = self.call.target
+        if skipped not in self._parts:
+            self._parts.clear()  # of the sets tried on the way none comes back
+            self._parts[skipped] = CachedModel(self.drafter.part(target.model, skipped), target.cache, target.masks)
+        return self._parts[skipped]
+
+    def _width(self, text: Text) -> int:
+        """How many tokens of each row a change is tried on, so many that they make a window together; 0 where too few are
+        known."""
+        cache = self.call.target.cache
+        known = min(len(self.choices[row]) for row in self.open)
+        held = min(length - hidden for length, hidden in zip(cache.lengths, cache.padding, strict=True))
+        width = min(known, held, max(LEAST, -(-self.drafter.window // len(self.open))))
+        enough = width >= LEAST and 2 * width * len(self.open) >= self.drafter.window
+        return width if enough and min(text.lengths) > width else 0
+
+    def _try_change(self, text: Text, width: int) -> None:
+        """One change of the set, tried on the newest tokens against the set in use."""
+        search = self.drafter.search
+        candidate = search.candidate()
+        last = torch.tensor(text.lengths, device=text.ids.device)[:, None] - 1
+        ids = text.ids.gather(1, last - width + torch.arange(width, device=text.ids.device))
+        said = torch.stack([self.choices[row][-width:] for row in self.open])
+        hits = []
+        for skipped in (candidate, search.skipped):
+            with self.call.target.cache.borrowed(width):
+                best = self._part(skipped)(ids).argmax(-1).to(said.device)
+            hits.append((best[self.open] == said).sum())
+        of_candidate, of_current = torch.stack(hits).tolist()
+        search.judge(candidate, of_candidate, of_current, said.numel())

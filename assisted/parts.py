@@ -1,0 +1,217 @@
+"""Running part of a model: its first layers, or its last ones.
+
+A part is another object of the model's class that shares its weights and buffers; only its list of layers holds other
+modules. Nothing of the model is changed, and others may run it meanwhile. Knows modules, nothing of drafts or slots.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+__all__ = [
+    "Inject",
+    "Layers",
+    "Pass",
+    "Recorder",
+    "Tap",
+    "back",
+    "dressed",
+    "few_ids",
+    "find_layers",
+    "front",
+    "hidden_of",
+    "tapped",
+    "with_children",
+]
+
+Form = int | None
+"""What a module returns: a tensor (None), or a tuple of so many entries of which the first is the tensor."""
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Where a model keeps its decoder layers.
+
+    Args:
+        path: the names that lead from the model to the list.
+        forms: what each layer returns.
+    """
+
+    path: tuple[str, ...]
+    forms: tuple[Form, ...]
+
+    def __len__(self) -> int:
+        return len(self.forms)
+
+    def of(self, model: nn.Module) -> list[nn.Module]:
+        """The layers of a model of this kind."""
+        return list(model.get_submodule(".".join(self.path)).children())
+
+    def replaced(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> PreTrainedModel:
+        """The same model with other layers, as many; its own list stays as it is."""
+        return with_children(model, {self.path: nn.ModuleList(layers)})
+
+
+def front(model: PreTrainedModel, layers: Layers, end: int) -> tuple[PreTrainedModel, Tap]:
+    """Layers [0, end), then the final norm and the head; and what remembers the states that leave layer end - 1."""
+    own = layers.of(model)
+    tap = Tap(own[end - 1])
+    passed = [Pass(form) for form in layers.forms[end:]]
+    return layers.replaced(model, [*own[: end - 1], tap, *passed]), tap
+
+
+def back(model: PreTrainedModel, layers: Layers, start: int) -> tuple[PreTrainedModel, Inject]:
+    """Layers [start, L), the final norm and the head, over states that are put into the other return value.
+
+    The embedding still runs: positions, masks and inputs of each layer are made of it. start: in [1, L].
+    """
+    inject = Inject(layers.forms[start - 1])
+    passed = [Pass(form) for form in layers.forms[: start - 1]]
+    return layers.replaced(model, [*passed, inject, *layers.of(model)[start:]]), inject
+
+
+def tapped(model: PreTrainedModel, layers: Layers, ends: Sequence[int]) -> tuple[PreTrainedModel, dict[int, Tap]]:
+    """The whole model; and what remembers, for each of `ends`, the states that leave layer end - 1."""
+    own = layers.of(model)
+    taps = {end: Tap(own[end - 1]) for end in ends}
+    return layers.replaced(model, [taps.get(place + 1, layer) for place, layer in enumerate(own)]), taps
+
+
+class Pass(nn.Module):
+    """Stands for a layer that is left out: returns the hidden states it is given, [..., n, D]."""
+
+    def __init__(self, form: Form):
+        super().__init__()
+        self.form = form
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return dressed(hidden_of(args, kwargs), self.form)
+
+
+class Inject(Pass):
+    """Stands for all layers so far: returns the states put into `hidden`, whatever it is given."""
+
+    hidden: torch.Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return dressed(self.hidden.to(hidden_of(args, kwargs).device), self.form)
+
+
+class Tap(nn.Module):
+    """A layer whose last hidden states are remembered, in `hidden`."""
+
+    hidden: torch.Tensor
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.layer(*args, **kwargs)
+        self.hidden = output[0] if isinstance(output, tuple) else output
+        return output
+
+
+class Recorder(nn.Module):
+    """A module that writes down what it returns."""
+
+    def __init__(self, module: nn.Module, name: Any, seen: list[tuple[Any, Form]]):
+        super().__init__()
+        self.module = module
+        self.name = name
+        self.seen = seen
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.module(*args, **kwargs)
+        self.seen.append((self.name, len(output) if isinstance(output, tuple) else None))
+        return output
+
+
+def dressed(hidden: torch.Tensor, form: Form) -> Any:
+    """Hidden states in the form in which a module would return them."""
+    return hidden if form is None else (hidden, *[None] * (form - 1))
+
+
+def with_children(module: _Module, children: Mapping[tuple[str, ...], nn.Module]) -> _Module:
+    """The same module with other submodules in some places, as another object; all else is shared.
+
+    children: by path from the module. Hooks of the module and of what lies on the way are shared, too.
+
+    Raises ValueError where a forward on the way was replaced by something that cannot run for another object.
+    """
+    names = {path[0] for path in children}
+    inner: dict[str, nn.Module | None] = {}
+    for name in names:
+        deeper = {path[1:]: child for path, child in children.items() if path[0] == name and len(path) > 1}
+        inner[name] = with_children(module.get_submodule(name), deeper) if deeper else children[(name,)]
+    other = object.__new__(type(module))
+    other.__dict__ = {**module.__dict__, "_modules": {**module._modules, **inner}}
+    other.__dict__.update(_own_forward(module, other))
+    return other
+
+
+def _own_forward(module: nn.Module, other: nn.Module) -> dict[str, Any]:
+    """What `other` needs to run its own submodules where the forward of `module` was replaced in the object.
+
+    accelerate keeps the original beside its own, which moves inputs and weights between devices; a compiled forward
+    knows what it was compiled from. Both are bound to `module`.
+    """
+    values = module.__dict__
+    found: dict[str, Any] = {}
+    if values.get("_compiled_call_impl") is not None:
+        found["_compiled_call_impl"] = None
+    if "forward" in values:
+        hook = values.get("_hf_hook")
+        forward = values["forward"] if hook is None else values["_old_forward"]
+        forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+        if not isinstance(forward, MethodType):
+            raise ValueError(f"the forward of {type(module).__name__} was replaced by {forward!r}")
+        own = MethodType(forward.__func__, other)
+        found["forward"] = own if hook is None else functools.partial(_hooked, hook, other, own)
+    return found
+
+
+def _hooked(hook: Any, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A forward between the two halves of accelerate's hook."""
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    return hook.post_forward(module, forward(*args, **kwargs))
+
+
+@torch.no_grad()
+def find_layers(model: PreTrainedModel) -> Layers:
+    """Where the decoder layers are, found by running a few tokens.
+
+    Raises ValueError where no list of as many modules as the config has layers is run through once, in order.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    for name in sorted(lists, key=lambda name: name.count(".")):
+        seen: list[tuple[Any, Form]] = []
+        path = tuple(name.split("."))
+        own = list(model.get_submodule(name).children())
+        other = with_children(model, {path: nn.ModuleList(Recorder(m, n, seen) for n, m in enumerate(own))})
+        ids = few_ids(model)
+        other(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True)
+        if [number for number, _ in seen] == list(range(count)):
+            return Layers(path, tuple(form for _, form in seen))
+    raise ValueError(f"{type(model).__name__} does not run through a list of {count} layers, one after the other")
+
+
+def few_ids(model: PreTrainedModel, count: int = 4) -> torch.Tensor:
+    """Some tokens to try a model on, [1, count] int64."""
+    size = model.config.get_text_config(decoder=True).vocab_size
+    return (size // 2 + torch.arange(count, device=model.device))[None] % size
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The hidden states that a module is called with."""
+    return args[0] if args else kwargs["hidden_states"]

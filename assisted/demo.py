@@ -23,6 +23,7 @@ from .cache import SlotCache
 from .comparison import LOOKUP_SETTINGS, PEER_SETTINGS, PLAIN, Comparison, Prompt, Way, compare, held_out_prompts
 from .drafters import Call, Drafter, Drafting
 from .drafts import Draft
+from .lengths import DraftLength, Length
 from .modeling import AssistedModelForCausalLM
 from .quantization import memory_bytes
 from .runtime import CachedModel, Masks
@@ -120,6 +121,9 @@ class Watch(Drafter):
 
     def start(self, call: Call) -> Drafting:
         return _Watched(self, self.drafter.start(call))
+
+    def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
+        return self.drafter.start_length(policy, earlier)
 
     def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> CachedModel:
         return self.drafter.run_target(model, cache, masks)

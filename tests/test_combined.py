@@ -1,7 +1,5 @@
 """Several drafters for one target: who drafts, what is learned, what one that fails costs; and trees of merged chains."""
 
-import time
-
 import pytest
 import torch
 from architectures import build, half_right, random_ids
@@ -12,7 +10,7 @@ from pairs import BY_NAME, CALL, prompt, tokenizer
 from assisted import AssistedModelForCausalLM, Combined, DraftModel, Merged, QuantizedSelf, decoding
 from assisted.drafters import parse, read, written
 from assisted.drafters.base import Drafting
-from assisted.drafters.combined import CombinedDrafting, Member
+from assisted.drafters.combined import CombinedDrafting, CombinedLength, Member
 from assisted.drafters.merged import merge
 from assisted.drafts import Draft
 from assisted.lengths import Fixed
@@ -39,14 +37,12 @@ class Chain(Drafting):
     def __init__(self, tokens, expected=None, seconds=0.0, error=None):
         self.tokens, self.seconds, self.error = tokens, seconds, error
         self.asked = self.seen = 0
-        if expected is not None:
-            self.expected = expected
+        self.expected = expected
 
     def propose(self, text, budget):
         self.asked += 1
         if self.error:
             raise self.error
-        clock.now += self.seconds
         tokens = torch.tensor([self.tokens[:budget]], dtype=torch.int64)
         return Draft(tokens, torch.tensor([tokens.shape[1]]))
 
@@ -54,30 +50,20 @@ class Chain(Drafting):
         self.seen += 1
 
 
-class Clock:
-    now = 0.0
-
-
-clock = Clock()
-
-
-@pytest.fixture(autouse=True)
-def _clock(monkeypatch):
-    clock.now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-
-
 def combined(*chains):
-    return CombinedDrafting([Member(chain, Fixed(8).start()) for chain in chains])
+    return CombinedDrafting(CombinedLength([Member(Fixed(8).start(), chain) for chain in chains]))
 
 
 def rounds(drafting, accepted, count=1, verify_seconds=1.0):
     """Propose and judge `count` times; accepted: of a proposed width. Returns the widths proposed."""
     widths = []
     for _ in range(count):
-        draft = drafting.propose(OneRow(), 8)
-        clock.now += verify_seconds
-        drafting.observe(draft, ROW, [accepted(draft.width)])
+        draft = drafting.propose(OneRow(), drafting.length.budget())
+        taken = accepted(draft.width)
+        drafting.observe(draft, ROW, [taken])
+        chosen = drafting.length.chosen
+        seconds = 0.0 if chosen is None else chosen.drafting.seconds
+        drafting.length.observe([(draft.width, taken, taken + 1)], seconds, verify_seconds)
         widths.append(draft.width)
     return widths
 
@@ -128,6 +114,16 @@ def test_one_that_fails_is_left_out_and_the_last_one_raises():
     good.error = RuntimeError("none left")
     with pytest.raises(RuntimeError, match="none left"):
         drafting.propose(OneRow(), 8)
+
+
+def test_what_was_learned_goes_on_in_the_next_call():
+    target, model = pair(lambda target: [half_right(target), build(BY_NAME["llama"], seed=5)])
+    ids = random_ids(target, 1, 12, seed=3)
+    rounds_so_far = []
+    for _ in range(2):
+        model.generate(ids, **CALL)
+        rounds_so_far.append(model.length.members[0].rounds)
+    assert 0 < rounds_so_far[0] < rounds_so_far[1]
 
 
 def pair(draft, name="llama"):

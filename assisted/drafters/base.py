@@ -45,7 +45,6 @@ class Call:
         attention_mask: [B, P] of the prompt, None when nothing is padding.
         law: how the target's logits become a token; what only committed prefixes may be shown to is left out.
         length: when to stop drafting.
-        policy: what `length` is the memory of; for drafters made of several, which need one for each.
         limit: the most tokens a row may come to hold.
         target: the target as it is run in this call, with the KV of all committed tokens but the last; for drafters
             that draft with parts of it. Whatever they write behind the committed slots they must forget again
@@ -55,7 +54,6 @@ class Call:
     attention_mask: torch.Tensor | None
     law: Law
     length: Length
-    policy: DraftLength
     limit: int
     target: CachedModel
 
@@ -97,6 +95,10 @@ class Drafter:
     def start(self, call: Call) -> Drafting:
         """The state for one `generate`. Cheap: work is done in `propose`, where a failure costs speed only."""
         raise NotImplementedError
+
+    def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
+        """The policy's memory for one `generate`; drafters made of several need one for each."""
+        return policy.start(earlier)
 
     def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> CachedModel:
         """How the target is run while this drafts for it; drafters that share its passes have a way of their own."""

@@ -1,11 +1,10 @@
 """Several drafters for one target: each round the one that is worth most drafts, the cheap ones are asked first.
 
-Knows drafters by their interface and the clock; what a draft is worth it learns from what became of earlier ones.
+Knows drafters and lengths by their interfaces; what a draft is worth it learns from what became of earlier ones.
 """
 
 from __future__ import annotations
 
-import time
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..cache import SlotCache
 from ..drafts import Draft
-from ..lengths import Length
+from ..lengths import DraftLength, Length
 from ..runtime import CachedModel, Masks
 from ..text import Text
 from .base import Call, Drafter, Drafting, Target
@@ -61,8 +60,24 @@ class CombinedDrafter(Drafter):
     def models(self) -> list[PreTrainedModel]:
         return [model for member in self.members for model in member.models]
 
+    def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
+        """A length for every drafter: what one drafter's tokens cost says nothing of another's."""
+        before = earlier.members if isinstance(earlier, CombinedLength) else [None] * len(self.members)
+        return CombinedLength(
+            [
+                replace(old, length=member.start_length(policy, old.length), drafting=None)
+                if old
+                else Member(member.start_length(policy))
+                for member, old in zip(self.members, before, strict=True)
+            ]
+        )
+
     def start(self, call: Call) -> Drafting:
-        return CombinedDrafting(start_all(self.members, call))
+        length = call.length
+        assert isinstance(length, CombinedLength)
+        for member, drafter in zip(length.members, self.members, strict=True):
+            member.drafting = drafter.start(replace(call, length=member.length))
+        return CombinedDrafting(length)
 
     def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> CachedModel:
         """As the one member that has a way of its own wants it."""
@@ -90,112 +105,97 @@ def _has_own_way(member: Drafter) -> bool:
     return type(member).run_target is not Drafter.run_target
 
 
-def start_all(members: list[Drafter], call: Call) -> list[Member]:
-    """Every drafter at work, each with a length of its own: what one drafter's tokens cost says nothing of another's."""
-    started = []
-    for member in members:
-        length = call.policy.start()
-        started.append(Member(member.start(replace(call, length=length)), length))
-    return started
-
-
 @dataclass
 class Member:
-    """A drafter at work among others, and what its drafts have brought so far (averages that forget)."""
+    """A drafter among others, and what its drafts have brought so far (averages that forget)."""
 
-    drafting: Drafting
     length: Length
+    drafting: Drafting | None = None
+    budget: int = 0
     rounds: int = 0
     accepted: float = 0.0
     expected: float = 0.0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-
-    @property
-    def knows_worth(self) -> bool:
-        """Whether its proposals come with an estimate and cost next to nothing."""
-        return self.drafting.expected is not None
+    seconds: float = 0.0
 
     def rate(self, accepted: float | None = None) -> float:
         """Tokens a second of a round of its own; for a proposal in hand, with what is accepted of that."""
-        seconds = self.draft_seconds + self.verify_seconds
-        return (1 + (self.accepted if accepted is None else accepted)) / max(seconds, 1e-9)
+        return (1 + (self.accepted if accepted is None else accepted)) / max(self.seconds, 1e-9)
 
-    def promise(self) -> float:
-        """Accepted tokens to expect of the proposal in hand: its own estimate, corrected by how such estimates came out."""
-        said = self.drafting.expected or 0.0
-        return said * (self.accepted / self.expected) if self.rounds >= TRIED and self.expected > 0 else said
+    def promise(self, expected: float) -> float:
+        """Accepted tokens of a proposal that says to expect so many, corrected by how such estimates came out."""
+        return expected * (self.accepted / self.expected) if self.rounds >= TRIED and self.expected > 0 else expected
 
-    def learn(self, accepted: float, expected: float, draft_seconds: float, verify_seconds: float) -> None:
+    def learn(self, accepted: float, expected: float, seconds: float) -> None:
         keep = MEMORY if self.rounds >= TRIED else self.rounds / (self.rounds + 1)
         self.rounds += 1
-        for name, value in (
-            ("accepted", accepted),
-            ("expected", expected),
-            ("draft_seconds", draft_seconds),
-            ("verify_seconds", verify_seconds),
-        ):
-            setattr(self, name, keep * getattr(self, name) + (1 - keep) * value)
+        self.accepted = keep * self.accepted + (1 - keep) * accepted
+        self.expected = keep * self.expected + (1 - keep) * expected
+        self.seconds = keep * self.seconds + (1 - keep) * seconds
 
 
-class CombinedDrafting(Drafting):
-    """Who drafts this round, and what became of it."""
+class CombinedLength(Length):
+    """The lengths of all members. Each one hears of the rounds in which it drafted, and of those in which nobody did."""
 
     def __init__(self, members: list[Member]):
         self.members = members
         self.chosen: Member | None = None
-        self.unfinished: list[int] = []
-        self.draft_seconds = 0.0
-        self.proposed_at: float | None = None  # None between rounds
+
+    @property
+    def predicted_speedup(self) -> float | None:  # type: ignore[override]
+        return max((m.length.predicted_speedup for m in self.members if m.length.predicted_speedup), default=None)
+
+    def budget(self) -> int:
+        self.chosen = None
+        for member in self.members:
+            member.length.unfinished = self.unfinished
+            member.budget = member.length.budget()
+        return max(member.budget for member in self.members)
+
+    def observe(self, rows: list[tuple[int, int, int]], draft_seconds: float, verify_seconds: float) -> None:
+        for member in self.members if self.chosen is None else [self.chosen]:
+            member.length.observe(rows, draft_seconds, verify_seconds)
+        if self.chosen is not None:
+            mean = sum(accepted for _, accepted, _ in rows) / len(rows)
+            said = None if self.chosen.drafting is None else self.chosen.drafting.expected
+            self.chosen.learn(mean, mean if said is None else said, draft_seconds + verify_seconds)
+
+
+class CombinedDrafting(Drafting):
+    """Who drafts this round."""
+
+    def __init__(self, length: CombinedLength):
+        self.length = length
+        self.members = list(length.members)  # that have not failed
 
     def propose(self, text: Text, budget: int) -> Draft:
-        self.chosen, self.draft_seconds = None, 0.0
-        self.unfinished = text.unfinished
-        draft = Draft.empty(text.rows, text.ids.device)
         for place, member in enumerate(list(self.members)):
-            limit = min(budget, member.length.budget())
-            if limit < 1:
+            if member.drafting is None or member.budget < 1:
                 continue
-            started = time.perf_counter()
             try:
-                draft = member.drafting.propose(text, limit)
+                draft = member.drafting.propose(text, min(budget, member.budget))
             except Exception as error:
                 self._lose(member, error)
                 continue
-            self.draft_seconds = time.perf_counter() - started
             if draft.width and self._is_worth_it(member, self.members[place + 1 :]):
-                self.chosen = member
-                break
-            draft = Draft.empty(text.rows, text.ids.device)
-        self.proposed_at = time.perf_counter()
-        return draft
+                self.length.chosen = member
+                return draft
+        return Draft.empty(text.rows, text.ids.device)
 
     def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
         for member in self.members:
-            member.drafting.observe(draft, logits, accepted)
-        if self.proposed_at is None:  # nobody was asked
-            return
-        verify_seconds = time.perf_counter() - self.proposed_at
-        drafted = draft.lengths.tolist()
-        rows = [(drafted[row], accepted[row], accepted[row] + 1) for row in self.unfinished]
-        for member in self.members if self.chosen is None else [self.chosen]:
-            member.length.observe(rows, self.draft_seconds, verify_seconds)
-        if self.chosen is not None:
-            mean = sum(accepted[row] for row in self.unfinished) / len(self.unfinished)
-            said = self.chosen.drafting.expected
-            said = mean if said is None else said
-            self.chosen.learn(mean, said, self.draft_seconds, verify_seconds)
-        self.proposed_at = None
+            if member.drafting is not None:
+                member.drafting.observe(draft, logits, accepted)
 
     def _is_worth_it(self, member: Member, later: list[Member]) -> bool:
         """Whether what this one proposed beats what the later ones may be expected to bring."""
-        if not member.knows_worth or not later:
+        expected = member.drafting.expected if member.drafting is not None else None
+        later = [other for other in later if other.budget > 0]
+        if expected is None or not later:  # it has no estimate before the target has seen it, or there is nobody else
             return True
-        promised = member.promise()
-        measured = [other for other in later if other.rounds >= TRIED]
-        if len(measured) < len(later) or member.rounds < TRIED:
+        promised = member.promise(expected)
+        if member.rounds < TRIED or any(other.rounds < TRIED for other in later):
             return promised >= CERTAIN
-        return member.rate(promised) >= max(other.rate() for other in measured)
+        return member.rate(promised) >= max(other.rate() for other in later)
 
     def _lose(self, member: Member, error: Exception) -> None:
         """Go on without a drafter that failed; without any left, the failure is the loop's to report."""

@@ -12,9 +12,10 @@ import torch
 
 from ..drafts import Draft
 from ..law import Law
+from ..lengths import DraftLength, Fixed, Length
 from ..text import Text
 from .base import Call, Drafting, Target
-from .combined import CombinedDrafter, load_all, start_all
+from .combined import CombinedDrafter, load_all
 
 __all__ = ["Merged", "MergedDrafter", "merge"]
 
@@ -47,9 +48,13 @@ class MergedDrafter(CombinedDrafter):
     """Loaded drafters whose proposals become one tree."""
 
     def start(self, call: Call) -> Drafting:
-        argmax = replace(call, law=Law(call.law.processors, do_sample=False))
+        argmax = replace(call, law=Law(call.law.processors, do_sample=False), length=Fixed().start())
         members = self.members if call.target.masks.trees else self.members[:1]
-        return MergedDrafting([member.drafting for member in start_all(members, argmax)])
+        return MergedDrafting([member.start(argmax) for member in members])
+
+    def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
+        """One length for the tree: how deep its chains are."""
+        return policy.start(earlier)
 
 
 class MergedDrafting(Drafting):

@@ -1,17 +1,23 @@
-"""Whether two models read the same tokens.
+"""Whether two models read the same tokens, and what a tokenizer's tokens stand for.
 
-Knows tokenizers and vocabulary sizes. Equal sizes prove nothing: the token -> id maps are compared.
+Knows tokenizers and vocabulary sizes, nothing of models' states or drafts. Equal sizes prove nothing: the token -> id maps
+are compared; tokens of two tokenizers are compared by their bytes, since each writes a space in its own way.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
+from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["find_tokenizer", "require_same"]
+__all__ = ["Vocabulary", "find_tokenizer", "same_tokens", "shared_tokens"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_CONTEXTS = ("x", "\n")  # text that others may stand behind; the first that does not grow together with it is taken
 
 
 def find_tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase | None:
@@ -27,41 +33,189 @@ def find_tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase |
         return None
 
 
-def require_same(
+def same_tokens(
     target: PreTrainedModel,
     draft: PreTrainedModel,
     target_tokenizer: PreTrainedTokenizerBase | None,
     draft_tokenizer: PreTrainedTokenizerBase | None,
-) -> None:
-    """Refuse a draft whose tokens mean something else than the target's.
+) -> bool:
+    """Whether the draft's tokens mean what the target's do, vocabularies of one tokenizer padded to different sizes included.
 
-    Vocabularies of one tokenizer padded to different sizes are the same. Raises ValueError that says what differs.
+    Raises ValueError where that cannot be told: the sizes differ and a tokenizer is missing.
     """
     sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
     if target_tokenizer is None or draft_tokenizer is None:
         if sizes[0] == sizes[1]:
-            return
+            return True
         missing = "tokenizer" if target_tokenizer is None else "draft_tokenizer"
         raise ValueError(
             f"draft: its vocabulary has {sizes[1]} entries, the target's {sizes[0]}, and without both tokenizers it can't "
-            f"be told whether one is a padded form of the other. Pass {missing}=AutoTokenizer.from_pretrained(...)."
+            "be told whether one is a padded form of the other or has to be translated. Pass "
+            f"{missing}=AutoTokenizer.from_pretrained(...)."
         )
     # Added tokens may differ between the models of a family, as long as those that both have agree. A smaller vocabulary
     # learned from the same text is another tokenizer although its ids agree: it cuts the text into other pieces.
     ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     agree = all(theirs.get(token, number) == number for token, number in ours.items())
-    if agree and _learned(target_tokenizer) == _learned(draft_tokenizer):
-        return
-    shared = sum(token in ours for token in theirs)
-    problem = (
-        "shares no token with the target's"
-        if shared == 0
-        else (f"gives other ids than the target's, or knows other tokens ({shared} of {len(ours)} shared)")
-    )
-    raise ValueError(
-        f"draft: its tokenizer {problem}. Drafting across tokenizers is not available yet; choose a draft trained with the "
-        "target's tokenizer, such as a smaller model of the same family."
-    )
+    return agree and _learned(target_tokenizer) == _learned(draft_tokenizer)
+
+
+def shared_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
+    """Target id -> draft id of what both can say in one token: the same bytes, a special token of the same name, the end.
+
+    Raises ValueError where they share no text.
+    """
+    shared = {target.by_bytes[piece]: number for piece, number in draft.by_bytes.items() if piece in target.by_bytes}
+    if not shared:
+        raise ValueError(
+            "draft: its tokenizer shares no token with the target's, so nothing it says can be said in the target's "
+            "tokens; choose a draft that writes the same characters"
+        )
+    shared |= {target.specials[name]: number for name, number in draft.specials.items() if name in target.specials}
+    if target.end is not None and draft.end is not None:
+        shared.setdefault(target.end, draft.end)
+    return shared
+
+
+class Vocabulary:
+    """What the tokens of one tokenizer stand for and how it cuts text; immutable and apart from the caller's tokenizer.
+
+    Args:
+        tokenizer: not changed, and not asked again.
+        size: entries that the model knows; tokens behind them are left out.
+
+    Attributes:
+        pieces: the bytes of each id; None for special tokens and for ids without a token.
+        by_bytes: the id that says some bytes in one token.
+        specials: the id of each special token by its name.
+        end: id of the end token, or None.
+        prefix: ids that the tokenizer puts before a prompt, such as a beginning-of-text token.
+        prepends: whether it puts a space before a text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int):
+        self.size = size
+        special = set(tokenizer.all_special_ids)
+        added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+        special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        names = {number: name for name, number in tokenizer.get_vocab().items() if 0 <= number < size}
+        self.specials = {name: number for number, name in names.items() if number in special}
+        notation = _Notation.of(tokenizer)
+        self.pieces: list[bytes | None] = [None] * size
+        for number, name in names.items():
+            if number not in special:
+                self.pieces[number] = added[number].encode() if number in added else notation.bytes_of(name)
+        # where bytes can be said as a plain token and as an escaped byte, text is cut into the plain one
+        order = sorted(names, key=lambda number: (notation.is_escaped(names[number]), number))
+        self.by_bytes: dict[bytes, int] = {}
+        for number in order:
+            if piece := self.pieces[number]:
+                self.by_bytes.setdefault(piece, number)
+        end = tokenizer.eos_token_id
+        self.end = end if isinstance(end, int) and end < size else None
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._tokenizer: Any = tokenizer
+        if backend is not None:  # a copy: calls of the caller's tokenizer change its padding and truncation
+            self._tokenizer = Tokenizer.from_str(backend.to_str())
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+        self.prefix = self._prefix(tokenizer)
+        self.prepends = any(self._bytes(self._encode(probe)).startswith(b" ") for probe in ("a", "1", "."))
+
+    def tokens(self, text: str) -> list[int]:
+        """Of a text that stands at the beginning, without the prefix."""
+        return self._encode(text)
+
+    def tokens_behind(self, text: str) -> list[int]:
+        """Of a text that stands behind other tokens: no space is put before it."""
+        if self.prepends:
+            for context, before in self._contexts:
+                whole = self._encode(context + text)
+                if whole[: len(before)] == before:
+                    return whole[len(before) :]
+        return self._encode(text)
+
+    def bytes_behind(self, data: bytes) -> list[int]:
+        """One token a byte, for what is no whole character. Empty where the vocabulary has no such tokens."""
+        ids = [self.by_bytes.get(bytes([value])) for value in data]
+        return [] if None in ids else ids  # type: ignore[return-value]
+
+    @functools.cached_property
+    def _contexts(self) -> list[tuple[str, list[int]]]:
+        return [(context, self._encode(context)) for context in _CONTEXTS]
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = ids.ids if hasattr(ids, "ids") else ids
+        return ids if max(ids, default=0) < self.size else [number for number in ids if number < self.size]
+
+    def _bytes(self, ids: list[int]) -> bytes:
+        return b"".join(self.pieces[number] or b"" for number in ids)
+
+    def _prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        whole = tokenizer("a", return_attention_mask=False).input_ids
+        text = self._encode("a")
+        starts = [at for at in range(len(whole)) if text and whole[at : at + len(text)] == text]
+        before = whole[: starts[0]] if starts else [number for number in whole if number == tokenizer.bos_token_id]
+        return [number for number in before if number < self.size]
+
+
+class _Notation:
+    """How a tokenizer writes bytes into the names of its tokens.
+
+    byte_level: a printable character for each byte (GPT-2). space: the character that stands for one ("▁" of
+    SentencePiece), escapes: "<0x0A>" is the byte. continued: what marks a token that continues a word (WordPiece);
+    the others begin one. ends: what marks a token that ends a word.
+    """
+
+    def __init__(self, decoders: list[dict[str, Any]]):
+        by_type = {decoder["type"]: decoder for decoder in decoders}
+        self.byte_level = "ByteLevel" in by_type
+        self.escapes = "ByteFallback" in by_type
+        self.replaced = [(d["replacement"], " ") for d in decoders if d["type"] == "Metaspace"]
+        for decoder in decoders:
+            if decoder["type"] == "Replace" and "String" in decoder["pattern"]:
+                self.replaced.append((decoder["pattern"]["String"], decoder["content"]))
+        self.continued = by_type["WordPiece"]["prefix"] if "WordPiece" in by_type else None
+        if "BPEDecoder" in by_type:
+            self.replaced.append((by_type["BPEDecoder"]["suffix"], " "))
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> _Notation:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            return cls(_flat(json.loads(backend.decoder.__getstate__())) if backend.decoder is not None else [])
+        names = tokenizer.get_vocab()
+        if any("▁" in name for name in names):
+            return cls([{"type": "Metaspace", "replacement": "▁"}, {"type": "ByteFallback"}])
+        return cls([{"type": "ByteLevel"}] if all(character in names for character in "ĠĊ") else [])
+
+    def bytes_of(self, name: str) -> bytes:
+        if self.byte_level:
+            values = [_byte_alphabet().get(character) for character in name]
+            return name.encode() if None in values else bytes(values)  # type: ignore[arg-type]
+        if self.is_escaped(name):
+            return bytes([int(name[3:5], 16)])
+        if self.continued is not None:
+            return (name.removeprefix(self.continued) if name.startswith(self.continued) else " " + name).encode()
+        for written, meant in self.replaced:
+            name = name.replace(written, meant)
+        return name.encode(errors="replace")
+
+    def is_escaped(self, name: str) -> bool:
+        return self.escapes and len(name) == 6 and name.startswith("<0x") and name.endswith(">")
+
+
+def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    return [part for inner in decoder["decoders"] for part in _flat(inner)] if "decoders" in decoder else [decoder]
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """The byte behind each character of byte-level vocabularies: printable ones are themselves, others count on from 256."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
 
 
 def _learned(tokenizer: PreTrainedTokenizerBase) -> set[str]:

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import is_optimum_quanto_available
 
 from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, decoding
+from assisted.drafters.other_tokenizer import TranslatedDrafter
 
 ROWS = [1, 4]
 CONTEXT = 32
@@ -221,7 +222,7 @@ def test_one_token_needs_no_draft(rows: int, length: dict[str, Any]) -> None:
 def short(request: pytest.FixtureRequest) -> tuple[str, AssistedModelForCausalLM]:
     """Pairs whose context ends early: learned positions, and rotary ones, which go on beyond it."""
     target = build(BY_NAME[request.param], max_position_embeddings=CONTEXT)
-    return request.param, AssistedModelForCausalLM.from_models(target, draft=half_right(target))
+    return request.param, AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -271,7 +272,7 @@ def test_text_that_reaches_the_end_of_the_context(
 def test_slots_that_end_where_the_context_ends(name: str, field: str, new_tokens: int) -> None:
     """These models align their rows, and a row that has ended lies in the last slot while the others go on."""
     target = build(BY_NAME[name], **{field: CONTEXT})
-    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4)
     start = prompt(4)
     call = CALL | {"attention_mask": start["attention_mask"], "max_new_tokens": new_tokens, "use_cache": True}
     plain = target.generate(start["ids"], **call)
@@ -298,7 +299,7 @@ def test_a_draft_of_a_shorter_context_stops_drafting() -> None:
     target, _ = pair()
     draft = half_right(target)
     draft.config.max_position_embeddings = 24
-    model = AssistedModelForCausalLM.from_models(target, draft=draft)
+    model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=4)
     for rows in ROWS:
         start = prompt(rows)
         with no_fallback():
@@ -427,21 +428,23 @@ def resized(entries: int) -> PreTrainedModel:
     return build(BY_NAME["llama"], vocab_size=entries)
 
 
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        (tokenizer(first="$"), "other ids"),
-        (tokenizer(first="À", special=("[PAD]", "[BOS]", "[EOS]")), "shares no token"),
-    ],
-    ids=["other-ids", "nothing-shared"],
-)
 @pytest.mark.parametrize("entries", [VOCABULARY, VOCABULARY - 8, VOCABULARY + 8])
-def test_another_tokenizer_is_refused(other: Any, reason: str, entries: int) -> None:
-    target, _ = pair()
-    with pytest.raises(ValueError, match=f"draft: .*{reason}"):
+def test_tokens_of_other_characters_are_refused(entries: int) -> None:
+    other = tokenizer(first="À", special=("[PAD]", "[BOS]", "[EOS]"))
+    with pytest.raises(ValueError, match=r"draft: .*shares no token"):
         AssistedModelForCausalLM.from_models(
-            target, draft=resized(entries), tokenizer=tokenizer(), draft_tokenizer=other
+            pair()[0], draft=resized(entries), tokenizer=tokenizer(), draft_tokenizer=other
         )
+
+
+@pytest.mark.parametrize("entries", [VOCABULARY, VOCABULARY - 8, VOCABULARY + 8])
+def test_other_ids_are_translated(entries: int) -> None:
+    model = AssistedModelForCausalLM.from_models(
+        pair()[0], draft=resized(entries), draft_length=4, tokenizer=tokenizer(), draft_tokenizer=tokenizer(first="$")
+    )
+    with no_fallback():
+        assert model.generate(prompt()["ids"], **CALL).tolist() == plainly(**prompt()).tolist()
+    assert model.report.drafted > 0
 
 
 @pytest.mark.parametrize("given", [{}, {"tokenizer": tokenizer()}, {"draft_tokenizer": tokenizer()}], ids=str)
@@ -454,8 +457,7 @@ def test_a_tokenizer_that_is_needed_is_named(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("draft", "error"),
     [
-        (None, ValueError),
-        ("early-exit:1", ValueError),
+        ("early-exit:99", ValueError),
         ("self:bogus", ValueError),
         ("zoo:nobody", ValueError),
         (42, TypeError),
@@ -512,9 +514,12 @@ def test_a_wrong_folder_is_named(folders: dict[str, Path], role: str, wrong: str
         AssistedModelForCausalLM.from_pretrained(str(folders[names["target"]]), draft=str(folders[names["draft"]]))
 
 
-def test_a_folder_with_another_tokenizer_of_the_same_size_is_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(ValueError, match="other ids"):
-        AssistedModelForCausalLM.from_pretrained(str(folders["target"]), draft=str(folders["other-tokenizer"]))
+def test_a_folder_with_another_tokenizer_of_the_same_size_is_translated(folders: dict[str, Path]) -> None:
+    names = [str(folders[name]) for name in ("target", "other-tokenizer")]
+    model = AssistedModelForCausalLM.from_pretrained(names[0], draft=names[1])
+    assert isinstance(model.drafter, TranslatedDrafter)
+    with no_fallback():
+        assert model.generate(prompt()["ids"], **CALL).tolist() == plainly(**prompt()).tolist()
 
 
 def test_a_folder_whose_tokenizer_is_needed_and_missing(folders: dict[str, Path]) -> None:

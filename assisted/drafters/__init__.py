@@ -12,8 +12,13 @@ from transformers import PreTrainedModel
 from .base import Call, Drafter, Drafting, Spec, Target
 from .combined import Combined
 from .draft_model import DraftModel, ModelDrafter
+from .early_exit import EarlyExit
+from .layer_skip import LayerSkip
 from .merged import Merged
+from .ngram import NGram
 from .quantized_self import QuantizedSelf
+from .recycle import TokenRecycling
+from .suffix import Suffix
 
 __all__ = [
     "METHODS",
@@ -22,11 +27,16 @@ __all__ = [
     "DraftModel",
     "Drafter",
     "Drafting",
+    "EarlyExit",
+    "LayerSkip",
     "Merged",
     "ModelDrafter",
+    "NGram",
     "QuantizedSelf",
     "Spec",
+    "Suffix",
     "Target",
+    "TokenRecycling",
     "parse",
     "read",
     "with_models",
@@ -36,32 +46,34 @@ __all__ = [
 METHODS: dict[str, type[Any]] = {
     "draft-model": DraftModel,
     "self": QuantizedSelf,
+    "early-exit": EarlyExit,
+    "layer-skip": LayerSkip,
+    "ngram": NGram,
+    "suffix": Suffix,
+    "recycle": TokenRecycling,
     "combined": Combined,
     "merged": Merged,
 }
 """Every method by the name that a string begins with and config.json holds. `METHODS[name].named(rest)` is the spec behind
 `"name:rest"`; a name that takes no string has no `named`."""
 
-_PLANNED = ("early-exit", "layer-skip", "ngram", "suffix", "recycle", "medusa", "eagle")
+_PLANNED = ("medusa", "eagle")
 
 
 def parse(draft: Any, quantization: Any = None) -> Spec:
     """The spec behind what a caller may write as `draft`.
 
-    draft: a Hub id, a folder, "zoo:NAME", "METHOD" or "METHOD:DETAILS", a spec, or (from_models) a causal LM.
+    draft: a Hub id, a folder, "zoo:NAME", "METHOD" or "METHOD:DETAILS", a spec, or (from_models) a causal LM. None is
+        "suffix", which needs no second model.
     quantization: of a draft model that is named by a string.
 
     Raises ValueError for what is not known, TypeError for what is no spec at all.
     """
-    if draft is None:
-        raise ValueError(
-            "draft: none given. Name a small model of the target's family (a Hub id, a folder, 'zoo:draft'), or "
-            "'self:nf4' for a quantized copy of the target."
-        )
-    spec = _parse(draft, quantization)
+    spec = Suffix() if draft is None else _parse(draft, quantization)
     loaded = spec.drafters if isinstance(spec, Combined) else (spec,)
     if quantization is not None and not any(isinstance(part, DraftModel) for part in loaded):
-        raise ValueError(f"draft_quantization: {draft!r} loads no model of its own that could be quantized")
+        what = "'suffix', the default draft," if draft is None else repr(draft)
+        raise ValueError(f"draft_quantization: {what} loads no model of its own that could be quantized")
     return spec
 
 
@@ -106,14 +118,15 @@ def written(spec: Spec, folder: str = "draft") -> dict[str, Any]:
         parts = [written(parse(part), f"{folder}-{place}") for place, part in enumerate(spec.drafters)]
         return {"method": name, "drafters": parts}
     else:
-        fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}  # type: ignore[arg-type]
+        saved = [field.name for field in dataclasses.fields(spec) if field.metadata.get("saved", True)]  # type: ignore[arg-type]
+        fields = {name: getattr(spec, name) for name in saved}
     plain = {key: value.to_dict() if hasattr(value, "to_dict") else value for key, value in fields.items()}
     return {"method": name, **plain}
 
 
-def with_models(spec: Spec, drafter: Drafter, folder: str = "draft") -> Iterator[tuple[str, DraftModel, Drafter]]:
+def with_models(spec: Spec, drafter: Drafter, folder: str = "draft") -> Iterator[tuple[str, DraftModel, ModelDrafter]]:
     """Every draft model of a spec, with the folder that `written` names for it and what was loaded."""
-    if isinstance(spec, DraftModel):
+    if isinstance(spec, DraftModel) and isinstance(drafter, ModelDrafter):
         yield folder, spec, drafter
     elif isinstance(spec, (Combined, Merged)):
         for place, (part, member) in enumerate(zip(spec.drafters, drafter.members, strict=True)):  # type: ignore[attr-defined]

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import acceptance, zoo
+from .. import zoo
 from ..cache import SlotCache
 from ..drafts import Draft
-from ..law import probabilities
 from ..quantization import load_quantized
 from ..runtime import BareModel, CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
 from ..text import Text
-from ..vocabulary import find_tokenizer, require_same
+from ..vocabulary import find_tokenizer, same_tokens
 from .base import Call, Drafter, Drafting, Target
+from .chain import ChainDrafting
 
 __all__ = ["DraftModel", "ModelDrafter"]
 
@@ -41,7 +41,7 @@ class DraftModel:
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
-        """Load the model (kwargs: Hub arguments, dtype, device_map) and check that its tokens are the target's.
+        """Load the model (kwargs: Hub arguments, dtype, device_map). A tokenizer other than the target's is translated.
 
         Raises ValueError for a draft that cannot serve, OSError where nothing is found at the path.
         """
@@ -55,8 +55,13 @@ class DraftModel:
             folder = model.name_or_path
             tokenizer = self.tokenizer or (find_tokenizer(folder) if Path(folder).is_dir() else None)
         require_rewindable(model, "draft")
-        require_same(target.model, model, target.tokenizer, tokenizer)
-        return ModelDrafter(model, target.model.config.get_text_config(decoder=True).vocab_size)
+        size = target.model.config.get_text_config(decoder=True).vocab_size
+        same = same_tokens(target.model, model, target.tokenizer, tokenizer)
+        if same or tokenizer is None or target.tokenizer is None:
+            return ModelDrafter(model, size, tokenizer)
+        from .other_tokenizer import TranslatedDrafter  # it builds on this module
+
+        return TranslatedDrafter(model, size, tokenizer, target.tokenizer)
 
 
 class ModelDrafter(Drafter):
@@ -65,13 +70,15 @@ class ModelDrafter(Drafter):
     Args:
         model: the draft, not changed. Its vocabulary is the target's, up to padding rows at the end.
         vocab_size: columns of the target's logits.
+        tokenizer: the draft's own, saved beside it; None where none was found.
     """
 
     model: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int):
+    def __init__(self, model: PreTrainedModel, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None):
         self.model = model
         self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
         self.masks = Masks.of(model)
 
     @functools.cached_property
@@ -83,11 +90,11 @@ class ModelDrafter(Drafter):
         """How the draft is run: where its submodules are all there is to it, without the outer forward."""
         return BareModel if is_untouched(self.model) and self._is_sum_of_parts else CachedModel
 
-    def start(self, call: Call) -> ModelDrafting:
+    def start(self, call: Call) -> Drafting:
         return ModelDrafting(self, call)
 
 
-class ModelDrafting(Drafting):
+class ModelDrafting(ChainDrafting):
     """The draft's slots during one `generate`.
 
     Invariant before each round: row b's slots hold the KV of its first `cache.lengths[b]` tokens, a prefix of the
@@ -95,48 +102,28 @@ class ModelDrafting(Drafting):
     """
 
     def __init__(self, drafter: ModelDrafter, call: Call):
+        super().__init__(call)
         self.drafter = drafter
-        self.call = call
         self.runner: CachedModel | None = None
         self.proposed: Draft | None = None  # while it waits for its verdict
         self.committed: list[int] = []  # columns read of the committed text; those behind them hold the draft
-        self.broken: torch.Tensor | None = None  # of the last round, one bool; read once its kernels have run
 
     def propose(self, text: Text, budget: int) -> Draft:
-        if self.broken is not None and self.broken:
-            raise FloatingPointError("the draft's logits are not a number")
         runner = self._catch_up_prompt(text)
         budget = min(budget, runner.room([text.lengths[row] for row in text.unfinished]) - 1)
         if budget < 1:
             return Draft.empty(text.rows, text.ids.device)
-        cache, law, length = runner.cache, self.call.law, self.call.length
+        cache = runner.cache
         logits = self._read_committed(runner, text)
         self.committed = cache.known  # KV of all committed tokens; what follows is speculative
-        draft = Draft.empty(text.rows, text.ids.device)
-        going = ~torch.tensor(text.ended, device=text.ids.device)
-        laws: list[torch.Tensor] = []
-        best: list[torch.Tensor] = []
-        for position in range(budget):
-            scores = self._scores(logits, text, draft)
-            score, token = scores.max(-1)
-            best.append(score)
-            q = probabilities(scores) if law.do_sample or length.needs_law else None
-            if q is not None and length.needs_law:
-                going = going & length.go_on(position, q)
-                if not going.any():
-                    break
-            going = going & score.isfinite()  # nothing is drawn from a law that allows only what the draft lacks
-            if law.do_sample and q is not None:
-                token = acceptance.sample(q)
-                laws.append(q)
-            draft = Draft(torch.cat([draft.tokens, token[:, None]], 1), draft.lengths + going)
-            if position + 1 < budget and length.another(position + 1):
-                logits = runner(self._readable(token[:, None]), used=[int(not ended) for ended in text.ended])[:, -1]
-                cache.commit([1] * text.rows)
-            else:
-                break
-        self.broken = torch.stack(best).isnan().any()
-        self.proposed = Draft(draft.tokens, draft.lengths, torch.stack(laws, 1) if laws else None)
+        used = [int(not ended) for ended in text.ended]
+
+        def read(tokens: torch.Tensor) -> torch.Tensor:
+            logits = runner(self._readable(tokens), used=used)[:, -1]
+            cache.commit([1] * text.rows)
+            return self._fitted(logits, text)
+
+        self.proposed = self.draft_chain(text, budget, self._fitted(logits, text), read)
         return self.proposed
 
     def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
@@ -181,12 +168,9 @@ class ModelDrafting(Drafting):
         last = torch.tensor(behind, device=logits.device) - 1
         return logits[torch.arange(text.rows, device=logits.device), last]
 
-    def _scores(self, logits: torch.Tensor, text: Text, draft: Draft) -> torch.Tensor:
-        """[B, V'] draft logits -> [B, V] processed scores in the target's vocabulary, on the text's device."""
-        logits = _resized(logits.to(text.ids.device), self.drafter.vocab_size)
-        if not self.call.law.processors:
-            return logits
-        return self.call.law.last_scores(text.ids, text.lengths, logits, draft)
+    def _fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
+        """[B, V'] draft logits -> [B, V] in the target's vocabulary, on the text's device."""
+        return _resized(logits.to(text.ids.device), self.drafter.vocab_size)
 
     def _readable(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids the draft has an embedding for: padding rows of the target's vocabulary read as the draft's last entry."""

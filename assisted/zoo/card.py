@@ -170,7 +170,7 @@ def _card(figures: dict[str, Any]) -> str:
         "",
         f"**Drafting.** `zoo:draft` for `zoo:target`, batch 1, float32, {PROMPTS} held-out functions cut in the middle,",
         f"{NEW_TOKENS} new tokens each. Tokens per pass of the target include its own token. `zoo:draft-other-tokenizer` reads",
-        "another vocabulary; drafting across tokenizers is not part of the package yet, so there is no figure for it.",
+        "another vocabulary and is translated; docs/methods/other-tokenizer.md has its figures.",
         "",
         "| draft length | temperature | tokens per pass | accepted at position 1, 2, ... | repeated 4-grams |",
         "|---|---|---|---|---|",

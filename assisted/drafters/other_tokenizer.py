@@ -1,0 +1,256 @@
+"""Drafting with a causal LM that has another tokenizer: universal drafting, 2502.05202.
+
+The draft reads the committed text in its own tokens and its slots follow them (translation.py). What it says comes back in
+one of two ways: token by token in the vocabulary that both share (TLI), or as text that the target's tokenizer cuts (SLEM).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..cache import SlotCache
+from ..drafts import Draft
+from ..law import probabilities
+from ..runtime import CachedModel
+from ..text import Text
+from ..translation import TranslatedText, Translation
+from ..vocabulary import Vocabulary
+from .base import Call
+from .chain import ChainDrafting
+from .draft_model import ModelDrafter
+
+__all__ = ["TranslatedDrafter"]
+
+TOKENS, TEXT = "tokens", "text"
+
+
+class TranslatedDrafter(ModelDrafter):
+    """A causal LM whose drafts are translated.
+
+    Args:
+        model: the draft, not changed.
+        vocab_size: columns of the target's logits.
+        tokenizer, target_tokenizer: of the draft and of the target.
+
+    Attributes:
+        ways: of saying a draft in the target's tokens, "text" and "tokens". The first one alone at temperature 0, where it is
+            accepted more (measured); otherwise what is accepted more in a call is taken, tried in this order.
+
+    Raises ValueError where the two vocabularies share no text.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocab_size: int,
+        tokenizer: PreTrainedTokenizerBase,
+        target_tokenizer: PreTrainedTokenizerBase,
+    ):
+        super().__init__(model, vocab_size, tokenizer)
+        own_size = model.config.get_text_config(decoder=True).vocab_size
+        self.translation = Translation(Vocabulary(target_tokenizer, vocab_size), Vocabulary(tokenizer, own_size))
+        self.ways: tuple[str, ...] = (TEXT, TOKENS)
+
+    def start(self, call: Call) -> TranslatedDrafting:
+        return TranslatedDrafting(self, call)
+
+
+class TranslatedDrafting(ChainDrafting):
+    """The draft's slots and the committed text in its tokens during one `generate`.
+
+    Invariant before each round: row b's slots hold the KV of `padding[b]` hidden columns and of the tokens `held[b]`, of which
+    the first `agreed[b]` begin the committed text in the draft's tokens.
+    """
+
+    def __init__(self, drafter: TranslatedDrafter, call: Call):
+        super().__init__(call)
+        self.drafter = drafter
+        # nothing is lost by cutting the most probable text, unless its law has been changed or has to be compared
+        free = call.law.do_sample or call.law.processors
+        self.choice = _Choice(drafter.ways if free else drafter.ways[:1])
+        self.runner: CachedModel | None = None
+        self.rows: list[TranslatedText] = []
+        self.taken: list[int] = []  # columns of each row's text that were translated
+        self.padding: list[int] = []
+        self.held: list[list[int]] = []
+        self.agreed: list[int] = []
+        self.fed: list[torch.Tensor] = []  # draft tokens [B, 1] read behind the committed text, one a forward
+        self.to_draft = torch.empty(0)
+        self.mute = torch.empty(0)
+        self.proposed: tuple[Draft, str, list[int]] | None = None  # while it waits for its verdict: how, for which rows
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        runner = self.runner or self._begin(text)
+        self._translate(text)
+        room = runner.room([len(self.rows[row].tokens) for row in text.unfinished]) - 1
+        if room < 1:  # the same text may be longer for the draft than for the target
+            return Draft.empty(text.rows, text.ids.device)
+        if not self.held:
+            self._read_prompt(runner)
+        logits = self._read_committed(runner, text)
+        way = self.choice.pick()
+        draft = (self._as_tokens if way == TOKENS else self._as_text)(text, budget, room, logits)
+        self.proposed = draft, way, text.unfinished
+        return draft
+
+    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+        """Which way is accepted more; the slots are compared with the text when it has been translated."""
+        if self.proposed is not None and draft is self.proposed[0]:
+            _, way, rows = self.proposed
+            self.choice.observe(way, sum(accepted[row] for row in rows) / len(rows))
+        self.proposed = None
+
+    def _as_tokens(self, text: Text, budget: int, room: int, logits: torch.Tensor) -> Draft:
+        """TLI: an ordinary chain under the draft's law restricted to the shared tokens. Softmax renormalises it, so that q is
+        the law that the tokens are drawn from; processors have changed it as they change p."""
+
+        def read(tokens: torch.Tensor) -> torch.Tensor:
+            size = self.drafter.translation.draft.size
+            return self._shared(self._read(self.to_draft[tokens].clamp(max=size - 1), text), text)
+
+        return self.draft_chain(text, min(budget, room), self._shared(logits, text), read)
+
+    def _as_text(self, text: Text, budget: int, room: int, logits: torch.Tensor) -> Draft:
+        """SLEM: the draft writes what it finds most probable in its own tokens; the target's tokenizer cuts the text.
+
+        Without q: the target's own choice has to match, which is exact for any draft. A law is asked about once for each
+        target token that begins, on average.
+        """
+        if self.broken is not None and self.broken:
+            raise FloatingPointError("the draft's logits are not a number")
+        length = self.call.length
+        per_token = sum(len(row.tokens) for row in self.rows) / max(1, sum(row.read for row in self.rows))
+        steps = min(room, math.ceil(budget * min(4.0, per_token)))
+        going = ~torch.tensor(text.ended, device=text.ids.device)
+        broken = torch.tensor(False, device=text.ids.device)
+        written: list[torch.Tensor] = []
+        lasting: list[torch.Tensor] = []
+        asked = 0
+        for step in range(steps):
+            scores = logits.to(text.ids.device)[:, : len(self.mute)].float() + self.mute
+            if step >= asked * per_token:
+                if length.needs_law:
+                    going = going & length.go_on(asked, probabilities(scores))
+                    if not going.any():
+                        break
+                asked += 1
+            written.append(scores.argmax(-1, keepdim=True))
+            lasting.append(going)
+            broken = broken | scores.isnan().any()
+            if step + 1 == steps or (step + 1 >= asked * per_token and not length.another(asked)):
+                break
+            logits = self._read(written[-1], text)
+        self.broken = broken
+        if not written:
+            return Draft.empty(text.rows, text.ids.device)
+        table, counts = torch.cat(written, 1).tolist(), torch.stack(lasting).sum(0).tolist()
+        said = [row.said(table[i][: counts[i]])[:budget] for i, row in enumerate(self.rows)]
+        lengths = torch.tensor([len(tokens) for tokens in said], device=text.ids.device)
+        return Draft(_padded(said).to(text.ids.device), lengths)
+
+    def _shared(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
+        """[B, V'] draft logits -> [B, V] in the target's vocabulary, minus infinity where the draft has no such token."""
+        logits = logits.to(text.ids.device)[:, : self.drafter.translation.draft.size]
+        return pad(logits, (0, 1), value=float("-inf"))[:, self.to_draft]
+
+    def _begin(self, text: Text) -> CachedModel:
+        drafter = self.drafter
+        self.rows = [TranslatedText(drafter.translation) for _ in text.lengths]
+        self.taken = [0] * text.rows
+        self.to_draft = drafter.translation.to_draft.to(text.ids.device)
+        self.mute = drafter.translation.mute.to(text.ids.device)
+        cache = SlotCache(text.rows, 4 * self.call.limit, right_aligned=not drafter.masks.trees)
+        self.runner = drafter.runner(drafter.model, cache, drafter.masks)
+        return self.runner
+
+    def _translate(self, text: Text) -> None:
+        """Take what was committed since the last round: the only transfer of the text to the host."""
+        rows = text.unfinished
+        first = min(self.taken[row] for row in rows)
+        table = text.ids[:, first : max(text.lengths[row] for row in rows)].tolist()
+        mask = self.call.attention_mask
+        seen = None if mask is None or first >= mask.shape[1] else mask[:, first:].tolist()
+        for row in rows:
+            new = table[row][self.taken[row] - first : text.lengths[row] - first]
+            if seen is not None and self.taken[row] == 0:
+                new = [token for token, kept in zip(new, seen[row], strict=False) if kept] + new[len(seen[row]) :]
+            self.rows[row].extend(new)
+            self.taken[row] = text.lengths[row]
+
+    def _read_prompt(self, runner: CachedModel) -> None:
+        """Rows are as long as their text in the draft's tokens; the shorter ones are padded on the left."""
+        longest = max(len(row.tokens) for row in self.rows)
+        self.padding = [longest - len(row.tokens) for row in self.rows]
+        self.held = [list(row.tokens) for row in self.rows]
+        self.agreed = [0] * len(self.rows)
+        ids = torch.tensor([[0] * hidden + row for hidden, row in zip(self.padding, self.held, strict=True)])
+        seen = torch.arange(longest) >= torch.tensor(self.padding)[:, None]
+        runner.prefill(ids, seen.long().to(runner.device) if any(self.padding) else None)
+
+    def _read_committed(self, runner: CachedModel, text: Text) -> torch.Tensor:
+        """Go back to where the slots and the text part, read on to its end: at least one token a row. Returns [B, V']."""
+        cache = runner.cache
+        if self.fed:
+            for held, fed in zip(self.held, torch.cat(self.fed, 1).tolist(), strict=True):
+                held += fed
+            self.fed = []
+        new: list[list[int]] = []
+        for row, (translated, held) in enumerate(zip(self.rows, self.held, strict=True)):
+            tokens, common = translated.tokens, self.agreed[row]
+            while common < min(len(held), len(tokens) - 1) and held[common] == tokens[common]:
+                common += 1
+            new.append(tokens[common:])
+            held[common:] = new[row]
+            self.agreed[row] = min(translated.settled, len(tokens) - 1)
+        behind = [len(tokens) for tokens in new]
+        starts = zip(self.padding, self.held, behind, strict=True)
+        cache.rewind([hidden + len(held) - count for hidden, held, count in starts])
+        used = [0 if ended else count for count, ended in zip(behind, text.ended, strict=True)]
+        logits = runner(_padded(new), used=used)
+        cache.commit(behind)
+        return logits[torch.arange(text.rows), torch.tensor(behind) - 1]
+
+    def _read(self, tokens: torch.Tensor, text: Text) -> torch.Tensor:
+        """One more of the draft's tokens in every row, [B, 1] -> logits [B, V']."""
+        assert self.runner is not None
+        logits = self.runner(tokens, used=[int(not ended) for ended in text.ended])[:, -1]
+        self.runner.cache.commit([1] * text.rows)
+        self.fed.append(tokens)
+        return logits
+
+
+def _padded(rows: list[list[int]]) -> torch.Tensor:
+    """Rows of different lengths as one tensor, [B, longest] int64, filled up on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int64).view(len(rows), longest)
+
+
+class _Choice:
+    """Which way to draft next: that of which more was accepted lately, the other one now and then."""
+
+    trials, probe, memory = 2, 16, 0.8
+
+    def __init__(self, ways: tuple[str, ...]):
+        self.ways = ways
+        self.rounds = 0
+        self.seen = dict.fromkeys(ways, 0)
+        self.accepted = dict.fromkeys(ways, 0.0)
+
+    def pick(self) -> str:
+        self.rounds += 1
+        for way in self.ways:
+            if self.seen[way] < self.trials:
+                return way
+        best = max(self.ways, key=self.accepted.__getitem__)
+        if self.rounds % self.probe == 0:
+            return min(self.ways, key=self.seen.__getitem__)
+        return best
+
+    def observe(self, way: str, accepted: float) -> None:
+        self.seen[way] += 1
+        keep = min(self.memory, 1 - 1 / self.seen[way])
+        self.accepted[way] = keep * self.accepted[way] + (1 - keep) * accepted

@@ -2,7 +2,7 @@
 
 from . import acceptance, lengths, report, zoo
 from .configuration import AssistedConfig
-from .drafters import Combined, DraftModel, Merged, QuantizedSelf
+from .drafters import Combined, DraftModel, EarlyExit, LayerSkip, Merged, NGram, QuantizedSelf, Suffix, TokenRecycling
 from .modeling import AssistedModelForCausalLM
 
 __all__ = [
@@ -10,8 +10,13 @@ __all__ = [
     "AssistedModelForCausalLM",
     "Combined",
     "DraftModel",
+    "EarlyExit",
+    "LayerSkip",
     "Merged",
+    "NGram",
     "QuantizedSelf",
+    "Suffix",
+    "TokenRecycling",
     "acceptance",
     "lengths",
     "report",

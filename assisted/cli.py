@@ -318,7 +318,10 @@ def _add_model(
     )
     parser.add_argument("--draft-quantization", metavar="NAME", help="nf4, fp4, int8, int4, ... (default: none)")
     parser.add_argument(
-        "--draft-length", type=_int_or_name, metavar="N", help='tokens a round, or "confidence" (default: the pair\'s)'
+        "--draft-length",
+        type=_int_or_name,
+        metavar="N",
+        help='tokens a round, or "adaptive", "confidence", ... (default: the pair\'s)',
     )
     parser.add_argument(
         "--dtype",

@@ -173,7 +173,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
             target: a decoder-only causal LM.
             draft: a causal LM, or anything that `from_pretrained` takes as draft.
             draft_length, draft_quantization: as for `from_pretrained`.
-            tokenizer, draft_tokenizer: needed only to tell a padded vocabulary from another one.
+            tokenizer, draft_tokenizer: needed to tell a padded vocabulary from another one, and to translate between two.
 
         Raises ValueError for models that do not fit together.
         """
@@ -323,7 +323,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         sampled, on the same device."""
         kind = (policy, rows, do_sample, self.target.device)
         found = next((entry for entry in self._lengths if entry[0] == kind), None)
-        length = policy.start(None if found is None else found[1])
+        length = self.drafter.start_length(policy, None if found is None else found[1])
         self._lengths = [*(entry for entry in self._lengths if entry is not found), (kind, length)][-_KINDS:]
         self.length = length
         return length
@@ -437,7 +437,7 @@ def _extend(
     own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
     drafter = call.model.drafter
     target = drafter.run_target(seam, cache, masks)
-    drafting = drafter.start(Call(own_mask, law.for_draft(), length, call.policy, text.max_length, target))
+    drafting = drafter.start(Call(own_mask, law.for_draft(), length, text.max_length, target))
     decode(target, drafting, text, law, length, logits, call.recorder)
     call.recorder.row_tokens = list(text.row_tokens)
     call.recorder.predicted_speedup = length.predicted_speedup

@@ -25,9 +25,10 @@ class Report:
         seconds: the whole call.
         draft_seconds: spent drafting.
         verify_seconds: spent in the target's forwards, prompt included.
-        plain_seconds_per_token: of the rounds that drafted nothing; None when there were none.
-        predicted_speedup: what the draft length policy expected; None when it predicts nothing.
-        assisted_share: tokens produced while drafting was on, in [0, 1].
+        plain_seconds_per_token: of the target's passes over one token; None when every pass had a draft.
+        predicted_speedup: committed tokens a second against plain decoding, by the costs that the draft length policy
+            measured; None when it measures none, and in the totals.
+        assisted_share: tokens of the rounds that asked for a draft, in [0, 1]; a try while drafting is off counts.
         row_tokens: tokens generated in each row.
     """
 
@@ -88,6 +89,7 @@ class Recorder:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     plain_seconds: float = 0.0
+    tokens: int = 0
     plain_tokens: int = 0
     assisted_tokens: int = 0
     target_passes: int = 0
@@ -96,25 +98,31 @@ class Recorder:
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
-    def round(self, counts: list[tuple[int, int, int]], draft_seconds: float, verify_seconds: float) -> None:
-        """One round: tokens drafted, accepted and committed in each unfinished row, and what the two steps took."""
+    def round(
+        self, counts: list[tuple[int, int, int]], draft_seconds: float, verify_seconds: float, drafting: bool = True
+    ) -> None:
+        """One round: tokens drafted, accepted and committed in each unfinished row, and what the two steps took.
+
+        drafting: whether a draft was asked for; it may have come to nothing.
+        """
         kept = sum(row[2] for row in counts)
         self.target_passes += len(counts)
         self.draft_seconds += draft_seconds
         self.verify_seconds += verify_seconds
         _count(self.drafted_at, [row[0] for row in counts])
         _count(self.accepted_at, [row[1] for row in counts])
-        if any(row[0] for row in counts):
+        self.tokens += kept
+        if drafting:
             self.assisted_tokens += kept
-        else:
+        if not any(row[0] for row in counts):
             self.plain_tokens += kept
-            self.plain_seconds += draft_seconds + verify_seconds
+            self.plain_seconds += verify_seconds
 
     def add(self, other: Recorder) -> None:
         """Merge the counts of another call."""
         for name in ("seconds", "draft_seconds", "verify_seconds", "plain_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("plain_tokens", "assisted_tokens", "target_passes"):
+        for name in ("tokens", "plain_tokens", "assisted_tokens", "target_passes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.row_tokens += other.row_tokens
         for mine, theirs in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):
@@ -124,7 +132,6 @@ class Recorder:
     def report(self) -> Report:
         """The figures so far."""
         accepted_at = self.accepted_at + [0] * (len(self.drafted_at) - len(self.accepted_at))
-        rounds = self.assisted_tokens + self.plain_tokens
         return Report(
             new_tokens=sum(self.row_tokens),
             target_passes=self.target_passes,
@@ -136,7 +143,7 @@ class Recorder:
             verify_seconds=self.verify_seconds,
             plain_seconds_per_token=self.plain_seconds / self.plain_tokens if self.plain_tokens else None,
             predicted_speedup=self.predicted_speedup,
-            assisted_share=self.assisted_tokens / rounds if rounds else 0.0,
+            assisted_share=self.assisted_tokens / self.tokens if self.tokens else 0.0,
             row_tokens=tuple(self.row_tokens),
         )
 

@@ -12,7 +12,7 @@ def recorded():
     """Two rows: a round that drafts 3 and 1, a plain one, and one with a single row left."""
     recorder = Recorder(row_tokens=[6, 4], seconds=4.0)
     recorder.round([(3, 2, 3), (1, 1, 2)], 0.5, 1.0)  # drafted, accepted, kept
-    recorder.round([(0, 0, 1), (0, 0, 1)], 0.25, 0.75)
+    recorder.round([(0, 0, 1), (0, 0, 1)], 0.25, 0.75, drafting=False)
     recorder.round([(2, 0, 1)], 0.125, 0.5)
     return recorder
 
@@ -25,7 +25,7 @@ def test_counts():
     # drafted first 3 times, second 2, third once; accepted 2, 1, 0
     assert report.acceptance_by_position == (2 / 3, 1 / 2, 0.0)
     assert (report.seconds, report.draft_seconds, report.verify_seconds) == (4.0, 0.875, 2.25)
-    assert report.plain_seconds_per_token == 0.5  # (0.25 + 0.75) s for two tokens
+    assert report.plain_seconds_per_token == 0.375  # 0.75 s for two tokens
     assert report.assisted_share == 6 / 8
     assert report.row_tokens == (6, 4)
 
@@ -51,6 +51,15 @@ def test_a_round_that_drafts_for_one_row_only_is_assisted():
     assert recorder.report().plain_seconds_per_token is None
 
 
+def test_a_draft_that_came_to_nothing_is_assisted_and_a_plain_pass():
+    recorder = Recorder()
+    recorder.round([(0, 0, 1)], 1.0, 0.5)
+    recorder.round([(0, 0, 1)], 0.0, 0.75, drafting=False)
+    assert recorder.report().assisted_share == 0.5
+    assert recorder.report().plain_seconds_per_token == 0.625
+    assert recorder.report().draft_seconds == 1.0
+
+
 def test_totals_add():
     """Merged counts are those of all rounds in one call, whichever drafted deeper."""
     other = Recorder(row_tokens=[5], seconds=1.0)
@@ -66,7 +75,7 @@ def test_totals_add():
         assert (report.drafted, report.accepted) == (11, 7)
         assert report.acceptance_by_position == (3 / 4, 2 / 3, 1 / 2, 1.0, 0.0)
         assert (report.seconds, report.draft_seconds, report.verify_seconds) == (5.0, 1.125, 2.5)
-        assert report.plain_seconds_per_token == 0.5
+        assert report.plain_seconds_per_token == 0.375
         assert report.assisted_share == 11 / 13
         assert report.tokens_per_pass == 12 / 6
     assert merged[0].report().row_tokens == (6, 4, 5)

@@ -1,0 +1,325 @@
+"""The default draft length: draft for as long as the next token is worth what it costs here, and not at all where it isn't.
+
+Renewal-reward stopping with measured costs, a cost-aware form of SpecDec++ (2405.19715). Knows what `estimates` measured;
+nothing of models. What one `generate` has learned the next one takes over.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .estimates import MEMORY, Curve, Known, confidence_bin
+from .lengths import Costs, Length
+
+__all__ = ["Adaptive"]
+
+_CREDIT = 6.0  # tokens a row that drafting may lose against its best before it pauses
+_COLD_CREDIT = 1.0  # of a first call
+_PAUSE = 4.0  # tokens of a first pause; it doubles with every probe that fails
+_PROBE_SHARE = 0.01  # of the time goes into probes while drafting is off
+_STRETCH = 150.0  # tokens that a text may stay unpredictable
+_TRUSTED = 32  # rounds with a draft until the estimated acceptance is relied on
+_STALE = 256  # rounds without a plain one after which the plain cost is measured again
+_WARM_UP = (2, 4)  # rounds of a first call that measure the plain cost
+_LOCAL = 0.9  # a round: what a row's tokens took lately, some ten rounds
+_LOST = 0.02  # a row whose draft still stands with no more than this probability proposes nothing
+_DRAFT = 0.15  # guess of a forward of the draft in passes of the target, until one was measured
+_COLUMN = 0.02  # and of what a column adds
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Draft as long as it pays, by costs and acceptance measured on the way; decode plainly where it never does.
+
+    Args:
+        maximum: the most tokens of a round (of a tree: its depth), at least 1. More pays only where the draft costs next
+            to nothing and is nearly always right.
+        margin: speedup over plain decoding that drafting must bring to go on, at least 1. Higher gives up sooner.
+        probe_every: the most tokens decoded plainly before a draft that did not pay is tried again, at least 1. Where a
+            try costs little, it comes sooner.
+        costs: measured earlier (`model.length.costs`); they hold until those of this machine are known.
+    """
+
+    maximum: int = 16
+    margin: float = 1.03
+    probe_every: int = 50
+    costs: Costs | None = None
+
+    def __post_init__(self) -> None:
+        if self.maximum < 1:
+            raise ValueError(f"maximum: {self.maximum} is not possible; draft at least 1 token")
+        if not self.margin >= 1:
+            raise ValueError(f"margin: {self.margin} would draft at a loss; give a speedup of at least 1")
+        if self.probe_every < 1:
+            raise ValueError(f"probe_every: {self.probe_every} is not possible; give a number of tokens, at least 1")
+        if isinstance(self.costs, dict):  # as config.json holds them
+            object.__setattr__(self, "costs", Costs(**self.costs))
+
+    def start(self, earlier: Length | None = None) -> Length:
+        return _Adaptive(self, earlier if isinstance(earlier, _Adaptive) else None)
+
+
+class _Adaptive(Length):
+    needs_law = True
+
+    def __init__(self, policy: Adaptive, earlier: _Adaptive | None):
+        self.policy = policy
+        costs = policy.costs
+        self.known: Known = (
+            Known(
+                verify=Curve(policy.maximum + 1, _COLUMN, dict(costs.verify) if costs else None),
+                blocks=Curve(policy.maximum, 0.0),
+                forward=costs.draft if costs else None,
+                credit=_COLD_CREDIT,
+                pause=_PAUSE,
+            )
+            if earlier is None
+            else copy.deepcopy(earlier.known)
+        )
+        self.local: dict[int, tuple[float, float]] = {}  # by row: tokens and seconds of its last rounds
+        self.unread = float("inf")  # tokens that the draft has not read, the prompt at first
+        self.observed = True
+        self._begin()
+
+    def _begin(self) -> None:
+        self.asked_for = 0  # tokens; 0 in a plain round
+        self.forwards = 0  # of the draft
+        self.asked = False  # about a law
+        self.probing = False
+        self.prices: dict[int, float] = {}  # by row
+        self.survival: dict[int, float] = {}  # by row: how likely all its drafted tokens are to be accepted
+        self.bins: dict[int, list[int]] = {}  # by row: the confidence of its drafted tokens
+        self.expected = 0.0  # accepted tokens, all rows
+
+    @property
+    def costs(self) -> Costs | None:  # type: ignore[override]
+        return self.known.costs()
+
+    @property
+    def predicted_speedup(self) -> float | None:  # type: ignore[override]
+        return self.known.speedup()
+
+    def budget(self) -> int:
+        known = self.known
+        if not self.observed:  # the last round was another drafter's
+            known.paused = max(0.0, known.paused - 1)
+        self.observed = False
+        self._begin()
+        known.rounds += 1
+        if known.paused > 0:
+            return 0
+        if (known.rounds in _WARM_UP and 1 not in known.verify.typical) or known.rounds - known.plain_at > _STALE:
+            known.plain_at = known.rounds
+            return 0
+        self.forwards = 1
+        self.probing = known.credit <= 0
+        self.asked_for = self._first_guess() if known.asks is None else self.policy.maximum
+        if known.asks is False:
+            self.asked_for = self._best_block()
+        return self.asked_for
+
+    def go_on(self, position: int, q: torch.Tensor) -> torch.Tensor:
+        reliability = self.known.reliability
+        confidences = q.amax(-1).tolist()
+        self.asked = True
+        if position == 0:
+            self._enter(len(confidences))
+        gains = {}
+        for row, survival in self.survival.items():
+            if survival > 0:
+                bin, bins = confidence_bin(confidences[row]), self.bins[row]
+                accept = reliability.accept(bin, position)
+                if bins:
+                    reliability.see_following(bins[-1], accept)
+                bins.append(bin)
+                gains[row] = survival * accept
+        forced = position == 0 and self.probing  # a probe is to find out
+        # a column costs the pass the same for one row as for all
+        worth = forced or self._pays(position, gains)
+        self.survival = {row: gain for row, gain in gains.items() if worth and (forced or gain > _LOST)}
+        self.expected += sum(self.survival.values())
+        if len(self.survival) == len(confidences):
+            return super().go_on(position, q)
+        return torch.tensor([row in self.survival for row in range(len(confidences))], device=q.device)
+
+    def another(self, position: int) -> bool:
+        if self.asked:
+            follow = self._following(self.survival)
+        else:  # the drafter has no law to tell
+            accept = self.known.reliability.chain(position + 1)
+            if position == 1:
+                self._enter(1)
+                self.survival = dict.fromkeys(self.survival, accept[0])
+            follow = accept[position]
+        gains = {row: survival * follow for row, survival in self.survival.items()}
+        if not self._pays(position, gains, drafting=True, follow=follow):
+            return False
+        if not self.asked:
+            self.survival = gains
+        self.forwards += 1
+        return True
+
+    def observe(self, rows: list[tuple[int, int, int]], draft_seconds: float, verify_seconds: float) -> None:
+        known = self.known
+        self.observed = True
+        committed = sum(row[2] for row in rows) / len(rows)
+        drafted = max(row[0] for row in rows)
+        known.verify.see(1 + drafted, verify_seconds)
+        if drafted == 0:
+            known.plain_at = known.rounds
+        # a budget may also have come to nothing because the text had no room for a draft
+        drafting = self.asked_for > 0 and (drafted > 0 or self.asked or known.asks is False)
+        if drafting:
+            self._learn(rows, drafted, draft_seconds)
+        self.unread += committed
+        if not known.verify.seconds:
+            return
+        plain, cost = known.verify.at(1), known.verify.at(1 + drafted)
+        if drafting:
+            cost += self._draft_cost()
+        shorter = (1 - MEMORY) / (1 - _LOCAL)
+        for row, (_, _, count) in zip(self._rows(len(rows)), rows, strict=False):
+            tokens, seconds = self.local.get(row, (known.tokens * shorter, known.seconds * shorter))
+            self.local[row] = (tokens * _LOCAL + count, seconds * _LOCAL + cost)
+        known.tokens = known.tokens * MEMORY + committed
+        known.seconds = known.seconds * MEMORY + cost
+        if drafting and known.forward is not None:
+            margin = self.policy.margin if drafted or self.asked else 1.0  # a look that found nothing
+            self._settle(self._earned(committed, len(rows)) - margin * cost / plain, cost / plain - 1)
+        elif not drafting:
+            known.paused = max(0.0, known.paused - committed)
+
+    def _price(self, row: int) -> float:
+        """Seconds that a token of this row is worth: what it took lately, at most what it takes plainly.
+
+        A row in a predictable stretch would get its tokens cheaply in the next round as well.
+        """
+        known = self.known
+        if not known.verify.seconds:
+            return 1.0
+        tokens, seconds = self.local.get(row, (known.tokens, known.seconds))
+        return min(known.verify.at(1), seconds / tokens) if tokens else known.verify.at(1)
+
+    def _rows(self, count: int) -> Sequence[int]:
+        """The rows that still grow; all of them, where nobody said."""
+        return range(count) if self.unfinished is None else self.unfinished
+
+    def _enter(self, rows: int) -> None:
+        """Begin a draft for a batch of so many rows."""
+        unfinished = self._rows(rows)
+        self.survival = dict.fromkeys(unfinished, 1.0)
+        self.prices = {row: self._price(row) for row in unfinished}
+        self.bins = {row: [] for row in unfinished}
+
+    def _learn(self, rows: list[tuple[int, int, int]], drafted: int, seconds: float) -> None:
+        """Take in what a draft took and what became of it."""
+        known, reliability = self.known, self.known.reliability
+        known.asks = self.asked or self.forwards > 1 or bool(known.asks)
+        if self.unread <= self.policy.maximum + 1:  # what the draft had to catch up with is no part of a token's cost
+            known.see_draft(seconds, self.forwards, self.asked_for)
+        self.unread = 0.0
+        if drafted > self.asked_for:
+            known.nodes += (drafted / self.asked_for - known.nodes) / 8
+        reliability.round += 1
+        for row, (length, accepted, committed) in zip(self._rows(len(rows)), rows, strict=False):
+            bins = self.bins.get(row, [])
+            # behind the first rejection nothing is known; a row that ended in its draft rejected nothing
+            rejected = accepted < min(length, self.asked_for) and committed > accepted
+            for position in range(accepted + rejected):
+                if position < len(bins):
+                    reliability.see(bins[position], position, position < accepted)
+                else:
+                    reliability.see_chain(position, position < accepted)
+
+    def _draft_cost(self) -> float:
+        """Seconds of this round's draft."""
+        known = self.known
+        if known.asks is False and known.blocks.seconds:
+            return known.blocks.at(self.asked_for)
+        return self.forwards * (known.forward or 0.0)
+
+    def _earned(self, committed: float, rows: int) -> float:
+        """Tokens a row that a round with a draft made. The expected number varies less, once it can be relied on."""
+        trusted = self.asked and self.known.reliability.round > _TRUSTED
+        return 1 + self.expected / rows if trusted else committed
+
+    def _settle(self, gain: float, spent: float) -> None:
+        """Book what a draft gained, in tokens a row against plain decoding; pause when the credit is used up.
+
+        spent: what it cost, in plain passes.
+        """
+        known = self.known
+        known.credit = min(_CREDIT, known.credit + gain)
+        if known.credit > 0:
+            if known.credit == _CREDIT:
+                known.pause = _PAUSE
+            return
+        known.credit = 0.0
+        longest = min(self.policy.probe_every, max(0.0, spent) / _PROBE_SHARE)
+        lately = (self.predicted_speedup or 1.0) - 1
+        if lately > 0:  # where drafting has paid, missing its return costs more than looking out for it
+            longest = min(longest, (2 * spent * _STRETCH / lately) ** 0.5)
+        known.paused = min(known.pause, longest)
+        known.pause = max(_PAUSE, min(2 * known.pause, longest))
+
+    def _following(self, gains: dict[int, float]) -> float:
+        """The acceptance to expect of the tokens behind these: mean over the rows, by what they may still gain."""
+        total = sum(gain * self.prices[row] for row, gain in gains.items())
+        if total <= 0:
+            return 0.0
+        following = self.known.reliability.following
+        return sum(gain * self.prices[row] * following(self.bins[row][-1]) for row, gain in gains.items()) / total
+
+    def _rate(self) -> float:
+        """Tokens a second and row of the recent past; at least what plain decoding makes."""
+        known = self.known
+        return max(1 / known.verify.at(1), known.tokens / known.seconds if known.seconds else 0.0)
+
+    def _pays(
+        self, position: int, gains: dict[int, float], drafting: bool = False, follow: float | None = None
+    ) -> bool:
+        """Whether to propose a token at `position`, and perhaps more behind it, is worth its time.
+
+        gains: accepted tokens to expect there, by row. drafting: the forward that yields the token has still to be run.
+        follow: acceptance of each token behind it, worked out where it is needed.
+        """
+        verify = self.known.verify
+        if not verify.seconds:
+            return position < self._first_guess()
+        forward = self.known.forward if self.known.forward is not None else _DRAFT * verify.at(1)
+        # a pass advances all rows: saving time in one of them saves the batch its share
+        gain = sum(expected * self.prices[row] for row, expected in gains.items()) / len(self.prices)
+        saved, cost, before = gain, forward if drafting else 0.0, verify.at(position + 1)
+        for columns in range(position + 2, self.policy.maximum + 2):
+            if saved > cost + verify.at(columns) - before:
+                return True
+            follow = self._following(gains) if follow is None else follow
+            gain *= follow
+            saved += gain
+            cost += forward
+        return False
+
+    def _first_guess(self) -> int:
+        """Tokens to draft while nothing is known of the costs."""
+        return min(1 if self.known.rounds == 1 else 2, self.policy.maximum)
+
+    def _best_block(self) -> int:
+        """What to ask of a drafter that proposes a block at once."""
+        known, maximum = self.known, self.policy.maximum
+        if not known.verify.seconds:
+            return self._first_guess()
+        rate = self._rate()
+        best, best_value, value, survival = 1, float("-inf"), 0.0, 1.0
+        for tokens, accept in enumerate(known.reliability.chain(maximum), start=1):
+            survival *= accept
+            value += survival
+            cost = known.verify.at(1 + round(known.nodes * tokens))
+            if known.blocks.seconds:
+                cost += known.blocks.at(tokens)
+            if value - rate * cost > best_value:
+                best, best_value = tokens, value - rate * cost
+        return best

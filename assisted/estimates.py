@@ -1,0 +1,203 @@
+"""What the adaptive draft length measures on the way: seconds of a pass, and how often a drafted token is accepted.
+
+Knows numbers; nothing of models, and nothing of what is decided by them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from .lengths import Costs
+
+__all__ = ["MEMORY", "Curve", "Known", "Reliability", "confidence_bin"]
+
+SAMPLES = 15  # seconds of so many passes of a kind are remembered
+MEMORY = 0.99  # a round: outcomes of some hundred rounds count
+_SAME = 0.01  # relative change of a median that is not worth a new curve
+_EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+_MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
+
+
+def confidence_bin(confidence: float) -> int:
+    """The bin of a draft's confidence, its largest probability."""
+    return bisect_right(_EDGES, confidence)
+
+
+def typical(samples: deque[float]) -> float:
+    """The median; the least of two, one of which is likely to be a first pass."""
+    return min(samples) if len(samples) < 3 else median(samples)
+
+
+class Curve:
+    """Seconds of a pass by a count (its columns, or the tokens asked for): medians of the recent past, filled in between.
+
+    Args:
+        longest: the largest count to know about.
+        slope: guess of what each one more adds, as a share of the first, until two counts have been seen.
+        known: seconds by count, measured earlier; they hold until two counts have been seen here.
+
+    Attributes:
+        seconds: by count, index 0 unused; empty while nothing is known.
+    """
+
+    def __init__(self, longest: int, slope: float, known: Mapping[int, float] | None = None):
+        self.longest = longest
+        self.slope = slope
+        self.samples: dict[int, deque[float]] = {}
+        self.typical: dict[int, float] = {}
+        self.given = known is not None
+        self.seconds: list[float] = []
+        if known:
+            self._fill(dict(known))
+
+    def see(self, count: int, seconds: float) -> None:
+        samples = self.samples.setdefault(count, deque(maxlen=SAMPLES))
+        samples.append(seconds)
+        if len(samples) < 2:  # a single one may be anything: the first pass of a shape is slow
+            return
+        before, now = self.typical.get(count), typical(samples)
+        if before is not None and abs(now - before) < _SAME * before:
+            return
+        self.typical[count] = now
+        if len(self.typical) > 1 or not self.given:
+            self._fill(self.typical)
+
+    def at(self, count: int) -> float:
+        """Seconds for this count; the longest known where it is longer. Only once something is known."""
+        return self.seconds[min(count, len(self.seconds) - 1)]
+
+    def _fill(self, known: dict[int, float]) -> None:
+        counts = sorted(known)
+        seconds = [known[count] for count in counts]
+        for i in range(len(counts) - 2, -1, -1):  # less never takes longer: an outlier that came twice
+            seconds[i] = min(seconds[i], seconds[i + 1])
+        first, last = counts[0], counts[-1]
+        slope = self.slope * seconds[0]
+        if last > first:
+            slope = max((seconds[-1] - seconds[0]) / (last - first), slope / 10)
+        filled = [0.0]
+        i = 0
+        for count in range(1, max(self.longest, last) + 1):
+            if count <= first:
+                filled.append(seconds[0] / (1 + self.slope * (first - count)))
+            elif count >= last:
+                filled.append(seconds[-1] + slope * (count - last))
+            else:
+                while counts[i + 1] < count:
+                    i += 1
+                share = (count - counts[i]) / (counts[i + 1] - counts[i])
+                filled.append(seconds[i] + share * (seconds[i + 1] - seconds[i]))
+        self.seconds = filled
+
+
+class Reliability:
+    """How often a drafted token is accepted once those before it are: by the draft's confidence and the position.
+
+    A cell holds [accepted, seen, round of the last change], and the past fades round by round. One that has seen little
+    leans on the one above it: (confidence, position) on the confidence, and that on the confidence taken at its word.
+    """
+
+    def __init__(self) -> None:
+        self.round = 0
+        self.cells: dict[Any, list[float]] = {}
+
+    def accept(self, bin: int, position: int) -> float:
+        """Of a token of this confidence at this position (0-based)."""
+        return self._blend((bin, _group(position)), 4, self._blend(bin, 2, _MIDDLES[bin]))
+
+    def chain(self, longest: int) -> list[float]:
+        """By position, where no confidence is known. Each leans on the one before it."""
+        found, above = [], 0.5
+        for position in range(longest):
+            above = self._blend(("chain", position), 3, above)
+            found.append(above)
+        return found
+
+    def following(self, bin: int) -> float:
+        """What `accept` may be expected to say of the token after one of this confidence."""
+        return self._blend(("following", bin), 2, max(0.3, _MIDDLES[bin]))
+
+    def see(self, bin: int, position: int, accepted: bool) -> None:
+        self._add(bin, accepted)
+        self._add((bin, _group(position)), accepted)
+
+    def see_chain(self, position: int, accepted: bool) -> None:
+        self._add(("chain", position), accepted)
+
+    def see_following(self, bin: int, accept: float) -> None:
+        self._add(("following", bin), accept)
+
+    def _blend(self, key: Any, weight: float, above: float) -> float:
+        cell = self.cells.get(key)
+        if cell is None:
+            return above
+        fade = MEMORY ** (self.round - cell[2])
+        return (cell[0] * fade + weight * above) / (cell[1] * fade + weight)
+
+    def _add(self, key: Any, value: float) -> None:
+        cell = self.cells.setdefault(key, [0.0, 0.0, self.round])
+        fade = MEMORY ** (self.round - cell[2])
+        cell[:] = [cell[0] * fade + value, cell[1] * fade + 1, self.round]
+
+
+@dataclass
+class Known:
+    """What one `generate` leaves to the next.
+
+    Args:
+        verify: seconds of a pass of the target by its columns.
+        blocks: seconds of a drafter that proposes a block at once, by the tokens it was asked for.
+        forward: seconds of a forward of the draft, None before one was measured.
+        credit: tokens a row that drafting may still lose before it pauses.
+        pause: tokens of the next pause.
+        paused: tokens left of this one.
+        forwards: the latest seconds of a forward.
+        reliability: of drafted tokens.
+        asks: whether the drafter asks before every token; None before its first draft.
+        nodes: columns that a block has for each token of its depth, 1 for chains.
+        tokens, seconds: committed a row, and what that took by the costs, in the recent past.
+        rounds, plain_at: rounds so far, and the last of them that was plain.
+    """
+
+    verify: Curve
+    blocks: Curve
+    forward: float | None
+    credit: float
+    pause: float
+    paused: float = 0.0
+    forwards: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    reliability: Reliability = field(default_factory=Reliability)
+    asks: bool | None = None
+    nodes: float = 1.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rounds: int = 0
+    plain_at: int = 0
+
+    def costs(self) -> Costs | None:
+        """What the passes take; None while that is not known."""
+        if not self.verify.seconds or self.forward is None:
+            return None
+        return Costs(tuple(enumerate(self.verify.seconds))[1:], self.forward)
+
+    def speedup(self) -> float | None:
+        """Of the recent past against plain decoding, by the costs; None while they are not known."""
+        if self.forward is None or not self.seconds:
+            return None
+        return self.tokens / self.seconds * self.verify.at(1)
+
+    def see_draft(self, seconds: float, forwards: int, asked_for: int) -> None:
+        """A draft: what it took, and for how many forwards and tokens."""
+        self.forwards.append(seconds / forwards)
+        self.forward = typical(self.forwards)
+        if not self.asks:
+            self.blocks.see(asked_for, seconds)
+
+
+def _group(position: int) -> int:
+    return position if position < 2 else 2 + (position >= 4) + (position >= 8)

@@ -1,0 +1,242 @@
+"""A simulated pair of models in simulated seconds: how much faster than plain decoding a draft length policy is.
+
+    python tests/simulation.py
+
+Drives a `Length` in the order in which the loop and a drafter do. Knows no model: text is a row of tokens, each with a
+confidence of the draft and whether the target agrees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from assisted.controller import Adaptive
+from assisted.lengths import AdaEDL, Confidence, DraftLength, Fixed, Heuristic, Length
+
+VOCABULARY = 16
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What the two models cost, in passes of the target over one token.
+
+    Args:
+        draft: a forward of the draft.
+        column: what each further column adds to a pass of the target.
+        first_column: what the first of them adds besides.
+        noise: relative standard deviation of the times that the policy is told.
+        outliers: share of them that are ten times as long.
+        prompt: the draft's reading of the prompt, before its first draft of a call.
+    """
+
+    draft: float
+    column: float
+    first_column: float = 0.0
+    noise: float = 0.05
+    outliers: float = 0.005
+    prompt: float = 0.0
+
+    def verify(self, columns: int) -> float:
+        """A pass over this many columns."""
+        return 1 + self.column * (columns - 1) + (self.first_column if columns > 1 else 0.0)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text that switches between predictable and unpredictable stretches (a Markov chain).
+
+    Args:
+        stretches: mean number of tokens of a predictable and of an unpredictable stretch.
+        confidences: parameters of the beta law of the draft's confidence in either.
+        power: the target agrees with probability confidence ** power: above 1, the draft is too sure of itself.
+        scale: and times this.
+    """
+
+    stretches: tuple[float, float] = (60.0, 20.0)
+    confidences: tuple[tuple[float, float], tuple[float, float]] = ((30.0, 1.0), (2.0, 4.0))
+    power: float = 1.0
+    scale: float = 1.0
+
+    def text(self, tokens: int, seed: int = 0) -> list[tuple[float, bool]]:
+        """Confidence and agreement of every token."""
+        rng = random.Random(f"text {seed}")
+        found, regime = [], 0
+        for _ in range(tokens):
+            if rng.random() < 1 / self.stretches[regime]:
+                regime = 1 - regime
+            confidence = min(0.999, max(1.5 / VOCABULARY, rng.betavariate(*self.confidences[regime])))
+            found.append((confidence, rng.random() < self.scale * confidence**self.power))
+        return found
+
+
+HOPELESS = Source(confidences=((3.0, 3.0), (2.0, 4.0)), power=0.0, scale=0.02)
+PAIRS = (Pair(0.05, 0.01), Pair(0.3, 0.02), Pair(0.6, 0.05))
+Text = Sequence[tuple[float, bool]]
+
+
+def laws(confidences: Sequence[float]) -> torch.Tensor:
+    """[B, VOCABULARY] float32 laws whose largest probabilities these are."""
+    top = torch.tensor(confidences)[:, None]
+    return torch.cat([top, ((1 - top) / (VOCABULARY - 1)).expand(-1, VOCABULARY - 1)], 1)
+
+
+@dataclass
+class Run:
+    """What a simulated `generate` came to; `length` is the policy's memory at its end."""
+
+    tokens: int
+    seconds: float
+    length: Length
+    plain: float  # seconds of plain decoding; both without noise
+    drafted: int = 0
+    drafted_at: list[int] = dataclasses.field(default_factory=list)  # tokens committed before each round with a draft
+
+    @property
+    def speedup(self) -> float:
+        """Against plain decoding."""
+        return self.plain / self.seconds
+
+
+def simulate(
+    policy: DraftLength,
+    pair: Pair,
+    texts: Sequence[Text],
+    tokens: int,
+    seed: int = 0,
+    earlier: Length | None = None,
+    asks: bool = True,
+) -> Run:
+    """One `generate` over the rows of `texts`, `tokens` new tokens each.
+
+    asks: the drafter asks the policy before every token; otherwise it proposes its whole budget at once, for nothing.
+    """
+    rng = random.Random(f"noise {seed}")
+
+    def taken(seconds: float) -> float:
+        return seconds * max(0.2, rng.gauss(1, pair.noise)) * (10 if rng.random() < pair.outliers else 1)
+
+    length = policy.start(earlier)
+    at = [0] * len(texts)
+    run = Run(0, 0.0, length, float(tokens))
+    started = False
+    while any(count < tokens for count in at):
+        unfinished = [row for row, count in enumerate(at) if count < tokens]
+        length.unfinished = unfinished
+        budget = min(length.budget(), max(tokens - at[row] for row in unfinished) - 1)
+        forwards, drafted = _draft(length, budget, texts, at, unfinished, asks)
+        draft_seconds = forwards * pair.draft if asks else 0.0001 * forwards
+        if forwards and not started:
+            draft_seconds, started = draft_seconds + pair.prompt, True
+        verify_seconds = pair.verify(1 + max(drafted))
+        rows = []
+        if any(drafted):
+            run.drafted_at.append(at[unfinished[0]])
+        for row in unfinished:
+            accepted = next((k for k in range(drafted[row]) if not texts[row][at[row] + k][1]), drafted[row])
+            kept = min(accepted + 1, tokens - at[row])
+            rows.append((drafted[row], min(accepted, kept), kept))
+            at[row] += kept
+            run.tokens += kept
+            run.drafted += drafted[row]
+        run.seconds += draft_seconds + verify_seconds
+        length.observe(rows, taken(draft_seconds), taken(verify_seconds))
+    return run
+
+
+def _draft(
+    length: Length, budget: int, texts: Sequence[Text], at: list[int], unfinished: list[int], asks: bool
+) -> tuple[int, list[int]]:
+    """How many forwards the draft ran and how many tokens it proposes in each row."""
+    drafted = [0] * len(texts)
+    if budget < 1:
+        return 0, drafted
+    if not asks:
+        return 1, [budget if row in unfinished else 0 for row in range(len(texts))]
+    going = [row in unfinished for row in range(len(texts))]
+    for position in range(budget):
+        if length.needs_law:
+            ahead = [text[min(place + position, len(text) - 1)][0] for text, place in zip(texts, at, strict=True)]
+            wanted = length.go_on(position, laws(ahead)).tolist()
+            going = [a and b for a, b in zip(going, wanted, strict=True)]
+            if not any(going):
+                return position + 1, drafted
+        drafted = [count + goes for count, goes in zip(drafted, going, strict=True)]
+        if position + 1 == budget or not length.another(position + 1):
+            break
+    return position + 1, drafted
+
+
+@functools.cache
+def oracle(pair: Pair, source: Source, tokens: int, seed: int = 0) -> tuple[float, str]:
+    """The best rule in hindsight: a longest draft and a threshold of the confidence, tuned on this very text with the
+    costs known. Returns its speedup and its name."""
+    text = source.text(tokens + 64, seed)
+    best = (1.0, "plain")
+    for maximum in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20):
+        for threshold in (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
+            for first in (0, 1) if threshold else (1,):  # the threshold holds for the first token, too; or not
+                speedup = _rule(pair, text, tokens, maximum, threshold, first)
+                best = max(best, (speedup, f"at most {maximum}, threshold {threshold}, first {first}"))
+    return best
+
+
+def _rule(pair: Pair, text: Text, tokens: int, maximum: int, threshold: float, first: int) -> float:
+    at, seconds = 0, 0.0
+    while at < tokens:
+        drafted, forwards = 0, 0
+        while drafted < maximum:
+            forwards += 1
+            if text[at + drafted][0] < threshold and drafted >= first:
+                break
+            drafted += 1
+        accepted = next((k for k in range(drafted) if not text[at + k][1]), drafted)
+        at += accepted + 1
+        seconds += forwards * pair.draft + pair.verify(drafted + 1)
+    return at / seconds
+
+
+POLICIES: dict[str, DraftLength] = {
+    **{f"Fixed({n})": Fixed(n) for n in (1, 2, 3, 4, 6, 8)},
+    "Heuristic()": Heuristic(),
+    "Confidence(0.4)": Confidence(0.4, 20),
+    "AdaEDL()": AdaEDL(),
+    "Adaptive()": Adaptive(),
+}
+
+
+def speedups(pair: Pair, source: Source, tokens: int = 4000, seeds: Sequence[int] = (0, 1, 2)) -> dict[str, float]:
+    """Mean speedup of every policy, and of the oracle, over several texts."""
+    found = {}
+    for name, policy in POLICIES.items():
+        runs = [simulate(policy, pair, [source.text(tokens + 64, seed)], tokens, seed) for seed in seeds]
+        found[name] = sum(run.speedup for run in runs) / len(runs)
+    found["oracle"] = sum(oracle(pair, source, tokens, seed)[0] for seed in seeds) / len(seeds)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    columns = {
+        f"draft {pair.draft}, column {pair.column}": speedups(pair, source, args.tokens, range(args.seeds))
+        for source in (Source(),)
+        for pair in PAIRS
+    }
+    columns["hopeless draft 0.3"] = speedups(PAIRS[1], HOPELESS, args.tokens, range(args.seeds))
+    print("| | " + " | ".join(columns) + " |")
+    print("|---" * (len(columns) + 1) + "|")
+    for name in (*POLICIES, "oracle"):
+        print(f"| `{name}` | " + " | ".join(f"{column[name]:.2f}" for column in columns.values()) + " |")
+
+
+if __name__ == "__main__":
+    main()

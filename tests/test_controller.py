@@ -1,0 +1,283 @@
+"""The adaptive draft length: what it makes of a simulated pair, what it learns, when it gives up and when it tries again."""
+
+import itertools
+import json
+
+import pytest
+import simulation
+import torch
+from architectures import ARCHITECTURES, build, half_right, random_ids
+from simulation import HOPELESS, PAIRS, Pair, Source, laws, oracle, simulate
+
+from assisted import AssistedModelForCausalLM
+from assisted.controller import Adaptive
+from assisted.estimates import Curve, Reliability, confidence_bin
+from assisted.lengths import Confidence, Costs, Fixed, from_dict, to_dict
+
+TOKENS = 2000
+SOURCES = {
+    "switching": Source(),
+    "long stretches": Source(stretches=(300.0, 150.0), confidences=((30.0, 1.0), (2.0, 4.0)), power=1.0),
+    "one regime": Source(stretches=(1e9, 1.0), confidences=((4.0, 1.5), (2.0, 4.0)), power=1.0),
+    "confidence says nothing": Source(stretches=(1e9, 1.0), confidences=((3.0, 3.0), (2.0, 4.0)), power=0.0, scale=0.7),
+}
+STEP = Pair(0.12, 0.005, first_column=0.2)  # a pass over two tokens costs more, over more of them hardly
+
+
+def text(source, tokens=TOKENS, seed=0):
+    return source.text(tokens + 64, seed)
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, STEP], ids=str)
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_close_to_the_rule_tuned_in_hindsight(source, pair):
+    """Within 3% of the best fixed length, threshold or both, and no slower than plain decoding. Where not even hindsight
+    gains more than the margin asks for, giving up is right."""
+    seeds = (0, 1)
+    speedup = sum(simulate(Adaptive(), pair, [text(source, seed=seed)], TOKENS, seed).speedup for seed in seeds) / 2
+    best = sum(oracle(pair, source, TOKENS, seed)[0] for seed in seeds) / 2
+    assert speedup >= 0.98
+    if best > 1.04:
+        assert speedup >= 0.97 * best
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_hopeless_draft_costs_next_to_nothing(pair):
+    assert simulate(Adaptive(), pair, [text(HOPELESS, 4000)], 4000).speedup >= 0.98
+    short = [simulate(Adaptive(), pair, [text(HOPELESS, 256, seed)], 256, seed).speedup for seed in range(5)]
+    assert min(short) >= 0.96
+    # each probe of the later pauses is one token, and at least 50 tokens lie between two
+    run = simulate(Adaptive(), Pair(0.6, 0.05), [text(HOPELESS, 1000)], 1000)
+    late = [at for at in run.drafted_at if at > 300]
+    assert late
+    assert all(after - before >= 50 for before, after in itertools.pairwise(late))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_draft_that_turns_good_is_switched_on_again(pair):
+    source = SOURCES["long stretches"]
+    both = HOPELESS.text(1500) + text(source)
+    bad = simulate(Adaptive(), pair, [both], 1500).seconds
+    good = simulate(Adaptive(), pair, [both], 1500 + TOKENS).seconds - bad
+    assert TOKENS / good >= 0.93 * oracle(pair, source, TOKENS)[0]
+
+
+def test_a_draft_that_turns_hopeless_is_switched_off():
+    source = SOURCES["long stretches"]
+    both = source.text(1500) + text(HOPELESS)
+    good = simulate(Adaptive(), PAIRS[1], [both], 1500)
+    whole = simulate(Adaptive(), PAIRS[1], [both], 1500 + TOKENS)
+    assert TOKENS / (whole.seconds - good.seconds) >= 0.97
+    assert whole.length.predicted_speedup < 1.03
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, STEP], ids=str)
+@pytest.mark.parametrize("name", ["switching", "long stretches", "confidence says nothing"])
+def test_a_batch_is_no_slower_than_its_best_fixed_length(name, pair):
+    texts = [text(SOURCES[name], 1500, seed) for seed in range(4)]
+    best = max(simulate(Fixed(n), pair, texts, 1500).speedup for n in (1, 2, 3, 4, 6, 8))
+    speedup = simulate(Adaptive(), pair, texts, 1500).speedup
+    assert speedup >= 0.96 * max(1.0, best)
+
+
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[1], STEP], ids=str)
+def test_a_drafter_that_proposes_blocks(pair):
+    """It never asks: only its budget is chosen. The best one is found, and hopeless blocks are switched off."""
+    source = SOURCES["one regime"]
+    best = max(simulate(Fixed(n), pair, [text(source)], TOKENS, asks=False).speedup for n in (1, 2, 4, 8, 12, 16))
+    run = simulate(Adaptive(), pair, [text(source)], TOKENS, asks=False)
+    assert run.speedup >= 0.95 * best
+    assert simulate(Adaptive(), pair, [text(HOPELESS)], TOKENS, asks=False).speedup >= 0.98
+
+
+def test_short_calls_profit_from_earlier_ones():
+    source, pair = SOURCES["switching"], PAIRS[1]
+    cold = warm = 0.0
+    earlier = None
+    for seed in range(12):
+        cold += simulate(Adaptive(), pair, [text(source, 48, seed)], 48, seed).seconds
+        run = simulate(Adaptive(), pair, [text(source, 48, seed)], 48, seed, earlier)
+        earlier, warm = run.length, warm + run.seconds
+    assert warm < cold
+    off = simulate(Adaptive(), pair, [text(HOPELESS, 1000)], 1000).length
+    assert simulate(Adaptive(), pair, [text(HOPELESS, 48)], 48, earlier=off).drafted <= 2
+
+
+def test_a_call_does_not_change_what_it_started_from():
+    first = simulate(Adaptive(), PAIRS[1], [text(Source())], 500).length
+    costs, speedup = first.costs, first.predicted_speedup
+    runs = [simulate(Adaptive(), PAIRS[1], [text(Source())], 500, earlier=first) for _ in range(2)]
+    assert (first.costs, first.predicted_speedup) == (costs, speedup)
+    assert runs[0].seconds == runs[1].seconds
+
+
+def test_of_another_policy_nothing_is_taken_over():
+    assert Adaptive().start(Confidence().start()).costs is None
+
+
+def test_what_is_measured():
+    pair = Pair(0.3, 0.02, prompt=50.0)  # reading the prompt is no part of a token's cost
+    length = simulate(Adaptive(), pair, [text(Source())], TOKENS).length
+    assert length.costs.draft == pytest.approx(0.3, rel=0.05)
+    measured = dict(length.costs.verify)
+    for columns in (1, 2, 4, 8):
+        assert measured[columns] == pytest.approx(pair.verify(columns), rel=0.1)
+    run = simulate(Adaptive(), pair, [text(SOURCES["one regime"])], TOKENS)
+    assert run.length.predicted_speedup == pytest.approx(TOKENS / (run.seconds - pair.prompt), rel=0.15)
+
+
+def test_nothing_is_predicted_before_costs_are_known():
+    length = Adaptive().start()
+    assert length.predicted_speedup is None
+    assert length.costs is None
+    assert length.budget() == 1
+
+
+def test_costs_are_saved_with_the_policy():
+    costs = simulate(Adaptive(), PAIRS[1], [text(Source())], 500).length.costs
+    policy = Adaptive(costs=costs)
+    assert from_dict(json.loads(json.dumps(to_dict(policy)))) == policy
+    length = policy.start()
+    assert length.costs == costs
+    # what a forward costs is known from the first round on: nothing is drafted that can't pay
+    dear = Adaptive(costs=Costs(((1, 1.0), (2, 1.1)), 5.0)).start()
+    dear.budget()
+    dear.go_on(0, laws([0.9]))
+    assert not dear.another(1)
+    # and is forgotten as soon as this machine's own is
+    for _ in range(8):
+        length.observe([(0, 0, 1)], 0.0, 7.0)
+        length.observe([(1, 1, 2)], 0.0, 8.0)
+    assert dict(length.costs.verify)[1] == 7.0
+
+
+def learned(rows=1, confidence=0.9, rounds=60):
+    """A length whose draft is always right, at costs (0.1, 1 + 0.05 n)."""
+    length = Adaptive().start()
+    for _ in range(rounds):
+        drafted = 0
+        for position in range(length.budget()):
+            if position and not length.another(position):
+                break
+            if not length.go_on(position, laws([confidence] * rows)).any():
+                break
+            drafted += 1
+        length.observe([(drafted, drafted, drafted + 1)] * rows, 0.1 * (drafted + 1), 1 + 0.05 * drafted)
+    return length
+
+
+def test_it_decides_from_laws_before_a_token_is_drawn():
+    """Two rounds whose laws and history agree go the same way, whatever was drawn: only laws and committed counts come in.
+    A low law in one row does not stop the others."""
+    length = learned(rows=3)
+    assert length.budget() == 16
+    assert length.go_on(0, laws([0.9, 0.9, 0.9])).tolist() == [True] * 3
+    assert length.another(1)
+    assert length.go_on(1, laws([0.9, 0.07, 0.9])).tolist() in ([True] * 3, [True, False, True])
+    stopped = length.go_on(2, laws([0.9, 0.07, 0.9]))
+    assert stopped.tolist() == [True, False, True]  # a row that has lost its draft stops by itself
+
+
+def test_rows_that_ended_are_left_out():
+    length = learned(rows=3)
+    length.unfinished = [1]
+    length.budget()
+    assert length.go_on(0, laws([0.9, 0.9, 0.9])).tolist() == [False, True, False]
+    length.observe([(1, 1, 2)], 0.1, 1.05)
+
+
+def test_a_good_draft_goes_deep_and_a_plain_pass_is_measured_again():
+    length = learned(rounds=300)
+    assert max(length.known.verify.samples) == 17
+    assert length.known.rounds - length.known.plain_at <= 256
+
+
+def test_rounds_of_other_drafters_wear_a_pause_off():
+    length = simulate(Adaptive(), PAIRS[1], [text(HOPELESS)], TOKENS).length
+    length.known.paused = 3.0
+    assert [length.budget() for _ in range(5)][-1] > 0
+
+
+def test_positions_behind_a_rejection_are_not_counted():
+    length = Adaptive().start()
+    length.known.asks = True
+    length.budget()
+    length.go_on(0, laws([0.85]))
+    for position in (1, 2):
+        length.another(position)
+        length.go_on(position, laws([0.85]))
+    seen = length.known.reliability.cells
+    length.observe([(3, 1, 2)], 0.3, 1.0)
+    assert seen[confidence_bin(0.85)][:2] == [1.0, 2.0]  # one accepted, one rejected, the third unknown
+    length.observe([(3, 1, 1)], 0.3, 1.0)  # the row ended in its draft: nothing was rejected
+    assert seen[confidence_bin(0.85)][0] == pytest.approx(1.99)
+    assert seen[confidence_bin(0.85)][1] == pytest.approx(2.98)
+
+
+def test_a_curve_fills_in_and_forgets_first_passes():
+    curve = Curve(8, 0.02)
+    curve.see(1, 9.0)  # the first pass of a shape
+    assert not curve.seconds
+    curve.see(1, 1.0)
+    assert curve.at(1) == 1.0
+    assert curve.at(3) == pytest.approx(1.04)
+    for seconds in (50.0, 1.4, 1.4):
+        curve.see(5, seconds)
+    assert [curve.at(n) for n in (1, 3, 5)] == pytest.approx([1.0, 1.2, 1.4])
+    assert curve.at(8) == pytest.approx(1.7)
+    assert curve.at(100) == curve.at(8)
+    for seconds in (30.0, 20.0):  # twice an outlier: a wider pass was faster
+        curve.see(3, seconds)
+    assert curve.at(3) == pytest.approx(1.4)
+
+
+def test_reliability_leans_on_what_was_seen():
+    reliability = Reliability()
+    high, low = confidence_bin(0.85), confidence_bin(0.15)
+    assert reliability.accept(high, 0) == pytest.approx(0.85)  # taken at its word
+    for _ in range(50):
+        reliability.see(high, 0, False)
+    assert reliability.accept(high, 0) < 0.1
+    assert reliability.accept(high, 9) < 0.3  # other positions learn from it
+    assert reliability.accept(low, 0) == pytest.approx(0.15)
+    reliability.round += 1000
+    assert reliability.accept(high, 0) > 0.7  # and it is forgotten
+    for _ in range(50):
+        reliability.see_chain(0, True)
+    assert reliability.chain(3) == pytest.approx(
+        [0.97, 0.97, 0.97], abs=0.01
+    )  # each position leans on the one before it
+
+
+def test_on_models():
+    """The answer is plain decoding's, the report says what drafting brought, and the next call starts from there."""
+    target = build(ARCHITECTURES[0])
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))
+    assert model.draft_length == Adaptive()
+    call = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for rows in (1, 3):
+        ids = random_ids(target, rows, 12, seed=rows)
+        plain = target.generate(ids, **call)
+        for _ in range(2):
+            assert model.generate(ids, **call).tolist() == plain.tolist()
+    assert model.report.predicted_speedup is not None
+    assert 0 < model.report.assisted_share <= 1
+    assert model.length.costs.draft > 0
+    assert model.length.known.rounds > 60 / 17 * 2  # those of both calls with three rows
+    assert len(model._lengths) == 2
+
+
+def test_saved_with_the_pair(tmp_path):
+    target = build(ARCHITECTURES[0])
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))
+    model.draft_length = Adaptive(maximum=5, costs=Costs(((1, 0.01), (4, 0.02)), 0.001))
+    model.save_pretrained(tmp_path)
+    assert AssistedModelForCausalLM.from_pretrained(tmp_path).draft_length == model.draft_length
+
+
+def test_the_simulation_is_fair():
+    """An oracle's fixed length is worth what the simulation says of that fixed length."""
+    pair = Pair(0.3, 0.02)
+    run = simulate(Fixed(3), pair, [text(Source())], TOKENS)
+    assert run.speedup == pytest.approx(simulation._rule(pair, text(Source()), TOKENS, 3, 0.0, 1), rel=0.01)
+    assert torch.allclose(laws([0.3, 0.999]).sum(-1), torch.ones(2))

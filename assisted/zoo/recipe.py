@@ -80,11 +80,8 @@ TARGET = Recipe(
     layers=16,
     heads=3,
     kv_heads=1,
-    phases=(
-        *(Phase(1700, 16, 256), Phase(220, 8, 512), Phase(80, 4, 1024)),
-        *(Phase(1960, 8, 512, copies=0.15), Phase(40, 4, 1024, copies=0.15)),
-    ),
-    rates=((0, 0.0), (78, 1.0), (1200, 1.0), (2000, 0.0), (2060, 1.0), (3100, 1.0), (4000, 0.0)),
+    phases=(Phase(1700, 16, 256), Phase(220, 8, 512), Phase(80, 4, 1024)),
+    rates=((0, 0.0), (78, 1.0), (1200, 1.0), (2000, 0.0)),
     early_exit=True,
 )
 DRAFT = Recipe(

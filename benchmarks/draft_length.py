@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from shipped_pair import machine
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -179,10 +178,7 @@ def measure(count: int, tokens: int, repeats: int, settings: list[str]) -> dict[
     models = pairs()
     prompts = [p.ids for p in islice(held_out_prompts(models["shipped pair"].tokenizer), count)]
     found: dict[str, Any] = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-        "processor": platform.processor() or platform.machine(),
+        **machine(),
         "prompts": count,
         "new_tokens": tokens,
         "repeats": repeats,

@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import warnings
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from shipped_pair import Run, interval, ours, race, write_docs
+from shipped_pair import Run, interval, machine, ours, race, write_docs
+from shipped_pair import counts as counts_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, Merged, zoo
@@ -61,10 +60,7 @@ def _begun_again(function: str) -> str:
 
 def measure(names: list[str], count: int, repeats: int) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-        "processor": platform.processor() or platform.machine(),
+        **machine(),
         "prompts": count,
         "repeats": repeats,
     }
@@ -98,16 +94,10 @@ def measure(names: list[str], count: int, repeats: int) -> dict[str, Any]:
 
 def counts(model: AssistedModelForCausalLM, run: Run, inputs: list[Any], plain_seconds: float) -> dict[str, Any]:
     """What it did over all prompts, once. plain_seconds: of a token."""
-    model.reset_totals()
-    for ids, mask in inputs:
-        run(ids, mask)
+    found = counts_of(model, run, inputs)
     t = model.totals
-    return {
-        "tokens_per_pass": t.tokens_per_pass,
-        "acceptance_rate": t.acceptance_rate,
-        "draft_cost": t.draft_seconds / t.drafted / plain_seconds if t.drafted else None,
-        "assisted_share": t.assisted_share,
-    }
+    cost = t.draft_seconds / t.drafted / plain_seconds if t.drafted else None
+    return {**found, "draft_cost": cost, "assisted_share": t.assisted_share}
 
 
 def markdown(found: dict[str, Any]) -> str:

@@ -119,6 +119,16 @@ def counts(
     }
 
 
+def machine() -> dict[str, Any]:
+    """What the figures were measured with."""
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "processor": platform.processor() or platform.machine(),
+    }
+
+
 def measure(prompts: int, repeats: int, peers: bool) -> dict[str, Any]:
     model = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft", dtype=torch.float32)
     model.target.generation_config.eos_token_id = None  # everybody writes the same number of tokens
@@ -142,10 +152,7 @@ def measure(prompts: int, repeats: int, peers: bool) -> dict[str, Any]:
         "pad_token_id": 1,
     }
     found: dict[str, Any] = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-        "processor": platform.processor() or platform.machine(),
+        **machine(),
         "prompts": len(single),
         "repeats": repeats,
     }

@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 from . import zoo
 from .cache import SlotCache
 from .comparison import LOOKUP_SETTINGS, PEER_SETTINGS, PLAIN, Comparison, Prompt, Way, compare, held_out_prompts
+from .controller import Adaptive
 from .drafters import Call, Drafter, Drafting
 from .drafts import Draft
-from .lengths import DraftLength, Length
+from .lengths import Confidence, DraftLength, Length
 from .modeling import AssistedModelForCausalLM
 from .quantization import memory_bytes
 from .runtime import CachedModel, Masks
@@ -240,10 +241,17 @@ def _draw_live(console: Console, model: AssistedModelForCausalLM, prompt: Prompt
 
 def _watched_generate(model: AssistedModelForCausalLM, watch: Watch, prompt: Prompt, new_tokens: int) -> None:
     ids = prompt.ids.to(model.target.device)
+    # drawing takes time, which a length that goes by the clock would blame on the draft
+    length = Confidence() if isinstance(model.draft_length, Adaptive) else model.draft_length
     model.drafter = watch
     try:
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, streamer=watch
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            streamer=watch,
+            draft_length=length,
         )
     finally:
         model.drafter = watch.drafter

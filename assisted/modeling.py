@@ -429,14 +429,14 @@ def _extend(
     cache = slots_for(seam, given, text.rows, text.max_length + held(given), masks)
     cache.hide(attention_mask)
     model_kwargs[_cache_name(model_kwargs)] = cache
-    started = time.perf_counter()
-    logits = _read_prompt(seam, input_ids, generation_config, model_kwargs)
-    cache.begin_rounds(input_ids.shape[1])
-    call.recorder.verify_seconds = time.perf_counter() - started
     length = call.model._start_length(call.policy, text.rows, law.do_sample)
-    own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
     drafter = call.model.drafter
     target = drafter.run_target(seam, cache, masks)
+    started = time.perf_counter()
+    logits = _read_prompt(target.model, input_ids, generation_config, model_kwargs)
+    cache.begin_rounds(input_ids.shape[1])
+    call.recorder.verify_seconds = time.perf_counter() - started
+    own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
     drafting = drafter.start(Call(own_mask, law.for_draft(), length, text.max_length, target))
     decode(target, drafting, text, law, length, logits, call.recorder)
     call.recorder.row_tokens = list(text.row_tokens)

@@ -32,6 +32,7 @@ from . import drafters, lengths, zoo
 from .configuration import AssistedConfig
 from .decoding import decode
 from .drafters import Call, Drafter, DraftModel, Spec, Target
+from .fused import fused
 from .law import Law
 from .quantization import memory_bytes, save_quantized
 from .recurrent import has_uncounted_states, held, is_recurrent, slots_for
@@ -91,7 +92,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
     ):
         super().__init__(config)
         self.target = target
-        self.draft_models = torch.nn.ModuleList(drafter.models)  # registered, so that .to() and .eval() reach them
+        self.draft_models = torch.nn.ModuleList(drafter.modules)  # registered, so that .to() and .eval() reach them
         self.spec = spec
         self.drafter = drafter
         self.draft_length = draft_length
@@ -281,6 +282,8 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder / "target")
+        for name, drafter in drafters.with_heads(self.spec, self.drafter):
+            drafter.save(folder / name)
         for name, spec, drafter in drafters.with_models(self.spec, self.drafter):
             source = zoo.resolve(spec.model) if isinstance(spec.model, str) else None
             save_quantized(drafter.models[0], folder / name, source=source)
@@ -316,7 +319,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the target and the draft as they are stored."""
-        return sum(map(memory_bytes, [self.target, *self.drafter.models]))
+        return sum(map(memory_bytes, [self.target, *self.drafter.modules]))
 
     def _start_length(self, policy: lengths.DraftLength, rows: int, do_sample: bool) -> lengths.Length:
         """The policy's memory for a call. It may build on what the last call of its kind measured: as many rows, greedy or
@@ -431,7 +434,7 @@ def _extend(
     model_kwargs[_cache_name(model_kwargs)] = cache
     length = call.model._start_length(call.policy, text.rows, law.do_sample)
     drafter = call.model.drafter
-    target = drafter.run_target(seam, cache, masks)
+    target = drafter.run_target(fused(seam), cache, masks)
     started = time.perf_counter()
     logits = _read_prompt(target.model, input_ids, generation_config, model_kwargs)
     cache.begin_rounds(input_ids.shape[1])

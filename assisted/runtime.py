@@ -179,8 +179,8 @@ class CachedModel:
 class BareModel(CachedModel):
     """The same through the model's submodules instead of its forward: embedding, layers, norm, head.
 
-    The outer forward of a one-layer model takes as long as its layer. What is computed is checked by `is_sum_of_parts`; a
-    draft may rely on that, since a wrong draft costs speed only. A target always runs through its own forward.
+    The outer forward of a one-layer model takes as long as its layer. Whether a model is no more than these is known of
+    fused ones and checked of others by `is_sum_of_parts`; a draft may rely on that, since a wrong draft costs speed only.
     """
 
     def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:

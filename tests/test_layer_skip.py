@@ -127,8 +127,8 @@ def test_a_failed_trial_costs_speed_only(monkeypatch):
         def forward(self, *args, **kwargs):
             raise ZeroDivisionError
 
-    def candidate(model, skipped):
-        part = whole(model, skipped)
+    def candidate(skipped):
+        part = whole(skipped)
         if skipped != ours.drafter.search.skipped:
             part = ours.drafter.layers.replaced(part, [*ours.drafter.layers.of(part)[:-1], Broken()])
         return part

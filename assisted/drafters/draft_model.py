@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import zoo
 from ..cache import SlotCache
 from ..drafts import Draft
+from ..fused import fused, is_fused
 from ..quantization import load_quantized
 from ..runtime import BareModel, CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
 from ..text import Text
@@ -85,10 +86,11 @@ class ModelDrafter(Drafter):
     def _is_sum_of_parts(self) -> bool:
         return is_sum_of_parts(self.model)
 
-    @property
-    def runner(self) -> type[CachedModel]:
-        """How the draft is run: where its submodules are all there is to it, without the outer forward."""
-        return BareModel if is_untouched(self.model) and self._is_sum_of_parts else CachedModel
+    def runner(self, cache: SlotCache) -> CachedModel:
+        """The draft over these slots: where its submodules are all there is to it, without the outer forward."""
+        model = fused(self.model)
+        bare = is_fused(model) or (is_untouched(model) and self._is_sum_of_parts)
+        return (BareModel if bare else CachedModel)(model, cache, self.masks)
 
     def start(self, call: Call) -> Drafting:
         return ModelDrafting(self, call)
@@ -137,9 +139,8 @@ class ModelDrafting(ChainDrafting):
 
     def _catch_up_prompt(self, text: Text) -> CachedModel:
         if self.runner is None:
-            model = self.drafter.model
             cache = SlotCache(text.rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
-            self.runner = self.drafter.runner(model, cache, self.drafter.masks)
+            self.runner = self.drafter.runner(cache)
             prompt = text.ids[:, : text.prompt_length]
             self.runner.prefill(self._readable(prompt), self.call.attention_mask)
         return self.runner

@@ -84,18 +84,20 @@ class LayerSkip:
                 f"draft: layer skipping cannot serve this target, {type(model).__name__}: it does not run without some of its "
                 f"layers ({type(error).__name__}: {error})"
             ) from error
-        return SkipDrafter(layers, sublayers, self)
+        return SkipDrafter(model, layers, sublayers, self)
 
 
 class SkipDrafter(Drafter):
     """What can be left out of a target, and what was learned of leaving it out.
 
     Args:
+        target: the target.
         layers, sublayers: of the target.
         spec: how to search.
     """
 
-    def __init__(self, layers: Layers, sublayers: list[Sublayer], spec: LayerSkip):
+    def __init__(self, target: PreTrainedModel, layers: Layers, sublayers: list[Sublayer], spec: LayerSkip):
+        self.target = target
         self.layers = layers
         self.sublayers = sublayers
         self.window = spec.window
@@ -113,9 +115,9 @@ class SkipDrafter(Drafter):
     def start(self, call: Call) -> SkipDrafting:
         return SkipDrafting(self, call)
 
-    def part(self, model: PreTrainedModel, skipped: frozenset[int]) -> PreTrainedModel:
+    def part(self, skipped: frozenset[int]) -> PreTrainedModel:
         """The target without these sublayers."""
-        return without(model, self.layers, self.sublayers, skipped)
+        return without(self.target, self.layers, self.sublayers, skipped)
 
     def warn_if_hopeless(self) -> None:
         """Say once that no set pays, so that nobody waits for a speedup that does not come."""
@@ -180,7 +182,7 @@ class SkipDrafting(PartDrafting):
         target = self.call.target
         if skipped not in self._parts:
             self._parts.clear()  # of the sets tried on the way none comes back
-            self._parts[skipped] = CachedModel(self.drafter.part(target.model, skipped), target.cache, target.masks)
+            self._parts[skipped] = CachedModel(self.drafter.part(skipped), target.cache, target.masks)
         return self._parts[skipped]
 
     def _width(self, text: Text) -> int:

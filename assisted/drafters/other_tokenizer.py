@@ -164,7 +164,7 @@ class TranslatedDrafting(ChainDrafting):
         self.to_draft = drafter.translation.to_draft.to(text.ids.device)
         self.mute = drafter.translation.mute.to(text.ids.device)
         cache = SlotCache(text.rows, 4 * self.call.limit, right_aligned=not drafter.masks.trees)
-        self.runner = drafter.runner(drafter.model, cache, drafter.masks)
+        self.runner = drafter.runner(cache)
         return self.runner
 
     def _translate(self, text: Text) -> None:

@@ -1,0 +1,122 @@
+"""Fused models say what their model says, notice when its weights change, and leave what they do not know as it is."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, build, random_ids
+from pairs import BY_NAME
+from test_parts import assert_same, snapshot
+
+from assisted import AssistedModelForCausalLM, fused
+from assisted.cache import SlotCache
+from assisted.drafts import Draft
+from assisted.fused import is_fused
+from assisted.runtime import BareModel, CachedModel, Masks
+
+FAMILY = ["llama", "mistral", "mistral-window", "qwen2", "qwen3"]
+ROUNDING = 1e-4  # the random models' logits have a spread of some units
+
+
+def both(model, rows=2, slots=64):
+    other = fused.fused(model)
+    assert is_fused(other)
+    masks = Masks.of(model)
+    return [kind(m, SlotCache(rows, slots), masks) for kind, m in ((CachedModel, model), (BareModel, other))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILY)
+def test_says_the_same_over_padding_chains_and_trees(name):
+    model = build(BY_NAME[name])
+    before = snapshot(model)
+    ids = random_ids(model, 2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    one, two = both(model)
+    assert torch.allclose(one.prefill(ids, mask), two.prefill(ids, mask), atol=ROUNDING)
+    columns = random_ids(model, 2, 5, seed=9)
+    tree = Draft(columns[:, 1:], torch.tensor([4, 4]), parents=torch.tensor([[-1, -1, 0, 1], [-1, 0, 1, 2]]))
+    for kept in ([1, 3], [2, 1]):  # rows of different lengths from the second round on
+        assert torch.allclose(one(columns, tree), two(columns, tree), atol=ROUNDING)
+        for run in (one, two):
+            run.commit(kept)
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_knows_its_family_alone(architecture):
+    model = build(architecture)
+    other = fused.fused(model)
+    assert is_fused(other) == (architecture.name in FAMILY)
+    assert other is not model or architecture.name not in FAMILY
+
+
+@torch.no_grad()
+def test_reads_the_weights_as_they_are_now():
+    model = build(BY_NAME["llama"])
+    ids = random_ids(model, 1, 8)
+    first = fused.fused(model)
+    assert fused.fused(model).model.layers is first.model.layers  # nothing is made twice
+    for change in (
+        lambda: model.model.layers[0].mlp.gate_proj.weight.data.mul_(1.01),  # unseen by version counters
+        lambda: model.model.layers[1].self_attn.k_proj.weight.add_(0.01),
+        lambda: model.model.layers[0].input_layernorm.weight.data.mul_(2.0),
+        lambda: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight * 0.5)),
+    ):
+        change()
+        one, two = both(model, rows=1)
+        assert torch.allclose(one.prefill(ids, None), two.prefill(ids, None), atol=ROUNDING)
+
+
+def test_leaves_alone_what_somebody_hangs_on_to():
+    model = build(BY_NAME["llama"])
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *args: None)
+    assert fused.fused(model) is model
+    handle.remove()
+    assert fused.fused(model) is not model
+    model.train()
+    assert fused.fused(model) is model
+
+
+def test_a_layer_that_computes_something_else_is_found_out():
+    model = build(BY_NAME["llama"])
+    model.model.layers[1].self_attn.scaling *= 3.0  # read from the layer, therefore right
+    assert is_fused(fused.fused(model))
+    model = build(BY_NAME["llama"])
+    model.model.layers[0].mlp.down_proj = torch.nn.Sequential(model.model.layers[0].mlp.down_proj, torch.nn.ReLU())
+    assert is_fused(fused.fused(model))  # whatever stands there is called
+    one, two = both(model, rows=1)
+    ids = random_ids(model, 1, 8)
+    with torch.no_grad():
+        assert torch.allclose(one.prefill(ids, None), two.prefill(ids, None), atol=ROUNDING)
+    model = build(BY_NAME["llama"])
+
+    class Doubled(type(model.model.layers[0])):
+        def forward(self, hidden_states, **kwargs):
+            return 2 * super().forward(hidden_states, **kwargs)
+
+    Doubled.__name__, Doubled.__module__ = "LlamaDecoderLayer", "transformers.models.other"
+    model.model.layers[0].__class__ = Doubled
+    assert fused.fused(model) is model
+
+
+@torch.no_grad()
+def test_large_models_run_from_their_own_weights(monkeypatch):
+    monkeypatch.setattr(fused, "_COPIED", 0)
+    model = build(BY_NAME["qwen2"])
+    one, two = both(model, rows=1)
+    ids = random_ids(model, 1, 8)
+    assert torch.allclose(one.prefill(ids, None), two.prefill(ids, None), atol=ROUNDING)
+    assert two.model.model.layers[0].heads.weight is None
+
+
+def test_half_precision_rounds_as_the_model_does():
+    model = build(BY_NAME["llama"]).to(torch.bfloat16)
+    assert fused.fused(model) is model
+
+
+def test_the_shipped_pair_runs_fused_and_says_what_plain_says():
+    model = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft")
+    assert is_fused(fused.fused(model.target))
+    ids = model.tokenizer("def area(radius):\n", return_tensors="pt").input_ids
+    kwargs = {"max_new_tokens": 40, "do_sample": False}
+    assert model.generate(ids, **kwargs).tolist() == model.target.generate(ids, **kwargs).tolist()

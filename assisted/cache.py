@@ -6,7 +6,7 @@ only what `commit` keeps counts afterwards, and the next forward overwrites the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,11 +65,12 @@ class SlotLayer(CacheLayerMixin):
             self.keys, self.values = _grown(self.keys, slots.capacity), _grown(self.values, slots.capacity)
         for store, states in ((self.keys, key_states), (self.values, value_states)):
             if isinstance(start, int):
-                store[:, :, start : start + width] = states
+                store[: len(states), :, start : start + width] = states
             else:
                 rows, columns = slots.row_index.to(store.device), start.to(store.device)
                 store[rows, :, columns] = states.transpose(1, 2)
-        return self.keys[:, :, :top], self.values[:, :, :top]
+        running = len(key_states)
+        return self.keys[:running, :, :top], self.values[:running, :, :top]
 
     def get_seq_length(self) -> int:
         return self.filled if self.slots.start is None else max(self.slots.lengths)
@@ -84,7 +85,8 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """The slots of all layers and how many of them count in each row.
 
-    Invariant between forwards: `lengths[b]` slots of row b hold the KV of its committed tokens but the last.
+    Invariant between forwards: `lengths[b]` slots of row b hold the KV of its committed tokens but the last. In the layers'
+    tensors row b lies at `order.index(b)`; the first `len(running)` places take part in forwards.
 
     Args:
         rows: batch size B.
@@ -100,12 +102,14 @@ class SlotCache(Cache):
         self.right_aligned = right_aligned
         self.capacity = 0
         self.lengths = [0] * rows
+        self.order = list(range(rows))
+        self.running = list(self.order)  # the rows that forwards are over, as they lie
         self.padding = [0] * rows  # hidden slots of each row, which positions do not count
         self.prompt_padding = [0] * rows  # of these, the prompt's own; shifting adds to them
         self.visible: torch.Tensor | None = None  # [B, prompt] bool, None when nothing is hidden
         self.start: int | torch.Tensor | None = None  # where the next forward writes: all rows alike, or [B, n]
         self.top = 0
-        self.row_index = torch.arange(rows)[:, None]
+        self.row_index = torch.arange(rows)[:, None]  # of the last forward
 
     @classmethod
     def of(cls, cache: Cache | None, rows: int, limit: int, right_aligned: bool = False) -> SlotCache:
@@ -153,14 +157,27 @@ class SlotCache(Cache):
 
     def place(self, width: int, device: torch.device) -> None:
         """Announce a forward over `width` columns: they go behind each row's length."""
-        low, high = min(self.lengths), max(self.lengths)
-        self.top = high + width
-        if low == high:
-            self.start = low
+        behind = [self.lengths[row] for row in self.running]
+        self.top = max(behind) + width
+        if min(behind) == max(behind):
+            self.start = behind[0]
             return
-        self.row_index = self.row_index.to(device)
-        behind = torch.tensor(self.lengths, device=device)[:, None]
-        self.start = behind + torch.arange(width, device=device)
+        self.row_index = torch.arange(len(behind), device=device)[:, None]
+        self.start = torch.tensor(behind, device=device)[:, None] + torch.arange(width, device=device)
+
+    def run_only(self, rows: Sequence[int]) -> None:
+        """Let forwards be over these rows alone, until told otherwise; what the others hold stays. Aligned rows stay together.
+
+        Rows trade places where they have to, so that those that run lie side by side.
+        """
+        if self.right_aligned or sorted(rows) == sorted(self.running):
+            return
+        wanted = set(rows)
+        for place in range(len(rows)):
+            if self.order[place] not in wanted:
+                other = next(p for p in range(len(rows), self.rows) if self.order[p] in wanted)
+                self._swap(place, other)
+        self.running = self.order[: len(rows)]
 
     def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
         """Keep `counts[b]` of the columns just written; everything behind them is forgotten.
@@ -205,8 +222,8 @@ class SlotCache(Cache):
         return [n - p + q for n, p, q in zip(self.lengths, self.padding, self.prompt_padding, strict=True)]
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """The position of the next token of every row, padding not counted. Returns [B, 1] int64."""
-        return torch.tensor([n - p for n, p in zip(self.lengths, self.padding, strict=True)], device=device)[:, None]
+        """The position of the next token of every running row, padding not counted. Returns [rows, 1] int64."""
+        return torch.tensor([self.lengths[row] - self.padding[row] for row in self.running], device=device)[:, None]
 
     def mask(self, width: int, device: torch.device) -> torch.Tensor | None:
         """The 2-D mask of a right-aligned forward over `width` columns, [B, top] int64; None when nothing is hidden."""
@@ -231,8 +248,9 @@ class SlotCache(Cache):
             stores = []
             for store in (layer.keys, layer.values):
                 stores.append(store.new_zeros(*store.shape[:2], longest, store.shape[3]))
-                for row, (top, held) in enumerate(zip(self.lengths, self.known, strict=True)):
-                    stores[-1][row, :, :held] = store[row, :, top - held : top]
+                for place, row in enumerate(self.order):
+                    top, held = self.lengths[row], self.known[row]
+                    stores[-1][row, :, :held] = store[place, :, top - held : top]
             cache.update(*stores, index)
         return cache
 
@@ -245,14 +263,23 @@ class SlotCache(Cache):
         self.start = max(self.lengths)
 
     def _gather(self, path: torch.Tensor) -> None:
-        rows = torch.arange(self.rows, device=path.device)[:, None]
-        behind = torch.tensor(self.lengths, device=path.device)[:, None]
+        rows = torch.arange(len(self.running), device=path.device)[:, None]
+        behind = torch.tensor([self.lengths[row] for row in self.running], device=path.device)[:, None]
         target = behind + torch.arange(path.shape[1], device=path.device)
-        source = behind + path
+        source = behind + path[self.running]
         for layer in self.slot_layers:
             if layer.is_initialized:
                 layer.keys[rows, :, target] = layer.keys[rows, :, source]
                 layer.values[rows, :, target] = layer.values[rows, :, source]
+
+    def _swap(self, one: int, other: int) -> None:
+        """Let the rows at two places trade them."""
+        self.order[one], self.order[other] = self.order[other], self.order[one]
+        both, crossed, top = [one, other], [other, one], max(self.lengths)
+        for layer in self.slot_layers:
+            if layer.is_initialized:
+                for store in (layer.keys, layer.values):
+                    store[both, :, :top] = store[crossed, :, :top]
 
     def _shift(self, by: list[int], end: int) -> None:
         """Move each row `by[b]` slots to the right (or left), to the same end; what it leaves behind is padding."""

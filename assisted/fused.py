@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from .cache import SlotCache
 from .parts import few_ids, with_children
-from .runtime import BareModel, CachedModel, Masks, is_untouched
+from .runtime import CachedModel, Masks, is_untouched
 
-__all__ = ["fused", "is_fused"]
+__all__ = ["fused", "fused_product"]
 
 _FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _WIDE = 2**17  # entries of a matrix from which oneDNN's layout pays
@@ -41,19 +41,28 @@ def fused(model: PreTrainedModel) -> PreTrainedModel:
     weights = _Weights.of(model, layers)
     made = _MADE.get(layers)
     if made is None or not made.weights.same(weights):
-        children: _Children | None = {
+        children: _Children = {
             ("model", "layers"): nn.ModuleList(_fused_layers(layers, weights.copied)),
             ("lm_head",): _FusedHead(model.lm_head, weights.copied),
         }
-        if not _agree(model, with_children(model, children)):
-            children = None
-        made = _MADE[layers] = _Made(weights, children)
-    return model if made.children is None else with_children(model, made.children)
+        same = _agree(model, _with(model, children))
+        made = _MADE[layers] = _Made(weights, children if same else None)
+    return model if made.children is None else _with(model, made.children)
 
 
-def is_fused(model: PreTrainedModel) -> bool:
-    """Whether a model is what `fused` made: its submodules are all there is to it (`BareModel`)."""
-    return isinstance(getattr(model, "lm_head", None), _FusedHead)
+def _with(model: PreTrainedModel, children: _Children) -> PreTrainedModel:
+    other = with_children(model, children)
+    other.is_sum_of_parts = True  # for `CachedModel`
+    return other
+
+
+def fused_product(module: nn.Linear) -> nn.Module:
+    """The same product in the form that is fastest over a few columns, with the weight as it is now: repacked for a CPU where
+    that pays, otherwise the module itself."""
+    weight = module.weight
+    small = weight.numel() * weight.element_size() <= _COPIED
+    plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and not _is_touched(module)
+    return _FusedHead(module, True) if small and plain else module
 
 
 _Children = dict[tuple[str, ...], nn.Module]
@@ -220,23 +229,22 @@ class _Product:
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.packed: torch.Tensor | None = None
-        self.onednn = torch.ops.mkldnn._linear_pointwise.default
-        if not copied or any(type(module) is not nn.Linear for module in modules):
-            return
-        biases = [module.bias for module in modules]
-        if len({bias is None for bias in biases}) > 1:
+        linear = [module for module in modules if type(module) is nn.Linear]
+        biases = [module.bias for module in linear if module.bias is not None]
+        if not copied or len(linear) < len(modules) or len(biases) not in (0, len(linear)):
             return
         # a single weight is the model's own, not a copy, unless it is repacked
-        self.weight = modules[0].weight if len(modules) == 1 else torch.cat([m.weight.detach() for m in modules])
-        if biases[0] is not None:
-            self.bias = biases[0] if len(modules) == 1 else torch.cat([bias.detach() for bias in biases])
-        if self.weight.numel() >= _WIDE and torch.backends.mkldnn.is_available():
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), 8)
+        weight = linear[0].weight if len(linear) == 1 else torch.cat([module.weight.detach() for module in linear])
+        if biases:
+            self.bias = biases[0] if len(biases) == 1 else torch.cat([bias.detach() for bias in biases])
+        if weight.numel() >= _WIDE and torch.backends.mkldnn.is_available():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
+        self.weight = weight
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., sum of the modules' outputs]."""
         if self.packed is not None:
-            return self.onednn(inputs, self.packed, self.bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise.default(inputs, self.packed, self.bias, "none", [], "")
         if self.weight is not None:
             return F.linear(inputs, self.weight, self.bias)
         if len(self.modules) == 1:
@@ -279,7 +287,7 @@ def _agree(model: PreTrainedModel, other: PreTrainedModel) -> bool:
     """Whether two models say the same of a few tokens, but for rounding: a prompt and a pass behind it."""
     ids, masks = few_ids(model, 8), Masks.of(model)
     logits = []
-    for run in (CachedModel(model, SlotCache(1, 8), masks), BareModel(other, SlotCache(1, 8), masks)):
+    for run in (CachedModel(m, SlotCache(1, 8), masks) for m in (model, other)):
         logits.append(torch.cat([run.prefill(ids[:, :4], None), run(ids[:, 4:])], 1).float())
     one, two = logits
     return bool((one - two).abs().max() <= _TOLERANCE * one.std())

@@ -23,8 +23,7 @@ from transformers.cache_utils import (
 
 from .cache import SlotCache, SlotLayer, unsupported_layers
 from .drafts import Draft
-from .fused import is_fused
-from .runtime import BareModel, CachedModel, Masks
+from .runtime import CachedModel, Masks
 
 __all__ = [
     "RecurrentCache",
@@ -221,9 +220,7 @@ def is_recurrent(model: PreTrainedModel) -> bool:
 
 def runner_for(model: PreTrainedModel) -> type[CachedModel]:
     """How a target is run, if its drafter doesn't run it in a way of its own."""
-    if is_recurrent(model):
-        return RecurrentModel
-    return BareModel if is_fused(model) else CachedModel
+    return RecurrentModel if is_recurrent(model) else CachedModel
 
 
 def slots_for(model: PreTrainedModel, given: Cache | None, rows: int, limit: int, masks: Masks) -> SlotCache:

@@ -18,7 +18,6 @@ from .cache import SlotCache, unsupported_layers
 from .drafts import Draft
 
 __all__ = [
-    "BareModel",
     "CachedModel",
     "Masks",
     "is_rewindable",
@@ -71,12 +70,16 @@ class CachedModel:
         model: any decoder-only causal LM; it is not changed.
         cache: its slots.
         masks: what it reads, `Masks.of(model)`.
+        bare: call its submodules (embedding, layers, norm, head) in rounds, not its forward, which takes as long as a small
+            layer. Only for models that are no more than these: fused ones, which say so themselves, and drafts of which
+            `is_sum_of_parts` is true, since a wrong draft costs speed only.
     """
 
     in_step = False  # whether all rows of a batch must keep the same number of columns
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, masks: Masks):
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, masks: Masks, bare: bool = False):
         self.model = model
+        self.bare = bare or getattr(model, "is_sum_of_parts", False)
         self.cache = cache
         self.masks = masks
         self.device = model.device
@@ -106,9 +109,14 @@ class CachedModel:
 
         ids: [B, n] int64, the last committed token and then the draft's tokens. draft: its tree, if it is no chain.
         used: how many columns of each row matter, None for all; the others may lie behind the end of the context.
-        Returns [B, n, V].
+        Returns [B, n, V], zeros for rows that don't run.
         """
         cache, width = self.cache, ids.shape[1]
+        rows = cache.running
+        if rows != list(range(cache.rows)):
+            ids = ids[rows]
+            used = None if used is None else [used[row] for row in rows]
+            draft = None if draft is None or draft.parents is None else _of_rows(draft, rows)
         cache.place(width, self.device)
         depths = _column_depths(draft, width, self.device)
         kwargs: dict[str, Any] = {}
@@ -116,9 +124,22 @@ class CachedModel:
             kwargs["position_ids"] = self._positions(depths, used)
         if not self.masks.trees:
             kwargs["attention_mask"] = cache.mask(width, self.device)
-        elif width > 1 or cache.rows > 1 or cache.visible is not None or set(self.masks.windows.values()) != {None}:
+        elif width > 1 or len(rows) > 1 or cache.visible is not None or set(self.masks.windows.values()) != {None}:
             kwargs["attention_mask"] = self._masks(depths, draft)
-        return self._forward(ids, kwargs)
+        return self.spread(self._forward(ids, kwargs))
+
+    def run_only(self, rows: list[int]) -> None:
+        """Let passes be over these rows alone until told otherwise: those that have ended cost time for nothing."""
+        self.cache.run_only(rows)
+
+    def spread(self, of_running: torch.Tensor) -> torch.Tensor:
+        """What a pass made of the rows that run, [rows, ...], for all rows: [B, ...], zeros for the others."""
+        rows = self.cache.running
+        if rows == list(range(self.cache.rows)):
+            return of_running
+        spread = of_running.new_zeros(self.cache.rows, *of_running.shape[1:])
+        spread[rows] = of_running
+        return spread
 
     def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
         """Keep `counts[b]` of the columns of the last forward: its first ones, or those of a tree's accepted `path`."""
@@ -136,56 +157,17 @@ class CachedModel:
     def _positions(self, depths: torch.Tensor, used: list[int] | None) -> torch.Tensor:
         """Positions of the forward just placed, [B, n]. Columns that do not matter have one that every model knows."""
         positions = self.cache.positions(self.device) + depths
-        if used is None or max(self.cache.lengths) + depths.shape[1] <= self._context:
+        if used is None or self.cache.top <= self._context:
             return positions
         return positions.masked_fill(depths >= torch.tensor(used, device=self.device)[:, None], 0)
 
     def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        if self.bare and "logits_to_keep" not in kwargs:  # not the prompt
+            return self._through_parts(ids, kwargs)
         kwargs[self._takes_cache] = self.cache
         return self.model(input_ids=ids.to(self.device), use_cache=True, return_dict=True, **kwargs).logits
 
-    def _masks(self, depths: torch.Tensor, draft: Draft | None) -> torch.Tensor | dict[str, torch.Tensor]:
-        """The 4-D masks of the forward just placed: which slots each column may look at, [B, 1, n, top]."""
-        cache = self.cache
-        slots = torch.arange(cache.top, device=self.device)
-        behind = torch.tensor(cache.lengths, device=self.device)[:, None]
-        where = behind + depths  # [B, n]: a column's place in its row's text
-        if draft is None or draft.parents is None:
-            places = slots  # a chain lies in its slots as it lies in the text
-            seen = slots <= where[:, :, None]
-        else:
-            columns = behind + torch.arange(depths.shape[1], device=self.device)
-            places = slots.repeat(cache.rows, 1).scatter(1, columns, where)[:, None]
-            seen = (slots < behind)[:, None].repeat(1, depths.shape[1], 1)
-            seen = seen.scatter(2, columns[:, None].expand(-1, depths.shape[1], -1), _column_ancestors(draft))
-        if cache.visible is not None:
-            hidden = min(cache.visible.shape[1], cache.top)
-            seen = seen.clone()
-            seen[:, :, :hidden] &= cache.visible[:, :hidden].to(self.device)[:, None]
-        masks = {
-            kind: self._dressed(seen if window is None else seen & (places > where[:, :, None] - window))
-            for kind, window in self.masks.windows.items()
-        }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _dressed(self, seen: torch.Tensor) -> torch.Tensor:
-        seen = seen[:, None]
-        if not self.masks.additive:
-            return seen
-        dtype = self.model.dtype
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
-
-
-class BareModel(CachedModel):
-    """The same through the model's submodules instead of its forward: embedding, layers, norm, head.
-
-    The outer forward of a one-layer model takes as long as its layer. Whether a model is no more than these is known of
-    fused ones and checked of others by `is_sum_of_parts`; a draft may rely on that, since a wrong draft costs speed only.
-    """
-
-    def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        if "logits_to_keep" in kwargs:  # the prompt
-            return super()._forward(ids, kwargs)
+    def _through_parts(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         base = self.model.base_model
         hidden = base.embed_tokens(ids.to(self.device))
         rotary = base.rotary_emb(hidden, position_ids=kwargs["position_ids"])
@@ -200,6 +182,37 @@ class BareModel(CachedModel):
             )
         return self.model.lm_head(base.norm(hidden))
 
+    def _masks(self, depths: torch.Tensor, draft: Draft | None) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The 4-D masks of the forward just placed: which slots each column may look at, [B, 1, n, top]."""
+        cache = self.cache
+        slots = torch.arange(cache.top, device=self.device)
+        behind = torch.tensor([cache.lengths[row] for row in cache.running], device=self.device)[:, None]
+        where = behind + depths  # [B, n]: a column's place in its row's text
+        if draft is None or draft.parents is None:
+            places = slots  # a chain lies in its slots as it lies in the text
+            seen = slots <= where[:, :, None]
+        else:
+            columns = behind + torch.arange(depths.shape[1], device=self.device)
+            places = slots.repeat(len(behind), 1).scatter(1, columns, where)[:, None]
+            seen = (slots < behind)[:, None].repeat(1, depths.shape[1], 1)
+            seen = seen.scatter(2, columns[:, None].expand(-1, depths.shape[1], -1), _column_ancestors(draft))
+        if cache.visible is not None:
+            hidden = min(cache.visible.shape[1], cache.top)
+            seen = seen.clone()
+            seen[:, :, :hidden] &= cache.visible[cache.running, :hidden].to(self.device)[:, None]
+        masks = {
+            kind: self._dressed(seen if window is None else seen & (places > where[:, :, None] - window))
+            for kind, window in self.masks.windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _dressed(self, seen: torch.Tensor) -> torch.Tensor:
+        seen = seen[:, None]
+        if not self.masks.additive:
+            return seen
+        dtype = self.model.dtype
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
 
 def is_untouched(model: PreTrainedModel) -> bool:
     """Whether calling a model's forward does nothing but run it: no hooks (offloading, counting), no replaced forward."""
@@ -209,21 +222,27 @@ def is_untouched(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def is_sum_of_parts(model: PreTrainedModel) -> bool:
-    """Whether a model is no more than the submodules that `BareModel` calls: tried on a few tokens."""
+    """Whether a model is no more than its embedding, layers, norm and head: tried on a few tokens."""
     base, masks = model.base_model, Masks.of(model)
     parts = all(hasattr(base, name) for name in ("embed_tokens", "rotary_emb", "layers", "norm"))
     if not parts or not hasattr(model, "lm_head") or not masks.trees or len(masks.windows) > 1:
         return False
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
     logits = []
-    for kind in (CachedModel, BareModel):
-        runner = kind(model, SlotCache(1, ids.shape[1]), masks)
+    for bare in (False, True):
+        runner = CachedModel(model, SlotCache(1, ids.shape[1]), masks, bare)
         runner.prefill(ids[:, :4], None)
         try:
             logits.append(runner(ids[:, 4:]))
         except (TypeError, AttributeError, ValueError):  # submodules that want to be called in another way
             return False
     return torch.equal(*logits)
+
+
+def _of_rows(draft: Draft, rows: list[int]) -> Draft:
+    """The trees of some rows."""
+    assert draft.parents is not None
+    return Draft(draft.tokens[rows], draft.lengths[rows], parents=draft.parents[rows])
 
 
 def _column_depths(draft: Draft | None, width: int, device: torch.device) -> torch.Tensor:

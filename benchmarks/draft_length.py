@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shipped_pair import machine
+from shipped_pair import Never, machine
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -44,19 +44,6 @@ class Cold:
 
     def start(self, earlier: Length | None = None) -> Length:
         return self.policy.start()
-
-
-class Nothing(Length):
-    def budget(self) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class Never:
-    """The loop without drafts."""
-
-    def start(self, earlier: Length | None = None) -> Length:
-        return Nothing()
 
 
 POLICIES: dict[str, DraftLength] = {

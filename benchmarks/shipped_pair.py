@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,24 @@ from tqdm.auto import tqdm
 from assisted import AssistedModelForCausalLM, DraftModel
 from assisted.comparison import held_out_prompts, repeated_share
 from assisted.controller import Adaptive
-from assisted.lengths import Confidence, Fixed
+from assisted.lengths import Confidence, Fixed, Length
 
 PEER_SETTINGS = ((20, 0.4), (6, 0.4), (5, 0.0), (3, 0.0))
+
+
+class Nothing(Length):
+    def budget(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Never:
+    """This package's loop without drafts: what is gained by the way passes are run, not by drafting."""
+
+    def start(self, earlier: Length | None = None) -> Length:
+        return Nothing()
+
+
 LENGTHS = (Adaptive(), Fixed(4), Confidence(0.4, 8))
 WITH_COPIES = "suffix and draft, Adaptive()"
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -166,7 +182,8 @@ def measure(prompts: int, repeats: int, peers: bool) -> dict[str, Any]:
         }
         if peers and inputs is not batches:  # transformers' assisted generation takes no batches
             runs |= {f"transformers assisted {n}, {t}": peer(model, (n, t), **kwargs) for n, t in PEER_SETTINGS}
-        mine = {f"draft, {_short(length)}": ours(model, length, **kwargs) for length in LENGTHS}
+        mine = {"no draft, this loop": ours(model, Never(), **kwargs)}
+        mine |= {f"draft, {_short(length)}": ours(model, length, **kwargs) for length in LENGTHS}
         mine[WITH_COPIES] = ours(both, None, **kwargs)
         result = race(runs | mine, inputs, repeats, title)
         rows = table(model, result, kwargs is greedy)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from itertools import islice
 
 import pytest
 import simulation
@@ -10,6 +11,7 @@ from architectures import ARCHITECTURES, build, half_right, random_ids
 from simulation import HOPELESS, PAIRS, Pair, Source, laws, oracle, simulate
 
 from assisted import AssistedModelForCausalLM
+from assisted.comparison import held_out_prompts
 from assisted.controller import Adaptive
 from assisted.estimates import Curve, Reliability, confidence_bin
 from assisted.lengths import Confidence, Costs, Fixed, from_dict, to_dict
@@ -21,6 +23,7 @@ SOURCES = {
     "one regime": Source(stretches=(1e9, 1.0), confidences=((4.0, 1.5), (2.0, 4.0)), power=1.0),
     "confidence says nothing": Source(stretches=(1e9, 1.0), confidences=((3.0, 3.0), (2.0, 4.0)), power=0.0, scale=0.7),
 }
+WRITTEN = 128  # tokens of each text of the shipped pair
 STEP = Pair(0.12, 0.005, first_column=0.2)  # a pass over two tokens costs more, over more of them hardly
 
 
@@ -198,20 +201,36 @@ def test_rounds_of_other_drafters_wear_a_pause_off():
     assert [length.budget() for _ in range(5)][-1] > 0
 
 
+CHEAP = Costs(((1, 1.0), (17, 1.01)), 0.0)  # whatever is drafted pays
+
+
 def test_positions_behind_a_rejection_are_not_counted():
-    length = Adaptive().start()
+    length = Adaptive(costs=CHEAP).start()
     length.known.asks = True
     length.budget()
-    length.go_on(0, laws([0.85]))
+    assert length.go_on(0, laws([0.85])).all()
     for position in (1, 2):
-        length.another(position)
-        length.go_on(position, laws([0.85]))
+        assert length.another(position)
+        assert length.go_on(position, laws([0.85])).all()
     seen = length.known.reliability.cells
     length.observe([(3, 1, 2)], 0.3, 1.0)
     assert seen[confidence_bin(0.85)][:2] == [1.0, 2.0]  # one accepted, one rejected, the third unknown
     length.observe([(3, 1, 1)], 0.3, 1.0)  # the row ended in its draft: nothing was rejected
     assert seen[confidence_bin(0.85)][0] == pytest.approx(1.99)
     assert seen[confidence_bin(0.85)][1] == pytest.approx(2.98)
+
+
+def test_a_tree_rejects_nothing_behind_its_last_level():
+    length = Adaptive(costs=CHEAP).start()
+    length.known.asks = True
+    length.budget()
+    assert length.go_on(0, laws([0.85])).all()
+    length.another(1)
+    length.survival = dict.fromkeys(length.survival, 0.0)
+    assert not length.go_on(1, laws([0.3])).any()  # no second level
+    length.observe([(5, 1, 2)], 0.3, 1.0)  # of five nodes one was accepted, as many as a path has
+    assert length.known.reliability.cells[confidence_bin(0.85)][:2] == [1.0, 1.0]
+    assert confidence_bin(0.3) not in length.known.reliability.cells
 
 
 def test_a_curve_fills_in_and_forgets_first_passes():
@@ -281,3 +300,37 @@ def test_the_simulation_is_fair():
     run = simulate(Fixed(3), pair, [text(Source())], TOKENS)
     assert run.speedup == pytest.approx(simulation._rule(pair, text(Source()), TOKENS, 3, 0.0, 1), rel=0.01)
     assert torch.allclose(laws([0.3, 0.999]).sum(-1), torch.ones(2))
+
+
+@pytest.fixture(scope="module")
+def written_by_the_shipped_pair():
+    """Greedy texts of the shipped target on held-out code: the shipped draft's confidence in every token, and whether it
+    agrees. As many tokens behind the end as a draft may look at."""
+    model = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft")
+    texts = []
+    for prompt in islice(held_out_prompts(model.tokenizer), 6):
+        ids = model.generate(
+            prompt.ids, max_new_tokens=WRITTEN + 64, do_sample=False, eos_token_id=None, pad_token_id=1
+        )
+        with torch.no_grad():
+            confidence, choice = model.drafter.model(ids).logits.softmax(-1).max(-1)
+        new = slice(prompt.ids.shape[1], None)
+        agrees = choice[0, :-1] == ids[0, 1:]
+        texts.append(list(zip(confidence[0, :-1].tolist(), agrees.tolist(), strict=True))[new])
+    return texts
+
+
+@pytest.mark.parametrize("pair", [Pair(0.12, 0.02, 0.05), Pair(0.15, 0.05, 0.3), Pair(0.4, 0.05)], ids=str)
+def test_on_the_shipped_pair_it_is_as_good_as_the_best_fixed_length(written_by_the_shipped_pair, pair):
+    """In simulated seconds, over texts that repeat themselves and texts that do not; the best length is found in hindsight."""
+
+    def speedup(policy):
+        seconds, earlier = 0.0, None
+        for seed, text in enumerate(2 * written_by_the_shipped_pair):
+            run = simulate(policy, pair, [text], WRITTEN, seed, earlier)
+            earlier = run.length
+            seconds += run.seconds if seed >= len(written_by_the_shipped_pair) else 0.0
+        return WRITTEN * len(written_by_the_shipped_pair) / seconds
+
+    best = max(speedup(Fixed(tokens)) for tokens in (1, 2, 3, 4, 6, 8, 12, 16))
+    assert speedup(Adaptive()) > 0.97 * best

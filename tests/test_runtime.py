@@ -5,15 +5,15 @@ import sys
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, REFUSED, SPECIAL, VOCABULARY, build
+from architectures import ARCHITECTURES, REFUSED, SPECIAL, VOCABULARY, build, half_right, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_drafts import walk
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, T5Config, T5ForConditionalGeneration
 
+from assisted import AssistedModelForCausalLM
 from assisted.cache import SlotCache
 from assisted.drafts import Draft
-from assisted.runtime import BareModel, CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
+from assisted.runtime import CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
 
 ROUNDING = 1e-3  # float32 sums in another order; a wrong mask or slot shows at 0.1 and more
 LIMIT = 80
@@ -38,9 +38,9 @@ def alone(model, texts):
 class Rows:
     """Random rounds over a left-padded batch, and each row's text so far."""
 
-    def __init__(self, name, data):
+    def __init__(self, model, data):
         self.data = data
-        self.model = model_of(name)
+        self.model = model
         masks = Masks.of(self.model)
         rows, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))  # windows are of 8 tokens
         self.random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -75,21 +75,6 @@ class Rows:
         self.cache.commit(counts)
         self.texts = [text + row[:count] for text, row, count in zip(self.texts, new, counts, strict=True)]
 
-    def tree(self):
-        rows, nodes = len(self.texts), self.data.draw(st.integers(1, 6))
-        parents = [[self.data.draw(st.integers(-1, node - 1)) for node in range(nodes)] for _ in range(rows)]
-        draft = Draft(self.tokens(rows, nodes), torch.full((rows,), nodes), parents=torch.tensor(parents))
-        last = self.tokens(rows, 1)
-        logits = self.cached(torch.cat([last, draft.tokens], 1), draft)
-        starts = [text + token for text, token in zip(self.texts, last.tolist(), strict=True)]
-        texts = [[start + draft.prefix(row, i) for i in range(-1, nodes)] for row, start in enumerate(starts)]
-        self.same(logits, texts)
-        ends = [self.data.draw(st.integers(-1, nodes - 1)) for _ in range(rows)]
-        paths = [[0] + [1 + i for i in walk(parents[row], end)] for row, end in enumerate(ends)]
-        padded = torch.tensor([path + [0] * (nodes + 1 - len(path)) for path in paths])
-        self.cache.commit([len(path) for path in paths], padded)
-        self.texts = [texts[row][end + 1] for row, end in enumerate(ends)]
-
     def rewind(self):
         keep = [self.data.draw(st.integers(1, len(text))) for text in self.texts]
         self.cache.rewind([padding + n for padding, n in zip(self.padding, keep, strict=True)])
@@ -108,22 +93,11 @@ class Rows:
                 assert (ours.values[row, :, slots] - theirs.values[0]).abs().max() < ROUNDING
 
 
-@pytest.mark.parametrize("name", TREES)
-@any_example
-@given(data=st.data())
-def test_random_rounds_of_chains_and_trees(name, data):
-    rows = Rows(name, data)
-    for _ in range(data.draw(st.integers(1, 5))):
-        data.draw(st.sampled_from([rows.tree, rows.chain, rows.rewind]))()
-    rows.tree()
-    rows.check()
-
-
 @pytest.mark.parametrize("name", CHAINS)
 @any_example
 @given(data=st.data())
 def test_random_rounds_of_chains_right_aligned(name, data):
-    rows = Rows(name, data)
+    rows = Rows(model_of(name), data)
     assert rows.cache.right_aligned
     for _ in range(data.draw(st.integers(1, 5))):
         data.draw(st.sampled_from([rows.chain, rows.rewind]))()
@@ -158,21 +132,6 @@ def test_one_token_of_one_row(name, padding):
     for column in range(17, 20):
         assert (cached(ids[:, column, None])[:, 0] - whole[:, column]).abs().max() < ROUNDING
         cached.cache.commit([1])
-
-
-@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "gemma3"])
-def test_a_tree_deeper_than_the_window(name):
-    """The window counts places in the text, and a branch lies in its slots further apart than in the text."""
-    model = model_of(name)
-    cached = CachedModel(model, SlotCache(1, LIMIT), Masks.of(model))
-    parents = [-1, 0, 0, 0, 1, 1, *range(5, 17)]  # the last branch is 15 deep
-    ids = torch.arange(5, 5 + 4 + len(parents))[None]
-    draft = Draft(ids[:, 4:], torch.tensor([len(parents)]), parents=torch.tensor([parents]))
-    cached.prefill(ids[:, :3], None)
-    logits = cached(ids[:, 3:], draft)[0]
-    texts = [ids[0, :4].tolist() + draft.prefix(0, node) for node in range(-1, len(parents))]
-    expected = alone(model, texts)[range(len(texts)), [len(text) - 1 for text in texts]]
-    assert (logits - expected).abs().max() < ROUNDING
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window", "bloom", "gpt_neo"])
@@ -281,8 +240,8 @@ def test_a_bare_model_computes_what_its_forward_computes(name):
     model = build(BY_NAME[name]).requires_grad_(False)
     assert is_untouched(model) and is_sum_of_parts(model)
     logits = []
-    for kind in (CachedModel, BareModel):
-        runner = kind(model, SlotCache(1, LIMIT), Masks.of(model))
+    for bare in (False, True):
+        runner = CachedModel(model, SlotCache(1, LIMIT), Masks.of(model), bare)
         runner.prefill(torch.arange(3, 15)[None], None)
         logits.append(runner(torch.tensor([[20, 21, 22]])))
     assert torch.equal(*logits)
@@ -306,3 +265,51 @@ def test_a_hook_is_honoured():
     model = build(BY_NAME["llama"])
     model.register_forward_hook(lambda *args: None)
     assert not is_untouched(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_rows_that_do_not_run_keep_what_they_hold(name):
+    """Rows leave and come back in any order; what the others say is what they say in company, trees included."""
+    model = build(BY_NAME[name])
+    masks = Masks.of(model)
+    ids, mask = random_ids(model, 4, 9), torch.ones(4, 9, dtype=torch.int64)
+    mask[1, :4] = 0
+    alone, company = (CachedModel(model, SlotCache(4, 64), masks) for _ in range(2))
+    for run in (alone, company):
+        run.prefill(ids, mask)
+    tree = Draft(random_ids(model, 4, 3, seed=5), torch.full((4,), 3), parents=torch.tensor([[-1, -1, 1]] * 4))
+    path = torch.tensor([[0, 2, 3], [0, 1, 1], [0, 2, 2], [0, 1, 0]])
+    for seed, rows in enumerate([[0, 1, 3], [3, 1], [1], [0, 1, 2, 3]]):
+        alone.run_only(rows)
+        columns = random_ids(model, 4, 4, seed=seed)
+        draft = Draft(columns[:, 1:], tree.lengths, parents=tree.parents)
+        narrow, wide = alone(columns, draft), company(columns, draft)
+        assert narrow.shape == wide.shape
+        assert torch.allclose(narrow[rows], wide[rows], atol=1e-4)
+        counts = [1 + row % 2 if row in rows else 0 for row in range(4)]
+        for run in (alone, company):
+            run.commit(counts, path[:, : max(counts)])
+        assert alone.cache.known == company.cache.known
+    config = model.config.get_text_config(decoder=True)
+    for one, two in zip(alone.cache.to_dynamic(config).layers, company.cache.to_dynamic(config).layers, strict=True):
+        assert torch.allclose(one.keys, two.keys, atol=1e-4)
+        assert torch.allclose(one.values, two.values, atol=1e-4)
+
+
+def test_rows_that_have_ended_are_not_computed(monkeypatch):
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3)
+    ids = random_ids(target, 4, 12, seed=4)
+    passes = []
+    forward = CachedModel._forward
+    monkeypatch.setattr(
+        CachedModel, "_forward", lambda self, ids, kwargs: passes.append(len(ids)) or forward(self, ids, kwargs)
+    )
+    kwargs = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": list(range(40))}
+    out = model.generate(ids, **kwargs, return_dict_in_generate=True)
+    plain = target.generate(ids, **kwargs, return_dict_in_generate=True)
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    assert min(passes) < 4  # passes over fewer rows
+    for one, two in zip(out.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert torch.allclose(one.keys, two.keys, atol=1e-4)

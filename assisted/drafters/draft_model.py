@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import zoo
 from ..cache import SlotCache
 from ..drafts import Draft
-from ..fused import fused, is_fused
+from ..fused import fused
 from ..quantization import load_quantized
-from ..runtime import BareModel, CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
+from ..runtime import CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
 from ..text import Text
 from ..vocabulary import find_tokenizer, same_tokens
 from .base import Call, Drafter, Drafting, Target
@@ -89,8 +89,8 @@ class ModelDrafter(Drafter):
     def runner(self, cache: SlotCache) -> CachedModel:
         """The draft over these slots: where its submodules are all there is to it, without the outer forward."""
         model = fused(self.model)
-        bare = is_fused(model) or (is_untouched(model) and self._is_sum_of_parts)
-        return (BareModel if bare else CachedModel)(model, cache, self.masks)
+        bare = model is not self.model or (is_untouched(model) and self._is_sum_of_parts)
+        return CachedModel(model, cache, self.masks, bare)
 
     def start(self, call: Call) -> Drafting:
         return ModelDrafting(self, call)
@@ -112,6 +112,7 @@ class ModelDrafting(ChainDrafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         runner = self._catch_up_prompt(text)
+        runner.run_only(text.unfinished)
         budget = min(budget, runner.room([text.lengths[row] for row in text.unfinished]) - 1)
         if budget < 1:
             return Draft.empty(text.rows, text.ids.device)

@@ -55,6 +55,9 @@ class SplitModel(CachedModel):
         self._fronts: dict[int, tuple[CachedModel, Tap]] = {}
         self._backs: dict[int, tuple[CachedModel, Inject]] = {}
 
+    def run_only(self, rows: list[int]) -> None:
+        """All rows run: what is kept of a round's states is by row."""
+
     def front(self, end: int) -> tuple[CachedModel, Tap]:
         """Layers [0, end) and the head, over the same slots."""
         if end not in self._fronts:

@@ -7,9 +7,11 @@ Notation, after 2211.17192: p is the target's next-token law, q the draft's, x_1
 Chains are padded to n columns with a count per row (`lengths`, the g of that row); what lies in the padding has no
 effect, be it -1 or NaN. Column i of p and q is the law after i drafted tokens. Results stay in the dtype of p and q.
 
-With `rejection` and `block`, whether x_i is proposed may depend on x_1 .. x_{i-1} and on the laws after them, never on
-x_i or what follows: dropping a token for its own low probability changes the law of the output. `match` and
-`match_tree` allow any draft whatever.
+In a tree, column i + 1 of p is the law after node i, and column i of q the law that node i was drawn from.
+
+With `rejection`, `block` and `rejection_tree`, whether x_i is proposed may depend on x_1 .. x_{i-1} and on the laws after
+them, never on x_i or what follows: dropping a token for its own low probability changes the law of the output. `match`
+and `match_tree` allow any draft whatever.
 """
 
 from __future__ import annotations
@@ -66,11 +68,9 @@ def match_tree(tokens: Tensor, parents: Tensor, lengths: Tensor, choice: Tensor)
     for _ in range(n.bit_length()):
         kept = kept & kept.gather(1, ancestor)
         ancestor = ancestor.gather(1, ancestor)
-    # at most one child per parent is left, and children come after parents: the kept nodes in index order are the path
-    path = node.where(kept[:, 1:], n).sort(-1).values
-    path = path.masked_fill(path == n, -1)
+    # at most one child per parent is left
     last = torch.where(kept, torch.arange(n + 1, device=tokens.device), 0).amax(-1)
-    return path, Verdict(kept[:, 1:].sum(-1), _at(choice, last))
+    return _in_order(kept[:, 1:]), Verdict(kept[:, 1:].sum(-1), _at(choice, last))
 
 
 def rejection(
@@ -102,6 +102,20 @@ def block(tokens: Tensor, lengths: Tensor, p: Tensor, q: Tensor, generator: torc
     return Verdict(accepted, sample(law, generator))
 
 
+def rejection_tree(
+    tokens: Tensor, parents: Tensor, lengths: Tensor, p: Tensor, q: Tensor, generator: torch.Generator | None = None
+) -> tuple[Tensor, Verdict]:
+    """Speculative sampling on a token tree: at each node its children are tried in turn, each against what is left of p.
+
+    tokens, parents, lengths as for `match_tree`, siblings in the order in which they were drawn. p: [B, n+1, V], q:
+    [B, n, V] the law each node was really drawn from, given the path to it and its older siblings: its drafter's own law
+    where siblings were drawn independently, even by different drafters (2305.09781), `taken_out` of it where no token was
+    drawn twice (2402.12374, 2402.14160). Returns the path and the verdict, as `match_tree`.
+    """
+    kept, law, _ = tree_walk(tokens, parents, lengths, p, q, uniforms(q[..., 0], generator))
+    return _in_order(kept), Verdict(kept.sum(-1), sample(law, generator))
+
+
 def rejection_probabilities(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
     """[B, n]: the probability min(1, p(x_i) / q(x_i)) of keeping x_i, all before it kept."""
     n = tokens.shape[1]
@@ -126,6 +140,51 @@ def block_probabilities(tokens: Tensor, lengths: Tensor, p: Tensor, q: Tensor) -
     h = weights[:, 1:].clone()
     h[:, :-1] = torch.where(_drafted(lengths - 1, n)[:, :-1], inner, h[:, :-1])
     return h, weights
+
+
+def tree_walk(
+    tokens: Tensor, parents: Tensor, lengths: Tensor, p: Tensor, q: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The walk of `rejection_tree`, given its uniforms u [B, n].
+
+    Returns which nodes are kept, [B, n] bool; the law of the token after them, [B, V]; and with which probability each
+    node was kept, [B, n], 0 where the walk did not meet it.
+    """
+    n = tokens.shape[1]
+    drafted = _drafted(lengths, n)
+    here, left = (
+        torch.full_like(lengths, -1),
+        p[:, 0],
+    )  # the node that the walk has come to, and what is left of its law
+    kept, accept = torch.zeros_like(drafted), torch.zeros_like(u)
+    # a parent stands before its children and they in the order of their draws: one pass meets each when its turn comes
+    for i in range(n):
+        met = drafted[:, i] & (parents[:, i] == here)
+        x, law = tokens[:, i : i + 1], q[:, i]
+        # keep x if u < p(x) / q(x); a token that q does not have was not drawn from it ...
+        p_x, q_x = _of(x, left[:, None]).squeeze(-1), _of(x, law[:, None]).squeeze(-1)
+        accept[:, i] = _ratio(p_x, q_x).clamp(max=1).where(met & (q_x > 0), 0)
+        kept[:, i] = u[:, i] < accept[:, i]
+        # ... and go on to its children; otherwise the next sibling is tried against max(p - q, 0)
+        rest = residual(left, law, torch.ones_like(p_x)).where(met.unsqueeze(-1), left)
+        left = p[:, i + 1].where(kept[:, i : i + 1], rest)
+        here = torch.where(kept[:, i], i, here)
+    return kept, left, accept
+
+
+def taken_out(tokens: Tensor, parents: Tensor, lengths: Tensor, q: Tensor) -> Tensor:
+    """The laws of siblings drawn without replacement: q without the older siblings' tokens, normalised.
+
+    q: [B, n, V], the draft's law at each node's parent. Returns [B, n, V]; 0 everywhere where no token is left.
+    """
+    n, V = q.shape[1:]
+    order = torch.arange(n, device=q.device)
+    siblings = (parents.unsqueeze(2) == parents.unsqueeze(1)) & _drafted(lengths, n).unsqueeze(1)  # [B, n, n]
+    older = siblings & (order < order.unsqueeze(1))
+    taken = older.to(q.dtype) @ F.one_hot(tokens.clamp(0, V - 1), V).to(q.dtype)
+    rest = q.where(taken == 0, 0)
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(total > 0, rest / total, 0)
 
 
 def first_failure(probabilities: Tensor, uniforms: Tensor, lengths: Tensor) -> Tensor:
@@ -183,6 +242,13 @@ def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> T
 def _drafted(lengths: Tensor, n: int) -> Tensor:
     """[B, n] bool: True on the drafted columns of each row, False on its padding."""
     return torch.arange(n, device=lengths.device) < lengths.unsqueeze(-1)
+
+
+def _in_order(kept: Tensor) -> Tensor:
+    """The kept nodes as a path, [B, n] bool -> [B, n] int64 padded with -1: children come after their parents."""
+    n = kept.shape[1]
+    path = torch.arange(n, device=kept.device).where(kept, n).sort(-1).values
+    return path.masked_fill(path == n, -1)
 
 
 def _at(values: Tensor, column: Tensor) -> Tensor:

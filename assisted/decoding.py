@@ -43,6 +43,8 @@ def decode(
     judge(Draft.empty(text.rows, text.ids.device), logits, law, text)
     while not text.done:
         unfinished = text.unfinished
+        if judge is _judge:
+            target.run_only(unfinished)
         started = time.perf_counter()
         room = target.room([text.lengths[row] + earlier for row in unfinished])
         length.unfinished = unfinished
@@ -103,20 +105,25 @@ def _give_up(error: Exception) -> None:
 
 def _judge(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> _Outcome:
     """Accept and commit, every row on its own."""
-    path = None
     plain = not law.processors and not law.do_sample and not text.keep_scores
     scores = logits if plain else law.scores(text.ids, text.lengths, logits, draft)
+    tokens, lengths, parents = draft.tokens, draft.lengths, draft.parents
+    path = None
     if law.do_sample and draft.q is not None:
-        verdict = acceptance.block(draft.tokens, draft.lengths, probabilities(scores), draft.q)
+        p = probabilities(scores)
+        if parents is None:
+            verdict = acceptance.block(tokens, lengths, p, draft.q)
+        else:
+            path, verdict = acceptance.rejection_tree(tokens, parents, lengths, p, draft.q)
     else:
         choice = acceptance.sample(probabilities(scores)) if law.do_sample else scores.argmax(-1)
-        if draft.parents is None:
-            verdict = acceptance.match(draft.tokens, draft.lengths, choice)
+        if parents is None:
+            verdict = acceptance.match(tokens, lengths, choice)
         else:
-            path, verdict = acceptance.match_tree(draft.tokens, draft.parents, draft.lengths, choice)
-    on_path = draft.tokens if path is None else draft.tokens.gather(1, path.clamp(min=0))
+            path, verdict = acceptance.match_tree(tokens, parents, lengths, choice)
+    on_path = tokens if path is None else tokens.gather(1, path.clamp(min=0))
     # the only transfer to the host of a round
-    rows = torch.cat([torch.stack([draft.lengths, verdict.accepted, verdict.token], 1), on_path], 1).tolist()
+    rows = torch.cat([torch.stack([lengths, verdict.accepted, verdict.token], 1), on_path], 1).tolist()
     new = [[*path_tokens[:accepted], token] for _, accepted, token, *path_tokens in rows]
     if path is not None:
         columns = torch.nn.functional.pad(path + 1, (1, 0)).clamp(min=0)  # column 0 holds the last committed token
@@ -140,11 +147,11 @@ def _judge_in_step(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> 
     accepted = [0] * rows
     column = torch.zeros_like(draft.lengths)  # of the forward, that each row has come to
     path = []
-    for step in range(draft.width + 1):
+    for _ in range(draft.width + 1):
         ids = text.ids[:, : text.lengths[0]]
         after = logits[every, column]
         scores = law.ordered_scores(ids, after)
-        token, child = _choose(scores, draft, step, column, law.do_sample)
+        token, child = _choose(scores, draft, column, law.do_sample)
         agrees = (child > 0).tolist()
         free = text.ended if text.pads_ended_rows else [False] * rows  # their tokens no longer matter
         text.extend_in_step(token, scores, after.float())
@@ -159,27 +166,26 @@ def _judge_in_step(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> 
 
 
 def _choose(
-    scores: torch.Tensor, draft: Draft, step: int, column: torch.Tensor, do_sample: bool
+    scores: torch.Tensor, draft: Draft, column: torch.Tensor, do_sample: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The token that follows, [B] int64, and the column of the drafted node that holds it, 0 where none does.
 
-    step: tokens committed before it this round; column: [B] int64, where the last of them stands.
+    scores: [B, V]; column: [B] int64, where the last token before it stands.
     """
-    node = torch.arange(draft.width, device=column.device)
-    drafted = node < draft.lengths[:, None]
-    child = ((node if draft.parents is None else draft.parents + 1) == column[:, None]) & drafted
-    if not do_sample:
-        token = scores.argmax(-1)
-    elif draft.q is None or step == draft.width:
-        token = acceptance.sample(probabilities(scores))
+    width = draft.width
+    above = torch.arange(width, device=column.device) if draft.parents is None else draft.parents + 1
+    is_next = above == column[:, None]
+    # these are a tree of depth 1; no other node can be reached, nor does it hold a token
+    tokens, parents = draft.tokens.where(is_next, -1), torch.where(is_next, -1, width)
+    if do_sample and draft.q is not None:
+        p = probabilities(scores)[:, None].expand(-1, width + 1, -1)
+        path, verdict = acceptance.rejection_tree(tokens, parents, draft.lengths, p, draft.q)
     else:
-        p = probabilities(scores)[:, None].expand(-1, 2, -1)  # the second one, for the bonus, isn't used
-        x = draft.tokens[:, step]
-        verdict = acceptance.rejection(x[:, None], drafted[:, step].long(), p, draft.q[:, step, None])
-        token = torch.where(verdict.accepted > 0, x, verdict.token)
-    agrees = torch.nn.functional.pad(child & (draft.tokens == token[:, None]), (0, 1), value=True)
-    first = agrees.int().argmax(-1)  # of twins
-    return token, torch.where(first < draft.width, first + 1, 0)
+        choice = acceptance.sample(probabilities(scores)) if do_sample else scores.argmax(-1)
+        path, verdict = acceptance.match_tree(tokens, parents, draft.lengths, choice[:, None].expand(-1, width + 1))
+    child = torch.nn.functional.pad(path + 1, (0, 1))[:, :1]
+    token = torch.nn.functional.pad(tokens, (1, 0)).gather(1, child)[:, 0]
+    return torch.where(child[:, 0] > 0, token, verdict.token), child[:, 0]
 
 
 def _check(target: CachedModel, text: Text, earlier: int) -> None:

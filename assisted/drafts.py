@@ -19,10 +19,11 @@ class Draft:
     Args:
         tokens: [B, n] int64, the proposed tokens; columns from `lengths[b]` on are filler.
         lengths: [B] int64, how many nodes of each row count.
-        q: [B, n, V], the law that each token was drawn from (one-hot where it was an argmax), or None where the
-            drafter has none. Only chains carry q.
-        parents: [B, n] int64, the column of each node's parent, -1 for children of the last committed token.
-            None says that every row is a chain.
+        q: [B, n, V], the law that each token was really drawn from, given the path to it and its older siblings
+            (one-hot where it was an argmax; `acceptance.taken_out` where siblings never repeat a token), or None where
+            the drafter has none. Siblings then stand in the order in which they were drawn.
+        parents: [B, n] int64, the column of each node's parent, -1 for children of the last committed token and for
+            filler. None says that every row is a chain.
     """
 
     tokens: torch.Tensor

@@ -7,6 +7,7 @@ models, caches or acceptance.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,19 +74,22 @@ class Law:
         ids: [B, S] int64 of which row b's first `lengths[b]` are committed. logits: [B, n + 1, V], the first column after
         the committed text, column i + 1 after node i of `draft`. Returns [B, n + 1, V] float32.
         """
-        scores = logits.float()
-        for processor in self.processors:
-            scores = self._apply(processor, ids, lengths, scores, draft)
-        return scores
+        return self.node_scores(ids, lengths, logits, draft, range(-1, draft.width))
 
     def last_scores(self, ids: torch.Tensor, lengths: list[int], logits: torch.Tensor, draft: Draft) -> torch.Tensor:
         """Processed scores at the end of a chain under construction. logits: [B, V] after its last token -> [B, V]."""
+        return self.node_scores(ids, lengths, logits[:, None], draft, [draft.width - 1])[:, 0]
+
+    def node_scores(
+        self, ids: torch.Tensor, lengths: list[int], logits: torch.Tensor, draft: Draft, nodes: Sequence[int]
+    ) -> torch.Tensor:
+        """Processed scores after some nodes of a draft under construction, -1 for the committed text alone.
+
+        logits: [B, k, V], column i after node `nodes[i]` -> [B, k, V] float32.
+        """
         scores = logits.float()
         for processor in self.processors:
-            if type(processor) in _PREFIX_FREE:
-                scores = processor(ids[:, :1], scores)
-            else:
-                scores = _by_length(processor, _prefixes(ids, lengths, draft, [draft.width - 1]), scores[:, None])[:, 0]
+            scores = self._apply(processor, ids, lengths, scores, draft, nodes)
         return scores
 
     def ordered_scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -96,11 +100,17 @@ class Law:
         return self.processors(ids, logits.to(dtype=torch.float32, copy=True))
 
     def _apply(
-        self, processor: LogitsProcessor, ids: torch.Tensor, lengths: list[int], scores: torch.Tensor, draft: Draft
+        self,
+        processor: LogitsProcessor,
+        ids: torch.Tensor,
+        lengths: list[int],
+        scores: torch.Tensor,
+        draft: Draft,
+        nodes: Sequence[int],
     ) -> torch.Tensor:
         if type(processor) in _PREFIX_FREE:
             return processor(ids[:, :1], scores.flatten(0, 1)).view_as(scores)
-        return _by_length(processor, _prefixes(ids, lengths, draft, range(-1, draft.width)), scores)
+        return _by_length(processor, _prefixes(ids, lengths, draft, nodes), scores)
 
 
 def probabilities(scores: torch.Tensor) -> torch.Tensor:
@@ -114,9 +124,7 @@ def _is_known(processor: LogitsProcessor) -> bool:
     return type(processor) in _PREFIX_FREE | _PREFIX_READING and not of_the_batch
 
 
-def _prefixes(
-    ids: torch.Tensor, lengths: list[int], draft: Draft, nodes: range | list[int]
-) -> list[list[torch.Tensor]]:
+def _prefixes(ids: torch.Tensor, lengths: list[int], draft: Draft, nodes: Sequence[int]) -> list[list[torch.Tensor]]:
     """The text up to and including each of `nodes` (-1: the committed text alone), by row and node."""
     return [
         [torch.cat([ids[row, :length], ids.new_tensor(draft.prefix(row, node))]) for node in nodes]

@@ -1,17 +1,14 @@
-"""Several drafters for one target: who drafts, what is learned, what one that fails costs; and trees of merged chains."""
+"""Several drafters for one target: who drafts, what is learned, what one that fails costs."""
 
 import pytest
 import torch
 from architectures import build, half_right, random_ids
-from hypothesis import given
-from hypothesis import strategies as st
 from pairs import BY_NAME, CALL, prompt, tokenizer
 
 from assisted import AssistedModelForCausalLM, Combined, DraftModel, Merged, QuantizedSelf, decoding
 from assisted.drafters import parse, read, written
 from assisted.drafters.base import Drafting
 from assisted.drafters.combined import CombinedDrafting, CombinedLength, Member
-from assisted.drafters.merged import merge
 from assisted.drafts import Draft
 from assisted.lengths import Fixed
 
@@ -145,54 +142,6 @@ def test_two_models_equal_plain(draft):
     ours = model.generate(inputs["ids"], **kwargs)
     assert ours.tolist() == target.generate(inputs["ids"], **kwargs).tolist()
     assert model.report.accepted > 0
-
-
-def test_a_tree_accepts_what_either_model_knows():
-    """Two halves of the target's knowledge: each alone is often wrong, together less so."""
-    target = build(BY_NAME["llama"])
-    one, two = half_right(target), build(BY_NAME["llama"])
-    alone = AssistedModelForCausalLM.from_models(target, draft=one, draft_length=3)
-    merged = AssistedModelForCausalLM.from_models(target, draft=Merged((one, two)), draft_length=3)
-    ids = random_ids(target, 1, 12, seed=3)
-    for model in (alone, merged):
-        model.generate(ids, **(CALL | {"max_new_tokens": 40}))
-    assert merged.report.tokens_per_pass > alone.report.tokens_per_pass
-
-
-def test_targets_without_trees_get_the_first_drafters_chains():
-    target, model = pair(lambda target: Merged((half_right(target), build(BY_NAME["bloom"], seed=5))), "bloom")
-    ids = random_ids(target, 1, 12, seed=3)
-    assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
-    assert model.report.accepted > 0
-
-
-chains = st.lists(st.lists(st.integers(0, 3), min_size=0, max_size=5), min_size=1, max_size=4)
-
-
-@given(st.lists(chains, min_size=1, max_size=3))
-def test_merging_keeps_every_path_once(drafts_by_row):
-    """Rows of chains, as many drafts as the longest row has."""
-    count = max(map(len, drafts_by_row))
-    drafts = []
-    for number in range(count):
-        rows = [row[number] if number < len(row) else [] for row in drafts_by_row]
-        width = max(map(len, rows))
-        tokens = torch.tensor([row + [9] * (width - len(row)) for row in rows]).view(len(rows), width).long()
-        drafts.append(Draft(tokens, torch.tensor([len(row) for row in rows])))
-    tree = merge(drafts)
-    for row, its_chains in enumerate(drafts_by_row):
-        paths = {tuple(tree.prefix(row, node)) for node in range(int(tree.lengths[row]))}
-        assert len(paths) == int(tree.lengths[row])  # no node twice
-        assert paths == {tuple(chain[: n + 1]) for chain in its_chains for n in range(len(chain))}
-        assert all(int(tree.parents[row, node]) < node for node in range(int(tree.lengths[row])))
-
-
-def test_a_merged_tree_of_trees():
-    chain = Draft(torch.tensor([[1, 2]]), torch.tensor([2]))
-    tree = Draft(torch.tensor([[1, 3, 2, 4]]), torch.tensor([4]), parents=torch.tensor([[-1, -1, 0, 2]]))
-    merged = merge([chain, tree])
-    assert merged.tokens.tolist() == [[1, 2, 3, 4]]
-    assert merged.parents.tolist() == [[-1, 0, -1, 1]]
 
 
 def test_a_list_is_a_combination():

@@ -6,15 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import any_parents, walk
 
 from assisted.drafts import Draft
 
-
-@st.composite
-def trees(draw):
-    """Parents [B][n] of random trees: any earlier node, or -1."""
-    rows, width = draw(st.integers(1, 3)), draw(st.integers(0, 7))
-    return [[draw(st.integers(-1, node - 1)) for node in range(width)] for _ in range(rows)]
+trees = st.tuples(st.integers(1, 3), st.integers(0, 7)).flatmap(lambda shape: any_parents(*shape))  # [B][n]
 
 
 def tree(parents):
@@ -22,15 +18,6 @@ def tree(parents):
     tokens = torch.arange(10, 10 + shape[0] * shape[1]).view(shape)
     lengths = torch.full(shape[:1], shape[1])
     return Draft(tokens, lengths, parents=torch.tensor(parents, dtype=torch.int64).view(shape))
-
-
-def walk(parents, node):
-    """The nodes from the root to `node`."""
-    path = []
-    while node >= 0:
-        path.insert(0, node)
-        node = parents[node]
-    return path
 
 
 def check(draft, parents):
@@ -50,7 +37,7 @@ def check(draft, parents):
 
 
 @settings(max_examples=80, deadline=None)
-@given(trees())
+@given(trees)
 def test_trees(parents):
     check(tree(parents), parents)
 

@@ -67,11 +67,11 @@ class Doubled:
         return scores * (1.0 + 0.5 * (input_ids.shape[1] % 2))
 
 
-def exact_law(target, **kwargs):
-    """The law of NEW_TOKENS tokens after the prompt: plain `generate` gives the scores after every prefix."""
+def exact_law(target, new_tokens=NEW_TOKENS, **kwargs):
+    """The law of so many tokens after the prompt: plain `generate` gives the scores after every prefix."""
     law = torch.ones(1, dtype=torch.float64)
     prefixes = PROMPT
-    for _ in range(NEW_TOKENS):
+    for _ in range(new_tokens):
         seen = torch.ones_like(prefixes)  # otherwise the pad token, once generated, would be hidden
         out = target.generate(
             prefixes,
@@ -90,8 +90,8 @@ def exact_law(target, **kwargs):
 
 def counts(sequences):
     new = sequences[:, PROMPT.shape[1] :]
-    base = VOCABULARY ** torch.arange(NEW_TOKENS - 1, -1, -1)
-    return torch.bincount((new * base).sum(1), minlength=VOCABULARY**NEW_TOKENS)
+    base = VOCABULARY ** torch.arange(new.shape[1] - 1, -1, -1)
+    return torch.bincount((new * base).sum(1), minlength=VOCABULARY ** new.shape[1])
 
 
 def p_value(observed, law):

@@ -5,13 +5,14 @@ Knows drafters by their interface. Where the target cannot verify trees, the fir
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..drafts import Draft
-from ..law import Law
 from ..lengths import DraftLength, Fixed, Length
 from ..text import Text
 from .base import Call, Drafting, Target
@@ -25,8 +26,9 @@ class Merged:
     """Several drafters guess, the target checks all their guesses at once: `Merged(["zoo:draft", "suffix"])`.
 
     Worth its price where the drafters err in different places and a pass over more tokens costs little more (a GPU, one
-    row). Each of them drafts what it takes for most probable; the target's own choice decides, so that the law of the
-    output is the target's for any tree, at any temperature.
+    row). Each of them drafts as it does alone: its argmax where the target is greedy, a draw from its own law where the
+    target samples. The candidates at a node are then tried one after the other, each against the law that it was drawn
+    from, so that the law of the output is the target's.
 
     Args:
         drafters: what drafts, as strings or specs. At least two.
@@ -41,16 +43,22 @@ class Merged:
 
     def load(self, target: Target, **kwargs: Any) -> MergedDrafter:
         """Load every drafter. Raises ValueError for those that do not fit the target or each other."""
-        return MergedDrafter(load_all(self.drafters, target, **kwargs))
+        members = load_all(self.drafters, target, **kwargs)
+        if any(type(member) is CombinedDrafter for member in members):
+            raise ValueError(
+                "draft: drafters that take turns (a list) cannot be merged with others; name them one by one"
+            )
+        return MergedDrafter(members)
 
 
 class MergedDrafter(CombinedDrafter):
     """Loaded drafters whose proposals become one tree."""
 
     def start(self, call: Call) -> Drafting:
-        argmax = replace(call, law=Law(call.law.processors, do_sample=False), length=Fixed().start())
-        members = self.members if call.target.masks.trees else self.members[:1]
-        return MergedDrafting([member.start(argmax) for member in members])
+        own = replace(call, length=Fixed().start())
+        if not call.target.masks.trees:
+            return self.members[0].start(own)
+        return MergedDrafting([member.start(own) for member in self.members])
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
         """One length for the tree: how deep its chains are."""
@@ -74,36 +82,61 @@ class MergedDrafting(Drafting):
 def merge(drafts: list[Draft]) -> Draft:
     """One tree a row of several drafts' chains or trees; what they share on the way from the root is there once.
 
-    Nodes keep the order in which they were met, parents first. Returns a draft without q.
+    Nodes keep the order in which they were met, parents first. Where a draft has q the tree has it, too, one-hot for
+    drafts without. These come last: candidates that are certain lose nothing by it, and spoil no law for the others.
+    A token that a second law drew at the same place is one more leaf there, since it counts as tried against that law;
+    what the second draft has behind it hangs on the first.
     """
-    rows = len(drafts[0].lengths)
-    merged: list[tuple[list[int], list[int]]] = []
-    for row in range(rows):
-        tokens: list[int] = []
-        parents: list[int] = []
-        known: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-        for draft in drafts:
-            _insert(draft, row, tokens, parents, known)
-        merged.append((tokens, parents))
-    width = max(len(tokens) for tokens, _ in merged)
+    drafts = sorted(drafts, key=lambda draft: draft.q is None)
+    starts = [0, *itertools.accumulate(draft.width for draft in drafts)]
+    rows = []
+    for row in range(len(drafts[0].lengths)):
+        tree = _Tree()
+        for draft, start in zip(drafts, starts, strict=False):
+            tree.insert(draft, row, start)
+        rows.append(tree)
     device = drafts[0].tokens.device
-    blank = [0] * width
-    return Draft(
-        tokens=torch.tensor([(t + blank)[:width] for t, _ in merged], device=device).view(rows, width).long(),
-        lengths=torch.tensor([len(t) for t, _ in merged], device=device),
-        parents=torch.tensor([(p + blank)[:width] for _, p in merged], device=device).view(rows, width).long(),
-    )
+
+    def columns(name: str, filler: int = 0) -> torch.Tensor:
+        """What the rows' trees hold of this name, [B, n] int64."""
+        held = [torch.tensor(getattr(tree, name), dtype=torch.int64) for tree in rows]
+        return pad_sequence(held, batch_first=True, padding_value=filler).to(device)
+
+    tokens, parents, origins = columns("tokens"), columns("parents", -1), columns("origins")
+    lengths = torch.tensor([len(tree.tokens) for tree in rows], device=device)
+    if drafts[0].q is None:
+        return Draft(tokens, lengths, parents=parents)
+    laws = torch.cat([_laws(draft, drafts[0].q) for draft in drafts], 1)
+    q = laws.gather(1, origins[:, :, None].expand(-1, -1, laws.shape[-1]))
+    return Draft(tokens, lengths, q, parents)
 
 
-def _insert(draft: Draft, row: int, tokens: list[int], parents: list[int], known: dict[tuple[int, int], int]) -> None:
-    count = int(draft.lengths[row])
-    own = draft.tokens[row, :count].tolist()
-    above = range(-1, count - 1) if draft.parents is None else draft.parents[row, :count].tolist()
-    node_of = {-1: -1}  # a node of this draft -> the node of the tree
-    for number, (token, parent) in enumerate(zip(own, above, strict=True)):
-        place = (node_of[parent], token)
-        if place not in known:
-            known[place] = len(tokens)
-            tokens.append(token)
-            parents.append(node_of[parent])
-        node_of[number] = known[place]
+@dataclass
+class _Tree:
+    """One row's tree while it grows: for each node its token, its parent and its column among all drafts' columns."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    known: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) -> the first node there
+
+    def insert(self, draft: Draft, row: int, start: int) -> None:
+        """Add a row of a draft whose first column is number `start` among all drafts' columns."""
+        count = int(draft.lengths[row])
+        own = draft.tokens[row, :count].tolist()
+        above = range(-1, count - 1) if draft.parents is None else draft.parents[row, :count].tolist()
+        node_of = {-1: -1}  # a node of the draft -> the node of the tree
+        for number, (token, parent) in enumerate(zip(own, above, strict=True)):
+            place = (node_of[parent], token)
+            if place not in self.known or draft.q is not None:
+                self.tokens.append(token)
+                self.parents.append(node_of[parent])
+                self.origins.append(start + number)
+            node_of[number] = self.known.setdefault(place, len(self.tokens) - 1)
+
+
+def _laws(draft: Draft, like: torch.Tensor) -> torch.Tensor:
+    """The laws of a draft's nodes, [B, n, V]: certainty where it has none."""
+    if draft.q is not None:
+        return draft.q
+    return torch.nn.functional.one_hot(draft.tokens.clamp(0, like.shape[-1] - 1), like.shape[-1]).to(like.dtype)

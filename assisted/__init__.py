@@ -2,7 +2,19 @@
 
 from . import acceptance, lengths, report, zoo
 from .configuration import AssistedConfig
-from .drafters import Combined, DraftModel, EarlyExit, LayerSkip, Merged, NGram, QuantizedSelf, Suffix, TokenRecycling
+from .drafters import (
+    Combined,
+    DraftModel,
+    Eagle,
+    EarlyExit,
+    LayerSkip,
+    Medusa,
+    Merged,
+    NGram,
+    QuantizedSelf,
+    Suffix,
+    TokenRecycling,
+)
 from .modeling import AssistedModelForCausalLM
 
 __all__ = [
@@ -10,8 +22,10 @@ __all__ = [
     "AssistedModelForCausalLM",
     "Combined",
     "DraftModel",
+    "Eagle",
     "EarlyExit",
     "LayerSkip",
+    "Medusa",
     "Merged",
     "NGram",
     "QuantizedSelf",

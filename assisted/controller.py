@@ -93,6 +93,7 @@ class _Adaptive(Length):
         self.prices: dict[int, float] = {}  # by row
         self.survival: dict[int, float] = {}  # by row: how likely all its drafted tokens are to be accepted
         self.bins: dict[int, list[int]] = {}  # by row: the confidence of its drafted tokens
+        self.depths: dict[int, int] = {}  # by row: positions at which it was to propose, where that was asked
         self.expected = 0.0  # accepted tokens, all rows
 
     @property
@@ -117,9 +118,9 @@ class _Adaptive(Length):
             return 0
         self.forwards = 1
         self.probing = known.credit <= 0
-        self.asked_for = self._first_guess() if known.asks is None else self.policy.maximum
-        if known.asks is False:
-            self.asked_for = self._best_block()
+        self.asked_for = self.policy.maximum
+        if not self.sized_by_drafter and not known.asks:
+            self.asked_for = self._first_guess() if known.asks is None else self._best_block()
         return self.asked_for
 
     def go_on(self, position: int, q: torch.Tensor) -> torch.Tensor:
@@ -142,6 +143,7 @@ class _Adaptive(Length):
         worth = forced or self._pays(position, gains)
         self.survival = {row: gain for row, gain in gains.items() if worth and (forced or gain > _LOST)}
         self.expected += sum(self.survival.values())
+        self.depths |= dict.fromkeys(self.survival, position + 1)
         if len(self.survival) == len(confidences):
             return super().go_on(position, q)
         return torch.tensor([row in self.survival for row in range(len(confidences))], device=q.device)
@@ -227,8 +229,10 @@ class _Adaptive(Length):
         reliability.round += 1
         for row, (length, accepted, committed) in zip(self._rows(len(rows)), rows, strict=False):
             bins = self.bins.get(row, [])
-            # behind the first rejection nothing is known; a row that ended in its draft rejected nothing
-            rejected = accepted < min(length, self.asked_for) and committed > accepted
+            # behind the first rejection nothing is known; a row that ended in its draft rejected nothing, and a tree has
+            # more nodes than levels
+            depth = self.depths.get(row, 0) if self.asked else self.asked_for
+            rejected = accepted < min(length, depth) and committed > accepted
             for position in range(accepted + rejected):
                 if position < len(bins):
                     reliability.see(bins[position], position, position < accepted)

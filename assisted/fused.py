@@ -24,7 +24,8 @@ from .runtime import CachedModel, Masks, is_untouched
 __all__ = ["fused", "fused_product"]
 
 _FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-_WIDE = 2**17  # entries of a matrix from which oneDNN's layout pays
+_WIDE = 2**17  # entries of a matrix from which oneDNN's layout pays at any number of rows
+_MANY = 32  # rows from which it pays for every matrix
 _COPIED = 2**30  # bytes of parameters; a model that has more runs from its own alone, nothing joined or repacked
 _TOLERANCE = 1e-3  # of logits, relative to their spread: another model differs by far more
 
@@ -163,7 +164,7 @@ class _FusedLayer(nn.Module):
         )
         hidden_states = hidden_states + self.output(seen.transpose(1, 2).reshape(rows, width, -1))
         gate, up = self.gate_up(self.before_mlp(hidden_states)).chunk(2, -1)
-        return hidden_states + self.down(self.activation(gate) * up)
+        return hidden_states + self.down(self.activation(gate).mul_(up))
 
 
 class _FusedHead(nn.Module):
@@ -237,13 +238,14 @@ class _Product:
         weight = linear[0].weight if len(linear) == 1 else torch.cat([module.weight.detach() for module in linear])
         if biases:
             self.bias = biases[0] if len(biases) == 1 else torch.cat([bias.detach() for bias in biases])
-        if weight.numel() >= _WIDE and torch.backends.mkldnn.is_available():
+        self.wide = weight.numel() >= _WIDE
+        if torch.backends.mkldnn.is_available():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
         self.weight = weight
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., sum of the modules' outputs]."""
-        if self.packed is not None:
+        if self.packed is not None and (self.wide or inputs.shape[:-1].numel() >= _MANY):
             return torch.ops.mkldnn._linear_pointwise.default(inputs, self.packed, self.bias, "none", [], "")
         if self.weight is not None:
             return F.linear(inputs, self.weight, self.bias)

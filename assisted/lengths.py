@@ -54,6 +54,9 @@ class Length:
     costs: Costs | None = None
     """What was measured of the two models, where a policy does; None before."""
 
+    sized_by_drafter: bool = False
+    """The drafter weighs by `costs` how much of the budget pays: the policy says only how deep it may go, and whether."""
+
     def budget(self) -> int:
         """The most tokens to draft this round; 0 decodes one token plainly. Called once, at the start of every round."""
         raise NotImplementedError

@@ -509,6 +509,7 @@ def _read_to_the_end(target: CachedModel, text: Text) -> None:
     """Let every row hold the KV that plain `generate` leaves to a caller: of a row that ended early, its end token and
     the padding behind it."""
     target.catch_up()
+    target.run_only(list(range(text.rows)))
     cache, shortest, longest = target.cache, min(text.lengths), max(text.lengths)
     if shortest < longest:
         cache.rewind([known - length + shortest for known, length in zip(cache.known, text.lengths, strict=True)])

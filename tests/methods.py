@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from architectures import Architecture, half_right, random_ids
+from eagle_heads import random_head, trained_head
+from medusa_heads import knowing_what_follows
 from transformers import PreTrainedModel
 
-from assisted import LayerSkip, Merged, NGram, Suffix
+from assisted import Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
 
 __all__ = ["METHODS", "Method"]
 
@@ -50,6 +52,19 @@ def shares_keys(architecture: Architecture) -> bool:
     return architecture.name == "gemma3n"
 
 
+def stacks_states(architecture: Architecture) -> bool:
+    """Its layers hand on several versions of the hidden states."""
+    return architecture.name == "gemma3n"
+
+
+def eagle_3(target: PreTrainedModel) -> Eagle:
+    """A head that has learned what the target writes, where the target can be tapped."""
+    try:
+        return Eagle(trained_head(target, 3, steps=30, unrolled=1))
+    except ValueError:
+        return Eagle(random_head(target, 3))
+
+
 METHODS = [
     Method("draft-model", half_right),
     Method("merged", lambda target: Merged((half_right(target), half_right(target, 2)))),
@@ -60,4 +75,8 @@ METHODS = [
     Method("suffix", lambda target: Suffix(corpus=half_heard(target))),
     Method("suffix tree", lambda target: Suffix(corpus=half_heard(target), tree=True, min_probability=0.01)),
     Method("recycle", lambda target: "recycle", accepts=False),
+    Method("medusa", lambda target: Medusa(knowing_what_follows(target))),
+    Method("blockwise", lambda target: Medusa(knowing_what_follows(target), tree=False)),
+    Method("eagle-1, chains", lambda target: Eagle(trained_head(target, 1, steps=30, unrolled=1), tree=False)),
+    Method("eagle-3, trees", eagle_3, refuses=stacks_states),
 ]

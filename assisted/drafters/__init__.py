@@ -9,11 +9,14 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedModel
 
+from ..heads.kinds import kind_of
 from .base import Call, Drafter, Drafting, Spec, Target
 from .combined import Combined
 from .draft_model import DraftModel, ModelDrafter
+from .eagle import Eagle
 from .early_exit import EarlyExit
 from .layer_skip import LayerSkip
+from .medusa import Medusa
 from .merged import Merged
 from .ngram import NGram
 from .quantized_self import QuantizedSelf
@@ -27,8 +30,10 @@ __all__ = [
     "DraftModel",
     "Drafter",
     "Drafting",
+    "Eagle",
     "EarlyExit",
     "LayerSkip",
+    "Medusa",
     "Merged",
     "ModelDrafter",
     "NGram",
@@ -39,6 +44,7 @@ __all__ = [
     "TokenRecycling",
     "parse",
     "read",
+    "with_heads",
     "with_models",
     "written",
 ]
@@ -51,13 +57,16 @@ METHODS: dict[str, type[Any]] = {
     "ngram": NGram,
     "suffix": Suffix,
     "recycle": TokenRecycling,
+    "medusa": Medusa,
+    "eagle": Eagle,
     "combined": Combined,
     "merged": Merged,
 }
 """Every method by the name that a string begins with and config.json holds. `METHODS[name].named(rest)` is the spec behind
 `"name:rest"`; a name that takes no string has no `named`."""
 
-_PLANNED = ("medusa", "eagle")
+_HEADS: tuple[type[Any], ...] = (Eagle, Medusa)
+"""Specs of trained heads: their `path` is a folder, and `Drafter.save` writes one."""
 
 
 def parse(draft: Any, quantization: Any = None) -> Spec:
@@ -83,7 +92,7 @@ def _parse(draft: Any, quantization: Any) -> Spec:
             raise ValueError(
                 f"draft_quantization: write it into the spec, {type(draft).__name__}(..., quantization=...)"
             )
-        return draft
+        return _at_path(draft) if isinstance(draft, DraftModel) else draft
     if isinstance(draft, (list, tuple)):
         return Combined(tuple(_parse(part, quantization) for part in draft))
     if isinstance(draft, PreTrainedModel):
@@ -98,11 +107,19 @@ def _parse(draft: Any, quantization: Any) -> Spec:
             + ", ".join(method.__name__ for method in METHODS.values())
         )
     method, _, rest = draft.partition(":")
-    if method in _PLANNED:
-        raise ValueError(f"draft: {draft!r} is not available in this version; give a draft model or 'self:nf4'")
     if hasattr(METHODS.get(method), "named"):
         return METHODS[method].named(rest)
-    return DraftModel(draft, quantization)
+    return _at_path(DraftModel(draft, quantization))
+
+
+def _at_path(spec: DraftModel) -> Spec:
+    """The spec of what lies at a path: its files tell trained heads from a draft model."""
+    kind = kind_of(spec.model) if isinstance(spec.model, str) else None
+    if kind is None:
+        return spec
+    if spec.quantization is not None:
+        raise ValueError(f"draft_quantization: {spec.model} holds trained heads, which are not quantized; leave it out")
+    return METHODS[kind](spec.model)
 
 
 def _is_spec(draft: Any) -> TypeGuard[Spec]:
@@ -120,6 +137,8 @@ def written(spec: Spec, folder: str = "draft") -> dict[str, Any]:
     else:
         saved = [field.name for field in dataclasses.fields(spec) if field.metadata.get("saved", True)]  # type: ignore[arg-type]
         fields = {name: getattr(spec, name) for name in saved}
+        if isinstance(spec, _HEADS):
+            fields["path"] = folder
     plain = {key: value.to_dict() if hasattr(value, "to_dict") else value for key, value in fields.items()}
     return {"method": name, **plain}
 
@@ -133,6 +152,15 @@ def with_models(spec: Spec, drafter: Drafter, folder: str = "draft") -> Iterator
             yield from with_models(parse(part), member, f"{folder}-{place}")
 
 
+def with_heads(spec: Spec, drafter: Drafter, folder: str = "draft") -> Iterator[tuple[str, Drafter]]:
+    """Every drafter of a spec that has trained heads, with the folder that `written` names for them."""
+    if isinstance(spec, _HEADS):
+        yield folder, drafter
+    elif isinstance(spec, (Combined, Merged)):
+        for place, (part, member) in enumerate(zip(spec.drafters, drafter.members, strict=True)):  # type: ignore[attr-defined]
+            yield from with_heads(parse(part), member, f"{folder}-{place}")
+
+
 def read(fields: dict[str, Any] | None, folder: Path) -> Spec:
     """The spec that `written` wrote; draft models lie in `folder`. Raises ValueError for an unknown method."""
     values = dict(fields or {})
@@ -143,4 +171,6 @@ def read(fields: dict[str, Any] | None, folder: Path) -> Spec:
         return DraftModel(str(folder / values.get("folder", "draft")), values.get("quantization"))
     if method in (Combined, Merged):
         return method(tuple(read(part, folder) for part in values["drafters"]))
+    if method in _HEADS:
+        values["path"] = str(folder / values["path"])
     return method(**values)

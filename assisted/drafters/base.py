@@ -6,9 +6,11 @@ Knows drafts, the text they continue and the model that will judge them; nothing
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import SlotCache
@@ -89,8 +91,17 @@ class Drafter:
 
     @property
     def models(self) -> list[PreTrainedModel]:
-        """All models of its own: they move with the target."""
+        """All models of its own."""
         return [] if self.model is None else [self.model]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules of its own, models and heads: they move with the target."""
+        return list(self.models)
+
+    def save(self, folder: Path) -> None:
+        """Write the heads that were loaded, so that the spec reads them from there; for drafters that have heads."""
+        raise NotImplementedError
 
     def start(self, call: Call) -> Drafting:
         """The state for one `generate`. Cheap: work is done in `propose`, where a failure costs speed only."""

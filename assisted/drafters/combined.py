@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache import SlotCache
@@ -35,7 +36,8 @@ class Combined:
     second. Useful where text repeats in places: the copies come from the text, the rest from the model.
 
     Args:
-        drafters: what drafts, as strings or specs. At least two; at most one of them may draft with the target's own layers.
+        drafters: what drafts, as strings or specs. At least two; at most one of them may draft with the target's own
+            layers or hidden states.
     """
 
     drafters: tuple[Any, ...]
@@ -59,6 +61,10 @@ class CombinedDrafter(Drafter):
     @property
     def models(self) -> list[PreTrainedModel]:
         return [model for member in self.members for model in member.models]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for member in self.members for module in member.modules]
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
         """A length for every drafter: what one drafter's tokens cost says nothing of another's."""
@@ -90,7 +96,7 @@ def load_all(drafters: tuple[Any, ...], target: Target, **kwargs: Any) -> list[D
 
     members = [parse(draft).load(target, **kwargs) for draft in drafters]
     if sum(_has_own_way(member) for member in members) > 1:
-        raise ValueError("draft: only one drafter of a list may draft with the target's own layers")
+        raise ValueError("draft: only one drafter of a list may draft with the target's own layers or hidden states")
     return members
 
 

@@ -7,7 +7,6 @@ needs no model of its own.
 from __future__ import annotations
 
 import functools
-import heapq
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -16,6 +15,7 @@ import torch
 from ..drafts import Draft
 from ..text import Text
 from .base import Call, Drafter, Drafting, Target
+from .trees import best_paths
 
 __all__ = ["RANKS", "RecyclingDrafter", "Shape", "TokenRecycling", "shape"]
 
@@ -102,27 +102,14 @@ def shape(nodes: int, depth: int, successors: int) -> Shape:
 
     The probability of a path is taken for the product of how often its ranks were right. One successor makes a chain.
     """
-    chosen: list[tuple[int, ...]] = []  # paths of ranks
-    heap: list[tuple[float, tuple[int, ...]]] = [(-RANKS[0], (0,))]
-    while heap and len(chosen) < nodes:
-        worth, path = heapq.heappop(heap)
-        chosen.append(path)
-        if len(path) < depth:
-            heapq.heappush(heap, (worth * RANKS[0], (*path, 0)))
-        rank = path[-1] + 1
-        if rank < successors:
-            heapq.heappush(heap, (worth * RANKS[rank] / RANKS[rank - 1], (*path[:-1], rank)))
-    chosen.sort(key=len)
-    place = {path: number for number, path in enumerate(chosen)}
-    worth_of: dict[tuple[int, ...], float] = {(): 1.0}
-    for path in chosen:
-        worth_of[path] = worth_of[path[:-1]] * RANKS[path[-1]]
-    deepest = len(chosen[-1])
+    best = best_paths([RANKS[:successors]] * depth, nodes)
+    order = sorted(range(len(best.depths)), key=best.depths.__getitem__)
+    place = {node: number for number, node in enumerate(order)} | {-1: -1}
     return Shape(
-        parents=tuple(place.get(path[:-1], -1) for path in chosen),
-        ranks=tuple(path[-1] for path in chosen),
-        worth=tuple(worth_of[path] for path in chosen),
-        levels=tuple(sum(len(path) < level for path in chosen) for level in range(1, deepest + 2)),
+        parents=tuple(place[best.parents[node]] for node in order),
+        ranks=tuple(best.ranks[node] for node in order),
+        worth=tuple(best.worth[node] for node in order),
+        levels=tuple(sum(d < level for d in best.depths) for level in range(1, max(best.depths) + 2)),
     )
 
 

@@ -46,11 +46,15 @@ class TappedModel(CachedModel):
         if len(own) in taps:
             self._taps[len(own)] = children[final_norm] = Tap(model.get_submodule(".".join(final_norm)))
         super().__init__(with_children(model, children), cache, masks)
+        self.kept: tuple[list[int], torch.Tensor | None] = ([], None)  # what the last `commit` was told
 
     def states(self, tap: int) -> torch.Tensor:
         """What was tapped in the last pass, [B, n, D]."""
-        return self._taps[tap].hidden
+        return self.spread(self._taps[tap].hidden)
 
+    def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
+        super().commit(counts, path)
+        self.kept = counts, path
 
 
 @torch.no_grad()
@@ -60,11 +64,11 @@ def find_final_norm(model: PreTrainedModel, layers: Layers) -> tuple[str, ...]:
     Raises ValueError where there is none.
     """
     ids = few_ids(model)
-    base = model.base_model
-    last = base(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True).last_hidden_state
     where = layers.path[:-1]
-    for name, module in model.get_submodule(".".join(where)).named_children():
-        if isinstance(module, nn.ModuleList):
+    base = model.get_submodule(".".join(where))
+    last = base(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True).last_hidden_state
+    for name, module in base.named_children():
+        if isinstance(module, (nn.ModuleList, nn.Embedding)):
             continue
         tap = Tap(module)
         other = with_children(model, {(*where, name): tap})

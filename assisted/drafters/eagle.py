@@ -1,0 +1,307 @@
+"""EAGLE (2401.15077, 2406.16858, 2503.01840): a trained head goes on from the target's hidden states.
+
+The head keeps slots of its own: of verified tokens it holds what it made of the target's true features, and what it made of
+its own guesses is dropped after every round. Knows the tapped target; the head's module and formats are in heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..cache import SlotCache
+from ..drafts import Draft
+from ..fused import fused_product
+from ..heads.eagle import EagleHead
+from ..heads.eagle_formats import load_eagle, save_eagle
+from ..parts import Layers, few_ids, find_layers, with_children
+from ..runtime import Masks, require_rewindable
+from ..text import Text
+from .base import Call, Drafter, Target
+from .chain import ChainDrafting
+from .eagle_tree import grow
+from .head_runner import HeadRunner
+from .tapped import TappedModel, find_final_norm
+
+__all__ = ["Eagle", "EagleDrafter", "find_taps"]
+
+TOP_K_CPU, TOP_K = 3, 10
+NODES_CPU, NODES = 16, 60
+
+
+@dataclass(frozen=True)
+class Eagle:
+    """A trained EAGLE head drafts: `"eagle:DIR"`; which of EAGLE-1 and EAGLE-3 it is, the checkpoint tells.
+
+    Args:
+        path: folder, `zoo:` name or Hub id of a checkpoint, made for this very target, in the format of EAGLE's authors, of
+            SpecForge or of speculators; or an `EagleHead`.
+        tree: draft token trees (EAGLE-2) where the target can verify them. False drafts chains: for large batches, where
+            every column has its price, and for sampling at high temperature, where a chain is accepted by its law.
+        top_k: nodes of each level that are read, and tokens tried below each. None (default) takes 10 on an accelerator, as
+            the paper does, and 3 on a CPU. A tree is as deep as the draft length allows.
+        nodes: the most nodes to verify. None (default) takes 60 on an accelerator, 16 on a CPU; fewer are proposed where
+            more do not pay, by what was measured of the target.
+    """
+
+    path: str | EagleHead
+    tree: bool = True
+    top_k: int | None = None
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "nodes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value} is no tree; give 1 or more")
+
+    @classmethod
+    def named(cls, rest: str) -> Eagle:
+        """The spec behind `"eagle:DIR"`."""
+        if not rest:
+            raise ValueError(
+                "draft: 'eagle' names no checkpoint; write 'eagle:DIR' with the folder or Hub id of a head"
+            )
+        return cls(rest)
+
+    def load(self, target: Target, **kwargs: Any) -> EagleDrafter:
+        """Read the head and find what it goes on from in the target. kwargs: dtype, device_map and how to download.
+
+        Raises ValueError for a checkpoint that is not as it should be, and for a target that it does not fit or that does
+        not show its hidden states.
+        """
+        # an adapter's wrapper runs the model it is put around
+        model: Any = target.model.get_base_model() if hasattr(target.model, "get_base_model") else target.model
+        require_rewindable(model, "target")
+        head = load_eagle(self.path, model, **kwargs) if isinstance(self.path, str) else self.path
+        if isinstance(self.path, str):
+            output = model.get_output_embeddings()
+            head.to(model.device if output is None else output.weight.device, model.dtype)
+        layers, final_norm = find_taps(model, head)
+        slow = model.device.type == "cpu"
+        return EagleDrafter(
+            head,
+            layers,
+            final_norm,
+            tree=self.tree,
+            top_k=self.top_k or (TOP_K_CPU if slow else TOP_K),
+            nodes=self.nodes or (NODES_CPU if slow else NODES),
+        )
+
+
+class EagleDrafter(Drafter):
+    """A head, and where the target shows what it goes on from.
+
+    Args:
+        head: the head, not changed.
+        layers, final_norm: of the target (`find_layers`, `find_final_norm`).
+        tree, top_k, nodes: see `Eagle`.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        layers: Layers,
+        final_norm: tuple[str, ...] = (),
+        tree: bool = True,
+        top_k: int = TOP_K,
+        nodes: int = NODES,
+    ):
+        self.head = head
+        self.layers = layers
+        self.final_norm = final_norm
+        self.tree, self.top_k, self.nodes = tree, top_k, nodes
+        self._drafting: tuple[Any, EagleHead] | None = None
+
+    @property
+    def drafting_head(self) -> EagleHead:
+        """The head as it is run: an output layer of its own is the wider half of a step, and goes in its fastest form."""
+        if self.head.config.version == 1:
+            return self.head
+        weight = self.head.lm_head.weight
+        # only on a CPU it may be a copy, which holds for as long as the weight is the same
+        state = weight.device, weight.dtype, float(weight.detach().sum()) if weight.device.type == "cpu" else 0.0
+        if self._drafting is None or self._drafting[0] != state:
+            output = fused_product(self.head.lm_head)
+            self._drafting = state, with_children(self.head, {("lm_head",): output})
+        return self._drafting[1]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.head]
+
+    def save(self, folder: Path) -> None:
+        save_eagle(self.head, folder)
+
+    def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> TappedModel:
+        return TappedModel(model, cache, masks, self.layers, self.head.config.taps, self.final_norm)
+
+    def start(self, call: Call) -> EagleDrafting:
+        return EagleDrafting(self, call)
+
+
+class EagleDrafting(ChainDrafting):
+    """The head's slots during one `generate`.
+
+    Invariant before each round: row b's slots hold its first `cache.lengths[b]` columns, true features all of them; the
+    features of the columns up to the last committed token are in `unread`. Column s is the feature of one token with the
+    token behind it, hence the last committed token has none.
+    """
+
+    def __init__(self, drafter: EagleDrafter, call: Call):
+        super().__init__(call)
+        self.drafter = drafter
+        self.runner: HeadRunner | None = None
+        self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F] and how many count in each row
+        # of the prompt's columns the last ones are shown: a caller's past and chunks read before them are not
+        self.prompt: list[torch.Tensor] = []  # its states, until the head is first run
+        if isinstance(call.target, TappedModel):
+            self.prompt = self._states(call.target)
+            self.first = call.target.cache.positions(self.prompt[0].device) - self.prompt[0].shape[1]
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        if not isinstance(self.call.target, TappedModel):
+            raise TypeError("EAGLE needs the target to be run by EagleDrafter.run_target")
+        if self.broken is not None and self.broken:
+            raise FloatingPointError("the head's logits are not a number")
+        drafter = self.drafter
+        runner = self._begun(text)
+        runner.cache.run_only(text.unfinished)
+        state = self._read_committed(runner, text)
+        known = runner.cache.known
+        try:
+            if drafter.tree and self.call.target.masks.trees:
+                draft, self.expected, self.broken = grow(
+                    runner, self.call, text, state, budget, drafter.top_k, drafter.nodes
+                )
+                return draft
+            return self._chain(runner, text, state, budget)
+        finally:
+            runner.cache.rewind(known)
+
+    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+        """Keep the features of what became text, whoever drafted it."""
+        target = self.call.target
+        if not isinstance(target, TappedModel):
+            return
+        counts, path = target.kept
+        features = torch.cat(self._states(target), -1)
+        if path is not None:
+            features = features.gather(1, path.to(features.device)[:, :, None].expand(-1, -1, features.shape[-1]))
+        self.unread.append((features[:, : max(counts)], counts))
+
+    def _states(self, target: TappedModel) -> list[torch.Tensor]:
+        """What was tapped in the target's last pass: [B, n, Ht] each."""
+        device = self.drafter.head.device
+        return [target.states(tap).to(device) for tap in self.drafter.head.config.taps]
+
+    def _begun(self, text: Text) -> HeadRunner:
+        """The head as it is run; at first with nothing read, and the prompt's features to be read."""
+        if self.runner is None:
+            call, drafter = self.call, self.drafter
+            features = torch.cat(self.prompt, -1)
+            rows, width = features.shape[:2]
+            self.skipped = text.prompt_length - width  # columns of the text without a feature
+            mask = None if call.attention_mask is None else call.attention_mask[:, -width:]
+            self.runner = HeadRunner(
+                drafter.drafting_head, call.target.model, call.limit + drafter.nodes, self.first, mask
+            )
+            if self.runner.cache.visible is not None:  # whatever the target made of padding, it must be numbers
+                features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)
+            self.unread.insert(0, (features, [width] * rows))
+            self.prompt = []
+        return self.runner
+
+    def _read_committed(self, runner: HeadRunner, text: Text) -> torch.Tensor:
+        """Read what was committed since the last round. Returns the state after it, [B, H], of rows that have grown.
+
+        Rows behind by fewer tokens than others are filled up on the right; the filler is not kept.
+        """
+        cache, head = runner.cache, runner.head
+        features, behind = _joined(self.unread)
+        totals = [known + count + self.skipped + 1 for known, count in zip(cache.known, behind, strict=True)]
+        if totals != text.lengths:
+            raise RuntimeError(f"features of {totals} tokens a row were seen, of {text.lengths} that were committed")
+        start = torch.tensor(cache.known, device=text.ids.device)[:, None] + self.skipped + 1
+        columns = start + torch.arange(features.shape[1], device=text.ids.device)
+        tokens = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
+        states = runner(tokens, head.fuse(features))
+        cache.commit(behind)
+        self.unread = []
+        last = (torch.tensor(behind, device=states.device) - 1).clamp(min=0)
+        return states[torch.arange(text.rows, device=states.device), last]
+
+    def _chain(self, runner: HeadRunner, text: Text, state: torch.Tensor, budget: int) -> Draft:
+        device = text.ids.device
+
+        def logits() -> torch.Tensor:
+            return runner.head.over_all(runner.logits(state)).to(device)
+
+        def read(tokens: torch.Tensor) -> torch.Tensor:
+            nonlocal state
+            state = runner(tokens, state[:, None])[:, -1]
+            runner.cache.commit([1] * text.rows)
+            return logits()
+
+        return self.draft_chain(text, budget, logits(), read)
+
+
+def _joined(blocks: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[int]]:
+    """One block of features out of several, rows without gaps: [B, m, F], and how many count in each row."""
+    features = torch.cat([block for block, _ in blocks], 1)
+    rows = list(zip(*(counts for _, counts in blocks), strict=True))
+    totals = [sum(counts) for counts in rows]
+    starts, used = [], 0
+    for block, _ in blocks:
+        starts.append(used)
+        used += block.shape[1]
+    places = [
+        [start + column for start, count in zip(starts, counts, strict=True) for column in range(count)]
+        for counts in rows
+    ]
+    width = max(totals)
+    if all(row == list(range(used)) for row in places):
+        return features, totals
+    index = torch.tensor([row + [0] * (width - len(row)) for row in places], device=features.device)
+    return features.gather(1, index[:, :, None].expand(-1, -1, features.shape[-1])), totals
+
+
+def find_taps(model: PreTrainedModel, head: EagleHead) -> tuple[Layers, tuple[str, ...]]:
+    """Where the target's layers and its final norm are; tried on a few tokens.
+
+    Raises ValueError for a target that does not show what the head goes on from, or not in its sizes.
+    """
+    config = head.config
+    refused = f"draft: this EAGLE-{config.version} head cannot serve {type(model).__name__}: "
+    try:
+        size = model.config.get_text_config(decoder=True).vocab_size
+        if config.vocab_size != size:
+            raise ValueError(f"it was made for a vocabulary of {config.vocab_size}, the target's has {size}")
+        layers = find_layers(model)
+        final_norm = find_final_norm(model, layers) if len(layers) in config.taps else ()
+        if not all(1 <= tap <= len(layers) for tap in config.taps):
+            raise ValueError(f"it reads the hidden states {config.taps} of a target with {len(layers)} layers")
+        masks, ids = Masks.of(model), few_ids(model)
+        cache = SlotCache(1, ids.shape[1], right_aligned=not masks.trees)
+        target = TappedModel(model, cache, masks, layers, config.taps, final_norm)
+        with torch.no_grad():
+            target.prefill(ids, None)
+            for tap in config.taps:
+                shape = tuple(target.states(tap).shape)
+                if shape != (1, ids.shape[1], config.target_hidden_size):
+                    raise ValueError(
+                        f"hidden state {tap} of {ids.shape[1]} tokens is {shape}, not {config.target_hidden_size} wide"
+                    )
+            width = head.embed(ids, model).shape[-1]
+            if width != config.hidden_size:
+                raise ValueError(f"the target's embedding is {width} wide, the head's states {config.hidden_size}")
+            if config.version == 1 and model.get_output_embeddings() is None:
+                raise ValueError("the target has no output embedding, which says what the head's states mean")
+    except Exception as error:
+        raise ValueError(refused + str(error)) from error
+    return layers, final_norm

@@ -1,0 +1,232 @@
+"""Medusa (2401.10774) and blockwise parallel decoding (1811.03115): heads on the target's last state draft what comes next.
+
+Knows heads, the target's states and token trees. The draft costs no pass of its own: every head reads the same state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..cache import SlotCache
+from ..drafts import Draft
+from ..heads.medusa import MedusaHeads, output_size
+from ..parts import Layers, find_layers
+from ..runtime import Masks, require_rewindable
+from ..text import Text
+from .base import Call, Drafter, Drafting, Target
+from .rates import Rates
+from .tapped import TappedModel, find_final_norm
+from .trees import best_paths, worthwhile
+
+__all__ = ["Medusa", "MedusaDrafter"]
+
+NODES_CPU, NODES = 24, 64
+
+
+@dataclass(frozen=True)
+class Medusa:
+    """Trained heads draft a token tree from the target's last state: `"medusa:DIR"`.
+
+    Args:
+        path: folder, `zoo:` name or Hub id of heads made for this very target, in any of Medusa's formats; or `MedusaHeads`.
+        tree: several guesses of each head, in a tree as large as it pays. False drafts the best guess of each head alone, a
+            chain as long as the draft length says (blockwise parallel decoding, 1811.03115): for large batches, where every
+            column has its price. Targets that can't check trees get chains.
+        candidates: guesses of each head that may stand in the tree, at least 1.
+        nodes: the most of a tree, at least 1. None takes 64 on an accelerator and 24 on a CPU, where each has its price.
+    """
+
+    path: str | MedusaHeads
+    tree: bool = True
+    candidates: int = 8
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.candidates < 1:
+            raise ValueError(f"candidates: {self.candidates} is not possible; give 1 or more")
+        if self.nodes is not None and self.nodes < 1:
+            raise ValueError(f"nodes: {self.nodes} is no tree; give 1 or more")
+
+    @classmethod
+    def named(cls, rest: str) -> Medusa:
+        """The spec behind `"medusa:DIR"`."""
+        if not rest:
+            raise ValueError("draft: 'medusa' names no heads; write 'medusa:DIR' with their folder or Hub id")
+        return cls(rest)
+
+    def load(self, target: Target, **kwargs: Any) -> MedusaDrafter:
+        """Read the heads and find the states that they are to be shown. kwargs: dtype, and how to download.
+
+        Raises ValueError for heads that are not as they should be, and for a target that they do not fit or that does not
+        show its states.
+        """
+        # an adapter's wrapper runs the model it is put around
+        model: Any = target.model.get_base_model() if hasattr(target.model, "get_base_model") else target.model
+        require_rewindable(model, "target")
+        try:
+            layers = find_layers(model)
+            final_norm = find_final_norm(model, layers)
+        except Exception as error:
+            raise ValueError(f"draft: Medusa heads cannot serve this target: {error}") from error
+        size, hidden_size = output_size(model)
+        heads = self.path
+        if isinstance(heads, str):
+            output = model.get_output_embeddings().weight
+            device = model.device if output.is_meta else output.device  # where the states are that the output reads
+            heads = MedusaHeads.load(heads, model, **kwargs).to(device, kwargs.get("dtype", model.dtype))
+        if heads.hidden_size != hidden_size or (heads.token_map is None and heads.vocab_size not in (0, size)):
+            raise ValueError(
+                f"draft: these heads are of {heads.hidden_size} numbers a state and {heads.vocab_size} tokens, the target of "
+                f"{hidden_size} and {size}; heads serve the model they were trained for"
+            )
+        nodes = self.nodes or (NODES_CPU if model.device.type == "cpu" else NODES)
+        return MedusaDrafter(heads.eval(), model, layers, final_norm, self.tree, self.candidates, nodes)
+
+
+class MedusaDrafter(Drafter):
+    """Loaded heads, and what was learned of how often they are right.
+
+    Args:
+        heads: on the target's device; not changed.
+        target: whose output embedding they may share.
+        layers, final_norm: of the target (`find_layers`, `find_final_norm`).
+        tree, candidates, nodes: see `Medusa`.
+    """
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        target: PreTrainedModel,
+        layers: Layers,
+        final_norm: tuple[str, ...],
+        tree: bool = True,
+        candidates: int = 8,
+        nodes: int = NODES,
+    ):
+        self.heads = heads
+        self.target = target
+        self.layers = layers
+        self.final_norm = final_norm
+        self.tree, self.candidates, self.nodes = tree, candidates, nodes
+        self.rates = {do_sample: Rates() for do_sample in (False, True)}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.heads]
+
+    def save(self, folder: Path) -> None:
+        plain = self.heads.token_map is None and self.heads.bias is not None
+        self.heads.save(folder, "medusa" if plain else "vllm", self.target)
+
+    def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> TappedModel:
+        return TappedModel(model, cache, masks, self.layers, [len(self.layers)], self.final_norm)
+
+    def start(self, call: Call) -> MedusaDrafting:
+        return MedusaDrafting(self, call)
+
+
+class Guesses(NamedTuple):
+    """Of one head: its best tokens, and the probability it gives to each."""
+
+    tokens: list[int]
+    sure: list[float]
+
+
+class MedusaDrafting(Drafting):
+    """The guesses of one `generate`.
+
+    After a round whose last accepted token is t, the target's own choice t + 1 is committed as well: head h says what it
+    takes for token t + 2 + h, which is the draft's depth h + 1.
+    """
+
+    def __init__(self, drafter: MedusaDrafter, call: Call):
+        self.drafter = drafter
+        self.call = call
+        self.rates = drafter.rates[call.law.do_sample]
+        self.trees = call.length.sized_by_drafter = drafter.tree and call.target.masks.trees
+        self.text: Text | None = None
+        self.guesses: dict[int, list[Guesses]] = {}  # by row: those of each head, until the target has chosen
+        # the target's states at the last token of each row whose next one is committed, [B, H]
+        self.states = self._seen()[:, -1] if isinstance(call.target, TappedModel) else None
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        if self.states is None:
+            raise TypeError("Medusa heads need the target to be run by MedusaDrafter.run_target")
+        self.text = text
+        heads = self.drafter.heads
+        logits = heads(self.states, self.drafter.target.get_output_embeddings(), budget)  # [D, B, V]
+        if self.trees:
+            return self._tree(text, logits.float())
+        tokens = heads.tokens(logits.argmax(-1)).T.to(text.ids.device)
+        return Draft(tokens, torch.full_like(tokens[:, 0], tokens.shape[1]))
+
+    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+        """Take the states of what became text, whoever drafted it, and learn what became of the last guesses."""
+        if self.states is None:
+            return
+        assert isinstance(self.call.target, TappedModel)
+        counts, path = self.call.target.kept
+        hidden = self._seen()
+        columns = torch.tensor(counts, device=hidden.device)[:, None].clamp(min=1) - 1  # ended rows keep nothing
+        if path is not None:
+            columns = path.to(hidden.device).gather(1, columns)
+        self.states = hidden[torch.arange(len(counts), device=hidden.device), columns[:, 0]]
+        self._learn(counts)
+
+    def _seen(self) -> torch.Tensor:
+        """What the heads read, of the target's last pass: [B, n, H]."""
+        assert isinstance(self.call.target, TappedModel)
+        return self.call.target.states(len(self.drafter.layers))
+
+    def _learn(self, counts: list[int]) -> None:
+        """Every head whose path was right is told what the target chose. counts: committed tokens of each row."""
+        if self.text is None or not self.guesses:
+            return
+        ids = self.text.ids
+        starts = [length - count for length, count in zip(self.text.lengths, counts, strict=True)]
+        columns = ids.new_tensor(starts)[:, None] + torch.arange(max(counts), device=ids.device)
+        new = ids.gather(1, columns.clamp(max=ids.shape[1] - 1)).tolist()
+        for row, guesses in self.guesses.items():
+            for head, (guess, token) in enumerate(zip(guesses, new[row][: counts[row]], strict=False)):
+                right = guess.tokens.index(token) if token in guess.tokens else None
+                self.rates.see(head, guess.sure, right)
+                if right is None:
+                    break
+        self.guesses = {}
+
+    def _tree(self, text: Text, logits: torch.Tensor) -> Draft:
+        """The most probable paths of every unfinished row, as many as pay. logits: [D, B, V] float32."""
+        drafter, costs, growing = self.drafter, self.call.length.costs, text.unfinished
+        best, columns = logits.softmax(-1).topk(min(drafter.candidates, logits.shape[-1]))  # [D, B, k]
+        sure, tokens = best.tolist(), drafter.heads.tokens(columns).tolist()
+        trees = [best_paths([], 0)] * text.rows
+        for row in growing:
+            if math.isnan(sure[0][row][0]):
+                raise FloatingPointError("the heads' logits are not a number")
+            self.guesses[row] = [Guesses(t[row], s[row]) for t, s in zip(tokens, sure, strict=True)]
+            rates = [self.rates.of(head, guess.sure) for head, guess in enumerate(self.guesses[row])]
+            trees[row] = best_paths(rates, drafter.nodes)
+        worth = [sum(place) / len(growing) for place in zip_longest(*(t.worth for t in trees), fillvalue=0.0)]
+        count = worthwhile(worth, costs, costs.draft if costs else 0.0, drafter.nodes)
+        self.expected = sum(worth[:count])
+        trees = [tree.cut(count) for tree in trees]
+        width = max(len(tree.parents) for tree in trees)
+        chosen = [
+            [tokens[depth - 1][row][rank] for depth, rank in zip(tree.depths, tree.ranks, strict=True)]
+            for row, tree in enumerate(trees)
+        ]
+        return Draft(
+            text.ids.new_tensor([row + [0] * (width - len(row)) for row in chosen]).view(text.rows, width),
+            text.ids.new_tensor([len(row) for row in chosen]),
+            parents=text.ids.new_tensor([[*t.parents, *[-1] * (width - len(t.parents))] for t in trees]).view(
+                text.rows, width
+            ),
+        )

@@ -1,0 +1,148 @@
+"""Token trees for drafters: which of many candidate nodes to propose, and how many of them pay.
+
+Knows tensors, numbers and what passes of the target cost; nothing of what the candidates come from.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from ..drafts import Draft
+from ..lengths import Costs
+
+__all__ = ["COLUMN", "Tree", "best_paths", "top_nodes", "verify_seconds", "worthwhile"]
+
+COLUMN = 0.02
+"""What a further column is taken to add to a pass of the target, as a share of the pass over one, until it was measured."""
+
+
+def top_nodes(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tensor, count: int | torch.Tensor) -> Draft:
+    """The best nodes of every row as a draft: best first, never a child without its parent.
+
+    Args:
+        tokens: [B, M] int64, the candidates; parents come before their children.
+        parents: [B, M] int64, the candidate above each, -1 for children of the last committed token.
+        scores: [B, M] float32, log-probabilities of the paths, hence none above its parent's. A candidate that is -inf or
+            nan is no node, nor is what lies below it.
+        count: how many to keep: a number for all rows, or [B] int64 (which waits for the device).
+
+    Returns a draft without q of at most `count` columns. Of equal scores the earlier candidate goes first.
+    """
+    rows, candidates = tokens.shape
+    most = count if isinstance(count, int) else int(count.max())
+    width = min(most, candidates)
+    # a child that is as probable as its parent stands behind it: the sort is stable
+    ranked, order = scores.where(~scores.isnan(), -torch.inf).sort(dim=1, descending=True, stable=True)
+    column = torch.arange(candidates, device=tokens.device)
+    place = torch.empty_like(order).scatter(1, order, column.expand(rows, -1))
+    order = order[:, :width]
+    above = parents.gather(1, order)
+    lengths = ((ranked[:, :width] > -torch.inf) & (column[:width] < _by_row(count))).sum(1)
+    return Draft(
+        tokens=tokens.gather(1, order),
+        lengths=lengths,
+        parents=place.gather(1, above.clamp(min=0)).where(above >= 0, -1),
+    )
+
+
+def _by_row(count: int | torch.Tensor) -> int | torch.Tensor:
+    return count if isinstance(count, int) else count[:, None]
+
+
+def worthwhile(path_probabilities: Sequence[float], costs: Costs | None, draft_seconds: float, limit: int) -> int:
+    """How many nodes to propose: the number N that makes the most expected tokens a second,
+
+        (1 + p_1 + ... + p_N) / (draft_seconds + v(N + 1)),    v(n) the seconds of a pass of the target over n columns.
+
+    A node is accepted when its whole path is, hence the sum of the paths' probabilities is the expected number of accepted
+    tokens.
+
+    Args:
+        path_probabilities: of the nodes, best first; of a batch, the means over its rows.
+        costs: what passes take (`Length.costs`). None, before anything was measured: each further column adds COLUMN of a
+            pass, and drafting takes no time.
+        draft_seconds: what it takes to draft, however many nodes are kept.
+        limit: the most nodes, at least 0.
+    """
+    best, best_rate = 0, 0.0
+    if costs is None:
+        draft_seconds = 0.0
+    for nodes, tokens in enumerate(accumulate(path_probabilities[:limit], initial=1.0)):
+        rate = tokens / (draft_seconds + verify_seconds(costs, nodes + 1))
+        if rate > best_rate:
+            best, best_rate = nodes, rate
+    return best
+
+
+def verify_seconds(costs: Costs | None, columns: int) -> float:
+    """Seconds of a pass of the target over so many columns: between and behind those measured, along a line.
+
+    costs: None counts in passes over one column, see COLUMN.
+    """
+    if costs is None:
+        return 1 + COLUMN * (columns - 1)
+    known = costs.verify
+    at = bisect_left(known, columns, key=lambda pair: pair[0])
+    if at < len(known) and known[at][0] == columns:
+        return known[at][1]
+    if len(known) == 1:
+        return known[0][1] * (1 + COLUMN * (columns - known[0][0]))
+    at = min(max(at, 1), len(known) - 1)
+    (left, low), (right, high) = known[at - 1 : at + 1]
+    return low + (high - low) * (columns - left) / (right - left)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree of choices: which of the ranked candidates of its level each node is. Best first, hence parents first.
+
+    Args:
+        parents: the node above each, -1 for the root.
+        depths: level of each, 1 for the root's children.
+        ranks: which candidate of its level each is.
+        worth: probability that the text runs through each.
+    """
+
+    parents: tuple[int, ...]
+    depths: tuple[int, ...]
+    ranks: tuple[int, ...]
+    worth: tuple[float, ...]
+
+    def cut(self, count: int) -> Tree:
+        """The best `count` nodes."""
+        return Tree(self.parents[:count], self.depths[:count], self.ranks[:count], self.worth[:count])
+
+
+def best_paths(rates: Sequence[Sequence[float]], count: int) -> Tree:
+    """The `count` most probable paths where every level offers the same candidates below each of its nodes.
+
+    rates: [depth][rank], how probable each candidate of a level is, given that the path to it was right; in [0, 1]. The
+    candidates of a level may come in any order; one of probability 0 makes no node. A path is as probable as the product
+    of its candidates.
+    """
+    orders = [sorted(range(len(level)), key=lambda rank, level=level: -level[rank]) for level in rates]  # type: ignore[misc]
+    found: list[tuple[int, int, int, float]] = []  # parent, depth, rank, worth
+    # (-worth, tie, depth, place in its level's order, parent, worth of the parent)
+    heap: list[tuple[float, int, int, int, int, float]] = []
+
+    def offer(depth: int, place: int, parent: int, above: float) -> None:
+        if depth <= len(rates) and place < len(orders[depth - 1]):
+            worth = above * rates[depth - 1][orders[depth - 1][place]]
+            if worth > 0:
+                heapq.heappush(heap, (-worth, len(found), depth, place, parent, above))
+
+    offer(1, 0, -1, 1.0)
+    while heap and len(found) < count:
+        worth, _, depth, place, parent, above = heapq.heappop(heap)
+        node = len(found)
+        found.append((parent, depth, orders[depth - 1][place], -worth))
+        offer(depth + 1, 0, node, -worth)  # its best child
+        offer(depth, place + 1, parent, above)  # its next sibling
+    parents, depths, ranks, worths = zip(*found, strict=True) if found else ((), (), (), ())
+    return Tree(parents, depths, ranks, worths)

@@ -1,0 +1,219 @@
+"""EAGLE heads: one decoder layer that goes on from the target's hidden states (2401.15077, 2503.01840).
+
+For training (whole sequences) and for drafting (with slots of its own). The layer is transformers' own; knows tensors, nothing
+of drafts. Formats of checkpoints are in eagle_formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from .eagle_config import EagleConfig, default_taps
+
+__all__ = ["EagleConfig", "EagleHead", "default_taps", "unrolled_mask"]
+
+_LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
+
+
+class EagleHead(nn.Module):
+    """Predicts the token after next from a feature of the target and the next token's embedding, and goes on by itself.
+
+    Feature i goes with token i + 1; what comes out says token i + 2. Training, over whole sequences, the test of 2503.01840
+    (the head reads its own states) included:
+
+        states = head.fuse(features)                        # [B, n, H]: column i of the target's states
+        embeddings = head.embed(ids[:, 1:], target)         # [B, n, H]: column i is token i + 1
+        cache = DynamicCache()
+        for step in range(steps):
+            states = head(embeddings, states, position_ids + step, unrolled_mask(n, step), cache)
+            logits = head.logits(states)                    # column i says token i + 2 + step
+            embeddings = embeddings one column further      # column i is token i + 2 + step
+        (one step only: head(embeddings, states), neither mask nor cache)
+
+    Args:
+        config: its shape.
+
+    Attributes:
+        d2t: [Vd] int64, what is to be added to a draft token's id for the target's; None where the head knows all tokens.
+    """
+
+    d2t: torch.Tensor | None
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self.config = config
+        width, layer = config.hidden_size, config.of_layer()
+        taps, target_width = len(config.taps), config.target_hidden_size or width
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        fused = 2 * width if config.version == 1 else taps * target_width
+        self.fc = nn.Linear(fused, width, bias=bool(config.fc_bias))
+        layers = [_LAYERS[config.layer](layer, index) for index in range(config.num_hidden_layers)]
+        for plain in layers:
+            if config.o_bias != config.qkv_bias:
+                output = plain.self_attn.o_proj
+                plain.self_attn.o_proj = nn.Linear(output.in_features, output.out_features, bias=config.o_bias)
+        self.layers = nn.ModuleList(layers)
+        self.rotary_emb = LlamaRotaryEmbedding(layer)
+        if config.version == 1:
+            layers[0].input_layernorm = nn.Identity()
+        else:
+            self.layers[0] = _FusedLayer(layers[0], config)
+            if config.norm_before_fc:
+                self.input_norm = LlamaRMSNorm(fused, eps=config.rms_norm_eps)
+            if config.fc_norm:
+                norms = [LlamaRMSNorm(target_width, eps=config.rms_norm_eps) for _ in range(taps)]
+                self.fc_norm = nn.ModuleList(norms)
+            self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
+            self.lm_head = nn.Linear(width, config.draft_vocab_size or config.vocab_size, bias=False)
+        reduced = config.draft_vocab_size != config.vocab_size
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size or 0, dtype=torch.int64) if reduced else None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def draft_tokens(self) -> torch.Tensor:
+        """[Vd] int64, the target's ids of the tokens that the head can propose, ascending."""
+        own = torch.arange(self.config.draft_vocab_size or 0, device=self.device)
+        return own if self.d2t is None else own + self.d2t
+
+    @draft_tokens.setter
+    def draft_tokens(self, tokens: torch.Tensor) -> None:
+        if self.d2t is None or tokens.shape != self.d2t.shape or bool((tokens.diff() <= 0).any()):
+            raise ValueError(
+                f"draft_tokens: {tuple(tokens.shape)} ids given; a draft vocabulary of {self.config.draft_vocab_size} out of "
+                f"{self.config.vocab_size} tokens needs as many different ids, ascending"
+            )
+        self.d2t.copy_(tokens.to(self.d2t.device) - torch.arange(len(tokens), device=self.d2t.device))
+
+    def embed(self, ids: torch.Tensor, target: PreTrainedModel) -> torch.Tensor:
+        """Embeddings [..., H] of the target's ids [...]: the head's own, or the target's where it has none."""
+        own = self.embed_tokens if self.config.own_embedding else target.get_input_embeddings()
+        return own(ids.to(own.weight.device)).to(self.device, self.dtype)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """What the head goes on from, [..., H], of the target's hidden states.
+
+        features: EAGLE-1: [..., H], behind the final norm, taken as they are. EAGLE-3: [..., taps * Ht], the tapped states
+        one after the other.
+        """
+        features = features.to(self.device, self.dtype)
+        if self.config.version == 1:
+            return features
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(features)
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        states: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """One step for every column. Returns the states after it, [B, n, H], which are the next step's `states`.
+
+        embeddings: [B, n, H], of token i + 1. states: [B, n, H], of feature i (`fuse`) or what the last step returned.
+        position_ids: [B or 1, n] int64, of feature i, ascending from 0 by default. attention_mask: [B or 1, 1, n, m] bool,
+        true where a column may look; None is causal, and only without a cache. cache: of transformers, for one layer each.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(states.shape[1], device=states.device)[None]
+        kwargs: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "position_embeddings": self.rotary_emb(states, position_ids),
+            "past_key_values": cache,
+        }
+        first, *others = self.layers
+        if self.config.version == 1:
+            hidden = first(self.fc(torch.cat([embeddings, states], -1)), **kwargs)
+        else:
+            hidden = first(embeddings, states, **kwargs)
+        for layer in others:
+            hidden = layer(hidden, **kwargs)
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def logits(self, states: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
+        """[..., Vd], over the draft vocabulary, of the states [..., H] that a step returned.
+
+        target: needed for EAGLE-1, whose output embedding is the target's.
+        """
+        if self.config.version == 3:
+            return self.lm_head(states if self.config.norm_output else self.norm(states))
+        if target is None:
+            raise ValueError("target: None given; an EAGLE-1 head says tokens through its target's output embedding")
+        output = target.get_output_embeddings()
+        weight = getattr(output, "weight", states)  # a fused one has none to ask
+        return output(states.to(weight.device, weight.dtype)).to(states.device)
+
+    def over_all(self, logits: torch.Tensor) -> torch.Tensor:
+        """[..., Vd] -> [..., V]: minus infinity for tokens that the head cannot propose."""
+        if self.d2t is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
+        full[..., self.draft_tokens] = logits
+        return full
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> EagleHead:
+        """Moves and casts; the frequencies of the rotary embedding stay float32."""
+        frequencies = self.rotary_emb.inv_freq
+        super()._apply(fn, recurse)
+        self.rotary_emb.inv_freq = frequencies.to(self.rotary_emb.inv_freq.device)
+        return self
+
+
+class _FusedLayer(nn.Module):
+    """EAGLE-3's first layer, made of a decoder layer's parts: attention looks at embedding and state side by side."""
+
+    def __init__(self, layer: Any, config: EagleConfig):
+        super().__init__()
+        self.self_attn = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=config.qkv_bias)
+            setattr(self.self_attn, name, wide)
+        self.mlp: nn.Module = layer.mlp
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm: nn.Module = layer.input_layernorm
+        self.post_attention_layernorm: nn.Module = layer.post_attention_layernorm
+        self.norm_before_residual = config.norm_before_residual
+
+    def forward(self, embeddings: torch.Tensor, states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        normed = self.hidden_norm(states)
+        residual = normed if self.norm_before_residual else states
+        attended, _ = self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], -1), **kwargs)
+        hidden = residual + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def unrolled_mask(columns: int, step: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """What a column may look at in step `step` (0-based) of training, [1, 1, n, (step + 1) * n] bool, true where it may.
+
+    The keys of all steps lie side by side. True features are seen up to the column's own place; of each later step, which
+    stands for one token more of this column's continuation, its own column alone. Two steps over three columns:
+
+                step 0    step 1
+                0 1 2     0 1 2
+            0   1         1
+            1   1 1         1
+            2   1 1 1         1
+    """
+    own = torch.eye(columns, dtype=torch.bool, device=device)
+    return torch.cat([torch.ones_like(own).tril(), *[own] * step], -1)[None, None]

@@ -1,0 +1,139 @@
+"""The shape of an EAGLE head: what config.json says of it, whatever the format.
+
+Knows transformers' configs of decoder layers; the module is in eagle, the formats are in eagle_formats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+
+__all__ = ["EagleConfig", "default_taps"]
+
+_CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+
+
+def default_taps(layers: int) -> tuple[int, int, int]:
+    """A low, a middle and a high layer of a target, as indices into transformers' `hidden_states`: 2, L // 2, L - 3."""
+    low, middle, high = sorted(min(max(1, tap), layers) for tap in (2, layers // 2, layers - 3))
+    return low, middle, high
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The shape of a head and how its parts are connected.
+
+    Args:
+        version: 1 (EAGLE-1 and EAGLE-2, which differ in how they draft) or 3.
+        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of the layer, H and so on.
+        vocab_size: V, the target's.
+        taps: where the target's features are taken, as indices into transformers' `hidden_states`; their number is the
+            target's layers L for what leaves the final norm. EAGLE-1 has one, (L,).
+        target_hidden_size: Ht; None (default) for H, as EAGLE-1 needs it.
+        draft_vocab_size: Vd, tokens that the head can propose; None (default) for all V. EAGLE-3 only.
+        num_hidden_layers: decoder layers; the first one is the fused one.
+        layer: "llama" (default) or "qwen3", the kind of decoder layer.
+        hidden_act, rms_norm_eps, max_position_embeddings: of the layer, as in transformers.
+        rope: transformers' `rope_parameters`, `rope_theta` included.
+        fc_bias: of the fusion. None (default) is true for EAGLE-1 and false for EAGLE-3.
+        qkv_bias, o_bias, mlp_bias: of the layer's projections.
+        own_embedding: the head has an embedding of its own; False (default) uses the target's.
+        norm_before_residual: EAGLE-3: the residual is the normed state.
+        norm_before_fc: EAGLE-3: one norm over the concatenated features, before `fc`.
+        fc_norm: EAGLE-3: a norm for each tap, before they are concatenated.
+        norm_output: EAGLE-3: the recurrent state is the one behind the final norm.
+    """
+
+    version: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    taps: tuple[int, ...]
+    target_hidden_size: int | None = None
+    draft_vocab_size: int | None = None
+    num_hidden_layers: int = 1
+    layer: str = "llama"
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    fc_bias: bool | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    own_embedding: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        if self.version not in (1, 3):
+            raise ValueError(f"version: {self.version} is not known; 1 (also for EAGLE-2) or 3")
+        if self.layer not in _CONFIGS:
+            raise ValueError(f"layer: {self.layer!r} is not known; one of {', '.join(_CONFIGS)}")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc, fc_norm: only one of them can be true")
+        object.__setattr__(self, "taps", tuple(self.taps))
+        for name, value in (
+            ("target_hidden_size", self.hidden_size),
+            ("draft_vocab_size", self.vocab_size),
+            ("fc_bias", self.version == 1),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.version == 1 and (len(self.taps) != 1 or self.target_hidden_size != self.hidden_size):
+            raise ValueError(
+                f"taps, target_hidden_size: EAGLE-1 goes on from one state as wide as its own ({self.hidden_size}), not from "
+                f"{len(self.taps)} of {self.target_hidden_size}"
+            )
+        if not self.taps:
+            raise ValueError("taps: name at least one of the target's hidden states")
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, version: int = 3, **fields: Any) -> EagleConfig:
+        """A head with the sizes of a target's layers. fields: what is to be different."""
+        config = target.config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        width = config.hidden_size
+        inner = getattr(config, "intermediate_size", None)
+        layers = config.num_hidden_layers
+        same = {
+            "hidden_size": width,
+            "intermediate_size": inner if isinstance(inner, int) else 4 * width,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+            # not by getattr: where layers differ in it, asking is an error
+            "head_dim": vars(config).get("head_dim") or width // heads,
+            "vocab_size": config.vocab_size,
+            "taps": (layers,) if version == 1 else default_taps(layers),
+            "target_hidden_size": width,
+            "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2048,
+        }
+        return cls(version, **(same | fields))
+
+    def of_layer(self) -> LlamaConfig | Qwen3Config:
+        """The config of the decoder layers, as transformers writes it."""
+        config = _CONFIGS[self.layer](
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            hidden_act=self.hidden_act,
+            rms_norm_eps=self.rms_norm_eps,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=dict(self.rope),
+            attention_bias=self.qkv_bias,
+            tie_word_embeddings=False,
+            **({"mlp_bias": self.mlp_bias} if self.layer == "llama" else {}),
+        )
+        config._attn_implementation = "sdpa"
+        return config

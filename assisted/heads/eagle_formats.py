@@ -1,0 +1,291 @@
+"""The formats in which EAGLE heads are published: SafeAILab's EAGLE-1 and EAGLE-3, SpecForge's, and speculators'.
+
+Knows files, names of tensors and what each convention counts from; the module is in eagle. Reading is strict.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+
+from .eagle import EagleConfig, EagleHead, default_taps
+from .files import find_folder, read_tensors, require_tensors
+
+__all__ = ["load_eagle", "save_eagle"]
+
+_FILES = ("model.safetensors", "pytorch_model.bin")
+_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_TAPS = "eagle_aux_hidden_state_layer_ids"
+_VERSION = "0.9.0"  # of speculators, whose format is written
+
+Format = Literal["eagle", "speculators"]
+
+
+def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHead:
+    """A head from a folder, a `zoo:` name or a Hub id, in the dtype it is stored in, on the CPU.
+
+    The tensors tell EAGLE-1 from EAGLE-3, config.json the rest. Where it does not say which layers of the target the head
+    reads, they are 2, L // 2 and L - 3. hub: how to download.
+
+    Raises ValueError for a head that was made for a target of other sizes, and, naming the tensor, for one that is missing,
+    too many or misshapen.
+    """
+    folder = find_folder(path, **hub)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"draft: {folder} holds no config.json")
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    tensors = read_tensors(folder, _FILES)
+    kind = fields.get("speculators_model_type")
+    if kind is not None:
+        if kind != "eagle3":
+            raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}; only 'eagle3' can be read")
+        config = _of_speculators(fields, tensors, target)
+    else:
+        config = _of_eagle(fields, tensors, target)
+        tensors = {_renamed(name, "midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    size = target.config.get_text_config(decoder=True).vocab_size
+    if config.vocab_size != size:
+        raise ValueError(f"draft: {folder} was made for a vocabulary of {config.vocab_size}; the target's has {size}")
+    head = EagleHead(config)
+    expected: dict[str, Any] = {name: tensor.shape for name, tensor in head.state_dict().items()}
+    if head.d2t is not None:
+        expected["t2d"] = (config.vocab_size,)
+    require_tensors(tensors, expected, folder)
+    known = tensors.pop("t2d", None)
+    head.to(tensors["fc.weight"].dtype)
+    head.load_state_dict(tensors)
+    if known is not None and not torch.equal(known.bool(), _mask(head)):
+        raise ValueError(f"draft: {folder} holds t2d and d2t that name different tokens")
+    return head.eval()
+
+
+def save_eagle(
+    head: EagleHead, folder: str | Path, format: Format = "eagle", target: PreTrainedModel | None = None
+) -> None:
+    """Write config.json and model.safetensors, which `load_eagle` reads back unchanged.
+
+    format: "eagle", as EAGLE's authors publish heads, with the tapped layers as SpecForge writes them; "speculators", which
+        vLLM serves together with the target (EAGLE-3 only). It always holds an embedding.
+    target: the model that the head belongs to. The second format names it, and holds its embedding where the head has none
+        of its own.
+
+    Raises ValueError for what a format cannot hold.
+    """
+    folder = Path(folder)
+    tensors = dict(head.state_dict())
+    if head.d2t is not None:
+        tensors["t2d"] = _mask(head)
+    if format == "eagle":
+        fields = _as_eagle(head)
+        if head.config.version == 3:
+            tensors = {_renamed(name, "layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    elif format == "speculators":
+        if head.config.version != 3:
+            raise ValueError("format: 'speculators' holds EAGLE-3 heads; write an EAGLE-1 head as 'eagle'")
+        fields = _as_speculators(head, target)
+        if "embed_tokens.weight" not in tensors:
+            if target is None:
+                raise ValueError("target: give it, this format holds an embedding and the head has none of its own")
+            with torch.no_grad():
+                tensors["embed_tokens.weight"] = head.embed(torch.arange(head.config.vocab_size), target)
+    else:
+        raise ValueError(f"format: {format!r} is not known; 'eagle' or 'speculators'")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _of_eagle(fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> EagleConfig:
+    """What SafeAILab's and SpecForge's config.json says."""
+    version = 3 if any(name.startswith("midlayer.") for name in tensors) else 1
+    kind = "qwen3" if any(name.endswith(".q_norm.weight") for name in tensors) else "llama"
+    layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    if version == 1:
+        return EagleConfig(
+            version=1,
+            taps=(layers,),
+            fc_bias=fields.get("bias", True),
+            own_embedding="embed_tokens.weight" in tensors,
+            **_of_layer(fields, kind),
+        )
+    inner = (fields.get("eagle_config") or {}).get(_TAPS)
+    taps = [place + 1 for place in inner] if inner is not None else fields.get(_TAPS)
+    return EagleConfig(
+        version=3,
+        taps=tuple(default_taps(layers) if taps is None else taps),
+        target_hidden_size=fields.get("target_hidden_size"),
+        draft_vocab_size=fields.get("draft_vocab_size"),
+        own_embedding="embed_tokens.weight" in tensors,
+        **_switches(fields),
+        **_of_layer(fields, kind),
+    )
+
+
+def _of_speculators(
+    fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: PreTrainedModel
+) -> EagleConfig:
+    inner = fields.get("transformer_layer_config") or {}
+    kind = inner.get("model_type", "llama")
+    layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    taps = fields.get(_TAPS)
+    return EagleConfig(
+        version=3,
+        taps=tuple(default_taps(layers) if taps is None else taps),
+        target_hidden_size=fields.get("target_hidden_size"),
+        draft_vocab_size=fields.get("draft_vocab_size", 32000),
+        own_embedding="embed_tokens.weight" in tensors,
+        **_switches(fields),
+        **_of_layer(inner, kind),
+    )
+
+
+def _switches(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: bool(fields.get(name, False)) for name in _SWITCHES}
+
+
+def _of_layer(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The fields of an EagleConfig that describe its decoder layer; what is left out has the default of its kind.
+
+    Raises ValueError for a kind of layer or a sliding window that a head cannot have.
+    """
+    if kind not in ("llama", "qwen3"):
+        raise ValueError(f"draft: heads with layers of kind {kind!r} are not known; 'llama' or 'qwen3'")
+    if "sliding_attention" in (fields.get("layer_types") or ()):
+        raise ValueError("draft: layer_types: heads with a sliding window are not known")
+    defaults: Any = LlamaConfig() if kind == "llama" else Qwen3Config()
+
+    def value(name: str) -> Any:
+        found = fields.get(name)
+        return getattr(defaults, name) if found is None else found
+
+    size, heads = value("hidden_size"), value("num_attention_heads")
+    few = fields.get("num_key_value_heads") or (heads if kind == "llama" else defaults.num_key_value_heads)
+    attention_bias = bool(fields.get("attention_bias", False))
+    return {
+        "layer": kind,
+        "head_dim": fields.get("head_dim") or (size // heads if kind == "llama" else defaults.head_dim),
+        "num_key_value_heads": few,
+        "qkv_bias": bool(fields.get("qkv_bias", attention_bias)),
+        "o_bias": attention_bias,
+        "mlp_bias": bool(fields.get("mlp_bias", False)),
+        "num_hidden_layers": fields.get("num_hidden_layers", 1),
+        "rope": _rope(fields),
+        **{
+            name: value(name)
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_attention_heads",
+                "hidden_act",
+                "rms_norm_eps",
+                "max_position_embeddings",
+            )
+        },
+    }
+
+
+def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary parameters in transformers' nested form, out of either form. A theta that is not there is 10000."""
+    values = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    kind = values.pop("type", "default")
+    theta = values.get("rope_theta", fields.get("rope_theta"))
+    return {"rope_type": kind, **values, "rope_theta": 10000.0 if theta is None else float(theta)}
+
+
+def _layer_fields(config: EagleConfig) -> dict[str, Any]:
+    return {
+        "model_type": config.layer,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "attention_bias": config.o_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": False,
+    }
+
+
+def _as_eagle(head: EagleHead) -> dict[str, Any]:
+    config = head.config
+    scaling = {name: value for name, value in config.rope.items() if name != "rope_theta"}
+    fields = {
+        "architectures": ["LlamaForCausalLM" if config.version == 1 else "LlamaForCausalLMEagle3"],
+        **_layer_fields(config),
+        "qkv_bias": config.qkv_bias,
+        # flat, as EAGLE's own code reads it; transformers understands both forms
+        "rope_theta": config.rope["rope_theta"],
+        "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
+        "torch_dtype": str(head.dtype).removeprefix("torch."),
+    }
+    if config.version == 1:
+        return {**fields, "bias": config.fc_bias}
+    return {
+        **fields,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_config": {"use_aux_hidden_state": True, _TAPS: [tap - 1 for tap in config.taps]},
+        **{name: True for name in _SWITCHES if getattr(config, name)},
+    }
+
+
+def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str, Any]:
+    config = head.config
+    if config.qkv_bias != config.o_bias:
+        raise ValueError("format: 'speculators' holds no biases of queries, keys and values alone; take 'eagle'")
+    verifier: dict[str, Any] = {"name_or_path": None, "architectures": []}
+    if target is not None:
+        architectures = target.config.architectures or [type(target).__name__]
+        verifier = {"name_or_path": target.name_or_path or None, "architectures": list(architectures)}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": _VERSION,
+        "draft_vocab_size": config.draft_vocab_size,
+        **{name: getattr(config, name) for name in _SWITCHES},
+        "target_hidden_size": config.target_hidden_size,
+        _TAPS: list(config.taps),
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "dtype": str(head.dtype).removeprefix("torch."),
+        "transformer_layer_config": {**_layer_fields(config), "rope_parameters": dict(config.rope)},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 3,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": verifier,
+        },
+    }
+
+
+def _mask(head: EagleHead) -> torch.Tensor:
+    """[V] bool: which of the target's tokens the head can propose. Raises ValueError for a d2t that leads outside."""
+    tokens, size = head.draft_tokens.cpu(), head.config.vocab_size
+    if int(tokens.min()) < 0 or int(tokens.max()) >= size or len(tokens.unique()) != len(tokens):
+        raise ValueError(f"d2t: it does not lead to {len(tokens)} different tokens of the target's {size}")
+    return torch.zeros(size, dtype=torch.bool).index_fill(0, tokens, True)
+
+
+def _renamed(name: str, old: str, new: str) -> str:
+    return new + name.removeprefix(old) if name.startswith(old) else name

@@ -1,0 +1,59 @@
+"""Checkpoint files of heads: where they lie, and reading their tensors strictly.
+
+Knows folders, the Hub and safetensors; nothing of what the tensors mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+
+from .. import zoo
+
+__all__ = ["find_folder", "read_tensors", "require_tensors"]
+
+_SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+
+
+def find_folder(path: str | Path, **hub: Any) -> Path:
+    """The folder behind a path, a `zoo:` name or a Hub id (downloaded, with what `snapshot_download` knows of `hub`)."""
+    found = Path(zoo.resolve(str(path)))
+    if found.is_dir():
+        return found
+    return Path(snapshot_download(str(path), **{name: hub[name] for name in _SNAPSHOT if name in hub}))
+
+
+def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The tensors of the first of these files that is there. Pickled files are read with `weights_only=True`.
+
+    Raises ValueError where the folder has none of them.
+    """
+    for name in names:
+        file = folder / name
+        if file.is_file():
+            if file.suffix == ".safetensors":
+                return load_file(file)
+            return torch.load(file, map_location="cpu", weights_only=True)
+    raise ValueError(f"draft: {folder} holds none of {', '.join(names)}")
+
+
+def require_tensors(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, Sequence[int]], where: str | Path
+) -> None:
+    """Refuse a checkpoint that has not exactly these tensors, in these shapes, with a ValueError that names the first that
+    is missing, too many or misshapen."""
+    for problem, names in (
+        ("lacks", expected.keys() - found.keys()),
+        ("has an unknown", found.keys() - expected.keys()),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"draft: {where} {problem} tensor {min(names)}{more}")
+    for name, shape in expected.items():
+        if tuple(found[name].shape) != tuple(shape):
+            raise ValueError(f"draft: {where} holds {name} of shape {list(found[name].shape)}; expected {list(shape)}")

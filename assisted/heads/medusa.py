@@ -1,0 +1,258 @@
+"""Medusa heads (2401.10774): the module, and the three formats its checkpoints come in.
+
+Head h reads the target's state after the final norm at token t and predicts token t + 2 + h; the target's own output
+predicts t + 1. Knows tensors and files; nothing of drafts.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from .files import find_folder, read_tensors, require_tensors
+
+__all__ = ["MedusaHeads", "output_size"]
+
+FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
+Format = Literal["medusa", "medusa-pt", "vllm"]
+
+
+class MedusaHeads(nn.Module):
+    """Several heads, computed together: each is `layers` blocks x + SiLU(Wx + b), then an output over the vocabulary.
+
+    New blocks are the identity, so that training starts from what the output makes of the state itself.
+
+    Args:
+        hidden_size: H, of the target's states.
+        vocab_size: V, of the output; fewer than the target's where `token_map` says which.
+        heads: how many. Each reaches one token further.
+        layers: blocks in each head.
+        own_output: heads have output matrices of their own (zero until they are trained or copied); False uses the
+            target's, which keeps a head as small as its blocks.
+        shared_output: own, but one matrix for all heads.
+        bias: blocks have b.
+        token_map: [V] int64, the target's token that each output stands for; None where they are the same.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        heads: int,
+        layers: int = 1,
+        own_output: bool = True,
+        *,
+        shared_output: bool = False,
+        bias: bool = True,
+        token_map: torch.Tensor | None = None,
+    ):
+        super().__init__()
+        self.hidden_size, self.vocab_size, self.heads, self.layers = hidden_size, vocab_size, heads, layers
+        self.weight = nn.Parameter(torch.zeros(layers, heads, hidden_size, hidden_size))
+        outputs = 1 if shared_output else heads
+        self.bias: nn.Parameter | None
+        self.output: nn.Parameter | None
+        self.token_map: torch.Tensor | None
+        self.register_parameter("bias", nn.Parameter(torch.zeros(layers, heads, hidden_size)) if bias else None)
+        self.register_parameter(
+            "output", nn.Parameter(torch.zeros(outputs, vocab_size, hidden_size)) if own_output else None
+        )
+        self.register_buffer("token_map", token_map)
+
+    def forward(
+        self, hidden: torch.Tensor, output: Callable[[torch.Tensor], torch.Tensor], count: int | None = None
+    ) -> torch.Tensor:
+        """Logits of the first `count` heads (None: all).
+
+        hidden: [..., H], the target's states after the final norm. output: the target's output embedding, called where the
+        heads have none of their own. Returns [heads, ..., V]: entry h, at the state of token t, is about token t + 2 + h.
+        """
+        count = self.heads if count is None else min(count, self.heads)
+        x = hidden.reshape(1, -1, self.hidden_size).expand(count, -1, -1).to(self.weight)
+        for layer in range(self.layers):
+            moved = x @ self.weight[layer, :count].mT  # [heads, N, H]
+            x = x + F.silu(moved if self.bias is None else moved + self.bias[layer, :count, None])
+        if self.output is None:
+            logits = output(x.to(hidden.dtype))
+        elif len(self.output) == 1:
+            logits = F.linear(x, self.output[0])
+        else:
+            logits = x @ self.output[:count].mT
+        return logits.view(count, *hidden.shape[:-1], -1)
+
+    def tokens(self, columns: torch.Tensor) -> torch.Tensor:
+        """The target's tokens behind columns of the logits, int64 of any shape."""
+        return columns if self.token_map is None else self.token_map[columns]
+
+    @classmethod
+    def for_target(
+        cls, target: PreTrainedModel, heads: int = 4, layers: int = 1, own_output: bool = False
+    ) -> MedusaHeads:
+        """New heads, to be trained for a target, in float32 on its device; their outputs are copies of the target's."""
+        vocab_size, hidden_size = output_size(target)
+        new = cls(hidden_size, vocab_size, heads, layers, own_output)
+        if new.output is not None:
+            with torch.no_grad():
+                new.output.copy_(target.get_output_embeddings().weight)
+        return new.to(target.device)
+
+    @classmethod
+    def load(cls, path: str | Path, target: PreTrainedModel | None = None, **hub: Any) -> MedusaHeads:
+        """Heads from a folder, a `zoo:` name or a Hub id (hub: how to download), in the dtype they are stored in.
+
+        The tensors say how many heads and layers there are: published configs are wrong about that. With a target, all
+        must have its sizes.
+
+        Raises ValueError, naming the tensor, for one that is missing, too many or misshapen.
+        """
+        folder = find_folder(path, **hub)
+        found = read_tensors(folder, FILES)
+        vllm = any(name.startswith("blocks.") for name in found)
+        names = _VLLM if vllm else _MEDUSA
+        token_map = found.pop("token_map", None) if vllm else None
+        heads, layers = names.size(found)
+        outputs = [name for name in (names.output.format(h=h, n=layers) for h in range(heads)) if name in found]
+        first = found.get(names.weight.format(h=0, l=0), torch.empty(0))
+        if target is not None:
+            size, hidden_size = output_size(target)
+        else:
+            size, hidden_size = len(found[outputs[0]]) if outputs else 0, len(first)
+        if token_map is not None:
+            for name in outputs:  # some files keep the rows that are not used
+                found[name] = found[name][token_map] if len(found[name]) == size else found[name]
+            size = len(token_map)
+        with torch.device("meta"):
+            new = cls(
+                hidden_size,
+                size,
+                heads,
+                layers,
+                own_output=bool(outputs) or vllm,
+                shared_output=vllm and len(outputs) == 1,
+                bias=not vllm or any(name.endswith("bias") for name in found),
+            )
+        require_tensors(found, {name: part.shape for name, part in names.of(new).items()}, folder)
+        new.to(first.dtype).to_empty(device="cpu")
+        new.token_map = token_map
+        with torch.no_grad():
+            for name, part in names.of(new).items():
+                part.copy_(found[name])
+        return new
+
+    def save(self, folder: str | Path, format: Format = "medusa", target: PreTrainedModel | None = None) -> None:
+        """Write config.json and the tensors, which `load` reads back unchanged.
+
+        format: "medusa", what the method's own trainer writes (version 2 where the heads use the target's output);
+            "medusa-pt", the pickled file of its first versions; "vllm", for vLLM up to 0.32.
+        target: the model that the heads belong to. Its name is written down; the last two formats hold its output where
+            the heads use it.
+
+        Raises ValueError for what a format cannot hold.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        heads = self._with_output(target) if self.output is None and format != "medusa" else self
+        base = target.name_or_path if target is not None else None
+        if format == "vllm":
+            whole = output_size(target)[0] if target is not None else self.vocab_size
+            if self.token_map is not None and target is None:
+                raise ValueError("target: give it, the size of its vocabulary is written down beside a token_map")
+            config = {
+                "model_type": "medusa",
+                "architectures": ["MedusaModel"],
+                "num_heads": self.heads,
+                "num_hidden_layers": self.layers,
+                "hidden_size": self.hidden_size,
+                "vocab_size": whole,
+                "truncated_vocab_size": self.vocab_size,
+                "original_lm_head": heads.output is not None and len(heads.output) == 1,
+                "medusa_fc_bias": self.bias is not None,
+                "dtype": str(self.weight.dtype).removeprefix("torch."),
+            }
+            tensors = _VLLM.of(heads)
+            if self.token_map is not None:
+                tensors["token_map"] = self.token_map
+        else:
+            if self.token_map is not None or self.bias is None:
+                raise ValueError(f"format: {format!r} holds no token_map and no blocks without bias; take 'vllm'")
+            config = {
+                "medusa_num_heads": self.heads,
+                "medusa_num_layers": self.layers,
+                "base_model_name_or_path": base,
+                **({"version": "2"} if heads.output is None else {}),
+            }
+            tensors = _MEDUSA.of(heads)
+        tensors = {name: part.detach().cpu().clone() for name, part in tensors.items()}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if format == "medusa-pt":
+            torch.save(tensors, folder / "medusa_lm_head.pt")
+        else:
+            file = "model.safetensors" if format == "vllm" else "medusa_lm_head.safetensors"
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+
+    def _with_output(self, target: PreTrainedModel | None) -> MedusaHeads:
+        """The same heads with a copy of the target's output, one for all of them."""
+        module = None if target is None else target.get_output_embeddings()
+        if module is None:
+            raise ValueError("target: give it, these heads use its output, and this format holds it")
+        if getattr(module, "bias", None) is not None:
+            raise ValueError("format: the target's output has a bias, which only 'medusa' can leave to the target")
+        other = copy.copy(self)
+        other._parameters = {**self._parameters, "output": nn.Parameter(module.weight.detach()[None])}
+        return other
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a format calls the tensors. h: head, l: layer, n: number of layers."""
+
+    weight: str
+    bias: str
+    output: str
+    repeats: bool  # an output that all heads share is written once for each
+
+    def of(self, heads: MedusaHeads) -> dict[str, torch.Tensor]:
+        """Every tensor by its name, as a view."""
+        found = {}
+        for h in range(heads.heads):
+            for l in range(heads.layers):
+                found[self.weight.format(h=h, l=l)] = heads.weight[l, h]
+                if heads.bias is not None:
+                    found[self.bias.format(h=h, l=l)] = heads.bias[l, h]
+        if heads.output is not None:
+            count = heads.heads if self.repeats else len(heads.output)
+            for h, matrix in enumerate(heads.output.expand(count, -1, -1)):
+                found[self.output.format(h=h, n=heads.layers)] = matrix
+        return found
+
+    def size(self, names: Iterable[str]) -> tuple[int, int]:
+        """Heads and layers that these names count up to."""
+        pattern = re.escape(self.weight).replace(r"\{h\}", r"(\d+)").replace(r"\{l\}", r"(\d+)")
+        places = [match.groups() for name in names if (match := re.fullmatch(pattern, name))]
+        heads, layers = ({int(place[i]) for place in places} for i in (0, 1))
+        return max(heads, default=0) + 1, max(layers, default=0) + 1
+
+
+_MEDUSA = _Names("{h}.{l}.linear.weight", "{h}.{l}.linear.bias", "{h}.{n}.weight", repeats=True)
+_VLLM = _Names("blocks.{h}.layers.{l}.weight", "blocks.{h}.layers.{l}.bias", "lm_heads.{h}.weight", repeats=False)
+
+
+def output_size(target: PreTrainedModel) -> tuple[int, int]:
+    """V and H of a target's output embedding. Raises ValueError where it has none."""
+    module = target.get_output_embeddings()
+    if module is None:
+        raise ValueError(f"target: {type(target).__name__} has no output embedding that heads could use")
+    if hasattr(module, "out_features"):  # quantized weights are packed
+        return module.out_features, module.in_features
+    return tuple(module.weight.shape)

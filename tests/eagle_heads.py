@@ -1,0 +1,87 @@
+"""EAGLE heads for tiny models: random ones, and ones that have learned by heart what a model writes.
+
+For the tests of heads and drafters. Knows the head's module; nothing of drafting.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from architectures import random_ids
+from transformers import DynamicCache, PreTrainedModel
+
+from assisted.cache import SlotCache
+from assisted.drafters.eagle import find_taps
+from assisted.drafters.tapped import TappedModel
+from assisted.heads.eagle import EagleConfig, EagleHead, unrolled_mask
+from assisted.runtime import Masks
+
+__all__ = ["features_of", "random_head", "trained_head", "written"]
+
+
+def random_head(target: PreTrainedModel, version: int = 3, seed: int = 0, **fields: Any) -> EagleHead:
+    """A head of the target's sizes; with fewer draft tokens than the target has, every other one from 3 on."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = EagleHead(EagleConfig.for_target(target, version, **fields)).eval()
+    if head.d2t is not None:
+        size = head.config.vocab_size
+        head.draft_tokens = torch.arange(size)[-2 * len(head.d2t) + 1 :: 2]
+    return head
+
+
+_known_taps = functools.lru_cache(maxsize=4)(find_taps)
+
+
+@torch.no_grad()
+def features_of(target: PreTrainedModel, head: EagleHead, ids: torch.Tensor) -> torch.Tensor:
+    """What a head goes on from, [B, n, F], of a text that is not padded."""
+    layers, final_norm = _known_taps(target, head)
+    masks = Masks.of(target)
+    cache = SlotCache(len(ids), ids.shape[1], right_aligned=not masks.trees)
+    model = TappedModel(target, cache, masks, layers, head.config.taps, final_norm)
+    model.prefill(ids, None)
+    return torch.cat([model.states(tap) for tap in head.config.taps], -1)
+
+
+def written(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a target writes, greedily, after the prompts of test_methods: ids [B, n] int64, and how many count in each row."""
+    kwargs = {"max_new_tokens": 26, "do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None}
+    prompts = [random_ids(target, 1, 20, seed=20)[0]]
+    prompts += [prompt[2 * row :] for row, prompt in enumerate(random_ids(target, 4, 12, seed=4))]
+    texts = [target.generate(p[None], attention_mask=torch.ones_like(p)[None], **kwargs)[0] for p in prompts]
+    ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    return ids, torch.tensor([len(text) for text in texts])
+
+
+def trained_head(
+    target: PreTrainedModel, version: int = 3, steps: int = 60, unrolled: int = 2, seed: int = 0, **fields: Any
+) -> EagleHead:
+    """A head that has learned by heart what the target writes: most of its drafts there are right."""
+    head = random_head(target, version, seed, **fields)
+    ids, lengths = written(target)
+    features = features_of(target, head, ids)[:, :-1].clone()
+    with torch.no_grad():
+        embeddings = head.embed(ids[:, 1:], target)
+    columns = features.shape[1]
+    known = torch.full((head.config.vocab_size,), -100)
+    known[head.draft_tokens] = torch.arange(len(head.draft_tokens))
+    wanted = known[ids].masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -100)
+    optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
+    positions = torch.arange(columns)[None]
+    for _ in range(steps):
+        states, cache = head.fuse(features), DynamicCache()
+        loss = torch.zeros(())
+        for step in range(unrolled):
+            read = embeddings.roll(-step, 1)
+            states = head(read, states, positions + step, unrolled_mask(columns, step), cache)
+            logits = head.logits(states[:, : columns - 1 - step], target)
+            loss = loss + torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted[:, 2 + step :])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for parameter in target.parameters():
+        parameter.grad = None
+    return head

@@ -1,0 +1,397 @@
+"""Checkpoints of EAGLE heads, in every format they are published in: written by hand, as the formats say, and read back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import random_ids
+from eagle_heads import features_of, random_head
+from pairs import pair
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
+
+from assisted import zoo
+from assisted.drafters import DraftModel, Eagle, parse
+from assisted.heads import kinds
+from assisted.heads.eagle import EagleConfig, EagleHead, unrolled_mask
+from assisted.heads.eagle_formats import load_eagle, save_eagle
+from assisted.heads.kinds import kind_of
+
+VOCABULARY, WIDTH, DRAFT = 96, 32, 40
+
+# As EAGLE-1's authors write it; what is left out has its default.
+EAGLE_1 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-5,
+}
+EAGLE_3 = EAGLE_1 | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "draft_vocab_size": DRAFT,
+    "target_hidden_size": WIDTH,
+}
+SPECULATORS = {
+    "architectures": ["Eagle3DraftModel"],
+    "speculators_model_type": "eagle3",
+    "draft_vocab_size": DRAFT,
+    "norm_before_residual": False,
+    "eagle_aux_hidden_state_layer_ids": [1, 2],
+    "transformer_layer_config": {name: value for name, value in EAGLE_1.items() if name != "architectures"},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return pair()[0]
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def layer(prefix: str, fused: int) -> dict[str, torch.Tensor]:
+    """What both versions call the same."""
+    return {
+        f"{prefix}self_attn.q_proj.weight": noise(32, fused, seed=1),
+        f"{prefix}self_attn.k_proj.weight": noise(16, fused, seed=2),
+        f"{prefix}self_attn.v_proj.weight": noise(16, fused, seed=3),
+        f"{prefix}self_attn.o_proj.weight": noise(WIDTH, 32, seed=4),
+        f"{prefix}mlp.gate_proj.weight": noise(48, WIDTH, seed=5),
+        f"{prefix}mlp.up_proj.weight": noise(48, WIDTH, seed=6),
+        f"{prefix}mlp.down_proj.weight": noise(WIDTH, 48, seed=7),
+        f"{prefix}post_attention_layernorm.weight": noise(WIDTH, seed=8),
+    }
+
+
+def eagle_1() -> dict[str, torch.Tensor]:
+    return {"fc.weight": noise(WIDTH, 2 * WIDTH), "fc.bias": noise(WIDTH), **layer("layers.0.", WIDTH)}
+
+
+def eagle_3(prefix: str = "midlayer.", taps: int = 3) -> dict[str, torch.Tensor]:
+    tokens = torch.arange(DRAFT) * 2 + 5
+    return {
+        "fc.weight": noise(WIDTH, taps * WIDTH),
+        **layer(prefix, 2 * WIDTH),
+        f"{prefix}hidden_norm.weight": noise(WIDTH, seed=9),
+        f"{prefix}input_layernorm.weight": noise(WIDTH, seed=10),
+        "norm.weight": noise(WIDTH, seed=11),
+        "lm_head.weight": noise(DRAFT, WIDTH, seed=12),
+        "d2t": tokens - torch.arange(DRAFT),
+        "t2d": torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, tokens, True),
+    }
+
+
+def speculators() -> dict[str, torch.Tensor]:
+    return eagle_3("layers.0.", taps=2) | {"embed_tokens.weight": noise(VOCABULARY, WIDTH)}
+
+
+CHECKPOINTS = {"eagle-1": (EAGLE_1, eagle_1), "eagle-3": (EAGLE_3, eagle_3), "speculators": (SPECULATORS, speculators)}
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], pickled: bool = False) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def say(head: EagleHead, target: Any) -> torch.Tensor:
+    """Its logits over two steps, of the target's own features."""
+    ids = random_ids(target, 1, 10)
+    with torch.no_grad():
+        states = head.fuse(features_of(target, head, ids)[:, :-1])
+        logits = []
+        for _ in range(2):
+            states = head(head.embed(ids[:, 1:], target), states)
+            logits.append(head.logits(states, target))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_read_and_written_again_without_loss(name, pickled, target, tmp_path):
+    config, tensors = CHECKPOINTS[name][0], CHECKPOINTS[name][1]()
+    head = load_eagle(write(tmp_path / "given", config, tensors, pickled), target)
+    again = tmp_path / "again"
+    save_eagle(head, again, "speculators" if name == "speculators" else "eagle", target)
+    held = load_file(again / "model.safetensors")
+    assert held.keys() == tensors.keys()
+    for tensor_name, tensor in tensors.items():
+        assert held[tensor_name].dtype == tensor.dtype
+        assert torch.equal(held[tensor_name], tensor)
+    assert load_eagle(again, target).config == head.config
+
+
+def test_fields_mean_what_the_formats_say(target, tmp_path):
+    layers = target.config.num_hidden_layers
+    one = load_eagle(write(tmp_path / "1", EAGLE_1, eagle_1()), target)
+    assert one.config.version == 1
+    assert one.config.taps == (layers,)
+    assert one.config.fc_bias
+    assert one.config.rope == {"rope_type": "default", "rope_theta": 10000.0}
+    assert one.config.rms_norm_eps == 1e-5
+    three = load_eagle(write(tmp_path / "3", EAGLE_3, eagle_3()), target)
+    assert three.config.version == 3
+    assert not three.config.fc_bias
+    assert three.draft_tokens.tolist() == list(range(5, 85, 2))
+    written = load_eagle(write(tmp_path / "s", SPECULATORS, speculators()), target)
+    assert written.config.taps == (1, 2)
+    assert written.config.own_embedding
+
+
+def test_an_eagle_1_without_bias(target, tmp_path):
+    tensors = eagle_1()
+    del tensors["fc.bias"]
+    head = load_eagle(write(tmp_path, EAGLE_1 | {"bias": False}, tensors), target)
+    assert head.fc.bias is None
+    with pytest.raises(ValueError, match=r"fc\.bias"):
+        load_eagle(write(tmp_path, EAGLE_1, tensors), target)
+
+
+def test_biases_of_queries_keys_and_values(target, tmp_path):
+    biases = {f"layers.0.self_attn.{n}_proj.bias": noise(size) for n, size in (("q", 32), ("k", 16), ("v", 16))}
+    head = load_eagle(write(tmp_path / "given", EAGLE_1 | {"qkv_bias": True}, eagle_1() | biases), target)
+    assert head.layers[0].self_attn.o_proj.bias is None
+    assert torch.equal(head.layers[0].self_attn.k_proj.bias, biases["layers.0.self_attn.k_proj.bias"])
+    save_eagle(head, tmp_path / "again")
+    assert torch.equal(say(load_eagle(tmp_path / "again", target), target), say(head, target))
+
+
+@pytest.mark.parametrize(
+    ("fields", "theta", "kind"),
+    [
+        ({}, 10000.0, "default"),
+        ({"rope_theta": 5e5}, 5e5, "default"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, "default"),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, 5e5, "linear"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}, 5e5, "linear"),
+    ],
+)
+def test_rotary_parameters_flat_and_nested(fields, theta, kind, target, tmp_path):
+    head = load_eagle(write(tmp_path / "given", EAGLE_1 | fields, eagle_1()), target)
+    assert head.config.rope["rope_theta"] == theta
+    assert head.config.rope["rope_type"] == kind
+    assert head.config.rope.get("factor") == (2.0 if kind == "linear" else None)
+    save_eagle(head, tmp_path / "again")
+    again = load_eagle(tmp_path / "again", target)
+    assert again.config == head.config
+    assert torch.equal(again.rotary_emb.inv_freq, head.rotary_emb.inv_freq)
+    expected = 1 / theta ** (torch.arange(0, 8, 2) / 8) / (2.0 if kind == "linear" else 1.0)
+    assert torch.allclose(head.rotary_emb.inv_freq, expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "taps"),
+    [
+        ({}, (2, 4, 5)),  # L = 8
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, (1, 3, 8)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, (2, 4, 5)),
+    ],
+    ids=["left out", "counted in hidden states", "counted in layers"],
+)
+def test_tapped_layers(fields, taps, target, tmp_path):
+    deep = type(target)(type(target.config)(**{**target.config.to_dict(), "num_hidden_layers": 8}))
+    head = load_eagle(write(tmp_path / "given", EAGLE_3 | fields, eagle_3()), deep)
+    assert head.config.taps == taps
+    for format in ("eagle", "speculators"):
+        save_eagle(head, tmp_path / format, format, deep)
+        assert load_eagle(tmp_path / format, deep).config.taps == taps
+    fields = json.loads((tmp_path / "eagle" / "config.json").read_text())
+    assert fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [tap - 1 for tap in taps]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop("fc.weight"), r"lacks tensor .*fc\.weight"),
+        (lambda tensors: tensors.update({"extra.weight": noise(2)}), r"unknown tensor extra\.weight"),
+        (lambda tensors: tensors.update({"fc.weight": noise(2, 3)}), r"fc\.weight of shape \[2, 3\]"),
+    ],
+    ids=["missing", "extra", "misshapen"],
+)
+def test_tensors_are_checked(name, change, said, target, tmp_path):
+    config, tensors = CHECKPOINTS[name][0], CHECKPOINTS[name][1]()
+    change(tensors)
+    with pytest.raises(ValueError, match=said):
+        load_eagle(write(tmp_path, config, tensors), target)
+
+
+def test_the_draft_vocabulary_is_checked(target, tmp_path):
+    tensors = eagle_3()
+    tensors["t2d"] = ~tensors["t2d"]
+    with pytest.raises(ValueError, match="t2d and d2t"):
+        load_eagle(write(tmp_path, EAGLE_3, tensors), target)
+    tensors = eagle_3()
+    tensors["d2t"] = tensors["d2t"] + VOCABULARY
+    with pytest.raises(ValueError, match="d2t"):
+        load_eagle(write(tmp_path, EAGLE_3, tensors), target)
+    del tensors["d2t"]
+    with pytest.raises(ValueError, match="d2t"):
+        load_eagle(write(tmp_path, EAGLE_3, tensors), target)
+
+
+def test_a_full_draft_vocabulary_has_no_maps(target, tmp_path):
+    tensors = eagle_3() | {"lm_head.weight": noise(VOCABULARY, WIDTH)}
+    with pytest.raises(ValueError, match="d2t"):
+        load_eagle(write(tmp_path, EAGLE_3 | {"draft_vocab_size": VOCABULARY}, tensors), target)
+    del tensors["d2t"], tensors["t2d"]
+    head = load_eagle(write(tmp_path, EAGLE_3 | {"draft_vocab_size": VOCABULARY}, tensors), target)
+    assert head.draft_tokens.tolist() == list(range(VOCABULARY))
+
+
+def test_what_cannot_be_read_is_refused(target, tmp_path):
+    with pytest.raises(ValueError, match=r"vocabulary of 95.*96"):
+        load_eagle(write(tmp_path, EAGLE_1 | {"vocab_size": 95}, eagle_1()), target)
+    with pytest.raises(ValueError, match="'dflash'"):
+        load_eagle(write(tmp_path, SPECULATORS | {"speculators_model_type": "dflash"}, speculators()), target)
+    layer = SPECULATORS["transformer_layer_config"]
+    with pytest.raises(ValueError, match="'mistral'"):
+        load_eagle(
+            write(
+                tmp_path, SPECULATORS | {"transformer_layer_config": layer | {"model_type": "mistral"}}, speculators()
+            ),
+            target,
+        )
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        load_eagle(tmp_path, target)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_eagle(tmp_path, target)
+
+
+def test_a_pickle_that_holds_more_than_tensors_is_not_run(target, tmp_path):
+    write(tmp_path, EAGLE_1, {"fc.weight": noise(2)} | {"harm": Path}, pickled=True)  # type: ignore[dict-item]
+    with pytest.raises(Exception, match="weights_only"):
+        load_eagle(tmp_path, target)
+
+
+def test_converted_both_ways(target, tmp_path):
+    head = random_head(target, 3, draft_vocab_size=DRAFT)
+    before = say(head, target)
+    save_eagle(head, tmp_path / "a", "eagle", target)
+    save_eagle(load_eagle(tmp_path / "a", target), tmp_path / "b", "speculators", target)
+    save_eagle(load_eagle(tmp_path / "b", target), tmp_path / "c", "eagle", target)
+    back = load_eagle(tmp_path / "c", target)
+    assert torch.equal(say(back, target), before)
+    assert replace(back.config, own_embedding=False) == head.config  # one of the formats always holds one
+    with pytest.raises(ValueError, match="target"):
+        save_eagle(head, tmp_path / "d", "speculators")
+    with pytest.raises(ValueError, match="EAGLE-3"):
+        save_eagle(random_head(target, 1), tmp_path / "d", "speculators", target)
+    with pytest.raises(ValueError, match="'gguf'"):
+        save_eagle(head, tmp_path / "d", "gguf")  # type: ignore[arg-type]
+
+
+def test_half_precision_is_kept(target, tmp_path):
+    head = random_head(target, 3, draft_vocab_size=DRAFT).bfloat16()
+    save_eagle(head, tmp_path)
+    again = load_eagle(tmp_path, target)
+    assert again.dtype == torch.bfloat16
+    assert again.d2t.dtype == torch.int64
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
+def test_a_folder_of_heads_is_told_from_a_draft_model(name, pickled, tmp_path):
+    folder = write(tmp_path, CHECKPOINTS[name][0], CHECKPOINTS[name][1](), pickled)
+    assert kind_of(folder) == "eagle"
+    assert parse(str(folder)) == Eagle(str(folder))
+    assert parse(DraftModel(str(folder))) == Eagle(str(folder))
+    assert parse(f"eagle:{folder}") == Eagle(str(folder))
+    with pytest.raises(ValueError, match="draft_quantization"):
+        parse(str(folder), "nf4")
+
+
+def test_a_hub_id_is_told_by_what_was_downloaded(tmp_path, monkeypatch):
+    folder = write(tmp_path, EAGLE_3, eagle_3())
+    assert parse("org/head") == DraftModel("org/head")
+    monkeypatch.setattr(kinds, "try_to_load_from_cache", lambda path, name: str(folder / name))
+    assert parse("org/head") == Eagle("org/head")
+
+
+def test_other_folders_are_not(tmp_path):
+    assert kind_of(zoo.folder("draft")) is None  # a Llama model of one layer
+    assert kind_of(tmp_path) is None
+    assert kind_of("org/name") is None
+    (tmp_path / "config.json").write_text("not json")
+    assert kind_of(tmp_path) is None
+    for fields in ({"medusa_num_heads": 3}, {"model_type": "medusa"}):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        assert kind_of(tmp_path) == "medusa"
+    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "dflash"}))
+    with pytest.raises(ValueError, match="'dflash'"):
+        kind_of(tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the speculators package is not installed")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"layer": "qwen3"},
+        {"norm_before_residual": True},
+        {"norm_before_fc": True},
+        {"fc_norm": True},
+        {"norm_output": True},
+        {"draft_vocab_size": DRAFT, "num_hidden_layers": 2},
+        {"rope": {"rope_type": "default", "rope_theta": 5e5}, "taps": (1, 2)},
+    ],
+    ids=lambda fields: ", ".join(fields) or "plain",
+)
+def test_speculators_reads_what_is_written(fields, target, tmp_path):
+    """Its model says the same as ours, over the steps that it trains: the layers, their order and the recurrence."""
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    head = random_head(target, 3, **({"taps": (1, 2, 2)} | fields))
+    save_eagle(head, tmp_path, "speculators", target)
+    config = Eagle3SpeculatorConfig.from_pretrained(tmp_path)
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = Eagle3DraftModel(config)
+    loaded = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert not loaded.unexpected_keys
+    assert {name for name in loaded.missing_keys if not name.startswith("verifier_")} <= {"rotary_emb.inv_freq"}
+    said: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, args, output: said.append(output))
+    ids = random_ids(target, 1, 10)
+    features = features_of(target, head, ids)[:, :-1]
+    with torch.no_grad():
+        model.eval()(features, ids[:, 1:], torch.zeros_like(ids[:, 1:]), ttt_steps=3)
+        states, cache, columns = head.fuse(features), DynamicCache(), features.shape[1]
+        for step in range(3):
+            read = head.embed(torch.nn.functional.pad(ids[:, 1 + step :], (0, step)), target)
+            mask = unrolled_mask(columns, step)
+            states = head(read, states, torch.arange(columns)[None] + step, mask, cache)
+            logits = head.logits(states, target)
+            assert torch.allclose(logits, said[step], atol=1e-4), step
+
+
+def test_a_config_that_cannot_be(target):
+    sizes = {name: getattr(EagleConfig.for_target(target), name) for name in ("hidden_size", "intermediate_size")}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96}
+    for fields, said in (
+        ({"version": 2, "taps": (1,)}, "version"),
+        ({"version": 3, "taps": ()}, "taps"),
+        ({"version": 1, "taps": (1, 2)}, "taps"),
+        ({"version": 1, "taps": (2,), "target_hidden_size": 64}, "target_hidden_size"),
+        ({"version": 3, "taps": (2,), "layer": "gpt2"}, "layer"),
+        ({"version": 3, "taps": (2,), "fc_norm": True, "norm_before_fc": True}, "fc_norm"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            EagleConfig(**sizes, **fields)

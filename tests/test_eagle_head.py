@@ -1,0 +1,167 @@
+"""The EAGLE head as a module: whole sequences at once, token by token, and the steps that it is trained over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import random_ids
+from eagle_heads import features_of, random_head, trained_head
+from pairs import ROUNDING, pair
+from transformers import DynamicCache
+
+from assisted.heads.eagle import EagleConfig, default_taps, unrolled_mask
+
+SHAPES = [
+    {"version": 1},
+    {"version": 1, "layer": "qwen3", "num_hidden_layers": 2, "fc_bias": False},
+    {"version": 3},
+    {"version": 3, "draft_vocab_size": 40, "own_embedding": True, "taps": (1, 2)},
+    {"version": 3, "layer": "qwen3", "num_hidden_layers": 2, "norm_before_residual": True, "fc_norm": True},
+    {"version": 3, "norm_before_fc": True, "norm_output": True, "qkv_bias": True},
+]
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: ", ".join(f"{k}={v}" for k, v in shape.items()))
+def head(request):
+    return random_head(pair()[0], **request.param)
+
+
+@pytest.fixture(scope="module")
+def given(head):
+    """The target, embeddings of token i + 1 and what the head makes of feature i, for two rows of 9 columns."""
+    target = pair()[0]
+    ids = random_ids(target, 2, 10)
+    with torch.no_grad():
+        return target, head.embed(ids[:, 1:], target), head.fuse(features_of(target, head, ids)[:, :-1])
+
+
+@torch.no_grad()
+def test_a_sequence_at_once_is_the_sequence_column_by_column(head, given):
+    _, embeddings, states = given
+    whole = head(embeddings, states)
+    cache = DynamicCache()
+    for column in range(9):
+        one = slice(column, column + 1)
+        seen = torch.ones(1, 1, 1, column + 1, dtype=torch.bool)
+        step = head(embeddings[:, one], states[:, one], torch.tensor([[column]]), seen, cache)
+        assert torch.allclose(step, whole[:, one], atol=ROUNDING)
+
+
+@torch.no_grad()
+def test_no_column_sees_a_later_one(head, given):
+    _, embeddings, states = given
+    before = head(embeddings, states)
+    after = head(embeddings.index_fill(1, torch.tensor([5]), 1.0), states.index_fill(1, torch.tensor([5]), 1.0))
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert (before[:, 5:] != after[:, 5:]).any(-1).all()
+
+
+@torch.no_grad()
+def test_training_steps_are_the_steps_of_a_draft(head, given):
+    """Column i of step s is what a head says that read true features up to column i, and then s times its own states."""
+    _, embeddings, first = given
+    columns, steps = 9, 3
+    cache, states, positions = DynamicCache(), first, torch.arange(columns)[None]
+    trained = []
+    for step in range(steps):
+        read = embeddings.roll(-step, 1)
+        states = head(read, states, positions + step, unrolled_mask(columns, step), cache)
+        trained.append(states)
+    for column in range(columns - steps):
+        cache = DynamicCache()
+        seen = torch.ones(column + 1, column + 1, dtype=torch.bool).tril()[None, None]
+        known = slice(0, column + 1)
+        state = head(embeddings[:, known], first[:, known], positions[:, known], seen, cache)[:, -1:]
+        for step in range(steps):
+            assert torch.allclose(state[:, 0], trained[step][:, column], atol=ROUNDING)
+            place = column + step + 1
+            seen = torch.ones(1, 1, 1, place + 1, dtype=torch.bool)
+            state = head(embeddings[:, place : place + 1], state, torch.tensor([[place]]), seen, cache)
+
+
+@torch.no_grad()
+def test_logits_are_over_the_draft_vocabulary(head, given):
+    target, embeddings, states = given
+    logits = head.logits(head(embeddings, states), target)
+    assert logits.shape == (2, 9, head.config.draft_vocab_size)
+    full = head.over_all(logits)
+    assert full.shape == (2, 9, head.config.vocab_size)
+    assert torch.equal(full[..., head.draft_tokens], logits)
+    assert int(full.isfinite().sum()) == logits.numel()
+
+
+def test_the_parts_that_are_the_targets():
+    target, _ = pair()
+    one, three = random_head(target, 1), random_head(target, 3)
+    ids = random_ids(target, 1, 4)
+    assert torch.equal(one.embed(ids, target), target.get_input_embeddings()(ids))
+    states = torch.randn(1, 4, 32)
+    assert torch.equal(one.logits(states, target), target.get_output_embeddings()(states))
+    assert torch.equal(one.fuse(states), states)
+    with pytest.raises(ValueError, match="target"):
+        one.logits(states)
+    assert three.logits(states).shape == (1, 4, 96)
+    names = [name for name, _ in one.named_parameters()]
+    assert not any("embed" in name or "lm_head" in name for name in names)
+
+
+def test_every_parameter_is_trained(head, given):
+    target, embeddings, states = given
+    head.zero_grad()
+    features = torch.randn(2, 9, len(head.config.taps) * 32)
+    cache = DynamicCache()
+    states = head.fuse(features)
+    for step in range(2):
+        states = head(embeddings.clone(), states, torch.arange(9)[None] + step, unrolled_mask(9, step), cache)
+        head.logits(states, target).logsumexp(-1).sum().backward(retain_graph=True)
+    lacking = {name for name, parameter in head.named_parameters() if parameter.grad is None}
+    assert lacking <= {"embed_tokens.weight"}  # embeddings come from outside
+    head.zero_grad()
+    target.zero_grad()
+
+
+def test_a_trained_head_says_what_the_target_writes():
+    target, _ = pair()
+    head = trained_head(target, 3, steps=80)
+    ids = target.generate(random_ids(target, 1, 20, seed=20), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    with torch.no_grad():
+        states = head.fuse(features_of(target, head, ids)[:, :-1])
+        said = head.logits(head(head.embed(ids[:, 1:], target), states)).argmax(-1)
+    assert (said[:, 18:-1] == ids[:, 20:]).float().mean() > 0.8
+
+
+def test_frequencies_are_not_rounded():
+    head = random_head(pair()[0], 3)
+    before = head.rotary_emb.inv_freq.clone()
+    head.bfloat16()
+    assert head.dtype == torch.bfloat16
+    assert head.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(head.rotary_emb.inv_freq, before)
+
+
+def test_a_draft_vocabulary_is_set():
+    head = random_head(pair()[0], 3, draft_vocab_size=3)
+    head.draft_tokens = torch.tensor([4, 7, 90])
+    assert head.draft_tokens.tolist() == [4, 7, 90]
+    assert head.d2t.tolist() == [4, 6, 88]
+    for wrong in ([4, 7], [7, 4, 90], [4, 4, 90]):
+        with pytest.raises(ValueError, match="draft_tokens"):
+            head.draft_tokens = torch.tensor(wrong)
+    with pytest.raises(ValueError, match="draft_tokens"):
+        random_head(pair()[0], 3).draft_tokens = torch.arange(96)
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps"), [(32, (2, 16, 29)), (16, (2, 8, 13)), (6, (2, 3, 3)), (2, (1, 1, 2)), (1, (1, 1, 1))]
+)
+def test_default_taps(layers, taps):
+    assert default_taps(layers) == taps
+
+
+def test_sizes_are_the_targets():
+    target, _ = pair()
+    config = EagleConfig.for_target(target, intermediate_size=20)
+    assert (config.hidden_size, config.target_hidden_size, config.vocab_size) == (32, 32, 96)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
+    assert config.intermediate_size == 20
+    assert EagleConfig.for_target(target, 1).taps == (2,)

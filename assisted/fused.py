@@ -26,6 +26,7 @@ __all__ = ["fused", "fused_product"]
 _FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _WIDE = 2**17  # entries of a matrix from which oneDNN's layout pays at any number of rows
 _MANY = 32  # rows from which it pays for every matrix
+_TABLE = 2**13  # positions whose angles are looked up
 _COPIED = 2**30  # bytes of parameters; a model that has more runs from its own alone, nothing joined or repacked
 _TOLERANCE = 1e-3  # of logits, relative to their spread: another model differs by far more
 
@@ -44,6 +45,7 @@ def fused(model: PreTrainedModel) -> PreTrainedModel:
     if made is None or not made.weights.same(weights):
         children: _Children = {
             ("model", "layers"): nn.ModuleList(_fused_layers(layers, weights.copied)),
+            ("model", "rotary_emb"): _Angles(model.model.rotary_emb, model.config),
             ("lm_head",): _FusedHead(model.lm_head, weights.copied),
         }
         same = _agree(model, _with(model, children))
@@ -136,12 +138,14 @@ class _FusedLayer(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """hidden_states: [B, n, D]. attention_mask: as sdpa takes it, None for causal attention. Returns [B, n, D]."""
+        """hidden_states: [B, n, D]. attention_mask: as sdpa takes it, None for causal attention. position_embeddings: what
+        `_Angles` returns. Returns [B, n, D].
+        """
         rows, width, _ = hidden_states.shape
         heads = self.heads(self.before_attention(hidden_states)).view(rows, width, -1, self.head_size)
         # shape: [B, n, query heads + 2 key heads, head size]
@@ -149,7 +153,8 @@ class _FusedLayer(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = turning[:, :, : self.query_heads], turning[:, :, self.query_heads :]
             turning = torch.cat([self.query_norm(query), self.key_norm(key)], 2)
-        turned = self.shared.rotated(turning, position_embeddings).transpose(1, 2)
+        cos, sin = position_embeddings
+        turned = torch.addcmul(turning * cos, turning.roll(self.head_size // 2, -1), sin).transpose(1, 2)
         query, key, value = turned[:, : self.query_heads], turned[:, self.query_heads :], value.transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.index)
@@ -179,22 +184,37 @@ class _FusedHead(nn.Module):
         return self.product(hidden_states)
 
 
+class _Angles(nn.Module):
+    """The rotary embedding, laid out for heads: cosines and signed sines, looked up on a CPU where they depend on the position
+    alone.
+    """
+
+    def __init__(self, rotary: nn.Module, config: Any):
+        super().__init__()
+        self.rotary = [rotary]  # in a list: it is the model's
+        kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        known = min(config.max_position_embeddings, _TABLE) if kind in ("default", "linear", "llama3") else 0
+        self.table = None if known == 0 else self._angles(torch.zeros(1), torch.arange(known)[None])
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden: any tensor of the model's kind. position_ids: [B or 1, n] int64. Returns two, [B or 1, n, 1, D]."""
+        table = self.table
+        if table is None or hidden.device.type != "cpu" or int(position_ids.max()) >= table[0].shape[1]:
+            return self._angles(hidden, position_ids)
+        cos, sin = table
+        return cos[0, position_ids], sin[0, position_ids]
+
+    def _angles(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = (part[:, :, None] for part in self.rotary[0](hidden, position_ids=position_ids))
+        half = sin.shape[-1] // 2
+        return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+
 class _Shared:
     """What the layers of a model would each make of the same inputs, made once a pass."""
 
     def __init__(self) -> None:
-        self.angles: tuple[Any, torch.Tensor, torch.Tensor] | None = None
         self.mask: tuple[Any, torch.Tensor] | None = None
-
-    def rotated(self, heads: torch.Tensor, embeddings: Any) -> torch.Tensor:
-        """Rotary embedding. heads: [B, n, H, D]; embeddings: the model's (cos, sin), [B, n, D] each. Returns the heads."""
-        known = self.angles
-        if known is None or known[0] is not embeddings:
-            cos, sin = (part[:, :, None] for part in embeddings)
-            half = sin.shape[-1] // 2
-            known = self.angles = embeddings, cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
-        _, cos, sin = known
-        return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
     def additive(self, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
         """A boolean mask as sdpa would turn it into numbers in every layer."""

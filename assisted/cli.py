@@ -1,4 +1,4 @@
-"""The command line: `assisted demo | generate | chat | zoo`.
+"""The command line: `assisted demo | generate | chat | train | zoo`.
 
 Knows arguments, standard streams and exit codes; the work is done elsewhere and imported when a command needs it.
 """
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from .training import commands as training
 
 __all__ = ["main"]
 
@@ -291,6 +293,8 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="a system message")
     _add_model(chat)
     _add_generation(chat)
+
+    training.add(commands, command)
 
     zoo = commands.add_parser("zoo", help="the shipped models", description="The shipped models.")
     actions = zoo.add_subparsers(required=True, metavar="ACTION")

@@ -356,23 +356,6 @@ def test_files_are_one_stream_with_ends(school, tmp_path):
     assert [tokenizer.decode(piece[:-1].tolist()) for piece in pieces] == [path.read_text() for path in files]
 
 
-def test_a_save_that_is_interrupted_costs_nothing(tmp_path, monkeypatch):
-    model = train.build_model(tiny())
-    rules = train.optimizers(model, tiny())
-    path = tmp_path / "checkpoint.pt"
-    train._save_checkpoint(path, model, rules, 7)
-
-    def half(state, file):
-        Path(file).write_bytes(b"half")
-        raise Interrupted
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", half)
-        with pytest.raises(Interrupted):
-            train._save_checkpoint(path, model, rules, 8)
-    assert train._resume(path, model, rules) == 7
-
-
 def test_what_cannot_be_trained(school, tmp_path):
     with pytest.raises(ValueError, match="name: 'giant' is not a shipped model; one of target, draft"):
         train.train("giant", tmp_path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,8 @@ import torch.nn.functional as F
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..training import checkpoints
+from ..training.early_exit import dropped_layers
 from . import corpus
 from .recipe import RECIPES, Recipe
 
@@ -178,10 +179,7 @@ def distillation_loss(
 def early_exit_plan(recipe: Recipe, step: int) -> tuple[frozenset[int], int]:
     """The layers dropped at this step and the one extra exit that is trained (LayerSkip, arXiv 2404.16710)."""
     rng = np.random.default_rng((recipe.seed, step, 7))
-    last = recipe.layers - 1
-    chance = [MAX_LAYER_DROPOUT * (math.exp(layer * math.log(2) / last) - 1) for layer in range(recipe.layers)]
-    skipped = frozenset(np.flatnonzero(rng.random(recipe.layers) < chance).tolist())
-    return skipped, 1 + step % last
+    return dropped_layers(recipe.layers, MAX_LAYER_DROPOUT, rng), 1 + step % (recipe.layers - 1)
 
 
 def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -226,7 +224,7 @@ def train(name: str, out: Path, compile_layers: bool = True, stop_after: int | N
         teacher.to(device)
     rules = optimizers(model, recipe)
     checkpoint = folder / "checkpoint.pt"
-    first = _resume(checkpoint, model, rules)
+    first = checkpoints.resume(checkpoint, model, rules)
     if compile_layers:
         for layer in [*model.model.layers, *(teacher.model.layers if teacher else ())]:
             layer.compile()
@@ -250,7 +248,7 @@ def train(name: str, out: Path, compile_layers: bool = True, stop_after: int | N
         log.write(json.dumps({"step": step, **shown}) + "\n")
         if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == stop_after:
             log.flush()
-            _save_checkpoint(checkpoint, model, rules, step + 1)
+            checkpoints.save(checkpoint, model, rules, step + 1)
     else:
         _save_model(model, folder)
         checkpoint.unlink(missing_ok=True)
@@ -301,23 +299,6 @@ def _tokenizer(recipe: Recipe, out: Path) -> PreTrainedTokenizerFast:
     if (folder / "tokenizer.json").exists():
         return AutoTokenizer.from_pretrained(folder)
     return train_tokenizer(recipe.vocab_size, folder, recipe.pieces)
-
-
-def _save_checkpoint(path: Path, model: LlamaForCausalLM, rules: list[torch.optim.Optimizer], step: int) -> None:
-    state = {"step": step, "model": model.state_dict(), "rules": [rule.state_dict() for rule in rules]}
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)  # an interrupted save must not cost the last good one
-
-
-def _resume(path: Path, model: LlamaForCausalLM, rules: list[torch.optim.Optimizer]) -> int:
-    if not path.exists():
-        return 0
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    model.load_state_dict(state["model"])
-    for rule, saved in zip(rules, state["rules"], strict=True):
-        rule.load_state_dict(saved)
-    return int(state["step"])
 
 
 def _save_model(model: LlamaForCausalLM, folder: Path) -> None:

@@ -1,0 +1,64 @@
+"""What an interrupted training goes on from: one file, replaced as a whole. Knows modules and optimizers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["resume", "save"]
+
+
+def save(
+    path: Path,
+    model: nn.Module,
+    rules: Sequence[torch.optim.Optimizer],
+    step: int,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the parameters that are trained, the optimizers' states and the number of steps done.
+
+    about: what the run was started with, ready for json; `resume` compares it.
+    """
+    state = {
+        "step": step,
+        "model": {name: p.detach() for name, p in model.named_parameters() if p.requires_grad},
+        "rules": [rule.state_dict() for rule in rules],
+        "about": dict(about or {}),
+    }
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)  # an interrupted save must not cost the last good one
+
+
+def resume(
+    path: Path, model: nn.Module, rules: Sequence[torch.optim.Optimizer], about: Mapping[str, Any] | None = None
+) -> int:
+    """Put a checkpoint back, if there is one. Returns the number of steps done.
+
+    Raises ValueError where it is of a run that was started with something else, naming what.
+    """
+    if not path.exists():
+        return 0
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    before, now = state["about"], dict(about or {})
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"{name}: the checkpoint {path} was written with {before.get(name)!r}, this run has {now.get(name)!r}; "
+                "give the same, or another folder"
+            )
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if trained.keys() != state["model"].keys():
+        odd = sorted(trained.keys() ^ state["model"].keys())
+        raise ValueError(f"out: the checkpoint {path} is of another model; {', '.join(odd[:3])} is only in one of them")
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(state["model"][name])
+    for rule, saved in zip(rules, state["rules"], strict=True):
+        rule.load_state_dict(saved)
+    return int(state["step"])

@@ -1,0 +1,203 @@
+"""Text to learn from: files, a dataset or the shipped models' corpus, as tokens in windows of one length.
+
+Knows texts and a tokenizer. Which window comes in which step is a function of the seed and the step alone.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..zoo import corpus
+
+__all__ = ["Text", "Windows", "pack", "read_dataset", "read_files", "read_text", "tokenize"]
+
+HELD_OUT = 0.05  # share of the documents that is never trained on
+HELD_OUT_FILES = 100  # of the shipped models' held-out text
+TEXT_COLUMNS = ("text", "content", "completion")
+_AT_ONCE = 256  # documents given to the tokenizer together
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens to learn from and tokens to measure on, each one stream with an end token behind every document.
+
+    Args:
+        training: [N] int32.
+        held_out: [M] int32, of documents that `training` has nothing of.
+        source: where they come from, as the caller wrote it.
+    """
+
+    training: np.ndarray
+    held_out: np.ndarray
+    source: str
+
+
+class Windows:
+    """Stretches of a stream, `batch` at a time: `windows[step]` is [batch, context] int64.
+
+    Every window comes once an epoch, in an order that the seed gives; each epoch cuts the stream elsewhere.
+
+    Args:
+        stream: [N] integers.
+        context: tokens of a window.
+        batch: windows a step.
+        seed: of the order.
+
+    Raises ValueError for a stream that is too short.
+    """
+
+    def __init__(self, stream: np.ndarray, context: int, batch: int, seed: int):
+        if len(stream) < 2 * context:
+            raise ValueError(
+                f"context: windows of {context} tokens want a text of at least {2 * context}, this one has {len(stream)}; "
+                "give more text or a smaller context"
+            )
+        self.stream = stream
+        self.context = context
+        self.batch = batch
+        self.seed = seed
+        self.an_epoch = len(stream) // context - 1
+        self._epoch = -1
+        self._starts = np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, step: int) -> torch.Tensor:
+        first = step * self.batch
+        starts = [self._start(number) for number in range(first, first + self.batch)]
+        rows = np.stack([self.stream[start : start + self.context] for start in starts])
+        return torch.from_numpy(rows.astype(np.int64))
+
+    def _start(self, number: int) -> int:
+        epoch, place = divmod(number, self.an_epoch)
+        if epoch != self._epoch:
+            rng = np.random.default_rng((self.seed, epoch))
+            shift = rng.integers(self.context)
+            self._starts = shift + self.context * rng.permutation(self.an_epoch)
+            self._epoch = epoch
+        return int(self._starts[place])
+
+
+def pack(stream: np.ndarray, context: int, rows: int) -> torch.Tensor:
+    """Windows of a stream, spread evenly over it and without overlap, at most `rows`: [N, context] int64."""
+    count = len(stream) // context
+    if count == 0:
+        raise ValueError(f"context: the held-out text has {len(stream)} tokens, fewer than {context}; give more text")
+    chosen = np.linspace(0, count - 1, min(rows, count)).round().astype(np.int64)
+    return torch.from_numpy(stream[: count * context].reshape(count, context)[chosen].astype(np.int64))
+
+
+def read_text(
+    tokenizer: PreTrainedTokenizerBase, text: Sequence[str] = (), dataset: str | None = None, limit: int | None = None
+) -> Text:
+    """The text behind the arguments of a command.
+
+    Args:
+        tokenizer: the target's.
+        text: files, folders (their UTF-8 text files) or patterns; or "zoo", the standard library with sympy and networkx
+            held out.
+        dataset: a Hub id or a folder that the `datasets` library reads, with a text column: "NAME", "NAME:SPLIT" or
+            "NAME:CONFIG:SPLIT". Without a split it is "train".
+        limit: documents taken from a dataset.
+
+    Raises ValueError where there is no text, ImportError where `datasets` is missing.
+    """
+    if "zoo" in text:
+        if len(text) > 1 or dataset is not None:
+            raise ValueError("text: 'zoo' has held-out text of its own and goes with no other text")
+        files = corpus.held_out_files()
+        held_out = map(corpus.read, random.Random(1).sample(files, min(HELD_OUT_FILES, len(files))))
+        return Text(
+            tokenize(tokenizer, map(corpus.read, corpus.training_files())), tokenize(tokenizer, held_out), "zoo"
+        )
+    if not text and dataset is None:
+        raise ValueError("text: nothing to train on; give --text with files or folders, --text zoo, or --dataset")
+    documents = [*read_files(text), *(read_dataset(dataset, limit) if dataset else ())]
+    training, kept = _split(documents)
+    source = ", ".join([*text, *([dataset] if dataset else [])])
+    return Text(tokenize(tokenizer, training), tokenize(tokenizer, kept), source)
+
+
+def read_files(paths: Iterable[str]) -> Iterator[str]:
+    """The text of files, of all files of folders, and of what matches patterns. Files of folders that are no UTF-8 are
+    passed over. Raises ValueError where there is nothing, or a named file is no text."""
+    for path in paths:
+        if Path(path).is_dir():
+            yield from filter(None, (_text_of(file) for file in sorted(Path(path).rglob("*")) if file.is_file()))
+            continue
+        files = [Path(path)] if Path(path).is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
+        if not files:
+            raise ValueError(f"text: {path!r} is no file or folder and matches none")
+        for file in files:
+            if not file.is_file():
+                continue
+            found = _text_of(file)
+            if found is None:
+                raise ValueError(f"text: {file} is no UTF-8 text")
+            yield found
+
+
+def read_dataset(name: str, limit: int | None = None) -> Iterator[str]:
+    """The documents of a dataset, `limit` at most. See `read_text`."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError("--dataset needs the datasets library: pip install 'assisted[train]'") from error
+    path, *rest = name.split(":")
+    split = rest.pop() if rest else "train"
+    rows = datasets.load_dataset(path, *rest, split=split)
+    column = next((known for known in TEXT_COLUMNS if known in rows.column_names), None)
+    if column is None:
+        raise ValueError(
+            f"dataset: {name!r} has the columns {', '.join(rows.column_names)}, none of {', '.join(TEXT_COLUMNS)}; "
+            "write its text to files and pass --text"
+        )
+    yield from (row[column] for row in islice(rows, limit))
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> np.ndarray:
+    """One stream with the end token behind each document, [N] int32."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    pieces = [np.empty(0, dtype=np.int32)]
+    remaining = iter(documents)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    while some := list(islice(remaining, _AT_ONCE)):
+        if backend is not None:  # without offsets: twice as fast
+            encoded = [found.ids for found in backend.encode_batch_fast(some, add_special_tokens=False)]
+        else:
+            encoded = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids
+        pieces += [np.asarray([*ids, *end], dtype=np.int32) for ids in encoded]
+    return np.concatenate(pieces)
+
+
+def _split(documents: list[str]) -> tuple[list[str], list[str]]:
+    """What is trained on and what is held out: chosen by what a document says, so that others do not change the choice.
+
+    A text of less than twenty documents gives the end of each.
+    """
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise ValueError("text: there is nothing in it")
+    if len(documents) * HELD_OUT < 1:
+        cuts = [int(len(document) * (1 - HELD_OUT)) for document in documents]
+        pairs = list(zip(documents, cuts, strict=True))
+        return [document[:cut] for document, cut in pairs], [document[cut:] for document, cut in pairs]
+    ranked = sorted(set(documents), key=lambda document: hashlib.sha256(document.encode()).digest())
+    count = max(1, int(len(ranked) * HELD_OUT))
+    chosen = set(ranked[:count])
+    return [d for d in documents if d not in chosen], [d for d in documents if d in chosen]
+
+
+def _text_of(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None

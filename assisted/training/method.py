@@ -1,0 +1,127 @@
+"""What the trainer asks of a method: what is trained, how a batch is scored, how the result is written; and what it needs.
+
+Knows modules; nothing of steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from .losses import Agreement
+from .plan import Plan
+
+__all__ = ["Method", "Needs", "needs"]
+
+
+class Method(ABC):
+    """What is trained against a target: a draft, a head, or early exits.
+
+    Attributes:
+        name: of the method, shown and written down.
+        student: the module whose parameters that require gradients are trained.
+        frozen: the modules that are run and never changed, the target first.
+        axis: what acceptance is measured along: "position", "exit layer".
+        places: the numbers on that axis.
+        vocabulary: V, of the logits.
+    """
+
+    name: str
+    student: nn.Module
+    frozen: Sequence[nn.Module] = ()
+    axis: str = "position"
+    places: Sequence[int] = (1,)
+    vocabulary: int
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What besides the plan decides the result, ready for json: a checkpoint of other settings is not resumed."""
+
+    @abstractmethod
+    def loss(self, ids: Tensor, step: int) -> Tensor:
+        """A scalar of a batch, [B, T] int64. May draw from torch's generator, which was seeded for this step."""
+
+    @abstractmethod
+    def acceptance(self, ids: Tensor) -> list[Agreement]:
+        """Teacher-forced on a text, for each of `places`. ids: [B, T] int64."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write what was trained where a drafter loads it from."""
+
+    def matrices(self) -> list[nn.Parameter]:
+        """What Muon may train: matrices of layers, neither embeddings nor output layers."""
+        return []
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that are trained."""
+        return [p for p in self.student.parameters() if p.requires_grad]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a training takes, without the activations.
+
+    Args:
+        frozen: parameters of what is run only.
+        trained: parameters of the student.
+        gradients: of what is trained.
+        optimizer: its state.
+        checkpoint: on disk; twice that while one replaces another.
+        logits: of one batch over the target's vocabulary, in float32: a measure of the activations, which hold this a few
+            times.
+    """
+
+    frozen: int
+    trained: int
+    gradients: int
+    optimizer: int
+    checkpoint: int
+    logits: int
+
+    @property
+    def memory(self) -> int:
+        return self.frozen + self.trained + self.gradients + self.optimizer
+
+    def __str__(self) -> str:
+        parts = {
+            "frozen": self.frozen,
+            "trained": self.trained,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+        }
+        listed = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())
+        return (
+            f"memory: {_mib(self.memory)} ({listed}) and activations (logits of a batch: {_mib(self.logits)})\n"
+            f"disk: {_mib(2 * self.checkpoint)} while a checkpoint replaces another, {_mib(self.checkpoint)} between"
+        )
+
+
+def needs(method: Method, plan: Plan) -> Needs:
+    """What a training takes, counted from its parameters."""
+    trained = method.trained()
+    matrices = {id(p) for p in method.matrices()} if plan.optimizer == "muon" else set()
+    optimizer = sum(_bytes(p) * (1 if id(p) in matrices else 2) for p in trained)
+    mine = {id(p) for p in method.student.parameters()}
+    others = {id(p): p for module in method.frozen for p in module.parameters() if id(p) not in mine}
+    return Needs(
+        frozen=sum(map(_bytes, others.values())),
+        trained=sum(map(_bytes, method.student.parameters())),
+        gradients=sum(map(_bytes, trained)),
+        optimizer=optimizer,
+        checkpoint=sum(map(_bytes, trained)) + optimizer,
+        logits=4 * plan.batch * plan.context * method.vocabulary,
+    )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

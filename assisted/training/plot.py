@@ -1,0 +1,37 @@
+"""The picture of a training: the loss, and held-out acceptance by place. Knows the metrics file alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["draw"]
+
+SMOOTHING = 50  # windows of a run's steps that the loss is averaged in
+
+
+def draw(metrics: Path, picture: Path, title: str, axis: str, places: Sequence[int]) -> str:
+    """Draw training.jsonl into a file. Returns a line that says where it is, or what is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no plot: it needs matplotlib (pip install 'assisted[train]')"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    measured = [row for row in rows if "greedy" in row]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    size = max(1, len(losses) // SMOOTHING)
+    groups = [losses[start : start + size] for start in range(0, len(losses), size)]
+    left.plot([group[-1][0] for group in groups], [sum(loss for _, loss in group) / len(group) for group in groups])
+    left.set(xlabel="step", ylabel="loss", title=title)
+    for place, number in enumerate(places):
+        steps = [row["step"] for row in measured]
+        right.plot(steps, [row["greedy"][place] for row in measured], marker=".", label=f"{axis} {number}")
+    right.set(xlabel="step", ylabel="accepted at temperature 0", title="held-out text, teacher-forced", ylim=(0, 1))
+    right.legend()
+    figure.savefig(picture, dpi=120)
+    return f"plot: {picture}"

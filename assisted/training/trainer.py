@@ -1,0 +1,242 @@
+"""One trainer for every method: seeded, resumable, with held-out acceptance on the way.
+
+A step is a function of (seed, step) and the state alone, so an interrupted run resumes to the same weights (on a CPU, bit
+for bit). Knows steps, optimizers, checkpoints and metrics; what is trained and how it is scored is the method's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from . import checkpoints
+from .data import Text, Windows, pack
+from .losses import Agreement
+from .method import Method, needs
+from .plan import Plan
+from .plot import draw
+
+__all__ = ["train"]
+
+METRICS, PLOT = "training.jsonl", "training.png"
+
+
+class _Scored(nn.Module):
+    """The student behind a forward that gives the loss, so that data-parallel wrappers see every parameter used."""
+
+    def __init__(self, method: Method):
+        super().__init__()
+        self.student = method.student
+        self._loss = [method.loss]  # in a list: the target is no part of what is trained
+
+    def forward(self, ids: Tensor, step: int) -> Tensor:
+        return self._loss[0](ids, step)
+
+
+def train(
+    method: Method,
+    text: Text,
+    plan: Plan,
+    out: str | Path,
+    stop_after: int | None = None,
+    say: Callable[[str], None] = print,
+    notes: dict[str, Any] | None = None,
+) -> Path:
+    """Train a method, or go on from its checkpoint, into a folder.
+
+    On a machine with one or several accelerators, start it with `accelerate launch`; only the CPU is tested.
+
+    Args:
+        method: what is trained; its target is never changed.
+        text: what it learns from.
+        plan: how long and how fast.
+        out: gets the result, training.jsonl, training.png, and checkpoint.pt until the end.
+        stop_after: stop, with a checkpoint, after this many steps in all.
+        say: where lines about the run go.
+        notes: more to write into training.json, such as the command.
+
+    Returns `out`.
+
+    Raises ValueError for a folder that holds another run, and for a text that is too short.
+    """
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    processes, main = accelerator.num_processes, accelerator.is_main_process
+    if plan.batch % processes:
+        raise ValueError(f"batch: {plan.batch} sequences do not divide among {processes} processes")
+    tell = say if main else lambda line: None
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    windows = Windows(text.training, plan.context, plan.batch, plan.seed)
+    held_out = pack(text.held_out, plan.context, plan.evaluate_rows)
+    count = sum(p.numel() for p in method.trained())
+    tell(f"{method.name}: {count:,} parameters to train, {len(text.training):,} tokens of text")
+    tell(str(needs(method, plan)))
+
+    for module in method.frozen:
+        module.to(accelerator.device)
+    scored = accelerator.prepare(_Scored(method))
+    rules = _optimizers(method, plan)
+    about = {"method": method.name, **method.settings(), "text": _digest(text), **asdict(plan)}
+    checkpoint, result = folder / "checkpoint.pt", folder / "training.json"
+    if result.exists() and not checkpoint.exists():
+        _require_the_same(json.loads(result.read_text()), about, folder)
+        tell(f"{folder} holds the result already")
+        return folder
+    first = checkpoints.resume(checkpoint, method.student, rules, about)
+    last = plan.steps if stop_after is None else min(stop_after, plan.steps)
+    with torch.random.fork_rng(), _Metrics(folder / METRICS, first, main) as metrics:
+        bar = tqdm(total=plan.steps, initial=first, desc=method.name, unit="step", disable=not main)
+        for step in range(first, last):
+            if step % plan.evaluations == 0:
+                metrics.write(step, **_measure(method, plan, held_out.to(accelerator.device)))
+            ids = windows[step][accelerator.process_index :: processes].to(accelerator.device)
+            loss = _step(accelerator, scored, method, plan, rules, ids, step)
+            metrics.write(step, loss=loss)
+            bar.update()
+            bar.set_postfix(loss=f"{loss:.4f}", held_out=metrics.shown, refresh=False)
+            if main and ((step + 1) % plan.checkpoint_every == 0 or step + 1 == last):
+                metrics.flush()
+                checkpoints.save(checkpoint, method.student, rules, step + 1, about)
+        if last == plan.steps:
+            metrics.write(plan.steps, **_measure(method, plan, held_out.to(accelerator.device)))
+        bar.close()
+    if last == plan.steps and main:
+        method.student.eval()
+        method.save(folder)
+        result.write_text(json.dumps({**about, **(notes or {})}, indent=2) + "\n")
+        tell(draw(folder / METRICS, folder / PLOT, f"{method.name} on {text.source}", method.axis, method.places))
+        checkpoint.unlink(missing_ok=True)
+    return folder
+
+
+def _step(
+    accelerator: Accelerator,
+    scored: nn.Module,
+    method: Method,
+    plan: Plan,
+    rules: list[torch.optim.Optimizer],
+    ids: Tensor,
+    step: int,
+) -> float:
+    """One step of the optimizers. Returns the loss."""
+    torch.manual_seed(plan.seed * 1_000_003 + step)
+    method.student.train()
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=plan.bfloat16):
+        loss = scored(ids, step)
+    value = loss.item()
+    if not math.isfinite(value):
+        raise ValueError(f"lr: the loss is {value} at step {step}; a lower rate than {plan.lr} may help")
+    accelerator.backward(loss)
+    torch.nn.utils.clip_grad_norm_(method.trained(), plan.clip)
+    for rule in rules:
+        for group in rule.param_groups:
+            group["lr"] = group["peak"] * plan.rate(step)
+        rule.step()
+        rule.zero_grad()
+    return value
+
+
+@torch.no_grad()
+def _measure(method: Method, plan: Plan, held_out: Tensor) -> dict[str, Any]:
+    """Acceptance on held-out text, by place, as the metrics hold it."""
+    method.student.eval()
+    seen: list[list[Agreement]] = []
+    as_it_is = torch.compiler.set_stance("force_eager")  # what was compiled for training would be compiled again
+    with as_it_is, torch.autocast(held_out.device.type, dtype=torch.bfloat16, enabled=plan.bfloat16):
+        for rows in held_out.split(plan.batch):
+            seen += [method.acceptance(rows)] * len(rows)
+    places = list(zip(*seen, strict=True))
+    return {
+        "greedy": [sum(found.greedy for found in place) / len(place) for place in places],
+        "sampled": [sum(found.sampled for found in place) / len(place) for place in places],
+    }
+
+
+def _optimizers(method: Method, plan: Plan) -> list[torch.optim.Optimizer]:
+    matrices = method.matrices() if plan.optimizer == "muon" else []
+    chosen = {id(p) for p in matrices}
+    others = [p for p in method.trained() if id(p) not in chosen]
+    groups = [
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": plan.weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    rules: list[torch.optim.Optimizer] = []
+    if plan.optimizer == "muon" and not matrices:
+        raise ValueError(f"optimizer: 'muon' trains matrices of layers, and {method.name} has none; take 'adamw'")
+    if matrices:
+        rules.append(torch.optim.Muon(matrices, lr=plan.matrix_lr, momentum=0.95, weight_decay=plan.weight_decay))
+    if others:
+        rules.append(torch.optim.AdamW([g for g in groups if g["params"]], lr=plan.lr, betas=(0.9, 0.95)))
+    for rule in rules:
+        for group in rule.param_groups:
+            group["peak"] = group["lr"]
+    return rules
+
+
+class _Metrics:
+    """training.jsonl: a line a step; when a run is resumed, lines behind its checkpoint are taken back."""
+
+    def __init__(self, path: Path, first: int, writes: bool):
+        self.path = path
+        self.first = first
+        self.writes = writes
+        self.shown = ""
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> _Metrics:
+        if self.writes:
+            lines = self.path.read_text().splitlines() if self.path.exists() else []
+            kept = [line for line in lines if _line_step(line) < self.first]
+            self.path.write_text("".join(line + "\n" for line in kept))
+            self._file = self.path.open("a")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, step: int, **values: Any) -> None:
+        if "greedy" in values:
+            self.shown = " ".join(f"{share:.0%}" for share in values["greedy"])
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, **values}) + "\n")
+            if "greedy" in values:
+                self._file.flush()
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+
+def _require_the_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    for name, value in json.loads(json.dumps(now)).items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"{name}: {folder} holds the result of a run with {before.get(name)!r}, this one has {value!r}; give another "
+                "folder"
+            )
+
+
+def _line_step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except ValueError:  # the last line of a run that was killed
+        return math.inf
+
+
+def _digest(text: Text) -> str:
+    """Tells texts apart."""
+    digest = hashlib.sha256(text.training.tobytes())
+    digest.update(text.held_out.tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,100 @@
+"""The shipped draft, trained on in three ways for the same number of steps: what does each do to its acceptance?
+
+    python benchmarks/on_policy.py --steps 200 --out benchmarks/on_policy.json
+
+On the text (cross-entropy), on the target's law over the text (KL + TV), and on the target's law over sequences half of
+which the draft wrote itself. The same order of the text, rates and seeds. Acceptance is counted while held-out code is
+written, temperature 0 and 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from assisted import AssistedModelForCausalLM, zoo
+from assisted.comparison import held_out_prompts
+from assisted.training.data import read_text
+from assisted.training.distill import Distillation, DistillSettings
+from assisted.training.plan import Plan
+from assisted.training.trainer import train
+
+DRAFT_LENGTH, NEW_TOKENS = 4, 48
+
+
+class OnText(Distillation):
+    """Plain language modelling, whatever the target would say."""
+
+    def loss(self, ids: Tensor, step: int) -> Tensor:
+        logits = self.student(input_ids=ids, use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def drafting(target: Any, draft: Any, tokenizer: Any, prompts: int) -> dict[str, Any]:
+    """Tokens per pass and acceptance by position at both temperatures, over the same prompts."""
+    model = AssistedModelForCausalLM.from_models(target, draft=draft, tokenizer=tokenizer)
+    figures: dict[str, Any] = {}
+    for temperature in (0, 1):
+        model.reset_totals()
+        torch.manual_seed(0)
+        for prompt in islice(held_out_prompts(tokenizer), prompts):
+            sampling = {"do_sample": True, "temperature": 1.0} if temperature else {"do_sample": False}
+            model.generate(prompt.ids, max_new_tokens=NEW_TOKENS, draft_length=DRAFT_LENGTH, **sampling)
+        totals = model.totals
+        figures[f"temperature {temperature}"] = {
+            "tokens_per_pass": round(totals.tokens_per_pass, 3),
+            "acceptance_by_position": [round(share, 3) for share in totals.acceptance_by_position],
+            "target_passes": totals.target_passes,
+        }
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    target = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
+    text = read_text(tokenizer, ["zoo"])
+    plan = Plan(args.steps, args.batch, args.context, lr=args.lr, bfloat16=True)
+    start = {"draft": "zoo:draft"}
+    ways = {
+        "text": OnText(target, tokenizer, DistillSettings(**start)),
+        "distilled on text": Distillation(target, tokenizer, DistillSettings(**start)),
+        "distilled, half on-policy": Distillation(target, tokenizer, DistillSettings(**start, on_policy=0.5)),
+    }
+    before = AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=torch.float32)
+    found = {"as shipped": drafting(target, before, tokenizer, args.prompts)}
+    for name, method in ways.items():
+        with tempfile.TemporaryDirectory() as folder:
+            train(method, text, plan, folder)
+        found[name] = drafting(target, method.student, tokenizer, args.prompts)
+        print(name, json.dumps(found[name]), flush=True)
+    result = {
+        "plan": {name: getattr(plan, name) for name in ("steps", "batch", "context", "lr", "seed")},
+        "ways": found,
+    }
+    result["prompts"], result["new_tokens"], result["draft_length"] = args.prompts, NEW_TOKENS, DRAFT_LENGTH
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

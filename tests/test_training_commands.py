@@ -1,0 +1,74 @@
+"""`assisted train ...`: every method from the command line, resumed, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from architectures import build
+from pairs import BY_NAME
+from pairs import tokenizer as tiny_tokenizer
+
+from assisted.cli import main
+
+
+@pytest.fixture(scope="module")
+def school(tmp_path_factory):
+    """A target with its tokenizer, and a text."""
+    folder = tmp_path_factory.mktemp("school")
+    build(BY_NAME["llama"], num_hidden_layers=4).save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    (folder / "text.txt").write_text("abcdefgh" * 200)
+    return folder
+
+
+def call(school, method, out, *more):
+    plan = ["--steps", "3", "--batch", "2", "--context", "16", "--evaluate-rows", "2", "--checkpoint-every", "1"]
+    text = ["--text", str(school / "text.txt")]
+    return main(["train", method, "--target", str(school / "target"), "--out", str(out), *text, *plan, *more])
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "places"),
+    [
+        ("distill", ["--layers", "2", "--on-policy", "0.5", "--optimizer", "muon"], 1),
+        ("early-exit", ["--optimizer", "muon"], 3),
+        ("medusa", ["--heads", "3", "--own-output"], 3),
+        ("eagle", ["--unroll", "2", "--draft-vocab", "30", "--loss", "tv"], 5),
+        ("eagle", ["--version", "1"], 5),
+        ("eagle", ["--unroll", "2", "--format", "speculators", "--taps", "1", "2"], 5),
+    ],
+)
+def test_every_method(school, tmp_path, capsys, method, options, places):
+    assert call(school, method, tmp_path, *options, "--stop-after", "1") == 0
+    capsys.readouterr()
+    assert call(school, method, tmp_path, *options, "--json") == 0
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    assert result["folder"] == str(tmp_path)
+    assert result["held_out"]["step"] == 3
+    assert len(result["held_out"]["greedy"]) == places
+    assert "memory:" in shown.err
+    assert "disk:" in shown.err
+    written = json.loads((tmp_path / "training.json").read_text())
+    assert written["steps"] == 3
+    assert written["target"] == str(school / "target")
+    assert any(tmp_path.glob("*.safetensors"))
+
+
+def test_what_is_refused(school, tmp_path, capsys):
+    assert call(school, "distill", tmp_path) == 2
+    assert "draft, layers: give one of them" in capsys.readouterr().err
+    assert call(school, "medusa", tmp_path, "--context", "2000") == 2
+    assert "context: windows of 2000 tokens" in capsys.readouterr().err
+    assert call(school, "medusa", tmp_path / "a", "--stop-after", "1") == 0
+    assert call(school, "medusa", tmp_path / "a", "--heads", "2") == 2
+    assert "heads: the checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["distill", "early-exit", "medusa", "eagle"])
+def test_help_says_what_everything_is(method, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", method, "--help"])
+    assert ended.value.code == 0
+    assert "--checkpoint-every" in capsys.readouterr().out

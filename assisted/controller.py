@@ -133,7 +133,7 @@ class _Adaptive(Length):
         for row, survival in self.survival.items():
             if survival > 0:
                 bin, bins = confidence_bin(confidences[row]), self.bins[row]
-                accept = reliability.accept(bin, position)
+                accept = reliability.accept(bin, position, self.sampled)
                 if bins:
                     reliability.see_following(bins[-1], accept)
                 bins.append(bin)
@@ -275,8 +275,10 @@ class _Adaptive(Length):
         total = sum(gain * self.prices[row] for row, gain in gains.items())
         if total <= 0:
             return 0.0
-        following = self.known.reliability.following
-        return sum(gain * self.prices[row] * following(self.bins[row][-1]) for row, gain in gains.items()) / total
+        following, sampled = self.known.reliability.following, self.sampled
+        return (
+            sum(gain * self.prices[row] * following(self.bins[row][-1], sampled) for row, gain in gains.items()) / total
+        )
 
     def _rate(self) -> float:
         """Tokens a second and row of the recent past; at least what plain decoding makes."""

@@ -99,16 +99,21 @@ class Reliability:
     """How often a drafted token is accepted once those before it are: by the draft's confidence and the position.
 
     A cell holds [accepted, seen, round of the last change], and the past fades round by round. One that has seen little
-    leans on the one above it: (confidence, position) on the confidence, and that on the confidence taken at its word.
+    leans on the one above it: (confidence, position) on the confidence, and that on a guess: where tokens are not drawn, the
+    confidence taken at its word.
     """
 
     def __init__(self) -> None:
         self.round = 0
         self.cells: dict[Any, list[float]] = {}
 
-    def accept(self, bin: int, position: int) -> float:
-        """Of a token of this confidence at this position (0-based)."""
-        return self._blend((bin, _group(position)), 4, self._blend(bin, 2, _MIDDLES[bin]))
+    def accept(self, bin: int, position: int, sampled: bool = False) -> float:
+        """Of a token of this confidence at this position (0-based).
+
+        sampled: it is drawn. Then confidence says little before anything is known, and the guess is a hopeful one: a token
+        that is never proposed never shows how often it is accepted.
+        """
+        return self._blend((bin, _group(position)), 4, self._blend(bin, 2, _prior(bin, sampled)))
 
     def chain(self, longest: int) -> list[float]:
         """By position, where no confidence is known. Each leans on the one before it."""
@@ -118,9 +123,9 @@ class Reliability:
             found.append(above)
         return found
 
-    def following(self, bin: int) -> float:
+    def following(self, bin: int, sampled: bool = False) -> float:
         """What `accept` may be expected to say of the token after one of this confidence."""
-        return self._blend(("following", bin), 2, max(0.3, _MIDDLES[bin]))
+        return self._blend(("following", bin), 2, max(0.3, _prior(bin, sampled)))
 
     def see(self, bin: int, position: int, accepted: bool) -> None:
         self._add(bin, accepted)
@@ -197,6 +202,10 @@ class Known:
         self.forward = typical(self.forwards)
         if not self.asks:
             self.blocks.see(asked_for, seconds)
+
+
+def _prior(bin: int, sampled: bool) -> float:
+    return (1 + _MIDDLES[bin]) / 2 if sampled else _MIDDLES[bin]
 
 
 def _group(position: int) -> int:

@@ -54,6 +54,10 @@ class Length:
     costs: Costs | None = None
     """What was measured of the two models, where a policy does; None before."""
 
+    sampled: bool = False
+    """Drafted tokens are drawn from the draft's law and accepted as often as it overlaps with the target's: also where neither
+    is sure of a token, these may be nearly the same. Set by the drafter."""
+
     sized_by_drafter: bool = False
     """The drafter weighs by `costs` how much of the budget pays: the policy says only how deep it may go, and whether."""
 

@@ -112,10 +112,12 @@ def simulate(
     seed: int = 0,
     earlier: Length | None = None,
     asks: bool = True,
+    sampled: bool = False,
 ) -> Run:
     """One `generate` over the rows of `texts`, `tokens` new tokens each.
 
     asks: the drafter asks the policy before every token; otherwise it proposes its whole budget at once, for nothing.
+    sampled: drafted tokens are drawn.
     """
     rng = random.Random(f"noise {seed}")
 
@@ -123,6 +125,7 @@ def simulate(
         return seconds * max(0.2, rng.gauss(1, pair.noise)) * (10 if rng.random() < pair.outliers else 1)
 
     length = policy.start(earlier)
+    length.sampled = sampled
     at = [0] * len(texts)
     run = Run(0, 0.0, length, float(tokens))
     started = False

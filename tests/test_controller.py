@@ -44,6 +44,15 @@ def test_close_to_the_rule_tuned_in_hindsight(source, pair):
         assert speedup >= 0.97 * best
 
 
+@pytest.mark.parametrize("pair", [*PAIRS, STEP], ids=str)
+def test_unsure_laws_that_overlap_are_tried(pair):
+    """Of drawn tokens, those of low confidence may be accepted as often as any: nothing is known of them before they are
+    proposed. Between the first calls of a pair and the best rule in hindsight lies what is learned on the way."""
+    source = Source(stretches=(1e9, 1.0), confidences=((1.5, 6.0), (2.0, 4.0)), power=0.0, scale=0.75)
+    best = oracle(pair, source, TOKENS, 0)[0]
+    assert simulate(Adaptive(), pair, [text(source)], TOKENS, sampled=True).speedup >= 0.95 * best
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_a_hopeless_draft_costs_next_to_nothing(pair):
     assert simulate(Adaptive(), pair, [text(HOPELESS, 4000)], 4000).speedup >= 0.98

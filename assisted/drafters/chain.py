@@ -24,6 +24,7 @@ class ChainDrafting(Drafting):
 
     def __init__(self, call: Call):
         self.call = call
+        call.length.sampled = call.law.do_sample
         self.broken: torch.Tensor | None = None  # of the last round, one bool; read once its kernels have run
 
     def draft_chain(

@@ -99,8 +99,8 @@ class EagleConfig:
     def for_target(cls, target: PreTrainedModel, version: int = 3, **fields: Any) -> EagleConfig:
         """A head with the sizes of a target's layers. fields: what is to be different."""
         config = target.config.get_text_config(decoder=True)
-        heads = config.num_attention_heads
         width = config.hidden_size
+        heads = getattr(config, "num_attention_heads", None) or max(1, width // 64)  # a target may have none
         inner = getattr(config, "intermediate_size", None)
         layers = config.num_hidden_layers
         same = {

@@ -179,6 +179,18 @@ class SlotCache(Cache):
                 self._swap(place, other)
         self.running = self.order[: len(rows)]
 
+    def of_running(self, of_all: torch.Tensor) -> torch.Tensor:
+        """[B, ...] -> [rows, ...]: the rows that run, as their slots lie."""
+        return of_all if self.running == list(range(self.rows)) else of_all[self.running]
+
+    def spread(self, of_running: torch.Tensor) -> torch.Tensor:
+        """The other way round: [rows, ...] -> [B, ...], zeros for rows that don't run."""
+        if self.running == list(range(self.rows)):
+            return of_running
+        spread = of_running.new_zeros(self.rows, *of_running.shape[1:])
+        spread[self.running] = of_running
+        return spread
+
     def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
         """Keep `counts[b]` of the columns just written; everything behind them is forgotten.
 

@@ -126,20 +126,11 @@ class CachedModel:
             kwargs["attention_mask"] = cache.mask(width, self.device)
         elif width > 1 or len(rows) > 1 or cache.visible is not None or set(self.masks.windows.values()) != {None}:
             kwargs["attention_mask"] = self._masks(depths, draft)
-        return self.spread(self._forward(ids, kwargs))
+        return cache.spread(self._forward(ids, kwargs))
 
     def run_only(self, rows: list[int]) -> None:
         """Let passes be over these rows alone until told otherwise: those that have ended cost time for nothing."""
         self.cache.run_only(rows)
-
-    def spread(self, of_running: torch.Tensor) -> torch.Tensor:
-        """What a pass made of the rows that run, [rows, ...], for all rows: [B, ...], zeros for the others."""
-        rows = self.cache.running
-        if rows == list(range(self.cache.rows)):
-            return of_running
-        spread = of_running.new_zeros(self.cache.rows, *of_running.shape[1:])
-        spread[rows] = of_running
-        return spread
 
     def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
         """Keep `counts[b]` of the columns of the last forward: its first ones, or those of a tree's accepted `path`."""

@@ -67,7 +67,7 @@ class HeadRunner:
         root = self._behind() - above  # [rows, 1]: columns before the tree
         seen = (torch.arange(self.cache.top, device=slots.device) < root)[:, None].repeat(1, width, 1)
         columns = root + torch.arange(above + width, device=slots.device)
-        seen = seen.scatter(2, columns[:, None].expand(-1, width, -1), self._running(ancestors))
+        seen = seen.scatter(2, columns[:, None].expand(-1, width, -1), self.cache.of_running(ancestors))
         return self._step(tokens, states, slots, (root + depth - 1).expand(-1, width), seen)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -87,27 +87,18 @@ class HeadRunner:
         cache = self.cache
         if seen is not None and cache.visible is not None:
             hidden = min(cache.visible.shape[1], cache.top)
-            seen[:, :, :hidden] &= self._running(cache.visible)[:, None, :hidden].to(seen.device)
+            seen[:, :, :hidden] &= self.cache.of_running(cache.visible)[:, None, :hidden].to(seen.device)
             seen.scatter_(
                 2, slots[:, :, None], True
             )  # a column of padding sees itself: attention to nothing is not a number
         states = self.head(
-            self.head.embed(self._running(tokens), self.target),
-            self._running(states),
-            (places + self._running(self.first)).clamp(min=0),
+            self.head.embed(self.cache.of_running(tokens), self.target),
+            self.cache.of_running(states),
+            (places + self.cache.of_running(self.first)).clamp(min=0),
             None if seen is None else seen[:, None],
             cache,
         )
-        if cache.running == list(range(cache.rows)):
-            return states
-        spread = states.new_zeros(cache.rows, *states.shape[1:])
-        spread[cache.running] = states
-        return spread
-
-    def _running(self, of_all: torch.Tensor) -> torch.Tensor:
-        """[B, ...] -> [rows, ...], as the slots of the rows that run lie."""
-        running = self.cache.running
-        return of_all if running == list(range(self.cache.rows)) else of_all[running]
+        return cache.spread(states)
 
     def _behind(self) -> torch.Tensor:
         return torch.tensor([self.cache.lengths[row] for row in self.cache.running], device=self.head.device)[:, None]

@@ -50,7 +50,7 @@ class TappedModel(CachedModel):
 
     def states(self, tap: int) -> torch.Tensor:
         """What was tapped in the last pass, [B, n, D]."""
-        return self.spread(self._taps[tap].hidden)
+        return self.cache.spread(self._taps[tap].hidden)
 
     def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
         super().commit(counts, path)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.comparison import held_out_prompts
+from assisted.bench import held_out_prompts
 from assisted.training.data import read_text
 from assisted.training.distill import Distillation, DistillSettings
 from assisted.training.plan import Plan
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--layers", type=int, help="begin with so many of the target's layers, not with zoo:draft")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
@@ -73,21 +74,22 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
     text = read_text(tokenizer, ["zoo"])
     plan = Plan(args.steps, args.batch, args.context, lr=args.lr, bfloat16=True)
-    start = {"draft": "zoo:draft"}
+    start = {"layers": args.layers} if args.layers else {"draft": "zoo:draft"}
     ways = {
         "text": OnText(target, tokenizer, DistillSettings(**start)),
         "distilled on text": Distillation(target, tokenizer, DistillSettings(**start)),
         "distilled, half on-policy": Distillation(target, tokenizer, DistillSettings(**start, on_policy=0.5)),
     }
-    before = AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=torch.float32)
-    found = {"as shipped": drafting(target, before, tokenizer, args.prompts)}
+    before = ways["text"].student
+    found = {"before": drafting(target, before, tokenizer, args.prompts)}
     for name, method in ways.items():
         with tempfile.TemporaryDirectory() as folder:
             train(method, text, plan, folder)
-        found[name] = drafting(target, method.student, tokenizer, args.prompts)
+        found[name] = drafting(target.cpu(), method.student.cpu(), tokenizer, args.prompts)
         print(name, json.dumps(found[name]), flush=True)
     result = {
         "plan": {name: getattr(plan, name) for name in ("steps", "batch", "context", "lr", "seed")},
+        "layers": args.layers,
         "ways": found,
     }
     result["prompts"], result["new_tokens"], result["draft_length"] = args.prompts, NEW_TOKENS, DRAFT_LENGTH

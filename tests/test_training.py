@@ -375,7 +375,7 @@ def test_medusa_heads_learn_the_law_further_on(target, text):
 
     class Oracle(torch.nn.Module):
         def forward(self, hidden, output):
-            full = logits if hidden.ndim == 3 else logits[self.row]
+            full = logits if len(hidden) == 2 else logits[self.row : self.row + 1]
             self.row = (getattr(self, "row", 0) + 1) % 2
             return torch.stack([full.roll(-1 - head, -2) for head in range(2)])
 
@@ -468,3 +468,32 @@ def test_compiled_is_the_same(name, target, text):
     torch.testing.assert_close(one, two)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
+
+
+def test_a_target_writes_what_a_draft_has_to_foresee(target, text, tmp_path):
+    """A beginning of the text, then what plain `generate` says; kept for a run that goes on."""
+    from assisted.training.written import with_written, write
+
+    stream = write(target, text.training, 1, seed=3)
+    length = min(512, target.config.max_position_embeddings)
+    rows = torch.from_numpy(stream).long().view(-1, length)  # the first batch is greedy
+    begun = min(64, length // 2)
+    wanted = target.generate(
+        rows[:2, :begun],
+        attention_mask=torch.ones_like(rows[:2, :begun]),
+        max_new_tokens=length - begun,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert torch.equal(rows[:2], wanted)
+    places = "".join(map(chr, text.training)), ["".join(map(chr, row[:begun])) for row in rows.tolist()]
+    assert all(row in places[0] for row in places[1])
+
+    both = with_written(target, text, 1, tmp_path, seed=3)
+    assert np.array_equal(both.training, np.concatenate([text.training, stream]))
+    np.save(tmp_path / "written.npy", np.arange(7, dtype=np.int32))
+    again = with_written(target, text, 1, tmp_path, seed=3)
+    assert again.training[-7:].tolist() == list(range(7)) and np.array_equal(again.held_out, text.held_out)
+    with pytest.raises(ValueError, match="^text: 3 tokens are too few"):
+        write(target, text.training[:3], 1)

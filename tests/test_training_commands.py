@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from architectures import build
 from pairs import BY_NAME
 from pairs import tokenizer as tiny_tokenizer
+from safetensors.torch import load_file
 
+from assisted import zoo
 from assisted.cli import main
 
 
@@ -54,6 +57,38 @@ def test_every_method(school, tmp_path, capsys, method, options, places):
     assert written["steps"] == 3
     assert written["target"] == str(school / "target")
     assert any(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("distill", ["--layers", "1"]),
+        ("early-exit", []),
+        ("medusa", ["--own-output"]),
+        ("eagle", ["--draft-vocab", "30"]),
+        ("eagle", ["--format", "speculators"]),
+    ],
+)
+def test_stored_in_half_precision(school, tmp_path, method, options):
+    """What is measured at the end is what is stored."""
+    assert call(school, method, tmp_path / "whole", *options) == 0
+    assert call(school, method, tmp_path / "half", *options, "--store", "bfloat16") == 0
+    whole, half = (
+        {key: tensor for file in (tmp_path / name).glob("*.safetensors") for key, tensor in load_file(file).items()}
+        for name in ("whole", "half")
+    )
+    assert whole.keys() == half.keys()
+    for key, tensor in whole.items():
+        assert torch.equal(half[key], tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
+    assert json.loads((tmp_path / "half" / "training.json").read_text())["store"] == "bfloat16"
+
+
+def test_heads_name_the_target_as_it_was_given(school, tmp_path, monkeypatch):
+    monkeypatch.setattr(zoo, "_MODELS", school)
+    plan = ["--steps", "1", "--batch", "2", "--context", "16", "--evaluate-rows", "2"]
+    text = ["--text", str(school / "text.txt")]
+    assert main(["train", "medusa", "--target", "zoo:target", "--out", str(tmp_path), *text, *plan]) == 0
+    assert json.loads((tmp_path / "config.json").read_text())["base_model_name_or_path"] == "zoo:target"
 
 
 def test_what_is_refused(school, tmp_path, capsys):

@@ -18,6 +18,7 @@ __all__ = ["add"]
 Command = Callable[[str, Any, str, Any], argparse.ArgumentParser]
 _DEFAULT = " (default: %(default)s)"
 _LOSSES = ("kl", "reverse-kl", "tv", "kl+tv")
+_STORED = ("float32", "bfloat16", "float16")
 
 
 def add(commands: Any, command: Command) -> None:
@@ -73,6 +74,12 @@ def add(commands: Any, command: Command) -> None:
     head.add_argument("--unroll", type=int, default=7, help="steps in which it reads its own states" + _DEFAULT)
     head.add_argument("--decay", type=float, default=0.8, help="weight of the next step, of this one's" + _DEFAULT)
     head.add_argument("--loss", choices=_LOSSES, default="kl", help="divergence from the target's law" + _DEFAULT)
+    head.add_argument(
+        "--no-norms",
+        dest="norms",
+        action="store_false",
+        help="EAGLE-3 as in its paper: features and residual as they are",
+    )
     head.add_argument("--draft-vocab", type=int, metavar="N", help="propose only the N most frequent tokens")
     head.add_argument("--format", choices=("eagle", "speculators"), default="eagle", help="of the files" + _DEFAULT)
 
@@ -91,6 +98,12 @@ def _common(
     text = parser.add_argument_group("text")
     text.add_argument("--text", nargs="+", default=[], metavar="PATH", help="files, folders, patterns; or zoo")
     text.add_argument("--dataset", metavar="NAME[:CONFIG][:SPLIT]", help="of the datasets library")
+    text.add_argument(
+        "--written",
+        type=int,
+        metavar="N",
+        help="besides, N tokens that the target itself writes behind beginnings of the text, which is what will be drafted",
+    )
     text.add_argument("--documents", type=int, metavar="N", help="take at most N from the dataset")
     plan = parser.add_argument_group("plan")
     plan.add_argument("--steps", type=int, default=1000, help=_DEFAULT.strip())
@@ -107,6 +120,7 @@ def _common(
     plan.add_argument("--evaluate-every", type=int, metavar="N", help="steps (default: ten times a run)")
     plan.add_argument("--evaluate-rows", type=int, default=16, metavar="N", help="held-out sequences" + _DEFAULT)
     plan.add_argument("--checkpoint-every", type=int, default=100, metavar="N", help="steps" + _DEFAULT)
+    plan.add_argument("--store", choices=_STORED, default="float32", help="dtype of the files written" + _DEFAULT)
     plan.add_argument("--stop-after", type=int, metavar="N", help="stop with a checkpoint after N steps in all")
 
 
@@ -141,7 +155,8 @@ def _eagle(args: argparse.Namespace) -> None:
         args.unroll,
         args.decay,
         args.loss,
-        args.draft_vocab,
+        norms=args.norms,
+        draft_vocab=args.draft_vocab,
         format=args.format,
     )
     _run(
@@ -154,12 +169,14 @@ def _run(args: argparse.Namespace, method: Callable[[Any, Any, Any], Any]) -> No
     """Load the target and the text, train, and say where the result is."""
     import json
 
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from .. import zoo
     from .data import read_text
     from .plan import Plan
     from .trainer import train
+    from .written import with_written
 
     fields = {field.name for field in dataclasses.fields(Plan)}
     plan = Plan(**{name: value for name, value in vars(args).items() if name in fields})
@@ -167,7 +184,10 @@ def _run(args: argparse.Namespace, method: Callable[[Any, Any, Any], Any]) -> No
     tokenizer = AutoTokenizer.from_pretrained(path)
     chosen = {} if args.attention is None else {"attn_implementation": args.attention}
     target = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, **chosen)
+    target.name_or_path = args.target  # heads may write it down: the name that was given, not this machine's folder
     text = read_text(tokenizer, args.text, args.dataset, args.documents)
+    if args.written:
+        text = with_written(target, text, args.written, args.out, args.seed)
     folder = train(
         method(target, tokenizer, text),
         text,
@@ -175,7 +195,8 @@ def _run(args: argparse.Namespace, method: Callable[[Any, Any, Any], Any]) -> No
         args.out,
         stop_after=args.stop_after,
         say=lambda line: print(line, file=sys.stderr, flush=True),
-        notes={"target": args.target, "command": shlex.join(["assisted", *sys.argv[1:]])},
+        notes={"target": args.target, "command": shlex.join(["assisted", *sys.argv[1:]]), "store": args.store},
+        store=None if args.store == "float32" else getattr(torch, args.store),
     )
     if args.json:
         lines = (folder / "training.jsonl").read_text().splitlines()

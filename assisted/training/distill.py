@@ -18,7 +18,7 @@ from .. import zoo
 from ..parts import find_layers
 from ..vocabulary import find_tokenizer, same_tokens
 from .features import Features
-from .losses import DIVERGENCES, Agreement, agreement, divergence, law
+from .losses import DIVERGENCES, Agreement, agreement, divergence, law, rows_at_once
 from .method import Method
 
 __all__ = ["DistillSettings", "Distillation", "first_draft"]
@@ -104,10 +104,10 @@ class Distillation(Method):
         drafted = self.student(input_ids=ids, use_cache=False).logits
         shared = min(taught.shape[-1], drafted.shape[-1])  # vocabularies may be padded
         total = torch.zeros((), device=ids.device)
-        for wanted, row in zip(taught, drafted, strict=True):
-            total = total + divergence(
-                self.about.loss, law(wanted[..., :shared]), row[..., :shared], compiled=self.compiled
-            )
+        rows = rows_at_once(ids)
+        for wanted, said in zip(taught.split(rows), drafted.split(rows), strict=True):
+            apart = divergence(self.about.loss, law(wanted[..., :shared]), said[..., :shared], compiled=self.compiled)
+            total = total + apart * len(said)
         return total / len(ids)
 
     @torch.no_grad()

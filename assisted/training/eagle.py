@@ -21,7 +21,7 @@ from ..heads.eagle import EagleConfig, EagleHead, unrolled_mask
 from ..heads.eagle_formats import save_eagle
 from ..parts import find_layers
 from .features import Features, Seen
-from .losses import DIVERGENCES, Agreement, agreement, divergence, law
+from .losses import DIVERGENCES, Agreement, agreement, divergence, law, rows_at_once
 from .method import Method
 
 __all__ = ["EagleSettings", "EagleTraining", "frequent_tokens"]
@@ -41,6 +41,8 @@ class EagleSettings:
             each costs as much as the first. EAGLE-1 has one.
         decay: weight of unrolled step i is decay**i.
         loss: EAGLE-3: divergence from the target's law: "kl", "reverse-kl", "tv" or "kl+tv".
+        norms: EAGLE-3: norms the features of each tap, and begins the residual with normed states. A target's states can be
+            a hundred times as large as what one layer adds to them, which then hardly counts; False is the paper's head.
         draft_vocab: EAGLE-3: the head proposes only so many tokens, the most frequent of the text; None for all. Saves time
             where the vocabulary is large.
         noise: EAGLE-1: features are moved by up to so much, so that the head bears its own errors.
@@ -54,6 +56,7 @@ class EagleSettings:
     unroll: int = 7
     decay: float = 0.8
     loss: str = "kl"
+    norms: bool = True
     draft_vocab: int | None = None
     noise: float = 0.1
     positions: int = 5
@@ -103,6 +106,8 @@ class EagleTraining(Method):
         self.target = target
         self.compiled = compiled
         fields: dict[str, Any] = {"num_hidden_layers": settings.layers}
+        if settings.version == 3:
+            fields |= {"fc_norm": settings.norms, "norm_before_residual": settings.norms}
         if settings.taps is not None:
             fields["taps"] = settings.taps
         if settings.draft_vocab is not None:
@@ -192,10 +197,11 @@ class EagleTraining(Method):
         return law(logits[..., tokens]), torch.isin(logits.argmax(-1), tokens).float()
 
     def _token_loss(self, log_p: Tensor, counts: Tensor, states: Tensor) -> Tensor:
-        """In slices of rows: their logits stay in the caches. log_p: [B, n, Vd], counts: [B, n], states: [B, n, H]."""
+        """log_p: [B, n, Vd], counts: [B, n], states: [B, n, H]. Returns a scalar."""
         total = torch.zeros((), device=states.device)
-        for taught, weights, row in zip(log_p, counts, states, strict=True):
-            said = self.student.logits(row, self.target)
+        slices = (tensor.split(rows_at_once(states)) for tensor in (log_p, counts, states))
+        for taught, weights, some in zip(*slices, strict=True):
+            said = self.student.logits(some, self.target)
             apart = divergence(self.about.loss, taught, said, weights, self.compiled)
             total = total + apart * weights.sum()
         return total / counts.sum().clamp(min=1)

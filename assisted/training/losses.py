@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["DIVERGENCES", "Agreement", "agreement", "divergence", "law"]
+__all__ = ["DIVERGENCES", "Agreement", "agreement", "divergence", "law", "rows_at_once"]
 
 _IMPOSSIBLE = -100.0  # log-probability of what a law excludes
 
@@ -47,6 +47,11 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def law(logits: Tensor) -> Tensor:
     """The target's log-probabilities, float32, without gradients. [..., V] -> [..., V]."""
     return F.log_softmax(logits.detach().float(), -1)
+
+
+def rows_at_once(like: Tensor) -> int:
+    """Rows of [B, ...] whose logits are made together: those of one stay in a CPU's caches, an accelerator wants all."""
+    return 1 if like.device.type == "cpu" else max(1, len(like))
 
 
 def divergence(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..heads.medusa import MedusaHeads
 from ..parts import find_layers
 from .features import Features
-from .losses import DIVERGENCES, Agreement, agreement, divergence, law
+from .losses import DIVERGENCES, Agreement, agreement, divergence, law, rows_at_once
 from .method import Method
 
 __all__ = ["MedusaSettings", "MedusaTraining"]
@@ -82,13 +82,15 @@ class MedusaTraining(Method):
         heads = self.about.heads
         weights = [self.about.decay**head for head in range(heads)]
         total = torch.zeros((), device=ids.device)
-        for hidden, taught in zip(seen.states[self._last], law(seen.logits), strict=True):  # [T, H], [T, V]
-            drafted = self.student(hidden, self._said)  # [heads, T, V]
+        slices = (tensor.split(rows_at_once(ids)) for tensor in (seen.states[self._last], law(seen.logits)))
+        for hidden, taught in zip(*slices, strict=True):  # [b, T, H], [b, T, V]
+            drafted = self.student(hidden, self._said)  # [heads, b, T, V]
             for head, weight in enumerate(weights):
                 ahead = 1 + head  # the target's law there is at the position of the token before
-                total = total + weight * divergence(
-                    self.about.loss, taught[ahead:], drafted[head, :-ahead], compiled=self.compiled
+                apart = divergence(
+                    self.about.loss, taught[:, ahead:], drafted[head, :, :-ahead], compiled=self.compiled
                 )
+                total = total + weight * len(hidden) * apart
         return total / (len(ids) * sum(weights))
 
     def acceptance(self, ids: Tensor) -> list[Agreement]:

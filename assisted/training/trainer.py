@@ -52,6 +52,7 @@ def train(
     stop_after: int | None = None,
     say: Callable[[str], None] = print,
     notes: dict[str, Any] | None = None,
+    store: torch.dtype | None = None,
 ) -> Path:
     """Train a method, or go on from its checkpoint, into a folder.
 
@@ -65,6 +66,7 @@ def train(
         stop_after: stop, with a checkpoint, after this many steps in all.
         say: where lines about the run go.
         notes: more to write into training.json, such as the command.
+        store: dtype of the files; None keeps what was trained. The last held-out acceptance is that of what is stored.
 
     Returns `out`.
 
@@ -109,10 +111,14 @@ def train(
                 metrics.flush()
                 checkpoints.save(checkpoint, method.student, rules, step + 1, about)
         if last == plan.steps:
+            if store is not None:
+                _round(method.student, store)
             metrics.write(plan.steps, **_measure(method, plan, held_out.to(accelerator.device)))
         bar.close()
     if last == plan.steps and main:
         method.student.eval()
+        if store is not None:
+            method.student.to(store)
         method.save(folder)
         result.write_text(json.dumps({**about, **(notes or {})}, indent=2) + "\n")
         tell(draw(folder / METRICS, folder / PLOT, f"{method.name} on {text.source}", method.axis, method.places))
@@ -134,17 +140,24 @@ def _step(
     method.student.train()
     with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=plan.bfloat16):
         loss = scored(ids, step)
-    value = loss.item()
-    if not math.isfinite(value):
-        raise ValueError(f"lr: the loss is {value} at step {step}; a lower rate than {plan.lr} may help")
     accelerator.backward(loss)
     torch.nn.utils.clip_grad_norm_(method.trained(), plan.clip)
+    value = loss.item()  # not before: an accelerator would have nothing to do until the backward pass is launched
+    if not math.isfinite(value):
+        raise ValueError(f"lr: the loss is {value} at step {step}; a lower rate than {plan.lr} may help")
     for rule in rules:
         for group in rule.param_groups:
             group["lr"] = group["peak"] * plan.rate(step)
         rule.step()
         rule.zero_grad()
     return value
+
+
+@torch.no_grad()
+def _round(module: nn.Module, dtype: torch.dtype) -> None:
+    """Every parameter to the nearest number that `dtype` can hold; they keep their own."""
+    for parameter in module.parameters():
+        parameter.copy_(parameter.to(dtype))
 
 
 @torch.no_grad()

@@ -89,7 +89,6 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
         dtype="float32",
     )
     model = LlamaForCausalLM(config)
-    model.set_attn_implementation("eager")  # compiled, its backward is faster on a CPU than sdpa's
     with torch.no_grad():  # residual branches start small: deep and narrow trains faster so
         for layer in model.model.layers:
             for matrix in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
@@ -134,8 +133,10 @@ def hidden_states(
     hidden = base.embed_tokens(ids)
     length = ids.shape[1]
     positions = torch.arange(length, device=ids.device)[None]
-    dtype = torch.get_autocast_dtype(ids.device.type) if torch.is_autocast_enabled(ids.device.type) else model.dtype
-    ahead = torch.full((length, length), float("-inf"), dtype=dtype, device=ids.device).triu(1)[None, None]
+    ahead = None  # sdpa knows by itself
+    if model.config._attn_implementation == "eager":
+        dtype = torch.get_autocast_dtype(ids.device.type) if torch.is_autocast_enabled(ids.device.type) else model.dtype
+        ahead = torch.full((length, length), float("-inf"), dtype=dtype, device=ids.device).triu(1)[None, None]
     rotary = base.rotary_emb(hidden, positions)
     early = None
     for number, layer in enumerate(base.layers):
@@ -146,8 +147,9 @@ def hidden_states(
     return base.norm(hidden), early
 
 
-def _chunks(*tensors: torch.Tensor, rows: int = 1024) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Flattened slices: the logits of a whole batch would not stay in any cache."""
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Flattened slices: the logits of a whole batch would not stay in a CPU's caches, or fill an accelerator's memory."""
+    rows = 1024 if tensors[0].device.type == "cpu" else 2**15
     yield from zip(*(t.flatten(0, 1).split(rows) for t in tensors), strict=True)
 
 
@@ -219,9 +221,11 @@ def train(name: str, out: Path, compile_layers: bool = True, stop_after: int | N
         model.model.embed_tokens.load_state_dict(teacher.model.embed_tokens.state_dict())
         model.model.norm.load_state_dict(teacher.model.norm.state_dict())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device)
-    if teacher is not None:
-        teacher.to(device)
+    for trained in (model, teacher):
+        if trained is not None:
+            trained.to(device)
+            # compiled, eager attention's backward is faster on a CPU than sdpa's
+            trained.set_attn_implementation("eager" if device.type == "cpu" else "sdpa")
     rules = optimizers(model, recipe)
     checkpoint = folder / "checkpoint.pt"
     first = checkpoints.resume(checkpoint, model, rules)
@@ -235,7 +239,7 @@ def train(name: str, out: Path, compile_layers: bool = True, stop_after: int | N
             continue
         if stop_after is not None and step >= stop_after:
             break
-        loss, shown = _step(model, teacher, ids.to(device), recipe, step)
+        loss, losses = _step(model, teacher, ids.to(device), recipe, step)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for rule, peak in zip(rules, (recipe.matrix_lr, recipe.other_lr), strict=True):
@@ -243,6 +247,7 @@ def train(name: str, out: Path, compile_layers: bool = True, stop_after: int | N
                 group["lr"] = peak * recipe.rate(step)
             rule.step()
             rule.zero_grad()
+        shown = {name: value.item() for name, value in losses.items()}
         bar.update()
         bar.set_postfix(shown, refresh=False)
         log.write(json.dumps({"step": step, **shown}) + "\n")
@@ -259,8 +264,8 @@ def train(name: str, out: Path, compile_layers: bool = True, stop_after: int | N
 
 def _step(
     model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, ids: torch.Tensor, recipe: Recipe, step: int
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """One loss and the figures that the log shows."""
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """One loss and what of it the log shows."""
     inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         if teacher is not None:
@@ -268,16 +273,16 @@ def _step(
                 taught, _ = hidden_states(teacher, inputs)
             hidden, _ = hidden_states(model, inputs)
             loss = distillation_loss(model, hidden, teacher, taught)
-            return loss, {"distillation": loss.item()}
+            return loss, {"distillation": loss.detach()}
         skipped, exit_layer = early_exit_plan(recipe, step) if recipe.early_exit else (frozenset(), None)
         hidden, early = hidden_states(model, inputs, skipped, exit_layer)
         loss = text_loss(model, hidden, labels)
-        shown = {"loss": loss.item()}
+        shown = {"loss": loss.detach()}
         if early is not None and exit_layer is not None:
             half = max(1, len(ids) // 2)  # half the batch is enough for the exits
             exit_loss = text_loss(model, early[:half], labels[:half])
             loss = loss + EXIT_WEIGHT * exit_layer / recipe.layers * exit_loss
-            shown["exit"] = exit_loss.item()
+            shown["exit"] = exit_loss.detach()
     return loss, shown
 
 
@@ -286,7 +291,7 @@ def _teacher(recipe: Recipe, out: Path) -> LlamaForCausalLM | None:
         return None
     if not (out / recipe.teacher / "model.safetensors").exists():
         raise ValueError(f"name: {recipe.name!r} is distilled from {recipe.teacher!r}; train that one first")
-    model = LlamaForCausalLM.from_pretrained(out / recipe.teacher, dtype=torch.float32, attn_implementation="eager")
+    model = LlamaForCausalLM.from_pretrained(out / recipe.teacher, dtype=torch.float32)
     return model.eval().requires_grad_(False)
 
 

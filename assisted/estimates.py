@@ -124,8 +124,11 @@ class Reliability:
         return found
 
     def following(self, bin: int, sampled: bool = False) -> float:
-        """What `accept` may be expected to say of the token after one of this confidence."""
-        return self._blend(("following", bin), 2, max(0.3, _prior(bin, sampled)))
+        """What `accept` may be expected to say of the token after one of this confidence.
+
+        Behind tokens of little confidence few drafts go on: one that went on elsewhere says more of it than the guess.
+        """
+        return self._blend(("following", bin), 2, self._blend("following", 4, max(0.3, _prior(bin, sampled))))
 
     def see(self, bin: int, position: int, accepted: bool) -> None:
         self._add(bin, accepted)
@@ -135,6 +138,7 @@ class Reliability:
         self._add(("chain", position), accepted)
 
     def see_following(self, bin: int, accept: float) -> None:
+        self._add("following", accept)
         self._add(("following", bin), accept)
 
     def _blend(self, key: Any, weight: float, above: float) -> float:

@@ -15,20 +15,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from .cache import SlotCache
 from .parts import few_ids, with_children
 from .runtime import CachedModel, Masks, is_untouched
 
-__all__ = ["fused", "fused_product"]
+__all__ = ["TOLERANCE", "Angles", "FusedLayer", "Norm", "Shared", "fused", "fused_product", "is_touched", "may_copy"]
 
 _FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _WIDE = 2**17  # entries of a matrix from which oneDNN's layout pays at any number of rows
 _MANY = 32  # rows from which it pays for every matrix
 _TABLE = 2**13  # positions whose angles are looked up
 _COPIED = 2**30  # bytes of parameters; a model that has more runs from its own alone, nothing joined or repacked
-_TOLERANCE = 1e-3  # of logits, relative to their spread: another model differs by far more
+TOLERANCE = 1e-3  # of logits, relative to their spread: another model differs by far more
 
 
 def fused(model: PreTrainedModel) -> PreTrainedModel:
@@ -45,7 +46,7 @@ def fused(model: PreTrainedModel) -> PreTrainedModel:
     if made is None or not made.weights.same(weights):
         children: _Children = {
             ("model", "layers"): nn.ModuleList(_fused_layers(layers, weights.copied)),
-            ("model", "rotary_emb"): _Angles(model.model.rotary_emb, model.config),
+            ("model", "rotary_emb"): Angles(model.model.rotary_emb, model.config),
             ("lm_head",): _FusedHead(model.lm_head, weights.copied),
         }
         same = _agree(model, _with(model, children))
@@ -62,10 +63,15 @@ def _with(model: PreTrainedModel, children: _Children) -> PreTrainedModel:
 def fused_product(module: nn.Linear) -> nn.Module:
     """The same product in the form that is fastest over a few columns, with the weight as it is now: repacked for a CPU where
     that pays, otherwise the module itself."""
-    weight = module.weight
-    small = weight.numel() * weight.element_size() <= _COPIED
-    plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and not _is_touched(module)
-    return _FusedHead(module, True) if small and plain else module
+    return _FusedHead(module, True) if may_copy(module) else module
+
+
+def may_copy(module: nn.Module) -> bool:
+    """Whether a module may run from copies of its parameters: float32 on a CPU, not too large, and nobody hangs on to it."""
+    parameters = list(module.parameters())
+    plain = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in parameters)
+    small = sum(p.numel() * p.element_size() for p in parameters) <= _COPIED
+    return plain and small and not any(map(is_touched, module.modules()))
 
 
 _Children = dict[tuple[str, ...], nn.Module]
@@ -110,13 +116,13 @@ class _Made:
 _MADE: weakref.WeakKeyDictionary[nn.ModuleList, _Made] = weakref.WeakKeyDictionary()
 
 
-class _FusedLayer(nn.Module):
+class FusedLayer(nn.Module):
     """RMSNorm, rotary attention, RMSNorm, gated MLP, as the layers of the family have them.
 
     Everything it uses is a plain attribute: looking up a submodule takes as long as a small operation.
     """
 
-    def __init__(self, layer: Any, shared: _Shared, copied: bool):
+    def __init__(self, layer: Any, shared: Shared, copied: bool):
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.index: int = attention.layer_idx
@@ -126,10 +132,10 @@ class _FusedLayer(nn.Module):
         self.query_heads = attention.q_proj.out_features // self.head_size
         self.shared = shared
         self.activation = mlp.act_fn.forward
-        self.before_attention = _Norm(layer.input_layernorm)
-        self.query_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.key_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
-        self.before_mlp = _Norm(layer.post_attention_layernorm)
+        self.before_attention = Norm(layer.input_layernorm)
+        self.query_norm = Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.key_norm = Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.before_mlp = Norm(layer.post_attention_layernorm)
         self.heads = _Product([attention.q_proj, attention.k_proj, attention.v_proj], copied)
         self.output = _Product([attention.o_proj], copied)
         self.gate_up = _Product([mlp.gate_proj, mlp.up_proj], copied)
@@ -144,10 +150,23 @@ class _FusedLayer(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """hidden_states: [B, n, D]. attention_mask: as sdpa takes it, None for causal attention. position_embeddings: what
-        `_Angles` returns. Returns [B, n, D].
+        `Angles` returns. Returns [B, n, D].
         """
+        return self.run(
+            hidden_states, self.before_attention(hidden_states), attention_mask, position_embeddings, past_key_values
+        )
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        normed: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        past_key_values: Any = None,
+    ) -> torch.Tensor:
+        """The layer of what attention reads, [B, n, any], beside the states that it adds to, [B, n, D]."""
         rows, width, _ = hidden_states.shape
-        heads = self.heads(self.before_attention(hidden_states)).view(rows, width, -1, self.head_size)
+        heads = self.heads(normed).view(rows, width, -1, self.head_size)
         # shape: [B, n, query heads + 2 key heads, head size]
         turning, value = heads[:, :, : -self.key_heads], heads[:, :, -self.key_heads :]
         if self.query_norm is not None and self.key_norm is not None:
@@ -184,7 +203,7 @@ class _FusedHead(nn.Module):
         return self.product(hidden_states)
 
 
-class _Angles(nn.Module):
+class Angles(nn.Module):
     """The rotary embedding, laid out for heads: cosines and signed sines, looked up on a CPU where they depend on the position
     alone.
     """
@@ -210,7 +229,7 @@ class _Angles(nn.Module):
         return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
 
-class _Shared:
+class Shared:
     """What the layers of a model would each make of the same inputs, made once a pass."""
 
     def __init__(self) -> None:
@@ -227,7 +246,7 @@ class _Shared:
         return known[1]
 
 
-class _Norm:
+class Norm:
     """RMSNorm."""
 
     def __init__(self, norm: Any):
@@ -289,19 +308,21 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
         return None
     kinds = {type(layer) for layer in layers}
     known = all(kind.__module__.startswith("transformers.models.") and kind.__name__ in _FAMILY for kind in kinds)
-    touched = any(map(_is_touched, [*layers.modules(), *model.lm_head.modules()]))
+    touched = any(map(is_touched, [*layers.modules(), *model.lm_head.modules()]))
     return layers if known and not touched else None
 
 
-def _is_touched(module: nn.Module) -> bool:
-    """Somebody hangs on to the calls of this module: hooks, a forward of its own, a compiled one."""
+def is_touched(module: nn.Module) -> bool:
+    """Somebody hangs on to the calls of this module: hooks, a forward of its own, a compiled one, a weight that is more than
+    numbers (torchao's)."""
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks) or "forward" in module.__dict__ or module._compiled_call_impl is not None
+    replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
+    return bool(hooks) or replaced or (type(module) is nn.Linear and is_traceable_wrapper_subclass(module.weight))
 
 
 def _fused_layers(layers: nn.ModuleList, copied: bool) -> list[nn.Module]:
-    shared = _Shared()
-    return [_FusedLayer(layer, shared, copied) for layer in layers]
+    shared = Shared()
+    return [FusedLayer(layer, shared, copied) for layer in layers]
 
 
 @torch.no_grad()
@@ -312,4 +333,4 @@ def _agree(model: PreTrainedModel, other: PreTrainedModel) -> bool:
     for run in (CachedModel(m, SlotCache(1, 8), masks) for m in (model, other)):
         logits.append(torch.cat([run.prefill(ids[:, :4], None), run(ids[:, 4:])], 1).float())
     one, two = logits
-    return bool((one - two).abs().max() <= _TOLERANCE * one.std())
+    return bool((one - two).abs().max() <= TOLERANCE * one.std())

@@ -60,9 +60,9 @@ def stacks_states(architecture: Architecture) -> bool:
 def eagle_3(target: PreTrainedModel) -> Eagle:
     """A head that has learned what the target writes, where the target can be tapped."""
     try:
-        return Eagle(trained_head(target, 3, steps=30, unrolled=1))
+        return Eagle(trained_head(target, 3, steps=30, unrolled=1), tree=True)
     except ValueError:
-        return Eagle(random_head(target, 3))
+        return Eagle(random_head(target, 3), tree=True)
 
 
 METHODS = [

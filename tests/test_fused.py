@@ -73,6 +73,16 @@ def test_leaves_alone_what_somebody_hangs_on_to():
     assert fused.fused(model) is model
 
 
+@pytest.mark.quant
+def test_leaves_alone_weights_that_are_more_than_numbers():
+    model = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="self:int8-torchao", dtype=torch.float32)
+    with torch.inference_mode():
+        assert fused.fused(model.drafter.model) is model.drafter.model
+    ids = random_ids(model.target, 1, 12, seed=3)
+    model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=1, draft_length=3)
+    assert model.report.accepted > 0
+
+
 def test_a_layer_that_computes_something_else_is_found_out():
     model = build(BY_NAME["llama"])
     model.model.layers[1].self_attn.scaling *= 3.0  # read from the layer, therefore right

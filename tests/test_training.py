@@ -495,5 +495,5 @@ def test_a_target_writes_what_a_draft_has_to_foresee(target, text, tmp_path):
     np.save(tmp_path / "written.npy", np.arange(7, dtype=np.int32))
     again = with_written(target, text, 1, tmp_path, seed=3)
     assert again.training[-7:].tolist() == list(range(7)) and np.array_equal(again.held_out, text.held_out)
-    with pytest.raises(ValueError, match="^text: 3 tokens are too few"):
+    with pytest.raises(ValueError, match=r"^text: 3 tokens are too few"):
         write(target, text.training[:3], 1)

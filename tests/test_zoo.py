@@ -3,15 +3,20 @@
 import dataclasses
 import hashlib
 import json
+import re
+import shlex
+import tomllib
 import types
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assisted import AssistedModelForCausalLM, zoo
+from assisted import AssistedModelForCausalLM, cli, zoo
 from assisted.drafters.other_tokenizer import TranslatedDrafter
 from assisted.zoo import corpus, recipe, train
 from assisted.zoo.recipe import RECIPES, Phase, Recipe
@@ -34,7 +39,8 @@ def test_other_paths_stay_as_they_are(path):
 
 @pytest.mark.parametrize("name", ["", "nothing", "Target", "../target"])
 def test_unknown_names_are_refused(name):
-    message = f"zoo:{name} is not shipped; one of zoo:target, zoo:draft, zoo:draft-other-tokenizer"
+    names = "zoo:target, zoo:draft, zoo:draft-other-tokenizer, zoo:eagle3, zoo:medusa"
+    message = f"zoo:{name} is not shipped; one of {names}"
     for call in (lambda: zoo.folder(name), lambda: zoo.resolve(f"zoo:{name}")):
         with pytest.raises(ValueError) as raised:
             call()
@@ -189,8 +195,8 @@ def test_shipped_recipes(name):
         assert RECIPES[shipped.teacher].vocab_size == shipped.vocab_size
 
 
-def test_every_shipped_name_has_a_recipe():
-    assert set(RECIPES) == set(zoo.NAMES)
+def test_every_shipped_model_has_a_recipe():
+    assert set(RECIPES) == set(zoo.MODELS)
     assert recipe.OTHER_DRAFT.vocab_size != recipe.TARGET.vocab_size
 
 
@@ -401,3 +407,81 @@ def test_the_draft_with_a_tokenizer_of_its_own_is_told_apart():
     plain = model.target.generate(**inputs, max_new_tokens=32, do_sample=False)
     assert model.generate(**inputs, max_new_tokens=32, do_sample=False, draft_length=4).equal(plain)
     assert model.report.accepted > 0
+
+
+# ---- heads
+
+
+@pytest.fixture
+def head(name):
+    folder = Path(zoo.folder(name))
+    if not folder.is_dir():
+        pytest.skip(f"zoo:{name} is not shipped")
+    return folder
+
+
+def new_model(draft, **kwargs):
+    model = AssistedModelForCausalLM.from_pretrained("zoo:target", draft=draft, **kwargs)
+    return model, model.tokenizer("def mean(values):\n    total = 0\n", return_tensors="pt")
+
+
+@pytest.mark.parametrize("name", zoo.HEADS)
+@pytest.mark.parametrize("draft", ["zoo:{}", "{kind}:zoo:{}", ["suffix", "zoo:{}"]], ids=str)
+def test_heads_draft_for_the_shipped_target(head, name, draft):
+    kind = {"eagle3": "eagle", "medusa": "medusa"}[name]
+    written = [part.format(name, kind=kind) for part in ([draft] if isinstance(draft, str) else draft)]
+    model, inputs = new_model(written if len(written) > 1 else written[0])
+    plain = model.target.generate(**inputs, max_new_tokens=32, do_sample=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.generate(**inputs, max_new_tokens=32, do_sample=False, draft_length=4).equal(plain)
+    assert model.report.accepted > 0
+    modules = model.drafter.modules if len(written) == 1 else model.drafter.members[-1].modules
+    assert {p.dtype for module in modules for p in module.parameters()} == {torch.float32}  # the target's
+
+
+@pytest.mark.parametrize("name", zoo.HEADS)
+def test_heads_are_stored_in_half_precision_and_say_where_they_come_from(head, name):
+    assert {path.suffix for path in head.iterdir()} == {".json", ".safetensors"}
+    (file,) = head.glob("*.safetensors")
+    with safe_open(file, "pt") as tensors:
+        stored = {tensors.get_tensor(key).dtype for key in tensors.keys()}  # noqa: SIM118, it has no iterator
+    assert stored <= {torch.bfloat16, torch.float16}
+    about = json.loads((head / "training.json").read_text())
+    assert about["target"] == "zoo:target"
+    assert about["command"].startswith(f"assisted train {about['method']} --target zoo:target --text zoo ")
+    for path in head.glob("*.json"):  # nothing of the machine it was made on
+        assert not re.search(r"(^|[\s\"'=])(/|~|[A-Za-z]:\\)\w", path.read_text()), path
+
+
+@pytest.mark.parametrize("name", zoo.HEADS)
+def test_the_command_that_trained_a_head_is_one_that_can_be_given(head, name):
+    about = json.loads((head / "training.json").read_text())
+    args = cli._parser().parse_args(shlex.split(about["command"])[1:])
+    assert (args.steps, args.batch, args.context) == (about["steps"], about["batch"], about["context"])
+    assert args.store in ("bfloat16", "float16")
+
+
+def test_all_that_is_shipped_is_small():
+    models = Path(zoo.folder("target")).parent
+    assert sum(path.stat().st_size for path in models.rglob("*") if path.is_file()) < 40 * 2**20
+
+
+def test_the_shipped_files_are_package_data():
+    found = tomllib.loads((Path(zoo.__file__).parents[2] / "pyproject.toml").read_text())
+    patterns = found["tool"]["setuptools"]["package-data"]["assisted.zoo"]
+    here = Path(zoo.__file__).parent
+    packaged = {path for pattern in patterns for path in here.glob(pattern)}
+    shipped = {path for name in zoo.NAMES for path in Path(zoo.folder(name)).glob("*")}
+    assert shipped - packaged == set()
+
+
+def test_the_card_states_what_the_heads_do():
+    models = Path(zoo.folder("target")).parent
+    figures = json.loads((models / "card.json").read_text())
+    card = (models / "README.md").read_text()
+    for row in figures.get("heads", []):
+        assert f"`zoo:{row['name']}`" in card
+        assert row["command"] in card
+    there = {name for name in zoo.HEADS if Path(zoo.folder(name)).is_dir()}
+    assert {row["name"] for row in figures.get("heads", [])} == there

@@ -16,21 +16,22 @@ from transformers import PreTrainedModel
 
 from ..cache import SlotCache
 from ..drafts import Draft
-from ..fused import fused_product
 from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import load_eagle, save_eagle
-from ..parts import Layers, few_ids, find_layers, with_children
+from ..parts import Layers, few_ids, find_layers
 from ..runtime import Masks, require_rewindable
 from ..text import Text
 from .base import Call, Drafter, Target
 from .chain import ChainDrafting
-from .eagle_tree import grow
+from .eagle_tree import Level, Limits, grow, learn
+from .fused_head import fused_head, state_of
 from .head_runner import HeadRunner
+from .rates import Rates
 from .tapped import TappedModel, find_final_norm
 
 __all__ = ["Eagle", "EagleDrafter", "find_taps"]
 
-TOP_K_CPU, TOP_K = 3, 10
+TOP_K_CPU, TOP_K = 4, 10
 NODES_CPU, NODES = 16, 60
 
 
@@ -41,16 +42,17 @@ class Eagle:
     Args:
         path: folder, `zoo:` name or Hub id of a checkpoint, made for this very target, in the format of EAGLE's authors, of
             SpecForge or of speculators; or an `EagleHead`.
-        tree: draft token trees (EAGLE-2) where the target can verify them. False drafts chains: for large batches, where
-            every column has its price, and for sampling at high temperature, where a chain is accepted by its law.
+        tree: draft token trees (EAGLE-2) where the target can verify them; False drafts chains: for large batches, where every
+            column has its price. None (default) drafts trees for a greedy target and chains when sampling: drawn and accepted
+            by its law, a chain gets about as far as a tree of several times its size, of which the target draws one node.
         top_k: nodes of each level that are read, and tokens tried below each. None (default) takes 10 on an accelerator, as
-            the paper does, and 3 on a CPU. A tree is as deep as the draft length allows.
-        nodes: the most nodes to verify. None (default) takes 60 on an accelerator, 16 on a CPU; fewer are proposed where
-            more do not pay, by what was measured of the target.
+            the paper does, and 4 on a CPU. A tree is as deep as the draft length allows.
+        nodes: of a tree, in every round. None (default) takes as many as pay, by what was measured of the target: at most 60
+            on an accelerator, 16 on a CPU.
     """
 
     path: str | EagleHead
-    tree: bool = True
+    tree: bool | None = None
     top_k: int | None = None
     nodes: int | None = None
 
@@ -90,7 +92,7 @@ class Eagle:
             final_norm,
             tree=self.tree,
             top_k=self.top_k or (TOP_K_CPU if slow else TOP_K),
-            nodes=self.nodes or (NODES_CPU if slow else NODES),
+            nodes=self.nodes,
         )
 
 
@@ -108,27 +110,28 @@ class EagleDrafter(Drafter):
         head: EagleHead,
         layers: Layers,
         final_norm: tuple[str, ...] = (),
-        tree: bool = True,
+        tree: bool | None = None,
         top_k: int = TOP_K,
-        nodes: int = NODES,
+        nodes: int | None = None,
     ):
         self.head = head
         self.layers = layers
         self.final_norm = final_norm
         self.tree, self.top_k, self.nodes = tree, top_k, nodes
+        self.rates = {do_sample: Rates() for do_sample in (False, True)}
         self._drafting: tuple[Any, EagleHead] | None = None
 
     @property
+    def most(self) -> int:
+        """Nodes of a tree, at most."""
+        return self.nodes or (NODES_CPU if self.head.device.type == "cpu" else NODES)
+
+    @property
     def drafting_head(self) -> EagleHead:
-        """The head as it is run: an output layer of its own is the wider half of a step, and goes in its fastest form."""
-        if self.head.config.version == 1:
-            return self.head
-        weight = self.head.lm_head.weight
-        # only on a CPU it may be a copy, which holds for as long as the weight is the same
-        state = weight.device, weight.dtype, float(weight.detach().sum()) if weight.device.type == "cpu" else 0.0
+        """The head in the form in which it is fastest to run."""
+        state = state_of(self.head)
         if self._drafting is None or self._drafting[0] != state:
-            output = fused_product(self.head.lm_head)
-            self._drafting = state, with_children(self.head, {("lm_head",): output})
+            self._drafting = state, fused_head(self.head)
         return self._drafting[1]
 
     @property
@@ -156,8 +159,14 @@ class EagleDrafting(ChainDrafting):
     def __init__(self, drafter: EagleDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
+        wanted = not call.law.do_sample if drafter.tree is None else drafter.tree
+        self.trees = wanted and call.target.masks.trees
+        call.length.sampled = call.law.do_sample and not self.trees
         self.runner: HeadRunner | None = None
         self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F] and how many count in each row
+        self.rates = drafter.rates[call.law.do_sample]
+        self.text: Text | None = None
+        self.offered: list[Level] = []  # of the tree that was proposed, until the target has chosen
         # of the prompt's columns the last ones are shown: a caller's past and chunks read before them are not
         self.prompt: list[torch.Tensor] = []  # its states, until the head is first run
         if isinstance(call.target, TappedModel):
@@ -170,14 +179,16 @@ class EagleDrafting(ChainDrafting):
         if self.broken is not None and self.broken:
             raise FloatingPointError("the head's logits are not a number")
         drafter = self.drafter
+        self.text, self.offered = text, []
         runner = self._begun(text)
         runner.cache.run_only(text.unfinished)
         state = self._read_committed(runner, text)
         known = runner.cache.known
         try:
-            if drafter.tree and self.call.target.masks.trees:
-                draft, self.expected, self.broken = grow(
-                    runner, self.call, text, state, budget, drafter.top_k, drafter.nodes
+            if self.trees:
+                limits = Limits(budget, drafter.top_k, drafter.most, drafter.nodes is None)
+                draft, self.offered, self.expected, self.broken = grow(
+                    runner, self.call, text, state, self.rates, limits
                 )
                 return draft
             return self._chain(runner, text, state, budget)
@@ -194,6 +205,9 @@ class EagleDrafting(ChainDrafting):
         if path is not None:
             features = features.gather(1, path.to(features.device)[:, :, None].expand(-1, -1, features.shape[-1]))
         self.unread.append((features[:, : max(counts)], counts))
+        if self.text is not None and self.offered:
+            learn(self.rates, self.offered, self.text, counts)
+            self.offered = []
 
     def _states(self, target: TappedModel) -> list[torch.Tensor]:
         """What was tapped in the target's last pass: [B, n, Ht] each."""
@@ -209,7 +223,7 @@ class EagleDrafting(ChainDrafting):
             self.skipped = text.prompt_length - width  # columns of the text without a feature
             mask = None if call.attention_mask is None else call.attention_mask[:, -width:]
             self.runner = HeadRunner(
-                drafter.drafting_head, call.target.model, call.limit + drafter.nodes, self.first, mask
+                drafter.drafting_head, call.target.model, call.limit + drafter.most, self.first, mask
             )
             if self.runner.cache.visible is not None:  # whatever the target made of padding, it must be numbers
                 features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)

@@ -1,38 +1,76 @@
 """EAGLE-2's dynamic token tree (2406.16858): as wide and as deep as the head is sure of what follows.
 
-Knows the head as it is run, the law of the call and the draft length; what becomes of the tree is the loop's.
+Knows the head as it is run, the law of the call and the draft length, and learns how far the head is to be believed; what
+becomes of the tree is the loop's.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 
 from ..drafts import Draft
+from ..host import on_device
 from ..text import Text
 from .base import Call
 from .head_runner import HeadRunner
+from .rates import Rates
 from .trees import top_nodes, worthwhile
 
-__all__ = ["grow"]
+__all__ = ["Level", "Limits", "grow", "learn"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large a tree may be.
+
+    Args:
+        depth: the most levels.
+        top_k: nodes of each level that are read, and tokens offered below each.
+        nodes: to propose, at most.
+        if_they_pay: fewer, where more would cost more than they bring.
+    """
+
+    depth: int
+    top_k: int
+    nodes: int
+    if_they_pay: bool
+
+
+class Level(NamedTuple):
+    """What was offered below the nodes of one level.
+
+    nodes: [B, w] int64, these nodes among all that were offered, -1 for the committed text. first: number of the first one
+    offered here. tokens: [B, w, k] int64. sure: [B, w, k] float32, the head's probabilities. going: [B] bool, rows that it
+    was offered in.
+    """
+
+    nodes: torch.Tensor
+    first: int
+    tokens: torch.Tensor
+    sure: torch.Tensor
+    going: torch.Tensor
 
 
 @torch.no_grad()
 def grow(
-    runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, budget: int, top_k: int, nodes: int
-) -> tuple[Draft, float, torch.Tensor]:
+    runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates: Rates, limits: Limits
+) -> tuple[Draft, list[Level], float, torch.Tensor]:
     """The tree of the most probable paths, their levels read one after the other by the head.
 
     Each level offers the `top_k` best tokens below each of the nodes that were read; the `top_k` most probable of them are
-    read next. Of all that were offered the best are kept, as many as pay, `nodes` at the most. The levels stay in the
-    head's slots, to be rewound by the caller.
+    read next. Of all that were offered the best are kept. The levels stay in the head's slots, to be rewound by the caller.
 
     Args:
         state: [B, H], the head's after the committed text.
-        budget: the most levels.
+        rates: how often what the head is sure of to some degree is right.
 
-    Returns the draft, without q; how many of its tokens are expected to be accepted in an unfinished row, by the head's own
-    probabilities; and whether its logits were no numbers, [] bool.
+    Returns the draft, without q; what was offered, for `learn`; how many of the draft's tokens are expected to be accepted in
+    an unfinished row; and whether the head's logits were no numbers, [] bool.
     """
+    top_k, nodes = limits.top_k, limits.nodes
     law, length = call.law, call.length
     rows, device = text.rows, state.device
     going = ~torch.tensor(text.ended, device=device)
@@ -41,9 +79,10 @@ def grow(
     numbers = torch.full((rows, 1), -1, device=device)  # of these nodes, among all that were offered
     read = Draft.empty(rows, text.ids.device)  # every node that was read
     offered: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # tokens, parents, scores of each level, [B, m]
+    seen: list[Level] = []
     count, levels = 0, 0
     broken = torch.zeros((), dtype=torch.bool, device=device)
-    for depth in range(budget):
+    for depth in range(limits.depth):
         width = states.shape[1]
         logits = runner.logits(states)
         if depth == 0:
@@ -57,10 +96,12 @@ def grow(
         found, tokens = laws.topk(min(top_k, laws.shape[-1]))
         if vocabulary is not None:
             tokens = vocabulary[tokens]
-        paths = (scores[:, :, None] + found).masked_fill(~going[:, None, None], -torch.inf).flatten(1)
+        sure = found.exp()
+        seen.append(Level(numbers, count, tokens, sure, going))
+        paths = (scores[:, :, None] + rates.of(sure).log()).masked_fill(~going[:, None, None], -torch.inf).flatten(1)
         tokens, above = tokens.flatten(1), numbers.repeat_interleave(found.shape[-1], 1)
         offered.append((tokens, above, paths))
-        if levels == budget or not length.another(levels):
+        if levels == limits.depth or not length.another(levels):
             break
         scores, best = paths.topk(min(top_k, paths.shape[1]))
         parents = best // found.shape[-1]  # places among the nodes that were just read
@@ -74,13 +115,38 @@ def grow(
         states = runner.level(tokens, states, levels, ancestors)
         runner.cache.commit([best.shape[1]] * rows)
     if not offered:
-        return Draft.empty(rows, text.ids.device), 0.0, broken
+        return Draft.empty(rows, text.ids.device), [], 0.0, broken
     tokens, above, paths = (torch.cat(parts, 1).to(text.ids.device) for parts in zip(*offered, strict=True))
     unfinished = torch.tensor(text.unfinished, device=text.ids.device)
     worth = paths[unfinished].exp().nan_to_num().sort(1, descending=True).values.mean(0)[:nodes].tolist()
-    costs = length.costs
-    kept = worthwhile(worth, costs, levels * costs.draft if costs else 0.0, nodes)
-    return top_nodes(tokens, above, paths, kept), sum(worth[:kept]), broken
+    costs, kept = length.costs, nodes
+    if limits.if_they_pay:
+        kept = worthwhile(worth, costs, levels * costs.draft if costs else 0.0, nodes)
+    return top_nodes(tokens, above, paths, kept), seen, sum(worth[:kept]), broken
+
+
+def learn(rates: Rates, offered: list[Level], text: Text, counts: list[int]) -> None:
+    """Take in which of the tokens that were offered on the way of the text were right.
+
+    offered: by `grow`. text: with what was committed since. counts: how many tokens that was, by row.
+    """
+    device = offered[0].sure.device
+    committed = on_device(counts, device)
+    start = on_device(text.lengths, device) - committed
+    ids = text.ids.to(device)
+    reached = torch.full_like(committed, -1)  # the node that the text has come to
+    places, hits, asked = [], [], []
+    for depth, level in enumerate(offered):
+        token = ids.gather(1, (start + depth).clamp(max=ids.shape[1] - 1)[:, None])
+        here = level.nodes == reached[:, None]  # [B, w], at most one
+        at = here.int().argmax(1)[:, None, None].expand(-1, 1, level.tokens.shape[-1])
+        right = level.tokens.gather(1, at)[:, 0] == token
+        places.append(level.sure.gather(1, at)[:, 0])
+        hits.append(right)
+        asked.append(here.any(1) & level.going & (depth < committed))
+        child = level.first + at[:, 0, 0] * right.shape[1] + right.int().argmax(1)
+        reached = torch.where(asked[-1] & right.any(1), child, -2)  # -2: no node
+    rates.see(torch.stack(places), 0, torch.stack(hits), torch.stack(asked))
 
 
 def _log_laws(

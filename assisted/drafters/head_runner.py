@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..cache import SlotCache
 from ..heads.eagle import EagleHead
+from ..host import on_device
 
 __all__ = ["HeadRunner"]
 
@@ -101,4 +102,4 @@ class HeadRunner:
         return cache.spread(states)
 
     def _behind(self) -> torch.Tensor:
-        return torch.tensor([self.cache.lengths[row] for row in self.cache.running], device=self.head.device)[:, None]
+        return on_device([self.cache.lengths[row] for row in self.cache.running], self.head.device)[:, None]

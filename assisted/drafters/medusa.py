@@ -41,7 +41,8 @@ class Medusa:
             chain as long as the draft length says (blockwise parallel decoding, 1811.03115): for large batches, where every
             column has its price. Targets that can't check trees get chains.
         candidates: guesses of each head that may stand in the tree, at least 1.
-        nodes: the most of a tree, at least 1. None takes 64 on an accelerator and 24 on a CPU, where each has its price.
+        nodes: of a tree, at least 1, in every round. None (default) takes as many as pay, by what was measured of the target:
+            at most 64 on an accelerator and 24 on a CPU, where each has its price.
     """
 
     path: str | MedusaHeads
@@ -87,8 +88,7 @@ class Medusa:
                 f"draft: these heads are of {heads.hidden_size} numbers a state and {heads.vocab_size} tokens, the target of "
                 f"{hidden_size} and {size}; heads serve the model they were trained for"
             )
-        nodes = self.nodes or (NODES_CPU if model.device.type == "cpu" else NODES)
-        return MedusaDrafter(heads.eval(), model, layers, final_norm, self.tree, self.candidates, nodes)
+        return MedusaDrafter(heads.eval(), model, layers, final_norm, self.tree, self.candidates, self.nodes)
 
 
 class MedusaDrafter(Drafter):
@@ -109,14 +109,14 @@ class MedusaDrafter(Drafter):
         final_norm: tuple[str, ...],
         tree: bool = True,
         candidates: int = 8,
-        nodes: int = NODES,
+        nodes: int | None = None,
     ):
         self.heads = heads
         self.target = target
         self.layers = layers
         self.final_norm = final_norm
         self.tree, self.candidates, self.nodes = tree, candidates, nodes
-        self.rates = {do_sample: Rates() for do_sample in (False, True)}
+        self.rates = {do_sample: Rates(heads.heads) for do_sample in (False, True)}
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -194,28 +194,35 @@ class MedusaDrafting(Drafting):
         starts = [length - count for length, count in zip(self.text.lengths, counts, strict=True)]
         columns = ids.new_tensor(starts)[:, None] + torch.arange(max(counts), device=ids.device)
         new = ids.gather(1, columns.clamp(max=ids.shape[1] - 1)).tolist()
+        sure, heads, right = [], [], []
         for row, guesses in self.guesses.items():
             for head, (guess, token) in enumerate(zip(guesses, new[row][: counts[row]], strict=False)):
-                right = guess.tokens.index(token) if token in guess.tokens else None
-                self.rates.see(head, guess.sure, right)
-                if right is None:
+                sure.append(guess.sure)
+                heads.append([head])
+                right.append([guessed == token for guessed in guess.tokens])
+                if not any(right[-1]):
                     break
+        if sure:
+            asked = torch.ones(len(sure), dtype=torch.bool)
+            self.rates.see(torch.tensor(sure), torch.tensor(heads), torch.tensor(right), asked)
         self.guesses = {}
 
     def _tree(self, text: Text, logits: torch.Tensor) -> Draft:
         """The most probable paths of every unfinished row, as many as pay. logits: [D, B, V] float32."""
         drafter, costs, growing = self.drafter, self.call.length.costs, text.unfinished
         best, columns = logits.softmax(-1).topk(min(drafter.candidates, logits.shape[-1]))  # [D, B, k]
+        best = best.cpu()
         sure, tokens = best.tolist(), drafter.heads.tokens(columns).tolist()
+        rates = self.rates.of(best, torch.arange(len(best))[:, None, None]).tolist()
+        limit = drafter.nodes or (NODES_CPU if logits.device.type == "cpu" else NODES)
         trees = [best_paths([], 0)] * text.rows
         for row in growing:
             if math.isnan(sure[0][row][0]):
                 raise FloatingPointError("the heads' logits are not a number")
             self.guesses[row] = [Guesses(t[row], s[row]) for t, s in zip(tokens, sure, strict=True)]
-            rates = [self.rates.of(head, guess.sure) for head, guess in enumerate(self.guesses[row])]
-            trees[row] = best_paths(rates, drafter.nodes)
+            trees[row] = best_paths([level[row] for level in rates], limit)
         worth = [sum(place) / len(growing) for place in zip_longest(*(t.worth for t in trees), fillvalue=0.0)]
-        count = worthwhile(worth, costs, costs.draft if costs else 0.0, drafter.nodes)
+        count = drafter.nodes or worthwhile(worth, costs, costs.draft if costs else 0.0, limit)
         self.expected = sum(worth[:count])
         trees = [tree.cut(count) for tree in trees]
         width = max(len(tree.parents) for tree in trees)

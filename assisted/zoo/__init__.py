@@ -1,20 +1,24 @@
-"""The shipped models: a target and two drafts that write Python, trained by this project, no download needed.
+"""The shipped models: a target that writes Python, and two drafts and two kinds of heads for it. No download needed.
 
-`zoo:NAME` answers wherever a path is taken; `folder(NAME)` is the folder, which AutoModelForCausalLM loads as any other.
+`zoo:NAME` answers wherever a path is taken; `folder(NAME)` is the folder, which AutoModelForCausalLM loads as any other
+(heads are no model by themselves: they are given as `draft=`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["NAMES", "folder", "resolve"]
+__all__ = ["HEADS", "MODELS", "NAMES", "folder", "resolve"]
 
-NAMES = ("target", "draft", "draft-other-tokenizer")
+MODELS = ("target", "draft", "draft-other-tokenizer")
+HEADS = ("eagle3", "medusa")
+"""Trained heads for "target"."""
+NAMES = (*MODELS, *HEADS)
 _MODELS = Path(__file__).parent / "models"
 
 
 def folder(name: str) -> str:
-    """The folder of a shipped model. Raises ValueError for an unknown name."""
+    """The folder of a shipped model or head. Raises ValueError for an unknown name."""
     if name not in NAMES:
         raise ValueError(f"zoo:{name} is not shipped; one of {', '.join('zoo:' + known for known in NAMES)}")
     return str(_MODELS / name)

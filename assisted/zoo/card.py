@@ -17,16 +17,19 @@ import torch.nn.functional as F
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..comparison import held_out_prompts, repeated_share
+from ..bench import held_out_prompts, repeated_share
+from ..drafters import Eagle, Medusa
 from ..modeling import AssistedModelForCausalLM
-from . import corpus
+from . import HEADS, corpus
 from .recipe import RECIPES
 
-__all__ = ["Drafting", "Measured", "measure", "write"]
+__all__ = ["Drafting", "Head", "Measured", "measure", "write"]
 
 WINDOW = 512  # tokens of context for the bits per byte
 WINDOWS = 60
 PROMPTS, NEW_TOKENS = 40, 48
+CHAIN = 4  # tokens of a head's chain; what the Medusa heads reach
+TREE_NODES, TREE_DEPTH = 32, 6
 SHOWN = 10
 SHOWN_TOKENS = 64
 
@@ -65,6 +68,29 @@ class Drafting:
     repeated_4grams: float
 
 
+@dataclass(frozen=True)
+class Head:
+    """Trained heads for the target.
+
+    Args:
+        name: of the folder.
+        parameters: their own, what they use of the target left out.
+        bytes: of the folder.
+        tokens: that they were trained on.
+        command: that trained them.
+        chain: greedy chains; how often its first, second, ... token is accepted.
+        trees: token trees, greedy and sampled.
+    """
+
+    name: str
+    parameters: int
+    bytes: int
+    tokens: int
+    command: str
+    chain: Drafting
+    trees: tuple[Drafting, ...]
+
+
 @torch.no_grad()
 def bits_per_byte(folder: Path) -> float:
     """Cross-entropy of a model over seeded windows of held-out files, per byte of their text."""
@@ -97,6 +123,28 @@ def drafting(model: AssistedModelForCausalLM, draft_length: int, temperature: fl
     return Drafting(draft_length, temperature, totals.tokens_per_pass, shares, repeated_share(completions))
 
 
+def head(models: Path, name: str) -> Head:
+    """Trained heads with the target, and how they were trained, which is written down beside them."""
+    folder = models / name
+    about = json.loads((folder / "training.json").read_text())
+    kind, options = (Eagle, {"top_k": 6}) if about["method"] == "eagle" else (Medusa, {})
+
+    def load(tree: bool, **options: Any) -> AssistedModelForCausalLM:
+        spec = kind(str(folder), tree=tree, **options)
+        return AssistedModelForCausalLM.from_pretrained(models / "target", draft=spec, dtype=torch.float32)
+
+    chains, trees = load(False), load(True, nodes=TREE_NODES, **options)
+    return Head(
+        name,
+        parameters=sum(p.numel() for module in chains.drafter.modules for p in module.parameters()),
+        bytes=sum(file.stat().st_size for file in folder.iterdir()),
+        tokens=about["steps"] * about["batch"] * about["context"],
+        command=about["command"],
+        chain=drafting(chains, CHAIN, 0.0),
+        trees=tuple(drafting(trees, TREE_DEPTH, temperature) for temperature in (0.0, 0.8)),
+    )
+
+
 def measure(models: Path) -> dict[str, Any]:
     """Everything that the card states, ready for json. models: the folder of all shipped models."""
     measured = []
@@ -110,6 +158,7 @@ def measure(models: Path) -> dict[str, Any]:
     return {
         "models": [asdict(m) for m in measured],
         "drafting": [asdict(d) for d in figures],
+        "heads": [asdict(head(models, name)) for name in HEADS if (models / name).is_dir()],
         "completions": _completions(pair),
     }
 
@@ -143,9 +192,9 @@ def _card(figures: dict[str, Any]) -> str:
         "",
         "# The shipped models",
         "",
-        "Three small Llama-architecture models that write Python, trained by this project from nothing, so that a draft and a",
-        "target can be seen at work without a download. They are for demonstration, teaching and tests. They complete the",
-        "shape of code well and its meaning poorly; do not use what they write.",
+        "Three small Llama-architecture models that write Python, and heads for one of them, trained by this project from",
+        "nothing, so that drafts and a target can be seen at work without a download. They are for demonstration, teaching and",
+        "tests. They complete the shape of code well and its meaning poorly; do not use what they write.",
         "",
         "**Data.** The `.py` files of CPython 3.11's standard library, its tests included, duplicates and tables left out (PSF",
         "licence). Held out, never trained on, and the text of every figure here: the sources of sympy and networkx.",
@@ -165,7 +214,7 @@ def _card(figures: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "Trained with Muon for the matrices and AdamW for the rest, in bfloat16 autocast on a CPU; seeded and resumable:",
+        "Trained with Muon for the matrices and AdamW for the rest, in bfloat16 autocast; seeded and resumable:",
         "`assisted zoo train NAME --out DIR`. Stored as bfloat16, computed in float32.",
         "",
         f"**Drafting.** `zoo:draft` for `zoo:target`, batch 1, float32, {PROMPTS} held-out functions cut in the middle,",
@@ -181,7 +230,29 @@ def _card(figures: dict[str, Any]) -> str:
             f"| {row['draft_length']} | {row['temperature']} | {row['tokens_per_pass']:.2f} | {shares} "
             f"| {row['repeated_4grams']:.1%} |"
         )
+    lines += _heads_of_card(figures["heads"]) if figures["heads"] else []
     lines += ["", f"**Ten completions**, greedy, {SHOWN_TOKENS} tokens; the model's part stands behind the line.", ""]
     for shown in figures["completions"]:
         lines += [f"`{shown['source']}`", "", "```text", shown["prompt"], "-" * 60 + shown["completion"], "```", ""]
     return "\n".join(lines)
+
+
+def _heads_of_card(heads: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "",
+        "**Heads** for `zoo:target`, measured in the same way: greedy chains of 4 tokens, and token trees of "
+        f"{TREE_NODES} nodes,",
+        f"at most {TREE_DEPTH} deep. Stored as bfloat16, computed in the target's type.",
+        "",
+        "| heads | parameters | size | trained on | accepted at position 1, 2, ... | chain | tree | tree, temperature 0.8 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in heads:
+        shares = ", ".join(f"{share:.0%}" for share in row["chain"]["acceptance_by_position"])
+        per_pass = [f"{drafting['tokens_per_pass']:.2f}" for drafting in (row["chain"], *row["trees"])]
+        lines.append(
+            f"| `zoo:{row['name']}` | {row['parameters'] / 1e6:.2f} M | {row['bytes'] / 2**20:.1f} MiB "
+            f"| {row['tokens'] / 1e6:.1f} M tokens | {shares} | {' | '.join(per_pass)} |"
+        )
+    lines += ["", "The last three columns are tokens per pass of the target. Trained by", "", "```bash"]
+    return [*lines, *(row["command"] for row in heads), "```"]

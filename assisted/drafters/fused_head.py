@@ -1,0 +1,67 @@
+"""An EAGLE-3 head in fewer operations, for drafting: a step of so small a layer takes as long as calling its operations takes.
+
+Knows the head's parts and how layers are fused; nothing of drafting.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..fused import TOLERANCE, Angles, FusedLayer, Norm, Shared, fused_product, may_copy
+from ..heads.eagle import EagleHead
+from ..parts import with_children
+
+__all__ = ["fused_head", "state_of"]
+
+
+def state_of(head: EagleHead) -> tuple[Any, ...]:
+    """What a fused head was made from; it serves while this is equal. What was written into a weight shows in its sum."""
+    if head.device.type != "cpu":
+        return head.device, head.dtype
+    return head.device, head.dtype, *torch.stack([p.detach().sum().double() for p in head.parameters()]).tolist()
+
+
+def fused_head(head: EagleHead) -> EagleHead:
+    """The same head in fewer operations, with the weights as they are now; as it is where it would not be the same, or where
+    no copies may be made. EAGLE-1 heads, whose output is the target's, are left alone.
+    """
+    if head.config.version == 1:
+        return head
+    children: dict[tuple[str, ...], nn.Module] = {("lm_head",): fused_product(head.lm_head)}
+    if not may_copy(head):
+        return with_children(head, children)
+    shared = Shared()
+    first, *others = head.layers
+    layers = [_First(first, shared), *(FusedLayer(layer, shared, True) for layer in others)]
+    children |= {
+        ("layers",): nn.ModuleList(layers),
+        ("rotary_emb",): Angles(head.rotary_emb, head.config.of_layer()),
+    }
+    other = with_children(head, children)
+    return other if _agree(head, other) else with_children(head, {("lm_head",): children[("lm_head",)]})
+
+
+class _First(FusedLayer):
+    """EAGLE-3's first layer: attention looks at embedding and state side by side."""
+
+    def __init__(self, layer: Any, shared: Shared):
+        super().__init__(layer, shared, True)
+        self.of_state = Norm(layer.hidden_norm)
+        self.norm_before_residual: bool = layer.norm_before_residual
+
+    def forward(self, embeddings: torch.Tensor, states: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        normed = self.of_state(states)
+        beside = torch.cat([self.before_attention(embeddings), normed], -1)
+        return self.run(normed if self.norm_before_residual else states, beside, **kwargs)
+
+
+@torch.no_grad()
+def _agree(head: EagleHead, other: EagleHead) -> bool:
+    """Whether two heads make the same of a few columns, but for rounding."""
+    generator = torch.Generator().manual_seed(0)
+    embeddings, states = torch.randn(2, 1, 4, head.config.hidden_size, generator=generator)
+    one, two = (part.logits(part(embeddings, states)) for part in (head, other))
+    return bool((one - two).abs().max() <= TOLERANCE * one.std())

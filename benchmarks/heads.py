@@ -1,0 +1,162 @@
+"""The shipped heads, EAGLE-3 and Medusa, against the shipped draft, in chains and in trees, interleaved in one run.
+
+    python benchmarks/heads.py --json benchmarks/heads.json --docs docs/methods/{eagle,medusa,specinfer}.md docs/benchmarks.md
+    python benchmarks/heads.py --read benchmarks/heads.json --docs docs/methods/eagle.md      # the tables again, nothing run
+
+Held-out functions, cut in the middle; float32; the same number of new tokens for all (end tokens ignored); temperature 0 and
+0.8; by the protocol of `assisted bench`. A few minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from tables import about, plainly, same, shipped, write_docs
+
+from assisted import AssistedModelForCausalLM, Eagle, Medusa, Merged
+from assisted.bench import Bars, Row, Rules, held_out_prompts, of_model, point
+
+MARKER = "heads"  # of the section that is rewritten in a page
+TEMPERATURES = (0.0, 0.8)
+DRAFTED = 4  # tokens: the fixed draft length, and what the shipped Medusa heads reach
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to draft. name: as the table says. draft, draft_length: as a caller writes them."""
+
+    name: str
+    draft: Any
+    draft_length: int | None = None
+
+    def load(self, pair: AssistedModelForCausalLM) -> AssistedModelForCausalLM:
+        return AssistedModelForCausalLM.from_models(pair.target, self.draft, self.draft_length, pair.tokenizer)
+
+    @property
+    def written(self) -> str:
+        draft = _written(self.draft)
+        return draft if self.draft_length is None else f"{draft}, draft_length={self.draft_length}"
+
+
+def _written(draft: Any) -> str:
+    """A spec as a caller writes it: what is as by default is left out, the first field has no name."""
+    if isinstance(draft, tuple):
+        return f"[{', '.join(map(_written, draft))}]"
+    if not is_dataclass(draft):
+        return json.dumps(draft)
+    first, *others = fields(draft)
+    more = [f"{f.name}={getattr(draft, f.name)}" for f in others if getattr(draft, f.name) != f.default]
+    return f"{type(draft).__name__}({', '.join([_written(getattr(draft, first.name)), *more])})"
+
+
+CONTESTANTS = (
+    Contestant("draft model, chain of 4", "zoo:draft", DRAFTED),
+    Contestant("draft model, default length", "zoo:draft"),
+    Contestant("Medusa, list", Medusa("zoo:medusa", tree=False), DRAFTED),
+    Contestant("Medusa, tree of what pays (default)", "zoo:medusa"),
+    Contestant("Medusa, tree of 16 nodes", Medusa("zoo:medusa", nodes=16), DRAFTED),
+    Contestant("EAGLE-3, chain of 4", Eagle("zoo:eagle3", tree=False), DRAFTED),
+    Contestant("EAGLE-3, default: tree of what pays; chain when sampling", "zoo:eagle3"),
+    Contestant("EAGLE-3, tree of 8 nodes", Eagle("zoo:eagle3", tree=True, nodes=8), DRAFTED),
+    Contestant("EAGLE-3, tree of 32 nodes", Eagle("zoo:eagle3", tree=True, top_k=6, nodes=32), 6),
+    Contestant("SpecInfer, draft model and EAGLE-3", Merged(("zoo:draft", Eagle("zoo:eagle3", tree=False))), DRAFTED),
+)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All contestants at every temperature, ready for json."""
+    pair, _ = shipped()
+    prompts = list(islice(held_out_prompts(pair.tokenizer), args.prompts))
+    found = about(pair, prompts=len(prompts), repeats=args.repeats, new_tokens=args.new_tokens)
+    own = [of_model(one.name, one.load(pair)) for one in CONTESTANTS]
+    for temperature in TEMPERATURES:
+        rules = Rules(args.new_tokens, args.repeats, temperature, 0.95 if temperature else 1.0)
+        with Bars() as bars:
+            measured = point(pair, plainly(pair, args), [], own, prompts, rules, progress=bars)
+        shown = [row for row in measured.rows if row.name == measured.baseline or row.family == "assisted"]
+        found[f"temperature {temperature:g}"] = [_row(row) for row in shown if row.error is None]
+    return found
+
+
+def _row(row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": row.name,
+        **asdict(row.speedup),
+        "repeated_4grams": row.repeated_4grams,
+        "same": same(row) or None,
+    }
+    written = next((one.written for one in CONTESTANTS if one.name == row.name), None)
+    if written is not None:
+        counts = {"drafted_per_pass": row.drafted_per_pass, "draft_share": row.draft, "written": written}
+        found |= {"tokens_per_pass": row.tokens_per_pass, **counts}
+    return found
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The tables as they stand in the docs."""
+    lines = [
+        f"`python benchmarks/heads.py --prompts {found['prompts']} --repeats {found['repeats']} --threads {found['threads']} "
+        f"--new-tokens {found['new_tokens']}`: held-out functions cut in the middle, batch 1, float32, a CPU, torch "
+        f"{found['torch']}, transformers {found['transformers']}, all contestants in turns in one run. Tokens per pass "
+        "include the target's own and the pass that reads the prompt. Times plain: against the fastest mode of plain "
+        "`generate`, with a 95% bootstrap interval. "
+        "Columns: drafted tokens that a pass checks, mean. Drafting: its share of the time.",
+    ]
+    for title, rows in found.items():
+        if not isinstance(rows, list):
+            continue
+        plain = rows[0]
+        lines += [
+            "",
+            f"**{title.capitalize()}{', top-p 0.95' if plain['same'] is None else ''}**. Repeated 4-grams of plain `generate`: "
+            f"{plain['repeated_4grams']:.0%}. 1.00 is {plain['name']}.",
+            "",
+            "| | `draft=` | tokens per pass | times plain | columns | drafting | repeated 4-grams |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {row['name']} | `{row['written']}` | {row['tokens_per_pass']:.2f} "
+            f"| {row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}] | {row['drafted_per_pass']:.1f} "
+            f"| {row['draft_share']:.0%} | {row['repeated_4grams']:.0%} |"
+            for row in rows[1:]
+        ]
+        if plain["same"] is not None:
+            others = {row["same"] for row in rows[1:]}
+            lines += [
+                "",
+                f"The same tokens as plain `generate`: {', '.join(sorted(others))} prompts, every contestant.",
+            ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--new-tokens", type=int, default=48, help="of each prompt (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--no-compile", action="store_true", help="leave out plain generate with a compiled forward")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose measured section is rewritten")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing, take the figures from this JSON")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.read:
+        found = json.loads(args.read.read_text())
+    else:
+        found = measure(args)
+    print(markdown(found))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_docs(args.docs, markdown(found), MARKER)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""An EAGLE-3 head in fewer operations says what the head says, and is the head itself where it could not."""
+
+import pytest
+import torch
+from eagle_heads import random_head
+from pairs import ROUNDING, pair
+
+from assisted.drafters import fused_head as module
+from assisted.drafters.fused_head import fused_head, state_of
+from assisted.drafters.head_runner import HeadRunner
+from assisted.fused import FusedLayer
+
+KINDS = {
+    "plain": {},
+    "qwen3 layer": {"layer": "qwen3"},
+    "two layers": {"num_hidden_layers": 2},
+    "norm before residual": {"norm_before_residual": True},
+    "norms before the fusion": {"fc_norm": True, "norm_output": True},
+    "one norm before it": {"norm_before_fc": True},
+    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "fc_bias": True},
+    "biases of the heads alone": {"qkv_bias": True},
+    "reduced vocabulary": {"draft_vocab_size": 40},
+    "scaled angles": {"rope": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    "one key head": {"num_key_value_heads": 1},
+}
+
+ALONE = torch.eye(3, dtype=torch.bool).expand(2, -1, -1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_says_is_what_the_head_says(kind):
+    """Over a prompt, single columns behind it and a level of a tree, the second row padded on the left."""
+    target = pair()[0]
+    head = random_head(target, 3, **KINDS[kind])
+    other = fused_head(head)
+    assert all(isinstance(layer, FusedLayer) for layer in other.layers)
+    assert other.fc is head.fc
+    for mask in (None, torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])):
+        first = torch.zeros(2, 1, dtype=torch.int64) if mask is None else -(1 - mask).sum(1, keepdim=True)
+        runners = [HeadRunner(part, target, 32, first, mask) for part in (head, other)]
+        generator = torch.Generator().manual_seed(0)
+
+        def step(width, run, runners=runners, generator=generator):
+            tokens = torch.randint(3, 96, (2, width), generator=generator)
+            states = torch.randn(2, width, 32, generator=generator)
+            with torch.no_grad():
+                one, two = (run(runner, tokens, states) for runner in runners)
+                assert torch.allclose(one, two, atol=ROUNDING)
+                assert torch.allclose(runners[0].logits(one), runners[1].logits(two), atol=ROUNDING)
+            for runner in runners:
+                runner.cache.commit([width] * 2)
+
+        for width in (5, 1, 2):
+            step(width, lambda runner, tokens, states: runner(tokens, states))
+        step(3, lambda runner, tokens, states: runner.level(tokens, states, 1, ALONE))
+
+
+def test_heads_that_are_left_alone():
+    target = pair()[0]
+    first = random_head(target, 1)
+    assert fused_head(first) is first
+    half = random_head(target, 3).to(torch.bfloat16)
+    hooked = random_head(target, 3)
+    hooked.layers[0].self_attn.register_forward_hook(lambda *args: None)
+    for head in (half, hooked):
+        assert fused_head(head).layers is head.layers
+
+
+def test_one_that_turned_out_to_be_another_is_not_used(monkeypatch):
+    head = random_head(pair()[0], 3)
+    monkeypatch.setattr(module._First, "forward", lambda self, embeddings, states, **kwargs: states)
+    other = fused_head(head)
+    assert other.layers is head.layers
+    states = torch.randn(2, 1, 2, 32)
+    assert torch.allclose(other.logits(other(*states)), head.logits(head(*states)), atol=ROUNDING)
+
+
+def test_a_weight_that_is_written_into_shows():
+    head = random_head(pair()[0], 3)
+    before = state_of(head)
+    assert state_of(head) == before
+    with torch.no_grad():
+        head.layers[0].mlp.gate_proj.weight[0, 0] += 1
+    assert state_of(head) != before
+    assert state_of(head.to(torch.float64)) != before

@@ -1,4 +1,4 @@
-"""The command line: `assisted demo | generate | chat | train | zoo`.
+"""The command line: `assisted demo | generate | chat | train | bench | doctor | grow | zoo`.
 
 Knows arguments, standard streams and exit codes; the work is done elsewhere and imported when a command needs it.
 """
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .bench import command as bench
+from .bench import doctor_command, grow_command
 from .training import commands as training
 
 __all__ = ["main"]
@@ -53,10 +55,10 @@ def _demo(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     sizes = (args.prompts, args.max_new_tokens, args.repeats, args.seconds)
     if args.json:
-        from .comparison import compare
+        from .bench import brief
 
         model = _load(args, shipped="zoo:draft")
-        _print_json(compare(model, *sizes, also=_quantized(model, args)).to_dict())
+        _print_json(brief(model, *sizes, also=_quantized(model, args)).to_dict())
     else:
         from .demo import show
 
@@ -178,8 +180,8 @@ def _load(args: argparse.Namespace, shipped: str | None = None) -> Any:
     if draft is None and args.target == "zoo:target":
         draft = shipped
     device = _device(args.device)
-    placed = {} if device == "cpu" else {"device_map": {"": device}}
-    typed = {} if args.dtype is None else {"dtype": args.dtype}
+    placed: dict[str, Any] = {} if device == "cpu" else {"device_map": {"": device}}
+    typed: dict[str, Any] = {} if args.dtype is None else {"dtype": args.dtype}
     model = AssistedModelForCausalLM.from_pretrained(
         args.target,
         draft=draft,
@@ -295,6 +297,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_generation(chat)
 
     training.add(commands, command)
+    bench.add(commands, _device)
+    doctor_command.add(commands, _device)
+    grow_command.add(command, _device)
 
     zoo = commands.add_parser("zoo", help="the shipped models", description="The shipped models.")
     actions = zoo.add_subparsers(required=True, metavar="ACTION")

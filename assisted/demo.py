@@ -1,13 +1,12 @@
 """`assisted demo`, drawn: a pair completes code it never saw, then a table of what that cost.
 
 Knows rich and the terminal. What is drafted and what is kept it sees through a drafter that wraps the model's own; the
-figures come from comparison.py.
+figures come from bench/brief.py.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from . import zoo
+from .bench import Prompt, Result, Row, brief, held_out_prompts
 from .cache import SlotCache
-from .comparison import LOOKUP_SETTINGS, PEER_SETTINGS, PLAIN, Comparison, Prompt, Way, compare, held_out_prompts
 from .controller import Adaptive
 from .drafters import Call, Drafter, Drafting
 from .drafts import Draft
@@ -53,22 +52,20 @@ def show(
     repeats: int = 5,
     seconds: float = 36.0,
     live_tokens: int = 48,
-    prompt_tokens: tuple[int, int] | None = None,
     also: Mapping[str, AssistedModelForCausalLM] | None = None,
-) -> Comparison:
+) -> Result:
     """The whole demo on standard output: one completion as it is written, then the table.
 
     Args:
         model: the pair, with its tokenizer.
         live_tokens: new tokens of the completion that is shown.
-        prompts, new_tokens, repeats, seconds, prompt_tokens, also: as for `comparison.compare`. The last of `also`, where
-            there is one, is the pair that is watched.
+        prompts, new_tokens, repeats, seconds, also: as for `bench.brief`. The last of `also`, where there is one, is the pair
+            that is watched.
 
     Without a terminal, or with NO_COLOR set, everything is plain text.
     """
     console = _console()
-    lengths = {} if prompt_tokens is None else {"prompt_tokens": prompt_tokens}
-    first = next(held_out_prompts(model.tokenizer, *lengths.values()))
+    first = next(held_out_prompts(model.tokenizer))
     watched = [model, *(also or {}).values()][-1]
     _draw_pair(console, watched)
     _draw_live(console, watched, first, live_tokens)
@@ -89,9 +86,9 @@ def show(
                 tasks[what] = bars.add_task(what, total=1.0)
             bars.update(tasks[what], completed=share)
 
-        comparison = compare(model, prompts, new_tokens, repeats, seconds, progress=progress, also=also, **lengths)
-    _draw_comparison(console, comparison)
-    return comparison
+        result = brief(model, prompts, new_tokens, repeats, seconds, progress, also)
+    _draw_result(console, result)
+    return result
 
 
 @dataclass
@@ -295,42 +292,43 @@ def _underlined(tokenizer: Any, start: str, watch: Watch) -> str:
     return "\n".join(line if not mark.strip() else f"{line}\n{mark.rstrip()}" for line, mark in both)
 
 
-def _draw_comparison(console: Console, comparison: Comparison) -> None:
+def _draw_result(console: Console, result: Result) -> None:
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for name in ("same\ntokens", "tokens\nper pass", "drafts\naccepted", "\nseconds", "\ntimes plain"):
+    for name in ("same\ntokens", "tokens\nper pass", "drafts\naccepted", "ms a\ntoken", "\ntimes plain"):
         table.add_column(name, justify="right", no_wrap=True)
-    for way in comparison.ways:
-        table.add_row(*_cells(way, len(comparison.prompts)))
+    point = result.points[0]
+    for row in point.rows:
+        if row.error is None:
+            table.add_row(*_cells(row))
     console.print(table)
     console.print()
-    if comparison.peer_looks_up:
-        number, how = len(LOOKUP_SETTINGS), "by prompt lookup"
-        what = "{} tokens, n-grams up to {:g}".format(*comparison.peer_setting)
-    else:
-        number, how = len(PEER_SETTINGS), "with the same model"
-        what = "{} tokens, confidence threshold {:g}".format(*comparison.peer_setting)
-    peer = f"transformers drafts {how}, at the fastest of {number} settings: {what}."
-    rounds = len(comparison.ways[0].seconds)
+    for row in point.rows:
+        if row.error is not None:
+            console.print(f"{row.name} failed: {row.error}", style=STRUCK)
+    ran = next(row for row in point.rows if row.name == point.baseline)
+    settings, families = len(point.heat) - 1, {row.family for row in point.heat}
+    how = "with the same model" if "transformers assisted" in families else "by prompt lookup"
+    rules, machine = result.rules, result.machine
+    count = sum(map(len, result.prompts.values()))
     for line in (
-        f"{len(comparison.prompts)} prompts x {comparison.new_tokens} new tokens, held-out code, temperature 0, "
-        f"{comparison.dtype}, {comparison.device}, {comparison.threads} threads.",
-        f"Seconds: all prompts, median of {rounds} interleaved rounds. Times plain: median (lowest-highest).",
+        f"{count} prompts x {rules.new_tokens} new tokens, held-out code, temperature 0, "
+        f"{machine['dtype']}, {machine['device']}, {machine['threads']} threads.",
+        f"Rounds in turns: {len(ran.seconds)}. Times plain: their median [95% interval]. `assisted bench` measures more.",
         "Passes: forwards of the target, those that read the prompts included.",
-        peer,
-        f"{comparison.repeated_4grams:.0%} of the 4-grams written repeat an earlier one; repetition flatters drafting.",
+        f"transformers drafts {how}, at the fastest of {settings} settings.",
+        f"{ran.repeated_4grams:.0%} of the 4-grams written repeat an earlier one; repetition flatters drafting.",
     ):
-        console.print(line, style=READ)
+        console.print(line, style=READ, markup=False)
 
 
-def _cells(way: Way, prompts: int) -> list[str]:
-    rate, ratios = way.acceptance_rate, way.ratios
-    ratio = f"{statistics.median(ratios):.2f}"
+def _cells(row: Row) -> list[str]:
+    rate = row.acceptance_rate
     return [
-        way.name,
-        "-" if way.name == PLAIN else "yes" if way.same == prompts else f"{way.same} of {prompts}",
-        f"{way.tokens_per_pass:.2f}",
+        row.name if row.family == "assisted" else row.family,
+        "-" if row.family == "plain" else "yes" if row.same == row.rows else f"{row.same} of {row.rows}",
+        f"{row.tokens_per_pass:.2f}",
         "-" if rate is None else f"{rate:.0%}",
-        f"{statistics.median(way.seconds):.2f}",
-        ratio if way.name == PLAIN else f"{ratio} ({min(ratios):.2f}-{max(ratios):.2f})",
+        f"{row.milliseconds_per_token:.2f}",
+        "1.00" if row.family == "plain" else str(row.speedup).replace("[", "\\["),
     ]

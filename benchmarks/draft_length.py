@@ -1,39 +1,46 @@
-"""Every draft length policy on the shipped pair and on a hopeless draft, against plain decoding, interleaved in one run.
+"""Every draft length policy on the shipped pair and on a hopeless draft, by the protocol of `assisted bench`.
 
     python benchmarks/draft_length.py --out benchmarks/draft_length.json
 
-Held-out code, the same number of new tokens for all (end tokens ignored), float32. Two baselines: plain `generate`, and
-this package's loop without drafts, which lacks the overhead of `generate` and is the harder one. `cold` policies start
-every call knowing nothing; the others build on their earlier calls, as they do in use.
+Held-out code, float32. Two baselines: plain `generate`, and this package's loop without drafts, which lacks the overhead of
+`generate` and is the harder one. `cold` policies start every call knowing nothing; the others build on their earlier calls,
+as they do in use.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from shipped_pair import Never, machine
-from tqdm.auto import tqdm
+from shipped_pair import Never
+from tables import about, shipped
 from transformers import AutoModelForCausalLM
 
-from assisted import AssistedModelForCausalLM
-from assisted.comparison import held_out_prompts, repeated_share
+from assisted import AssistedModelForCausalLM, DraftModel
+from assisted.bench import (
+    Bars,
+    Batch,
+    Measured,
+    Rules,
+    batches,
+    held_out_prompts,
+    of_model,
+    plain,
+    race,
+    repeated_share,
+    speedup,
+)
 from assisted.controller import Adaptive
 from assisted.lengths import AdaEDL, Confidence, DraftLength, Fixed, Heuristic, Length
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
 
 
 @dataclass(frozen=True)
@@ -56,81 +63,49 @@ POLICIES: dict[str, DraftLength] = {
     "adaptive, cold": Cold(Adaptive()),
 }
 HOPELESS = ("no drafts", "fixed 4", "heuristic", "confidence 0.4", "adaedl", "adaptive", "adaptive, cold")
-Run = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-def pairs() -> dict[str, AssistedModelForCausalLM]:
+def pairs() -> dict[str, tuple[AssistedModelForCausalLM, DraftModel]]:
     """The shipped pair, and the same target with a draft of the same shape that has learned nothing."""
-    good = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft", dtype=torch.float32)
-    good.target.generation_config.eos_token_id = None  # everybody writes the same number of tokens
+    good, draft = shipped()
     torch.manual_seed(0)
-    random_draft = AutoModelForCausalLM.from_config(good.drafter.model.config).eval()
-    hopeless = AssistedModelForCausalLM.from_models(good.target, draft=random_draft, tokenizer=good.tokenizer)
-    return {"shipped pair": good, "hopeless draft": hopeless}
+    hopeless = AutoModelForCausalLM.from_config(good.drafter.model.config).eval()
+    return {"shipped pair": (good, draft), "hopeless draft": (good, DraftModel(hopeless))}
 
 
-def contestants(model: AssistedModelForCausalLM, names: tuple[str, ...], call: dict[str, Any]) -> dict[str, Run]:
-    def plain(ids: torch.Tensor, seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return model.target.generate(ids, attention_mask=torch.ones_like(ids), **call)
-
-    def assisted(policy: DraftLength) -> Run:
-        def run(ids: torch.Tensor, seed: int) -> torch.Tensor:
-            torch.manual_seed(seed)
-            return model.generate(ids, attention_mask=torch.ones_like(ids), draft_length=policy, **call)
-
-        return run
-
-    return {"plain": plain} | {name: assisted(POLICIES[name]) for name in names}
-
-
-def race(
-    model: AssistedModelForCausalLM, runs: dict[str, Run], prompts: list[torch.Tensor], repeats: int, what: str
+def rows(
+    pair: AssistedModelForCausalLM,
+    draft: DraftModel,
+    names: tuple[str, ...],
+    work: list[Batch],
+    rules: Rules,
+    title: str,
 ) -> list[dict[str, Any]]:
-    """A row for each contestant. They take turns at every prompt; who begins changes."""
-    taken: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in runs}
-    completions: dict[str, list[list[int]]] = {name: [] for name in runs}
-    reports: dict[str, list[Any]] = {name: [] for name in runs}
-    names = list(runs)
-    for name in names:  # warm up, and let policies learn what they may take over
-        runs[name](prompts[0], 0)
-    for repeat in tqdm(range(repeats), desc=what, unit="round"):
-        for number, ids in enumerate(prompts):
-            for name in names:
-                model.report = None
-                started = time.perf_counter()
-                out = runs[name](ids, 1000 * repeat + number)
-                taken[name][number].append(time.perf_counter() - started)
-                completions[name] += out[:, ids.shape[1] :].tolist()
-                if model.report is not None:
-                    reports[name].append(model.report)
-            names = names[1:] + names[:1]
-    times = {name: [statistics.median(prompt) for prompt in of] for name, of in taken.items()}
-    rows = []
-    for name in runs:
-        row: dict[str, Any] = {
-            "name": name,
-            "against_plain": interval(times["plain"], times[name]),
-            "against_no_drafts": interval(times["no drafts"], times[name]),
-            "repeated_4grams": repeated_share(completions[name]),
-        }
-        if reports[name]:
-            row |= {
-                field: statistics.mean(getattr(report, field) for report in reports[name])
-                for field in ("tokens_per_pass", "acceptance_rate", "assisted_share")
-            }
-            predicted = [r.predicted_speedup for r in reports[name] if r.predicted_speedup is not None]
-            row["predicted_speedup"] = statistics.mean(predicted) if predicted else None
-        rows.append(row)
-    return rows
+    """A row for each policy, and one for plain `generate`."""
+    own = [
+        of_model(name, AssistedModelForCausalLM.from_models(pair.target, draft, POLICIES[name], pair.tokenizer))
+        for name in names
+    ]
+    with Bars() as bars:
+        measured = race(pair.target, [*plain(pair.target, False), *own], work, rules, 1, lambda *at: bars(title, at[1]))
+    for one in measured:
+        if one.error is not None:
+            raise RuntimeError(f"{one.contestant.name}: {one.error}")
+    by_name = {one.contestant.name: one for one in measured}
+    return [_row(one, by_name["plain"], by_name["no drafts"]) for one in measured]
 
 
-def interval(baseline: list[float], other: list[float]) -> dict[str, float]:
-    """Median over the prompts of the ratio of seconds, with a 95% bootstrap interval over prompts."""
-    rng = random.Random(0)
-    ratios = [a / b for a, b in zip(baseline, other, strict=True)]
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return {"ratio": statistics.median(ratios), "low": medians[50], "high": medians[1949]}
+def _row(one: Measured, plainly: Measured, loop: Measured) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": one.contestant.name,
+        "against_plain": asdict(speedup(plainly.seconds, one.seconds)),
+        "against_no_drafts": asdict(speedup(loop.seconds, one.seconds)),
+        "repeated_4grams": repeated_share(one.tokens),
+    }
+    if one.report is not None:
+        row |= {name: getattr(one.report, name) for name in ("tokens_per_pass", "acceptance_rate", "assisted_share")}
+        row["predicted_speedup"] = one.contestant.model.report.predicted_speedup  # of the last call
+    return row
 
 
 def overhead(prompt: torch.Tensor, model: AssistedModelForCausalLM, call: dict[str, Any]) -> dict[str, float]:
@@ -163,21 +138,16 @@ def overhead(prompt: torch.Tensor, model: AssistedModelForCausalLM, call: dict[s
 
 def measure(count: int, tokens: int, repeats: int, settings: list[str]) -> dict[str, Any]:
     models = pairs()
-    prompts = [p.ids for p in islice(held_out_prompts(models["shipped pair"].tokenizer), count)]
-    found: dict[str, Any] = {
-        **machine(),
-        "prompts": count,
-        "new_tokens": tokens,
-        "repeats": repeats,
-        "results": {},
-    }
+    good, _ = models["shipped pair"]
+    prompts = list(islice(held_out_prompts(good.tokenizer), count))
+    found = about(good, prompts=count, new_tokens=tokens, repeats=repeats, results={})
     for setting in settings:
-        call = SETTINGS[setting] | {"max_new_tokens": tokens, "pad_token_id": 1}
-        for pair, model in models.items():
-            names = tuple(POLICIES) if pair == "shipped pair" else HOPELESS
-            title = f"{pair}, {setting}"
-            found["results"][title] = race(model, contestants(model, names, call), prompts, repeats, title)
-        found["overhead"] = overhead(prompts[0], models["shipped pair"], call)
+        rules = Rules(tokens, repeats, **SETTINGS[setting])
+        for name, (pair, draft) in models.items():
+            policies = tuple(POLICIES) if name == "shipped pair" else HOPELESS
+            title = f"{name}, {setting}"
+            found["results"][title] = rows(pair, draft, policies, batches(prompts), rules, title)
+        found["overhead"] = overhead(prompts[0].ids, good, rules.call(1))
     return found
 
 

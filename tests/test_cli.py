@@ -8,8 +8,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from assisted import AssistedModelForCausalLM, Suffix, chat, cli, comparison, zoo
+from assisted import AssistedModelForCausalLM, Suffix, chat, cli, zoo
 from assisted.cli import main
 
 CONTEXT = 512
@@ -354,18 +352,18 @@ SMALL = ["--prompts", "2", "--max-new-tokens", "8", "--repeats", "1"]
 
 @pytest.mark.usefixtures("held_out")
 def test_demo_json(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys, "demo", *SMALL)
-    plain, peer, ours, quantized = result["ways"]
-    names = [comparison.PLAIN, comparison.PEER, comparison.OURS, "assisted, nf4 draft"]
-    assert [way["name"] for way in result["ways"]] == names
-    assert len(set(result["prompts"])) == 2
-    assert all(way["same"] == 2 and way["tokens"] == 16 and len(way["seconds"]) == 1 for way in result["ways"])
-    assert (plain["passes"], plain["drafted"], plain["acceptance_rate"]) == (16, 0, None)
-    assert plain["ratios"] == [1.0]
-    for way in (peer, ours, quantized):
-        assert way["passes"] < 16
-        assert 0 < way["acceptance_rate"] <= 1
-    assert 0 <= result["repeated_4grams"] < 1
+    result = run_json(capsys, "demo", *SMALL, "--draft-length", "3")
+    rows = result["points"][0]["rows"]
+    assert [row["family"] for row in rows] == ["plain", "transformers assisted", "assisted", "assisted"]
+    assert [row["name"] for row in rows[2:]] == ["assisted", "assisted, nf4 draft"]
+    assert len(set(result["prompts"]["code"])) == 2
+    assert all(row["same"] == row["rows"] == 2 and len(row["seconds"]) == 1 for row in rows)
+    plain, *drafting = rows
+    assert (plain["tokens_per_pass"], plain["acceptance_rate"], plain["speedup"]["ratio"]) == (1, None, 1)
+    for row in drafting:
+        assert row["tokens_per_pass"] > 1
+        assert 0 < row["acceptance_rate"] <= 1
+        assert 0 <= row["repeated_4grams"] < 1
 
 
 @pytest.mark.usefixtures("held_out")
@@ -375,7 +373,7 @@ def test_demo_without_a_terminal_is_plain_text(capsys: pytest.CaptureFixture[str
     assert "\x1b" not in out and "\r" not in out
     assert "zoo:draft" in out and "~" in out
     rows = [line.split() for line in out.splitlines()]
-    assert [row[-1] for row in rows if row[:2] == ["plain", "generate"]] == ["1.00"]
+    assert [row[-1] for row in rows if row[:1] == ["plain"]] == ["1.00"]
     assert [row[1] for row in rows if row[:1] == ["assisted"]] == ["yes"]
     assert "…" not in out  # the table fits
 
@@ -383,10 +381,9 @@ def test_demo_without_a_terminal_is_plain_text(capsys: pytest.CaptureFixture[str
 @pytest.mark.usefixtures("held_out")
 def test_demo_without_a_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Trees included; transformers is then shown with prompt lookup."""
-    result = run_json(capsys, "demo", *SMALL, "--draft", "recycle")
-    assert result["peer_looks_up"] and tuple(result["peer_setting"]) in comparison.LOOKUP_SETTINGS
-    assert [way["name"] for way in result["ways"]] == [comparison.PLAIN, comparison.PEER, comparison.OURS]
-    assert all(way["same"] == 2 for way in result["ways"])
+    rows = run_json(capsys, "demo", *SMALL, "--draft", "recycle")["points"][0]["rows"]
+    assert [row["family"] for row in rows] == ["plain", "transformers lookup", "assisted"]
+    assert all(row["same"] == 2 for row in rows)
     assert main(["demo", *SMALL, "--draft", "recycle"]) == 0
     assert "prompt lookup" in capsys.readouterr().out
 
@@ -458,75 +455,6 @@ def test_pieces_join_to_the_text(pair: AssistedModelForCausalLM) -> None:
     text = "x = 'naïve — ☃'\n"
     pieces = demo._pieces(pair.tokenizer, pair.tokenizer(text).input_ids)
     assert "".join(pieces) == text
-
-
-# What the table is made of
-
-
-@pytest.fixture
-def drafted_by_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many tokens transformers' own candidate generator proposed, call by call."""
-    proposed: list[int] = []
-    original = AssistedCandidateGenerator.get_candidates
-
-    def noted(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        found = original(self, input_ids, **kwargs)
-        proposed.append(found[0].shape[1] - input_ids.shape[1])
-        return found
-
-    monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", noted)
-    yield proposed
-
-
-def test_passes_and_drafts_are_counted_alike(
-    pair: AssistedModelForCausalLM, drafted_by_transformers: list[int]
-) -> None:
-    ids = pair.tokenizer(PROMPT, return_tensors="pt").input_ids
-    run = comparison._Runner(pair, new_tokens=24)
-    plain, ours = run.counted(comparison.PLAIN, ids), run.counted(comparison.OURS, ids)
-    assert (plain.passes, plain.drafted) == (24, 0)
-    report = pair.report
-    assert ours.tokens == plain.tokens
-    assert ours.passes == report.target_passes + 1  # the one that read the prompt
-    assert ours.drafted == report.drafted
-    assert len(ours.tokens) - ours.passes == report.accepted
-    for setting in comparison.PEER_SETTINGS:
-        drafted_by_transformers.clear()
-        with comparison._peer_setting(run.draft, setting):
-            peer = run.counted(comparison.PEER, ids)
-        assert peer.tokens == plain.tokens
-        assert peer.passes == len(drafted_by_transformers)
-        assert peer.drafted == sum(drafted_by_transformers)
-        assert max(drafted_by_transformers) <= setting[0]
-
-
-def test_the_draft_keeps_its_own_settings(pair: AssistedModelForCausalLM) -> None:
-    config = pair.drafter.model.generation_config
-    before = config.to_dict()
-    with pytest.raises(RuntimeError), comparison._peer_setting(pair.drafter.model, (3, 0.0)):
-        assert config.num_assistant_tokens == 3
-        raise RuntimeError
-    assert config.to_dict() == before
-
-
-@pytest.mark.usefixtures("held_out")
-def test_held_out_prompts_are_always_the_same(pair: AssistedModelForCausalLM) -> None:
-    def some() -> list[comparison.Prompt]:
-        return list(islice(comparison.held_out_prompts(pair.tokenizer), 3))
-
-    first = some()
-    assert [prompt.text for prompt in some()] == [prompt.text for prompt in first]
-    for prompt in first:
-        assert prompt.text.startswith("def ")
-        assert comparison.PROMPT_TOKENS[0] <= prompt.ids.shape[1] <= comparison.PROMPT_TOKENS[1]
-        assert prompt.source.split("/")[0] in ("sympy", "networkx")
-
-
-def test_repeated_share() -> None:
-    assert comparison.repeated_share([[1, 2, 3, 4, 5, 6, 7]]) == 0
-    assert comparison.repeated_share([[1] * 7]) == pytest.approx(3 / 4)
-    assert comparison.repeated_share([[1] * 7, [1, 2, 3, 4]]) == pytest.approx(3 / 5)
-    assert comparison.repeated_share([[1, 2]]) == 0
 
 
 # zoo

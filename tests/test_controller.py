@@ -11,7 +11,7 @@ from architectures import ARCHITECTURES, build, half_right, random_ids
 from simulation import HOPELESS, PAIRS, Pair, Source, laws, oracle, simulate
 
 from assisted import AssistedModelForCausalLM
-from assisted.comparison import held_out_prompts
+from assisted.bench import held_out_prompts
 from assisted.controller import Adaptive
 from assisted.estimates import Curve, Reliability, confidence_bin
 from assisted.lengths import Confidence, Costs, Fixed, from_dict, to_dict

@@ -1,0 +1,51 @@
+"""The measuring protocol: the same prompts, tokens and counting for every way of decoding. See docs/howto/bench.md."""
+
+from .bars import Bars
+from .brief import brief
+from .contestants import Contestant, assisted, lookups, of_model, peers, plain
+from .measure import default_drafts, fastest, load, measure, pad_token, point, quickest, transformers_assisted
+from .prompts import Batch, Prompt, at_length, batches, held_out_prompts, read, sources
+from .protocol import Measured, Rules, race, stream
+from .results import Point, Result, Row, machine, summed_up
+from .statistics import Interval, repeated_share, speedup
+from .table import markdown, table
+
+__all__ = [
+    "Bars",
+    "Batch",
+    "Contestant",
+    "Interval",
+    "Measured",
+    "Point",
+    "Prompt",
+    "Result",
+    "Row",
+    "Rules",
+    "assisted",
+    "at_length",
+    "batches",
+    "brief",
+    "default_drafts",
+    "fastest",
+    "held_out_prompts",
+    "load",
+    "lookups",
+    "machine",
+    "markdown",
+    "measure",
+    "of_model",
+    "pad_token",
+    "peers",
+    "plain",
+    "point",
+    "quickest",
+    "race",
+    "read",
+    "repeated_share",
+    "sources",
+    "speedup",
+    "stream",
+    "summed_up",
+    "table",
+    "transformers_assisted",
+]

@@ -1,0 +1,195 @@
+"""Who takes part: plain `generate` in the stack's modes, transformers' own drafting, and the drafters of this package.
+
+Knows how each is called. Nothing of prompts, of measuring, or of what is done with the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import CompileConfig, PreTrainedModel
+
+from ..modeling import AssistedModelForCausalLM
+from ..quantization import memory_bytes
+
+__all__ = ["LOOKUPS", "PEERS", "Contestant", "assisted", "lookups", "of_model", "peers", "plain"]
+
+Generate = Callable[..., torch.Tensor]
+
+# num_assistant_tokens and assistant_confidence_threshold of transformers' assisted generation; the first is its default
+PEERS = ((20, 0.4), (6, 0.4), (4, 0.0), (3, 0.0))
+# prompt_lookup_num_tokens and max_matching_ngram_size of its prompt lookup
+LOOKUPS = ((10, 2), (5, 3), (4, 2))
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way of decoding.
+
+    Args:
+        name: of its row.
+        family: "plain", "transformers assisted", "transformers lookup" or "assisted". The fastest that is plain is 1.00.
+        generate: called as a model's `generate`: ids [B, P] int64, attention_mask, streamer, and the same keywords for all;
+            returns [B, P + new] int64.
+        setting: what was chosen for it, for the JSON.
+        model: the pair, whose report tells more; None where it is none of this package's.
+        counted: whether a hook on the target may count its passes. A compiled forward would be compiled anew, and plain
+            decoding takes a pass for every token anyway.
+        draft_bytes: of weights that it holds beside the target's.
+    """
+
+    name: str
+    family: str
+    generate: Generate
+    setting: dict[str, Any] = field(default_factory=dict)
+    model: AssistedModelForCausalLM | None = None
+    counted: bool = True
+    draft_bytes: int = 0
+
+
+def plain(target: PreTrainedModel, compiled: bool = True) -> list[Contestant]:
+    """Plain `generate` in every mode that may be the fastest.
+
+    compiled: a static cache and a compiled forward, too; on a CPU that needs a C++ compiler and takes its time.
+    """
+    found = [Contestant("plain", "plain", target.generate, {"cache": "dynamic"})]
+    if _has_slow_rows(target):
+        setting = {"cache": "dynamic", "onednn": False}
+        found.append(Contestant("plain, oneDNN off", "plain", _without_onednn(target.generate), setting))
+    if compiled:
+        setting = {"cache": "static", "compiled": True}
+        found.append(Contestant("plain, static cache, compiled", "plain", _compiled(target), setting, counted=False))
+    return found
+
+
+def peers(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizers: tuple[Any, Any] | None = None
+) -> list[Contestant]:
+    """transformers' assisted generation with a draft model, at every setting. tokenizers: of both, where they differ."""
+    kwargs = {} if tokenizers is None else {"tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1]}
+    weights = _bytes_beside(target, [draft])
+    found = []
+    for count, threshold in PEERS:
+        name = f"transformers assisted {count}, {threshold:g}"
+        setting = {"num_assistant_tokens": count, "assistant_confidence_threshold": threshold}
+        run = _with_assistant(target, draft, setting, kwargs)
+        found.append(Contestant(name, "transformers assisted", run, setting, draft_bytes=weights))
+    return _in_both_modes(target, found)
+
+
+def lookups(target: PreTrainedModel) -> list[Contestant]:
+    """transformers' prompt lookup, at every setting."""
+    found = []
+    for count, ngram in LOOKUPS:
+        name = f"transformers lookup {count}, {ngram}"
+        setting = {"prompt_lookup_num_tokens": count, "max_matching_ngram_size": ngram}
+        found.append(Contestant(name, "transformers lookup", _with(target.generate, setting), setting))
+    return _in_both_modes(target, found)
+
+
+def assisted(
+    target: PreTrainedModel, drafts: Mapping[str, Any], tokenizer: Any = None, draft_length: Any = None
+) -> Iterator[Contestant]:
+    """This package's drafters. One that is refused takes part all the same, and fails with the error it was refused with.
+
+    drafts: what `AssistedModelForCausalLM.from_models` takes as draft, by the name of the row.
+    """
+    for name, draft in drafts.items():
+        try:
+            model = AssistedModelForCausalLM.from_models(target, draft, draft_length=draft_length, tokenizer=tokenizer)
+        except (ValueError, OSError, ImportError, RuntimeError) as error:
+            yield Contestant(f"assisted {name}", "assisted", _failing(error), {"draft": name})
+        else:
+            yield of_model(f"assisted {name}", model)
+
+
+def of_model(name: str, model: AssistedModelForCausalLM) -> Contestant:
+    """A pair that is loaded already. Nobody else may generate with it during a race: its totals are read."""
+    weights = _bytes_beside(model.target, model.drafter.modules)
+    setting = {"draft_length": repr(model.draft_length)}
+    return Contestant(name, "assisted", model.generate, setting, model, draft_bytes=weights)
+
+
+def _in_both_modes(target: PreTrainedModel, found: list[Contestant]) -> list[Contestant]:
+    """Also without oneDNN, where that may be faster."""
+    if not _has_slow_rows(target):
+        return found
+    without = [
+        replace(
+            one,
+            name=f"{one.name}, oneDNN off",
+            generate=_without_onednn(one.generate),
+            setting={**one.setting, "onednn": False},
+        )
+        for one in found
+    ]
+    return [*found, *without]
+
+
+def _has_slow_rows(target: PreTrainedModel) -> bool:
+    """Half precision on a CPU: with one row oneDNN's products take longer than the default ones."""
+    return target.device.type == "cpu" and target.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+
+
+def _without_onednn(generate: Generate) -> Generate:
+    onednn = torch.backends.mkldnn
+
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        # what is not named here is set to defaults, with a warning
+        with onednn.flags(False, onednn.deterministic, onednn.allow_tf32, onednn.fp32_precision):
+            return generate(*args, **kwargs)
+
+    return run
+
+
+def _with(generate: Generate, more: Mapping[str, Any]) -> Generate:
+    return lambda *args, **kwargs: generate(*args, **kwargs, **more)
+
+
+def _compiled(target: PreTrainedModel) -> Generate:
+    if target.device.type != "cpu":
+        return _with(target.generate, {"cache_implementation": "static"})  # compiles by itself
+    config = CompileConfig(mode="default")
+    config._compile_all_devices = True
+    return _with(target.generate, {"cache_implementation": "static", "compile_config": config})
+
+
+def _with_assistant(
+    target: PreTrainedModel, draft: PreTrainedModel, setting: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> Generate:
+    wanted = {**setting, "num_assistant_tokens_schedule": "constant", "eos_token_id": None}
+
+    def run(*args: Any, **more: Any) -> torch.Tensor:
+        with _generation_config(draft, wanted):  # transformers reads it from there alone
+            return target.generate(*args, assistant_model=draft, **kwargs, **more)
+
+    return run
+
+
+@contextmanager
+def _generation_config(model: PreTrainedModel, wanted: Mapping[str, Any]) -> Iterator[None]:
+    config = model.generation_config
+    before = {name: getattr(config, name) for name in wanted}
+    try:
+        for name, value in wanted.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _failing(error: Exception) -> Generate:
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise error
+
+    return run
+
+
+def _bytes_beside(target: PreTrainedModel, modules: Sequence[torch.nn.Module]) -> int:
+    """Of weights that are not the target's."""
+    return memory_bytes(torch.nn.ModuleList([target, *modules])) - memory_bytes(target)

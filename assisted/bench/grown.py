@@ -1,0 +1,331 @@
+"""Grown targets: a small model's function at the cost of a large one, for measuring where no large model can be had.
+
+Knows the modules of Llama. Every added width, head and layer is computed and adds nothing: it writes zeros, or is read by
+zeros. So text and acceptance are the small model's, seconds and bytes those of the large shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from .. import zoo
+from ..vocabulary import find_tokenizer
+
+__all__ = ["SHAPES", "Shape", "grow", "is_name", "is_shipped", "layer_places", "load_target", "note", "save"]
+
+PREFIX = "grown"
+RECORD = "assisted_grown"  # in config.json: what was grown, and how
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a Llama. The size of a head stays the small model's: its rotary angles depend on it.
+
+    Args:
+        hidden_size: of the residual stream.
+        intermediate_size: of the MLP.
+        layers, heads, kv_heads: how many; `heads` divides `hidden_size`, `kv_heads` divides `heads`.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{name}: {value} is no size; give 1 or more")
+        for name, whole, part in (
+            ("hidden_size", self.hidden_size, self.heads),
+            ("heads", self.heads, self.kv_heads),
+        ):
+            if whole % part:
+                raise ValueError(f"{name}: {whole} cannot be divided by {part}; give a multiple")
+
+    def __str__(self) -> str:
+        return "x".join(map(str, astuple(self)))
+
+
+SHAPES = {
+    "0.25b": Shape(1024, 2816, 22, 16, 4),
+    "1b": Shape(2048, 8192, 16, 32, 8),
+    "8b": Shape(4096, 14336, 32, 64, 16),
+}
+"""Sizes by name, with heads of 64. "1b" has the layers of Llama 3.2 1B; "8b" those of Llama 3.1 8B, whose 32 heads of 128 are
+64 of 64 here: as many weights, and as many bytes of keys and values. The vocabulary stays the small model's, so embedding
+and output layer cost less than a real model's: "8b" has 7.0 billion parameters, Llama 3.1 8B has 8.0, and of these a pass reads
+the 0.5 of its output layer besides."""
+
+
+@torch.no_grad()
+def grow(
+    model: LlamaForCausalLM,
+    shape: Shape | str,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> LlamaForCausalLM:
+    """A larger model that computes the small one's logits, up to rounding.
+
+    The residual stream is zero behind the small model's width: what writes into it (embedding, output and down projections)
+    has zeros there, and is all zeros in added layers. Norms divide by a larger width, which their weights and the epsilon
+    make good. All other added weights are drawn from the normal law with mean and deviation of the small model's own, so
+    that their products are computed from numbers like any. Added layers are spread evenly. Hidden states of the small
+    model are the first columns of those behind `layer_places`.
+
+    Args:
+        model: a Llama; not changed.
+        shape: a name of SHAPES, "HIDDENxINTERMEDIATExLAYERSxHEADSxKV_HEADS", or a Shape; nothing may be smaller than the
+            model's.
+        device, dtype: of the grown model, the small one's when None. It is made there tensor by tensor; no second copy is held.
+        seed: of the drawn weights; the same on one kind of device.
+
+    Raises ValueError for what is no Llama, or does not fit into the shape.
+    """
+    size, shape = str(shape), parse(shape)
+    _require_room(model, shape)
+    small = model.config
+    dtype = model.dtype if dtype is None else dtype
+    device = torch.device(model.device if device is None else device)
+    config = LlamaConfig.from_dict(
+        small.to_dict()
+        | {
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": _head_size(small),
+            "rms_norm_eps": small.rms_norm_eps * small.hidden_size / shape.hidden_size,
+            RECORD: {"from": Path(model.name_or_path).name or "a model in memory", "size": size, "seed": seed},
+        }
+    )
+    with torch.device("meta"):
+        grown = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=small._attn_implementation)
+    grown.to_empty(device=device)
+    grown.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
+    grown.tie_weights()
+    generator = torch.Generator(device).manual_seed(seed)
+    for large, part, places, writes, scale in _tensors(model, grown, shape):
+        _fill(large, part, places, writes, scale, generator)
+    grown.generation_config = model.generation_config
+    return grown.eval()
+
+
+def parse(shape: Shape | str) -> Shape:
+    """The shape behind a name of SHAPES or five numbers. Raises ValueError for anything else."""
+    if isinstance(shape, Shape):
+        return shape
+    if shape in SHAPES:
+        return SHAPES[shape]
+    numbers = shape.split("x")
+    if len(numbers) != 5 or not all(map(str.isdigit, numbers)):
+        raise ValueError(
+            f"size: {shape!r} is not known; give one of {', '.join(SHAPES)}, or HIDDENxINTERMEDIATExLAYERSxHEADSxKV_HEADS, "
+            f"such as {SHAPES['0.25b']}"
+        )
+    return Shape(*map(int, numbers))
+
+
+def layer_places(small: int, large: int) -> list[int]:
+    """Which layer of the grown model each layer of the small one became: as deep, in proportion, as it was."""
+    return [layer * large // small for layer in range(small)]
+
+
+def is_name(target: str) -> bool:
+    """Whether a target is named "grown:...": one that `load_target` makes in memory."""
+    return target.partition(":")[0] == PREFIX
+
+
+def is_shipped(target: str) -> bool:
+    """Whether it is named "grown:SIZE": the shipped target, for which the shipped drafts are made."""
+    return is_name(target) and target.count(":") == 1
+
+
+def load_target(
+    name: str, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """A target by name, and its tokenizer.
+
+    Args:
+        name: a Hub id, a folder, "zoo:NAME"; or "grown:SIZE", the shipped target grown to a size of SHAPES or to five numbers
+            (see `grow`), made in memory; "grown:SIZE:PATH" grows another Llama.
+        dtype: None is the checkpoint's own.
+        device: where it goes.
+
+    Raises ValueError for sizes and models that do not fit, OSError where nothing is found.
+    """
+    if is_name(name):
+        size, _, path = name.partition(":")[2].partition(":")
+        parse(size)  # before anything is loaded
+        path = zoo.resolve(path or "zoo:target")
+        small = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto")
+        return grow(small, size, device=device), find_tokenizer(path)
+    path = zoo.resolve(name)
+    placed = {} if str(device) == "cpu" else {"device_map": {"": device}}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", **placed), find_tokenizer(path)
+
+
+def note(model: PreTrainedModel) -> str | None:
+    """What to write beside figures of a grown model; None for any other."""
+    record = getattr(model.config, RECORD, None)
+    if record is None:
+        return None
+    return (
+        f"grown: the text of {record['from']!r} at the cost of {model.num_parameters() / 1e9:.2f} billion parameters "
+        f"(vocabulary of {model.config.vocab_size}, so a cheap output layer)"
+    )
+
+
+def save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Write a grown model, its tokenizer and a README that says what it is; AutoModelForCausalLM loads the folder."""
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    record, config = getattr(model.config, RECORD), model.config
+    shape = Shape(
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
+    (folder / "README.md").write_text(
+        f"# A grown model, for measuring\n\n"
+        f"This is `{record['from']}` in a larger shape (hidden x intermediate x layers x heads x key-value heads: {shape}),\n"
+        f"{model.num_parameters() / 1e9:.2f} billion parameters. What was added is computed and changes nothing: it writes the "
+        f"same text\nas the small model, at the cost of a large one. Its vocabulary ({config.vocab_size}) is the small one's, "
+        f"so the output layer\nis cheaper than a real model's. Do not use it for anything but measuring.\n\n"
+        f"Made by `assisted grow`, size {record['size']}, seed {record['seed']}.\n",
+        encoding="utf-8",
+    )
+
+
+Places = tuple[torch.Tensor, torch.Tensor]  # where entries of a small dimension go in the large one, and which they are
+
+
+def _tensors(
+    model: Any, grown: Any, shape: Shape
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[Places, ...] | None, bool, float]]:
+    """Every parameter of the grown model: (itself, the small model's, places by dimension, whether it writes into the residual
+    stream, factor of the small one's). Without places nothing is taken over but the law of the entries."""
+    small = model.config
+    hidden, inner = _same(small.hidden_size), _same(small.intermediate_size)
+    heads, keys = _heads(small, shape)
+    narrower = math.sqrt(small.hidden_size / shape.hidden_size)
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    words = _same(small.vocab_size)
+    yield grown.get_input_embeddings().weight, embedding, (words, hidden), True, 1.0
+    if not small.tie_word_embeddings:
+        yield grown.get_output_embeddings().weight, output, (words, hidden), False, 1.0
+    yield grown.model.norm.weight, model.model.norm.weight, (hidden,), False, narrower
+    places = layer_places(small.num_hidden_layers, shape.layers)
+    of = -1
+    for place, layer in enumerate(grown.model.layers):
+        taken = place in places
+        of += taken
+        source = model.model.layers[of]
+        for name, (rows, columns, writes) in {
+            "self_attn.q_proj": (heads, hidden, False),
+            "self_attn.k_proj": (keys, hidden, False),
+            "self_attn.v_proj": (keys, hidden, False),
+            "self_attn.o_proj": (hidden, heads, True),
+            "mlp.gate_proj": (inner, hidden, False),
+            "mlp.up_proj": (inner, hidden, False),
+            "mlp.down_proj": (hidden, inner, True),
+        }.items():
+            large, part = layer.get_submodule(name), source.get_submodule(name)
+            yield large.weight, part.weight, (rows, columns) if taken else None, writes, 1.0
+            if part.bias is not None:
+                yield large.bias, part.bias, (rows,) if taken else None, writes, 1.0
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            norms = layer.get_submodule(name).weight, source.get_submodule(name).weight
+            yield *norms, (hidden,) if taken else None, False, narrower
+
+
+def _fill(
+    large: torch.Tensor,
+    part: torch.Tensor,
+    places: tuple[Places, ...] | None,
+    writes: bool,
+    scale: float,
+    generator: torch.Generator,
+) -> None:
+    exact = part.double() * scale
+    if writes:
+        large.zero_()
+    else:
+        large.normal_(exact.mean().item(), exact.std(correction=0).item(), generator=generator)
+    if places is None:
+        return
+    to, taken = zip(*places, strict=True)
+    index = [where.to(large.device) for where in to]
+    values = exact[torch.meshgrid(*[which.to(exact.device) for which in taken], indexing="ij")]
+    large[torch.meshgrid(*index, indexing="ij")] = values.to(large.device, large.dtype)
+
+
+def _same(count: int) -> Places:
+    return torch.arange(count), torch.arange(count)
+
+
+def _head_size(config: Any) -> int:
+    return config.head_dim or config.hidden_size // config.num_attention_heads
+
+
+def _heads(small: Any, shape: Shape) -> tuple[Places, Places]:
+    """Rows of the query heads, and of the key and value heads, of a layer.
+
+    A query head reads the keys of its group. Where a group is smaller than the small model's, one of its key heads becomes
+    several alike, side by side.
+    """
+    size = _head_size(small)
+    group, large_group = small.num_attention_heads // small.num_key_value_heads, shape.heads // shape.kv_heads
+    copies = math.ceil(group / large_group)
+    queries, keys = [], []
+    for key in range(small.num_key_value_heads):
+        keys += [(key * copies + copy, key) for copy in range(copies)]
+        for member in range(group):
+            large_key = key * copies + member // large_group
+            queries.append((large_key * large_group + member % large_group, key * group + member))
+    return _rows(queries, size), _rows(keys, size)
+
+
+def _rows(heads: list[tuple[int, int]], size: int) -> Places:
+    """Of pairs (large head, small head)."""
+    within = torch.arange(size)
+    to, taken = (torch.cat([head * size + within for head in side]) for side in zip(*heads, strict=True))
+    return to, taken
+
+
+def _require_room(model: Any, shape: Shape) -> None:
+    config = model.config
+    if type(model) is not LlamaForCausalLM or getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"model: {type(model).__name__} cannot be grown; give a LlamaForCausalLM that is not quantized"
+        )
+    group = config.num_attention_heads // config.num_key_value_heads
+    copies = math.ceil(group * shape.kv_heads / shape.heads)
+    for name, fewest, given in (
+        ("hidden_size", config.hidden_size, shape.hidden_size),
+        ("intermediate_size", config.intermediate_size, shape.intermediate_size),
+        ("layers", config.num_hidden_layers, shape.layers),
+        ("kv_heads", config.num_key_value_heads * copies, shape.kv_heads),
+    ):
+        if given < fewest:
+            raise ValueError(f"{name}: {given} is too small for this model; give {fewest} or more")

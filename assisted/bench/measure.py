@@ -1,0 +1,259 @@
+"""The whole measurement in one call: load a pair, choose who takes part, race at every batch size and context, sum up.
+
+Knows the parts of the protocol and in which order they come. Nothing of how the result is shown.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from .. import zoo
+from ..drafters import DraftModel, parse
+from ..drafters.other_tokenizer import TranslatedDrafter
+from ..modeling import AssistedModelForCausalLM
+from . import contestants as who
+from . import grown
+from . import prompts as texts
+from .contestants import Contestant
+from .prompts import Batch, Prompt
+from .protocol import Measured, Rules, race, require_room, stream
+from .results import Point, Result, Row, machine, summed_up
+
+__all__ = ["default_drafts", "fastest", "load", "measure", "pad_token", "point", "quickest", "transformers_assisted"]
+
+Progress = Callable[[str, float], None]
+HEAT_BATCHES = 2  # that transformers' settings are tried on, at least
+_TEXT_ALONE = ("suffix", "ngram", "recycle")
+_OWN_PARTS = ("early-exit", "layer-skip")
+_QUANTIZERS = ("bitsandbytes", "torchao", "optimum.quanto")
+
+
+def measure(
+    target: str = "zoo:target",
+    draft: Any = None,
+    drafts: Sequence[Any] | None = None,
+    prompts: Sequence[str] = tuple(texts.SETS),
+    count: int = 4,
+    rules: Rules = Rules(),  # noqa: B008  (frozen)
+    batch: Sequence[int] = (1,),
+    context: Sequence[int] = (),
+    compiled: bool = True,
+    progress: Progress = lambda what, share: None,
+    **kwargs: Any,
+) -> Result:
+    """Measure what drafting is worth: plain `generate`, transformers' own drafting, and drafters of this package.
+
+    Args:
+        target: Hub id, folder, `zoo:` name or saved pair.
+        draft: a draft model, which transformers gets as well; as for `AssistedModelForCausalLM.from_pretrained`. Left out,
+            `"zoo:draft"` for `"zoo:target"`, a saved pair's own, otherwise none.
+        drafts: what takes part: strings, specs or lists of them; "a+b" is ["a", "b"]. Left out, `default_drafts`.
+        prompts, count: sets, question files or datasets (see `prompts.read`), and how many of each category; as many as a
+            batch has rows, at least.
+        rules: tokens, repeats, temperature.
+        batch: rows decoded together; several numbers are measured one after the other.
+        context: lengths that all prompts are brought to; none leaves them as they are.
+        compiled: whether plain `generate` takes part with a static cache and a compiled forward, too.
+        progress: told what is being done and the share of it that is done.
+        **kwargs: the loading of the pair: dtype, device_map, draft_length, draft_quantization, ...
+
+    Raises ValueError, naming the argument, for what cannot be measured, and where plain decoding fails.
+    """
+    for argument, value in (("count", count), ("batch", min(batch, default=0)), ("context", min(context, default=1))):
+        if value < 1:
+            raise ValueError(f"{argument}: {value} is nothing to measure; give 1 or more")
+    pair, name = load(target, draft, **kwargs)
+    tokenizer = pair.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"target: {target} has no tokenizer beside it, and prompts are texts")
+    found = texts.read(prompts, tokenizer, max(count, *batch))
+    require_room(pair.target, max(context, default=1), rules)  # not after all shorter ones
+    chosen = default_drafts(pair, name, target) if drafts is None else _named(drafts, pair, name)
+    own = _loaded_contestants(pair, chosen, progress)
+    plain = who.plain(pair.target, compiled)
+    others = [*transformers_assisted(pair), *who.lookups(pair.target)]
+    points = []
+    lengths: list[int | None] = [*sorted(context)]
+    for length in lengths or [None]:
+        brought = found if length is None else texts.at_length(found, tokenizer, length)
+        for rows in sorted(batch):
+            at = "" if len(batch) * max(1, len(context)) == 1 else f"{_place(rows, length)}: "
+
+            def said(what: str, share: float, at: str = at) -> None:
+                progress(at + what, share)
+
+            measured = point(pair, plain, others, own, brought, rules, rows, said)
+            points.append(replace(measured, context=length))
+    about = machine(pair.target.device, pair.target.dtype)
+    return Result(target, name, rules, texts.sources(found), tuple(points), about)
+
+
+def point(
+    pair: AssistedModelForCausalLM,
+    plain: Sequence[Contestant],
+    others: Sequence[Contestant],
+    own: Sequence[Contestant],
+    prompts: Sequence[Prompt],
+    rules: Rules,
+    batch: int = 1,
+    progress: Progress = lambda what, share: None,
+) -> Point:
+    """One race: plain decoding, the fastest of transformers' settings, and whoever else takes part.
+
+    Args:
+        pair: whose target all of them decode with.
+        plain: its modes; the fastest is 1.00.
+        others: transformers' own drafting, of which only the fastest of each family gets into the race.
+        own: whoever else.
+        prompts, rules, batch: the work; `batch` rows are decoded together.
+    """
+    pad = pad_token(pair.tokenizer)
+    batches = texts.batches(prompts, batch, pad)
+    if not all(one.counted for one in plain):
+        torch._dynamo.reset()  # what was compiled for other shapes counts against a limit
+    best, heat = quickest(pair, plain[0], others, batches, rules, progress) if others else ([], ())
+    measured = race(pair.target, [*plain, *best, *own], batches, rules, pad, progress)
+    stream(pair.target, measured, batches, rules, pad, progress)
+    baseline, rows = summed_up(measured, batches, rules.greedy)
+    return Point(batch, None, baseline, rows, heat)
+
+
+def quickest(
+    pair: AssistedModelForCausalLM,
+    plain: Contestant,
+    tried: Sequence[Contestant],
+    batches: list[Batch],
+    rules: Rules,
+    progress: Progress = lambda what, share: None,
+) -> tuple[list[Contestant], tuple[Row, ...]]:
+    """A short race over some of the batches: of every family the fastest contestant, and the rows of all."""
+    some = _some(batches)
+    brief = replace(rules, repeats=1, seconds=None)
+
+    def said(what: str, share: float) -> None:
+        progress(f"transformers' settings, {what}", share)
+
+    measured = race(pair.target, [plain, *tried], some, brief, pad_token(pair.tokenizer), said)
+    return fastest(measured[1:]), summed_up(measured, some, rules.greedy)[1]
+
+
+def fastest(tried: Sequence[Measured]) -> list[Contestant]:
+    """Of every family the contestant that took the least time; one that failed where all did."""
+    families: dict[str, list[Measured]] = {}
+    for one in tried:
+        families.setdefault(one.contestant.family, []).append(one)
+    best = []
+    for members in families.values():
+        ran = [one for one in members if one.error is None]
+        best.append(min(ran, key=lambda one: median(map(sum, one.seconds))) if ran else members[0])
+    return [one.contestant for one in best]
+
+
+def load(target: str, draft: Any = None, **kwargs: Any) -> tuple[AssistedModelForCausalLM, str | None]:
+    """The pair, and what its draft is called; None where no model or head drafts but text alone."""
+    if draft is None and (target == "zoo:target" or grown.is_shipped(target)):
+        draft = "zoo:draft"
+    if grown.is_name(target):
+        device = kwargs.pop("device_map", {"": "cpu"})[""]
+        model, tokenizer = grown.load_target(target, kwargs.pop("dtype", None), device)
+        pair = AssistedModelForCausalLM.from_models(model, draft=draft, tokenizer=tokenizer, **kwargs)
+    else:
+        pair = AssistedModelForCausalLM.from_pretrained(target, draft=draft, **kwargs)
+    if draft is None and isinstance(pair.spec, DraftModel):
+        draft = "its own draft"  # of a saved pair
+    return pair, draft if draft is None or isinstance(draft, str) else repr(draft)
+
+
+def default_drafts(pair: AssistedModelForCausalLM, draft: str | None, target: str = "") -> dict[str, Any]:
+    """Every drafter that this target and draft allow, by the name of its row.
+
+    draft: what the pair's draft is called, None for no model. target: as it was named: shipped heads fit the shipped one.
+    """
+    strings = [*_TEXT_ALONE, *_OWN_PARTS]
+    if any(map(_is_installed, _QUANTIZERS)):
+        strings.append("self:int8")
+    if target == "zoo:target":
+        strings += [f"zoo:{name}" for name in zoo.HEADS if Path(zoo.folder(name)).is_dir()]
+    if draft is not None:
+        both = [f"suffix+{draft}"] if isinstance(pair.spec, DraftModel) else []
+        strings = [draft, *both, *(name for name in strings if name != draft)]
+    return _named(strings, pair, draft)
+
+
+def _named(drafts: Sequence[Any], pair: AssistedModelForCausalLM, draft: str | None) -> dict[str, Any]:
+    """Specs by name. The pair's own draft is not loaded a second time."""
+    return {entry if isinstance(entry, str) else _written(entry): _spec(entry, pair, draft) for entry in drafts}
+
+
+def _spec(entry: Any, pair: AssistedModelForCausalLM, draft: str | None) -> Any:
+    if isinstance(entry, str):
+        if entry == draft:
+            return _loaded(pair)
+        parts = entry.split("+")
+        if len(parts) > 1 and not Path(entry).exists():
+            return [_spec(part, pair, draft) for part in parts]
+        return entry
+    if isinstance(entry, (list, tuple)):
+        return [_spec(part, pair, draft) for part in entry]
+    parse(entry)  # raises TypeError for what is no draft
+    return entry
+
+
+def _loaded(pair: AssistedModelForCausalLM) -> Any:
+    """The pair's spec, with its draft model in place of the name of one."""
+    if not isinstance(pair.spec, DraftModel):
+        return pair.spec
+    return DraftModel(pair.drafter.models[0], tokenizer=getattr(pair.drafter, "tokenizer", None))
+
+
+def _written(entry: Any) -> str:
+    return "+".join(map(_written, entry)) if isinstance(entry, (list, tuple)) else str(entry)
+
+
+def _loaded_contestants(
+    pair: AssistedModelForCausalLM, drafts: Mapping[str, Any], progress: Progress
+) -> list[Contestant]:
+    found = []
+    for one in who.assisted(pair.target, drafts, pair.tokenizer, pair.draft_length):
+        found.append(one)
+        progress("loading drafters", len(found) / len(drafts))
+    return found
+
+
+def transformers_assisted(pair: AssistedModelForCausalLM) -> list[Contestant]:
+    """transformers' assisted generation with the pair's draft model, translated where it must be; nothing without a model."""
+    if not isinstance(pair.spec, DraftModel):
+        return []
+    drafter = pair.drafter
+    tokenizers = (pair.tokenizer, drafter.tokenizer) if isinstance(drafter, TranslatedDrafter) else None
+    return who.peers(pair.target, drafter.models[0], tokenizers)
+
+
+def pad_token(tokenizer: Any) -> int:
+    """What pads the rows of a batch; hidden by the mask, so any token will do."""
+    return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+
+
+def _some(batches: list[Batch]) -> list[Batch]:
+    """The first of every category, and some more where there are few categories."""
+    firsts = list({batch.category: batch for batch in reversed(batches)}.values())
+    more = [batch for batch in batches if not any(batch is first for first in firsts)]
+    return [*firsts, *more[: max(0, HEAT_BATCHES - len(firsts))]]
+
+
+def _place(rows: int, length: int | None) -> str:
+    return f"batch {rows}" + ("" if length is None else f", context {length}")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent of a dotted name
+        return False

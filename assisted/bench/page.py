@@ -1,0 +1,95 @@
+"""A result as one HTML file that needs nothing beside it. Knows results, their table and their pictures."""
+
+from __future__ import annotations
+
+from html import escape
+
+from .plots import pictures
+from .results import Point, Result, Row
+from .table import COLUMNS, cells, heading, notes
+
+__all__ = ["page"]
+
+_STYLE = """
+:root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --faint: #6a707a; --line: #dde1e6; --mark: #eef4ff; }
+@media (prefers-color-scheme: dark) {
+  :root { --ground: #15171a; --ink: #e4e6ea; --faint: #9aa1ac; --line: #30343a; --mark: #1c2739; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 80rem; background: var(--ground); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0 0 .5rem; } h2 { font-size: 1.1rem; margin: 2.5rem 0 .5rem; }
+p { margin: .35rem 0; } .faint, caption { color: var(--faint); } .error { color: #d1504a; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9em; }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+th { font-weight: 600; } tr.assisted td { background: var(--mark); }
+svg { display: block; width: 100%; height: auto; max-width: 52rem; }
+pre { overflow-x: auto; padding: .75rem; border: 1px solid var(--line); border-radius: 6px; font-size: .85em; }
+"""
+
+
+def page(result: Result) -> str:
+    """The whole page, as text. Raises ImportError, naming the extra, without matplotlib."""
+    title = escape(f"assisted bench: {result.target}")
+    parts = [f"<h1>{title}</h1>", *(f'<p class="faint">{escape(line)}</p>' for line in heading(result))]
+    parts += _point(result, result.points[0])
+    for name, svg in pictures(result):
+        parts.append(f'<h2>{escape(name)}</h2><div role="img" aria-label="{escape(name)}">{svg}</div>')
+    for point in result.points[1:]:
+        parts += _point(result, point)
+    parts.append("<h2>How to read this</h2>" + "".join(f"<p>{escape(line)}</p>" for line in notes(result)))
+    settings = [row for row in result.points[0].heat if row.error is None and row.family != "plain"]
+    if settings:
+        parts.append("<h2>transformers' settings, tried on some of the prompts</h2>" + _settings(settings))
+    if result.command:
+        parts.append(f"<h2>Measure it again</h2><pre>{escape(result.command)}</pre>")
+    about = "".join(f"<tr><td>{escape(k)}</td><td>{escape(str(v))}</td></tr>" for k, v in result.machine.items())
+    parts.append(f"<h2>Machine</h2><table>{about}</table>")
+    body = "\n".join(parts)
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>{head}<title>{title}</title>\n<style>{_STYLE}</style></head>\n'
+        f"<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _point(result: Result, point: Point) -> list[str]:
+    where = f"Batch {point.batch}" + ("" if point.context is None else f", context {point.context}")
+    ran = [row for row in point.rows if row.error is None]
+    lines = "".join(_line(row, cells(row)) for row in ran)
+    parts = [
+        f"<h2>{escape(where)}</h2><p>1.00 is {escape(point.baseline)}.</p>",
+        f'<div class="wide"><table><tr>{_cells(COLUMNS, "th")}</tr>{lines}</table></div>',
+    ]
+    categories = list(result.prompts)
+    if len(categories) > 1:
+        split = "".join(
+            _line(row, [row.name, *(str(row.by_category[category]) for category in categories)])
+            for row in ran
+            if row.by_category is not None
+        )
+        header = _cells(("times plain", *categories), "th")
+        parts.append(
+            f'<h2>{escape(where)}: by category</h2><div class="wide"><table><tr>{header}</tr>{split}</table></div>'
+        )
+    for row in point.rows:
+        for what, words in (("failed", row.error), ("warned", row.warned)):
+            if words:
+                parts.append(f'<p class="error">{what}: {escape(row.name)}: {escape(words)}</p>')
+    return parts
+
+
+def _settings(rows: list[Row]) -> str:
+    lines = "".join(_line(row, [row.name, str(row.speedup), f"{row.tokens_per_pass:.2f}"]) for row in rows)
+    return f'<div class="wide"><table><tr>{_cells(("", "times plain, dynamic", "tokens/pass"), "th")}</tr>{lines}</table></div>'
+
+
+def _line(row: Row, cells_: list[str]) -> str:
+    ours = ' class="assisted"' if row.family == "assisted" else ""
+    return f"<tr{ours}>{_cells(cells_, 'td')}</tr>"
+
+
+def _cells(texts: tuple[str, ...] | list[str], tag: str) -> str:
+    return "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)

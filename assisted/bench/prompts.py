@@ -1,0 +1,195 @@
+"""What is measured on: prompts by category, from held-out packages, a question file or a dataset.
+
+Knows texts and a tokenizer. How prompts become batches, and how long contexts are filled, is decided here as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..zoo import corpus
+from . import held_out, questions
+
+__all__ = ["SETS", "Batch", "Prompt", "at_length", "batches", "held_out_prompts", "read", "sources"]
+
+SETS = {
+    "code": held_out.functions,
+    "edits": held_out.edits,
+    "json": held_out.records,
+    "prose": held_out.docstrings,
+}
+"""The sets that come with the package, made from the sources of sympy and networkx."""
+PROMPT_TOKENS = (120, 200)
+_CHARACTERS = 8  # of a token, at most on average: longer texts are passed over without being tokenized
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One text to go on with.
+
+    Args:
+        source: where it comes from.
+        category: what it is reported under.
+        text: as the tokenizer got it.
+        ids: [1, P] int64.
+    """
+
+    source: str
+    category: str
+    text: str
+    ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts of one category that are decoded together.
+
+    Args:
+        category: theirs.
+        ids: [B, P] int64, padded on the left.
+        attention_mask: [B, P] int64.
+    """
+
+    category: str
+    ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+def read(names: Sequence[str], tokenizer: Any, count: int, tokens: tuple[int, int] = PROMPT_TOKENS) -> list[Prompt]:
+    """Prompts of every set, `count` of each category, always the same ones.
+
+    Args:
+        names: of SETS; a file like Spec-Bench's `question.jsonl` (a JSON object a line with `category` and `turns`, the first
+            of which is asked); or a name that the `datasets` library loads, NAME[:CONFIG][:SPLIT].
+        tokenizer: the target's. Questions go through its chat template, where it has one.
+        count: of each category.
+        tokens: the fewest and the most tokens of a prompt of SETS; prose may be shorter.
+
+    Raises ValueError for an unknown name or too few prompts, ModuleNotFoundError without the held-out text.
+    """
+    if count < 1:
+        raise ValueError(f"count: {count} prompts are nothing to measure; give 1 or more")
+    found: list[Prompt] = []
+    for name in names:
+        if name in SETS:
+            some = list(islice(_of_set(name, tokenizer, tokens), count))
+            if len(some) < count:
+                raise ValueError(f"count: {count} prompts of {name!r} wanted, {len(some)} there; ask for fewer")
+        else:
+            some = _questions(name, tokenizer, count)
+        found += some
+    if not found:
+        raise ValueError(f"prompts: none chosen; give some of {', '.join(SETS)}, a file or a dataset")
+    return found
+
+
+def held_out_prompts(tokenizer: Any, tokens: tuple[int, int] = PROMPT_TOKENS) -> Iterator[Prompt]:
+    """Functions of the held-out packages cut in the middle, always the same ones: one a file, tests left out.
+
+    tokens: the fewest and the most of a prompt.
+    """
+    return _of_set("code", tokenizer, tokens)
+
+
+def sources(prompts: Sequence[Prompt]) -> dict[str, list[str]]:
+    """Where prompts come from, by category."""
+    found: dict[str, list[str]] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.category, []).append(prompt.source)
+    return found
+
+
+def at_length(prompts: Sequence[Prompt], tokenizer: Any, context: int) -> list[Prompt]:
+    """The same prompts with exactly `context` tokens: held-out code in front of short ones, the end of long ones."""
+    if context < 1:
+        raise ValueError(f"context: {context} tokens are no text; give 1 or more")
+    code = held_out.text(_CHARACTERS * 2 * context)
+    filler = tokenizer(code, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids.long()
+    return [_filled(prompt, context, filler, place) for place, prompt in enumerate(prompts)]
+
+
+def batches(prompts: Sequence[Prompt], rows: int = 1, pad: int = 0) -> list[Batch]:
+    """Prompts in batches of one category each; a last batch that lacks some begins again with its category's first.
+
+    Args:
+        prompts: what `read` gave.
+        rows: of a batch.
+        pad: the token on the left of shorter prompts.
+    """
+    if rows < 1:
+        raise ValueError(f"batch: {rows} rows are nothing to decode; give 1 or more")
+    categories: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        categories.setdefault(prompt.category, []).append(prompt)
+    found = []
+    for category, members in categories.items():
+        taken = list(islice(cycle(members), rows * math.ceil(len(members) / rows)))
+        for start in range(0, len(taken), rows):
+            found.append(_padded(category, [prompt.ids[0] for prompt in taken[start : start + rows]], pad))
+    return found
+
+
+def _padded(category: str, rows: list[torch.Tensor], pad: int) -> Batch:
+    width = max(map(len, rows))
+    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0), value=pad) for row in rows])
+    mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
+    return Batch(category, ids, mask)
+
+
+def _of_set(name: str, tokenizer: Any, tokens: tuple[int, int]) -> Iterator[Prompt]:
+    """One prompt a file, of a length between the two."""
+    fewest, most = tokens if name != "prose" else (tokens[0] // 3, tokens[1])
+    for path in held_out.files():
+        for part, text in SETS[name](corpus.read(path)):
+            if len(text) > _CHARACTERS * most:
+                continue
+            ids = tokenizer(text, return_tensors="pt").input_ids.long()
+            if fewest <= ids.shape[1] <= most:
+                yield Prompt(f"{held_out.name_of(path)}: {part}", name, text, ids)
+                break
+
+
+def _questions(name: str, tokenizer: Any, count: int) -> list[Prompt]:
+    """The first `count` questions of each category."""
+    path = Path(name)
+    known = f"{', '.join(SETS)}, a question file or a dataset"
+    if path.suffix in (".jsonl", ".json") and not path.is_file():
+        raise ValueError(f"prompts: {name!r} is no file here; give some of {known}")
+    asked = questions.of_file(path) if path.is_file() else questions.of_dataset(name)
+    taken: dict[str, int] = {}
+    found = []
+    for question in asked:
+        if taken.setdefault(question.category, 0) == count:
+            if len(taken) == 1 and question.category == questions.UNNAMED:
+                break  # a dataset without categories may be long
+            continue
+        taken[question.category] += 1
+        text = _asked(tokenizer, question.text)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=text is question.text).input_ids.long()
+        found.append(Prompt(f"{name}: {question.name}", question.category, text, ids))
+    if not found:
+        raise ValueError(f"prompts: {name!r} has no questions in it; give some of {known}")
+    return found
+
+
+def _asked(tokenizer: Any, text: str) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        return text
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _filled(prompt: Prompt, context: int, filler: torch.Tensor, place: int) -> Prompt:
+    """A prompt of exactly `context` tokens, each with filler of its own in front."""
+    missing = max(0, context - prompt.ids.shape[1])
+    if missing > filler.shape[1]:
+        raise ValueError(f"context: {context} tokens are more than the {filler.shape[1]} of held-out code; give fewer")
+    start = place * context % max(1, filler.shape[1] - missing)
+    return replace(prompt, ids=torch.cat([filler[:, start : start + missing], prompt.ids], 1)[:, -context:])

@@ -1,0 +1,318 @@
+"""The race: everybody decodes the same prompts to the same length, in turns, warmed up and repeated.
+
+Knows contestants as something to call. What a call took, what it wrote and how many passes that needed is noted here;
+what it means is summed up in results.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from ..report import Report
+from .contestants import Contestant
+from .prompts import Batch
+
+__all__ = ["Measured", "Rules", "race", "require_room", "stream"]
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is the same for everybody.
+
+    Args:
+        new_tokens: of every row; end tokens are ignored.
+        repeats: timed rounds over all prompts; one that is not timed goes before.
+        temperature: 0 takes the likeliest token; above, tokens are sampled (all of the vocabulary, no top-k).
+        top_p: the nucleus that is sampled from.
+        seed: of the sampling. Every contestant gets the same seed at the same prompt, every repeat another one.
+        seconds: no timed round begins that would end later than this after the start; one is always made. None: no limit.
+    """
+
+    new_tokens: int = 48
+    repeats: int = 3
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("new_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is nothing to measure; give 1 or more")
+        if self.temperature < 0:
+            raise ValueError(f"temperature: {self.temperature} is not possible; give 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: {self.top_p} is no probability; give more than 0 and at most 1")
+        if self.temperature == 0 and self.top_p < 1:
+            raise ValueError("top_p: has no effect at temperature 0; give a temperature as well")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def call(self, pad: int) -> dict[str, Any]:
+        """The keywords of every `generate`."""
+        sampling: dict[str, Any] = {"do_sample": False}
+        if not self.greedy:
+            sampling = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        return {"max_new_tokens": self.new_tokens, "eos_token_id": None, "pad_token_id": pad, **sampling}
+
+
+@dataclass
+class Measured:
+    """What became of one contestant.
+
+    Args:
+        contestant: who.
+        seconds: [R, N] of R timed repeats over N batches.
+        tokens: new tokens of every row, batch by batch, as written in the first timed repeat.
+        passes: of the target, each times its rows, those that read the prompt included: counted by a hook in the round that
+            warms up. None where nothing was counted.
+        drafted: tokens that these passes were asked to check.
+        first_token: seconds until a streamer got the first token, batch by batch, in a round of its own.
+        working_bytes: the most that a call allocated beside what was there before it; None where that is not known.
+        report: the package's own, over all timed repeats.
+        warned: that a drafter failed and the rest was decoded plainly, or the like.
+        error: why it failed; it then has nothing else.
+    """
+
+    contestant: Contestant
+    seconds: list[list[float]] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    passes: int | None = None
+    drafted: int = 0
+    first_token: list[float] = field(default_factory=list)
+    working_bytes: int | None = None
+    report: Report | None = None
+    warned: str | None = None
+    error: str | None = None
+
+
+def race(
+    target: PreTrainedModel,
+    contestants: Sequence[Contestant],
+    batches: Sequence[Batch],
+    rules: Rules,
+    pad: int = 0,
+    progress: Progress = lambda what, share: None,
+) -> list[Measured]:
+    """Let all contestants decode all batches. One that raises is out, with its error; the others go on.
+
+    One round warms up and counts passes; the others are timed. In these everybody takes a turn at each batch, and who begins
+    changes.
+
+    Args:
+        target: whose passes are counted, and whose device is waited for.
+        pad: the token that pads rows.
+        progress: told what is being done and the share of it that is done, in [0, 1].
+
+    Raises ValueError for a batch that the target's context has no room for.
+    """
+    runner = _Runner(target, rules, pad, [_on(batch, target.device) for batch in batches])
+    deadline = None if rules.seconds is None else time.perf_counter() + rules.seconds
+    entries = [Measured(contestant) for contestant in contestants]
+    with _quiet():
+        for number, one in enumerate(entries):
+            with _out_if_it_raises(one):
+                runner.warm_up(one)
+            progress("warming up", (number + 1) / len(entries))
+        gc.collect()
+        _timed_rounds(runner, entries, deadline, progress)
+    for one in _running(entries):
+        if one.contestant.model is not None:
+            one.report = one.contestant.model.totals
+    return entries
+
+
+def require_room(target: PreTrainedModel, longest: int, rules: Rules) -> None:
+    """Raises ValueError where a prompt of `longest` tokens and what is to be written are more than the target's context."""
+    room = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if room is not None and longest + rules.new_tokens > room:
+        raise ValueError(
+            f"context: prompts of up to {longest} tokens and {rules.new_tokens} new ones do not fit into the target's "
+            f"context of {room}"
+        )
+
+
+def stream(
+    target: PreTrainedModel,
+    entries: Sequence[Measured],
+    batches: Sequence[Batch],
+    rules: Rules,
+    pad: int = 0,
+    progress: Progress = lambda what, share: None,
+) -> None:
+    """One more round for those that got through a race, to see when the first token comes and how much memory is taken."""
+    runner = _Runner(target, rules, pad, [_on(batch, target.device) for batch in batches])
+    with _quiet():
+        for place in range(len(batches)):
+            for one in _running(entries):
+                with _out_if_it_raises(one):
+                    runner.stream(one, place)
+            progress("first tokens", (place + 1) / len(batches))
+
+
+def _timed_rounds(runner: _Runner, entries: list[Measured], deadline: float | None, progress: Progress) -> None:
+    order = _running(entries)
+    for one in order:
+        if one.contestant.model is not None:
+            one.contestant.model.reset_totals()
+    took = 0.0
+    for repeat in range(runner.rules.repeats):
+        started = time.perf_counter()
+        if deadline is not None and repeat and started + took > deadline:
+            return
+        for one in order:
+            one.seconds.append([])
+        for place in range(len(runner.batches)):
+            for one in order:
+                with _out_if_it_raises(one):
+                    runner.timed(one, place, repeat)
+            order = _running(order[1:] + order[:1])
+            progress("measuring", (repeat + (place + 1) / len(runner.batches)) / runner.rules.repeats)
+        took = time.perf_counter() - started
+
+
+class _Runner:
+    """Calls contestants, on batches that lie where the target lies."""
+
+    def __init__(self, target: PreTrainedModel, rules: Rules, pad: int, batches: list[Batch]):
+        self.target = target
+        self.rules = rules
+        self.batches = batches
+        self.call = rules.call(pad)
+        require_room(target, max(batch.ids.shape[1] for batch in batches), rules)
+
+    def warm_up(self, one: Measured) -> None:
+        """A round that counts passes; and another one for pairs, whose fast paths a hook keeps them off."""
+        counter = _Counter()
+        hooks = []
+        if one.contestant.counted:
+            hooks.append(self.target.register_forward_pre_hook(counter, with_kwargs=True))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                self.every_batch(one, counter.begin)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            if one.contestant.model is not None:
+                self.every_batch(one)
+        one.warned = next((str(warning.message) for warning in caught if "plainly" in str(warning.message)), None)
+        if hooks:
+            one.passes, one.drafted = counter.passes, counter.drafted
+
+    def every_batch(self, one: Measured, begin: Callable[[int], None] = lambda prompt: None) -> None:
+        """Untimed, the longest first: static caches are then long enough for all."""
+        for place in sorted(range(len(self.batches)), key=lambda place: -self.batches[place].ids.shape[1]):
+            begin(self.batches[place].ids.shape[1])
+            wrote = {len(row) for row in self.run(one, place, seed=place)}
+            if wrote != {self.rules.new_tokens}:
+                raise ValueError(f"wrote {min(wrote)} tokens where {self.rules.new_tokens} were asked for")
+
+    def timed(self, one: Measured, place: int, repeat: int) -> None:
+        started = self.now()
+        rows = self.run(one, place, seed=1000 * (repeat + 1) + place)
+        one.seconds[-1].append(self.now() - started)
+        if repeat == 0:
+            one.tokens += rows
+
+    def stream(self, one: Measured, place: int) -> None:
+        """With a streamer, and with an eye on the memory."""
+        device = self.target.device
+        before = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        streamer = _FirstToken(self.now())
+        self.run(one, place, seed=place, streamer=streamer)
+        one.first_token.append(streamer.seconds)
+        if device.type == "cuda":
+            one.working_bytes = max(torch.cuda.max_memory_allocated(device) - before, one.working_bytes or 0)
+
+    def run(self, one: Measured, place: int, seed: int, **more: Any) -> list[list[int]]:
+        """New tokens, row by row."""
+        batch = self.batches[place]
+        torch.manual_seed(self.rules.seed + seed)
+        output = one.contestant.generate(batch.ids, attention_mask=batch.attention_mask, **self.call, **more)
+        return output[:, batch.ids.shape[1] :].tolist()
+
+    def now(self) -> float:
+        if self.target.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+class _Counter:
+    """A hook on the target's forward: its passes over rows, and the drafted tokens in them."""
+
+    def __init__(self) -> None:
+        self.passes = self.drafted = self.known = 0
+
+    def begin(self, prompt: int) -> None:
+        """The next pass reads a prompt of so many tokens; every later one begins with the last committed token."""
+        self.known = prompt
+
+    def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        rows, width = kwargs["input_ids"].shape
+        self.passes += rows
+        self.drafted += rows * (width - self.known)
+        self.known = 1
+
+
+class _FirstToken(BaseStreamer):
+    """Looks at the clock when the first token comes; what comes before it is the prompt."""
+
+    def __init__(self, started: float):
+        self.started = started
+        self.seconds = float("nan")
+        self.pieces = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.pieces += 1
+        if self.pieces == 2:
+            self.seconds = time.perf_counter() - self.started
+
+    def end(self) -> None:
+        pass
+
+
+def _on(batch: Batch, device: torch.device) -> Batch:
+    return Batch(batch.category, batch.ids.to(device), batch.attention_mask.to(device))
+
+
+def _running(entries: Sequence[Measured]) -> list[Measured]:
+    return [one for one in entries if one.error is None]
+
+
+@contextmanager
+def _out_if_it_raises(one: Measured) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # somebody else's code on somebody's machine: the others go on whatever it raises
+        line = next(iter(str(error).strip().splitlines()), "")
+        one.error = f"{type(error).__name__}: {line}".removesuffix(": ")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers warns of flags it ignores, and of the way it calls itself."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,230 @@
+"""What was measured, summed up: a row for each contestant, a point for each batch size and context, all of it as JSON.
+
+Knows what a race noted. Nothing of how it is shown.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+from .prompts import Batch
+from .protocol import Measured, Rules
+from .statistics import Interval, repeated_share, speedup
+
+__all__ = ["Point", "Result", "Row", "machine", "summed_up"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant at one point.
+
+    Args:
+        name, family, setting: who.
+        error: why it failed; everything measured is then None.
+        warned: what it warned of, such as a drafter that gave up.
+        speedup: times the fastest plain mode, over all prompts.
+        by_category: the same, category by category.
+        milliseconds_per_token: the median over repeats, over the new tokens of all rows.
+        tokens_per_pass: new tokens over the target's passes over a row, the target's own token of each pass (the bonus) and
+            the passes that read the prompts included. 1 for plain decoding.
+        drafted_per_pass: tokens that a pass was asked to check, on average.
+        acceptance_rate: share of the drafted tokens that became text; None where nothing was drafted.
+        acceptance_by_position: of the tokens drafted first, second, ...; of this package's drafters.
+        same: rows whose tokens are those of plain `generate`, of `rows`; None when sampled.
+        rows: that were written.
+        repeated_4grams: share of the 4-grams written that occurred before in the same row.
+        draft, verify: share of the time spent drafting, and in the target's passes; of this package's drafters.
+        first_token_milliseconds: the median over batches, until the first token came.
+        draft_bytes: of weights beside the target's.
+        working_bytes_over_plain: what a call allocates beyond plain's and beyond `draft_bytes`; None where not measured.
+        seconds: [R, N] of R repeats over N batches: everything above that is a time can be had from them again.
+    """
+
+    name: str
+    family: str
+    setting: dict[str, Any]
+    error: str | None = None
+    warned: str | None = None
+    speedup: Interval | None = None
+    by_category: dict[str, Interval] | None = None
+    milliseconds_per_token: float | None = None
+    tokens_per_pass: float | None = None
+    drafted_per_pass: float | None = None
+    acceptance_rate: float | None = None
+    acceptance_by_position: tuple[float, ...] = ()
+    same: int | None = None
+    rows: int = 0
+    repeated_4grams: float | None = None
+    draft: float | None = None
+    verify: float | None = None
+    first_token_milliseconds: float | None = None
+    draft_bytes: int = 0
+    working_bytes_over_plain: int | None = None
+    seconds: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Point:
+    """A race at one batch size and one length of context.
+
+    Args:
+        batch: rows decoded together.
+        context: tokens of every prompt; None where they are as long as they are.
+        baseline: the plain mode that is 1.00, the fastest one.
+        rows: everybody in the race.
+        heat: transformers' settings that were tried before it, on some of the prompts, against the same baseline.
+    """
+
+    batch: int
+    context: int | None
+    baseline: str
+    rows: tuple[Row, ...]
+    heat: tuple[Row, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything that was measured, with what it was measured on.
+
+    Args:
+        target, draft: as they were named.
+        rules: what was the same for everybody.
+        prompts: where each prompt comes from, by category.
+        points: a race each; the first one is the main one.
+        machine: processor, device, threads, versions.
+        command: what to type to measure it again.
+    """
+
+    target: str
+    draft: str | None
+    rules: Rules
+    prompts: dict[str, list[str]]
+    points: tuple[Point, ...]
+    machine: dict[str, Any]
+    command: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for json."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Result:
+        """What `to_dict` gave, also after a way through JSON."""
+        points = tuple(
+            Point(**{**point, "rows": _rows(point["rows"]), "heat": _rows(point["heat"])}) for point in values["points"]
+        )
+        return cls(**{**values, "rules": Rules(**values["rules"]), "points": points})
+
+
+def _rows(rows: Sequence[dict[str, Any]]) -> tuple[Row, ...]:
+    return tuple(
+        Row(
+            **{
+                **row,
+                "speedup": None if row["speedup"] is None else Interval(**row["speedup"]),
+                "by_category": row["by_category"]
+                and {category: Interval(**interval) for category, interval in row["by_category"].items()},
+                "acceptance_by_position": tuple(row["acceptance_by_position"]),
+                "seconds": tuple(map(tuple, row["seconds"])),
+            }
+        )
+        for row in rows
+    )
+
+
+def summed_up(measured: Sequence[Measured], batches: Sequence[Batch], greedy: bool) -> tuple[str, tuple[Row, ...]]:
+    """The name of the fastest plain mode, and a row for everybody, in the order of `measured`.
+
+    batches: what they decoded. Raises ValueError where no plain mode got through: there is nothing to compare with.
+    """
+    ran = [one for one in measured if one.contestant.family == "plain" and one.error is None]
+    if not ran:
+        errors = "; ".join(
+            f"{one.contestant.name}: {one.error}" for one in measured if one.contestant.family == "plain"
+        )
+        raise ValueError(f"target: plain decoding failed, and everything is measured against it ({errors})")
+    baseline = min(ran, key=lambda one: median(map(sum, one.seconds)))
+    return baseline.contestant.name, tuple(_row(one, baseline, ran[0], batches, greedy) for one in measured)
+
+
+def _row(one: Measured, baseline: Measured, reference: Measured, batches: Sequence[Batch], greedy: bool) -> Row:
+    """reference: plain decoding in its first mode, whose tokens are the right ones."""
+    who = one.contestant
+    if one.error is not None:
+        return Row(who.name, who.family, who.setting, one.error)
+    tokens, rows = sum(map(len, one.tokens)), len(one.tokens)
+    passes, drafted, accepted = one.passes or tokens, one.drafted, tokens - (one.passes or tokens)
+    report = one.report
+    if report is not None:  # over all timed repeats, the drafter warm
+        tokens_read = len(report.row_tokens)
+        passes = report.target_passes + tokens_read
+        drafted, accepted = report.drafted, report.accepted
+        tokens = report.new_tokens
+    categories = list(dict.fromkeys(batch.category for batch in batches))
+    same = sum(wrote == right for wrote, right in zip(one.tokens, reference.tokens, strict=True))
+    working = None
+    if one.working_bytes is not None and baseline.working_bytes is not None:
+        working = one.working_bytes - baseline.working_bytes
+    return Row(
+        name=who.name,
+        family=who.family,
+        setting=who.setting,
+        warned=one.warned,
+        speedup=speedup(baseline.seconds, one.seconds),
+        by_category={
+            category: speedup(_columns(baseline, batches, category), _columns(one, batches, category))
+            for category in categories
+        },
+        milliseconds_per_token=1e3 * median(map(sum, one.seconds)) / sum(map(len, one.tokens)),
+        tokens_per_pass=tokens / passes,
+        drafted_per_pass=drafted / passes,
+        acceptance_rate=accepted / drafted if drafted else None,
+        acceptance_by_position=() if report is None else report.acceptance_by_position,
+        same=same if greedy else None,
+        rows=rows,
+        repeated_4grams=repeated_share(one.tokens),
+        draft=None if report is None else report.draft_seconds / report.seconds,
+        verify=None if report is None else report.verify_seconds / report.seconds,
+        first_token_milliseconds=1e3 * median(one.first_token) if one.first_token else None,
+        draft_bytes=who.draft_bytes,
+        working_bytes_over_plain=working,
+        seconds=tuple(map(tuple, one.seconds)),
+    )
+
+
+def _columns(one: Measured, batches: Sequence[Batch], category: str) -> list[list[float]]:
+    places = [place for place, batch in enumerate(batches) if batch.category == category]
+    return [[seconds[place] for place in places] for seconds in one.seconds]
+
+
+def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What figures were measured with. device, dtype: of the target."""
+    from .. import __version__
+
+    return {
+        "processor": _processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "assisted": __version__,
+    }
+
+
+def _processor() -> str:
+    """The processor's name; Linux has it in a file alone."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

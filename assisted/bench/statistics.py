@@ -1,0 +1,58 @@
+"""Ratios of times with their uncertainty, and how much a text repeats itself. Knows numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Interval", "repeated_share", "speedup"]
+
+DRAWS = 2000  # of the bootstrap
+INSIDE = 0.95  # share of the draws inside an interval
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio and the 95% bootstrap interval around it.
+
+    Args:
+        ratio: the median over repeats.
+        low, high: what 95% of the draws lie between.
+    """
+
+    ratio: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def speedup(plain: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> Interval:
+    """How many times faster one is than plain decoding.
+
+    plain, other: [R, N] seconds of R repeats over the same N prompts (or batches), measured in turns. In every repeat the
+    ratio is that of the seconds over all prompts; the repeats are summed up by their median. The interval draws prompts and
+    repeats with replacement, always both sides of a ratio together, so that what slowed down both cancels.
+
+    Raises ValueError for tables of different or empty shapes.
+    """
+    a, b = np.asarray(plain, dtype=float), np.asarray(other, dtype=float)
+    if a.shape != b.shape or a.ndim != 2 or not a.size:
+        raise ValueError(f"other: seconds of shape {b.shape} cannot be compared with {a.shape}; both must be [R, N]")
+    repeats, prompts = a.shape
+    rng = np.random.default_rng(0)
+    rows = rng.integers(repeats, size=(DRAWS, repeats, 1))
+    columns = rng.integers(prompts, size=(DRAWS, 1, prompts))
+    drawn = np.median(a[rows, columns].sum(-1) / b[rows, columns].sum(-1), -1)
+    low, high = np.quantile(drawn, [(1 - INSIDE) / 2, (1 + INSIDE) / 2])
+    return Interval(float(np.median(a.sum(1) / b.sum(1))), float(low), float(high))
+
+
+def repeated_share(completions: Sequence[Sequence[int]], n: int = 4) -> float:
+    """The share of n-grams that occurred before in the same completion: small models loop, and loops flatter drafters."""
+    grams = [[tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)] for tokens in completions]
+    total = sum(map(len, grams))
+    return 1 - sum(len(set(g)) for g in grams) / total if total else 0.0

@@ -1,0 +1,44 @@
+"""What `assisted doctor` says of the shipped pair, put into its page.
+
+python benchmarks/doctor.py --docs docs/howto/doctor.md
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from tables import write_docs
+
+from assisted.bench.bars import Bars
+from assisted.bench.diagnosis import Settings
+from assisted.bench.doctor import examine
+from assisted.bench.findings import told
+from assisted.bench.grown import load_target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="zoo:target", help="(default: %(default)s)")
+    parser.add_argument("--draft", nargs="+", default=["zoo:draft", "suffix"], help="(default: zoo:draft suffix)")
+    parser.add_argument("--dtype", default="float32", help="(default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=90.0, help="(default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose measured section is rewritten")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    target, tokenizer = load_target(args.target, getattr(torch, args.dtype))
+    drafts = {name: name for name in args.draft}
+    with Bars() as bars:
+        found = examine(
+            target, drafts, tokenizer, None, Settings(seconds=args.seconds), name=args.target, progress=bars
+        )
+    said = told(found)
+    print(said)
+    typed = " ".join(f"--draft {name}" for name in args.draft)
+    write_docs(args.docs, f"`assisted doctor {args.target} {typed}`:\n\n```text\n{said}\n```")
+
+
+if __name__ == "__main__":
+    main()

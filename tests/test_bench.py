@@ -1,0 +1,472 @@
+"""The protocol: prompts, counting, who takes part, what a race and its sums are. On tiny random models."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from architectures import half_right
+from hypothesis import given
+from hypothesis import strategies as st
+from pairs import pair as built
+from pairs import tokenizer as letters
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from assisted import AssistedModelForCausalLM, bench
+from assisted.bench import contestants, held_out, questions
+from assisted.bench.contestants import Contestant, of_model
+from assisted.bench.measure import default_drafts
+from assisted.bench.prompts import SETS
+from assisted.bench.protocol import Rules, race, stream
+
+RULES = Rules(new_tokens=24, repeats=2)
+
+
+@pytest.fixture(scope="module")
+def pair() -> AssistedModelForCausalLM:
+    """Targets and drafts that would end: end tokens are for the protocol to ignore."""
+    target = built("llama")[0]
+    return AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3, tokenizer=letters())
+
+
+@pytest.fixture
+def batches(pair: AssistedModelForCausalLM) -> list[bench.Batch]:
+    return bench.batches(some_prompts(pair.tokenizer, ["add", "subtract", "mul"]))
+
+
+@pytest.fixture
+def held_out_text() -> None:
+    pytest.importorskip("sympy")
+    pytest.importorskip("networkx")
+
+
+def some_prompts(tokenizer: Any, texts: list[str], category: str = "code") -> list[bench.Prompt]:
+    return [bench.Prompt(text, category, text, tokenizer(text, return_tensors="pt").input_ids) for text in texts]
+
+
+def named(measured: list[bench.Measured]) -> dict[str, bench.Measured]:
+    return {one.contestant.name: one for one in measured}
+
+
+# Statistics
+
+
+def test_a_constant_ratio_is_certain() -> None:
+    plain = [[1.0, 2.0, 4.0], [2.0, 4.0, 8.0]]
+    assert bench.speedup(plain, [[s / 2 for s in row] for row in plain]) == bench.Interval(2.0, 2.0, 2.0)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=6), st.floats(0.1, 10))
+def test_intervals_scale_with_the_ratio(prompts: list[tuple[float, float]], factor: float) -> None:
+    plain = [[a for a, _ in prompts]] * 3
+    found = bench.speedup(plain, [[b for _, b in prompts]] * 3)
+    slower = bench.speedup(plain, [[factor * b for _, b in prompts]] * 3)
+    assert found.low <= found.high
+    for name in ("ratio", "low", "high"):
+        assert getattr(slower, name) == pytest.approx(getattr(found, name) / factor)
+    assert min(a / b for a, b in prompts) - 1e-9 <= found.low and found.high <= max(a / b for a, b in prompts) + 1e-9
+
+
+def test_what_slows_both_down_cancels() -> None:
+    """Ratios are formed within a repeat: a slow repeat says nothing about the ratio."""
+    assert bench.speedup([[1, 1], [9, 9], [1, 1]], [[2, 2], [18, 18], [2, 2]]) == bench.Interval(0.5, 0.5, 0.5)
+
+
+def test_tables_of_different_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \(1, 2\) cannot be compared with \(1, 3\)"):
+        bench.speedup([[1, 2, 3]], [[1, 2]])
+
+
+def test_repeated_share() -> None:
+    assert bench.repeated_share([[1, 2, 3, 4, 5, 6, 7]]) == 0
+    assert bench.repeated_share([[1] * 7]) == pytest.approx(3 / 4)
+    assert bench.repeated_share([[1] * 7, [1, 2, 3, 4]]) == pytest.approx(3 / 5)
+    assert bench.repeated_share([[1, 2]]) == 0
+
+
+# Prompts
+
+
+@pytest.mark.usefixtures("held_out_text")
+def test_the_sets_are_always_the_same() -> None:
+    tokenizer = letters()
+    found = bench.read(list(SETS), tokenizer, 2, (400, 900))
+    again = bench.read(list(SETS), tokenizer, 2, (400, 900))
+    assert [prompt.text for prompt in found] == [prompt.text for prompt in again]
+    assert [prompt.category for prompt in found] == ["code"] * 2 + ["edits"] * 2 + ["json"] * 2 + ["prose"] * 2
+    for prompt in found:
+        assert prompt.source.split("/")[0] in ("sympy", "networkx")
+        assert prompt.ids.shape[1] <= 900
+    code, edit, records, prose = found[::2]
+    assert code.text.startswith("def ") and code.ids.shape[1] >= 400
+    assert "\ndef " in edit.text and "_given" in edit.text.rpartition("\n")[2]
+    closed = json.loads(records.text.removesuffix(',\n  {\n    "name":') + "]")
+    assert len(closed) >= 2 and all(record["name"] for record in closed)
+    assert ">>>" not in prose.text
+
+
+def test_held_out_sets_leave_something_to_write() -> None:
+    source = 'def f(a, b):\n    """It does."""\n' + "".join(f"    a = a + {n}\n" for n in range(12))
+    beginnings = list(held_out.functions(source))
+    assert beginnings and all(source.startswith(text) and len(text) < len(source) for _, text in beginnings)
+    ((name, text),) = held_out.edits(source)
+    assert name == "f" and text.startswith(source.rstrip()) and text.endswith("def f(a_given, b):")
+
+
+def test_questions_of_a_file_by_category(tmp_path: Path) -> None:
+    path = tmp_path / "question.jsonl"
+    rows = [{"question_id": n, "category": "ab"[n % 2], "turns": [f"ask {n}", "and then?"]} for n in range(6)]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    tokenizer = letters()
+    tokenizer.chat_template = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}:"
+    found = bench.read([str(path)], tokenizer, 2)
+    assert [(prompt.category, prompt.text) for prompt in found] == [
+        ("a", "<ask 0>:"),
+        ("b", "<ask 1>:"),
+        ("a", "<ask 2>:"),
+        ("b", "<ask 3>:"),
+    ]
+    tokenizer.chat_template = None
+    assert bench.read([str(path)], tokenizer, 1)[0].text == "ask 0"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{", "line 1 of .* is no JSON"), ("[1]", "no JSON object"), ('{"id": 1}', "none of the fields turns, question")],
+)
+def test_lines_that_are_no_questions(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "question.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=message):
+        bench.read([str(path)], letters(), 1)
+
+
+def test_questions_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(path: str, name: str | None, split: str | None, streaming: bool) -> Any:
+        asked.append((path, name, split))
+        rows = [{"prompt": "one"}, {"prompt": [{"role": "user", "content": "two"}], "category": "chat"}]
+        return rows if split else {"train": rows}
+
+    monkeypatch.setitem(__import__("sys").modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    expected = [("one", questions.UNNAMED), ("two", "chat")]
+    for name in ("org/set", "org/set:test", "org/set:main:test"):
+        assert [(question.text, question.category) for question in questions.of_dataset(name)] == expected
+    assert asked == [("org/set", None, None), ("org/set", None, "test"), ("org/set", "main", "test")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((["nowhere.jsonl"], 1), "'nowhere.jsonl' is no file here"),
+        (([], 1), "prompts: none chosen"),
+        ((["code"], 0), "count: 0 prompts"),
+    ],
+)
+def test_prompts_that_cannot_be_had(arguments: tuple[list[str], int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench.read(arguments[0], letters(), arguments[1])
+
+
+def test_batches_are_of_one_category_and_full() -> None:
+    tokenizer = letters()
+    prompts = some_prompts(tokenizer, ["aa", "bbbb", "c"]) + some_prompts(tokenizer, ["dd"], "prose")
+    found = bench.batches(prompts, rows=2, pad=0)
+    assert [batch.category for batch in found] == ["code", "code", "prose"]
+    assert all(batch.ids.shape[0] == 2 for batch in found)
+    first = found[0]
+    assert first.ids[0].tolist() == [0, 0, *prompts[0].ids[0].tolist()]
+    assert first.attention_mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    with pytest.raises(ValueError, match="batch: 0 rows"):
+        bench.batches(prompts, rows=0)
+
+
+@pytest.mark.usefixtures("held_out_text")
+def test_prompts_of_one_length() -> None:
+    tokenizer = letters()
+    prompts = some_prompts(tokenizer, ["short", "x" * 80])
+    found = bench.at_length(prompts, tokenizer, 50)
+    assert [prompt.ids.shape[1] for prompt in found] == [50, 50]
+    assert found[0].ids[0, -5:].equal(prompts[0].ids[0])
+    assert found[1].ids.equal(prompts[1].ids[:, -50:])
+
+
+# The race
+
+
+@pytest.fixture
+def drafted_by_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many tokens transformers' own candidate generator proposed, call by call."""
+    proposed: list[int] = []
+    original = AssistedCandidateGenerator.get_candidates
+
+    def noted(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        found = original(self, input_ids, **kwargs)
+        proposed.append(found[0].shape[1] - input_ids.shape[1])
+        return found
+
+    monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", noted)
+    yield proposed
+
+
+def test_passes_and_drafts_are_counted_alike(
+    pair: AssistedModelForCausalLM, batches: list[bench.Batch], drafted_by_transformers: list[int]
+) -> None:
+    """The hook's counts are those of plain decoding, of transformers' own generator, and of this package's report."""
+    for peer in contestants.peers(pair.target, pair.drafter.models[0]):
+        drafted_by_transformers.clear()
+        (one,) = race(pair.target, [peer], batches, replace(RULES, repeats=1))
+        assert one.error is None
+        calls = len(drafted_by_transformers) // 2  # warmed up once, timed once
+        assert (one.passes, one.drafted) == (calls, sum(drafted_by_transformers[:calls]))
+        assert max(drafted_by_transformers) <= peer.setting["num_assistant_tokens"]
+    field = [*contestants.plain(pair.target, compiled=False), of_model("ours", pair)]
+    plain, ours = race(pair.target, field, batches, RULES)
+    assert (plain.passes, plain.drafted) == (24 * 3, 0)
+    assert ours.tokens == plain.tokens
+    report = ours.report
+    assert report is not None and report.new_tokens == 2 * 24 * 3
+    assert 2 * ours.passes == report.target_passes + len(report.row_tokens)  # two repeats, and the passes over prompts
+    assert 2 * ours.drafted == report.drafted
+    _, (_, row) = bench.summed_up([plain, ours], batches, greedy=True)
+    assert row.tokens_per_pass == pytest.approx(24 * 3 / ours.passes)
+    assert row.acceptance_rate == pytest.approx((24 * 3 - ours.passes) / ours.drafted)
+
+
+def test_batches_are_counted_by_row(pair: AssistedModelForCausalLM) -> None:
+    batches = bench.batches(some_prompts(pair.tokenizer, ["add", "sub", "multiply"]), rows=3)
+    field = [*contestants.plain(pair.target, compiled=False), of_model("ours", pair)]
+    plain, ours = race(pair.target, field, batches, RULES)
+    assert plain.passes == 24 * 3 and len(plain.tokens) == 3
+    assert ours.error is None and ours.tokens == plain.tokens
+    assert 2 * ours.passes == ours.report.target_passes + len(ours.report.row_tokens)
+
+
+def test_end_tokens_are_ignored_by_everybody(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
+    target, draft = pair.target, pair.drafter.models[0]
+    before = [model.generation_config.to_dict() for model in (target, draft)]
+    everything = list(range(target.config.vocab_size))
+    for model in (target, draft):
+        model.generation_config.eos_token_id = everything  # all that can be written ends a text
+    try:
+        field = [
+            *contestants.plain(target, compiled=False),
+            *contestants.peers(target, draft),
+            *contestants.lookups(target),
+            of_model("ours", pair),
+        ]
+        measured = race(target, field, batches, replace(RULES, repeats=1))
+        assert {one.error for one in measured} == {None}
+        assert {len(tokens) for one in measured for tokens in one.tokens} == {24}
+        assert all(one.tokens == measured[0].tokens for one in measured)
+        assert [model.generation_config.eos_token_id for model in (target, draft)] == [everything] * 2
+        peer = named(measured)["transformers assisted 3, 0"]
+        assert peer.drafted > peer.passes  # an end token did not end the drafts
+    finally:
+        for model in (target, draft):
+            model.generation_config.eos_token_id = built("llama")[0].config.eos_token_id
+    assert [model.generation_config.to_dict() for model in (target, draft)] == before
+
+
+def test_the_draft_keeps_its_own_settings(pair: AssistedModelForCausalLM) -> None:
+    draft = pair.drafter.models[0]
+    before = draft.generation_config.to_dict()
+
+    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
+        assert draft.generation_config.num_assistant_tokens == 20
+        raise RuntimeError
+
+    target = SimpleNamespace(generate=failing)
+    run = contestants._with_assistant(target, draft, {"num_assistant_tokens": 20}, {})  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError):
+        run()
+    assert draft.generation_config.to_dict() == before
+
+
+def test_one_that_raises_is_out_and_the_others_go_on(
+    pair: AssistedModelForCausalLM, batches: list[bench.Batch]
+) -> None:
+    calls = []
+
+    def late(ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        calls.append(ids)
+        if len(calls) > 4:  # in the first timed round
+            raise MemoryError("no more\nof it")
+        return pair.target.generate(ids, **kwargs)
+
+    def short(ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return pair.target.generate(ids, **{**kwargs, "max_new_tokens": 5})
+
+    field = [
+        Contestant("late", "assisted", late),
+        *contestants.plain(pair.target, compiled=False),
+        Contestant("short", "assisted", short),
+        *contestants.assisted(pair.target, {"refused": "early-exit:99"}),
+    ]
+    measured = race(pair.target, field, batches, RULES)
+    found = named(measured)
+    assert found["late"].error == "MemoryError: no more"
+    assert found["short"].error == "ValueError: wrote 5 tokens where 24 were asked for"
+    assert found["assisted refused"].error.startswith("ValueError: ")
+    assert [len(row) for row in found["plain"].seconds] == [3, 3]
+    baseline, rows = bench.summed_up(measured, batches, greedy=True)
+    assert baseline == "plain" and [row.speedup is None for row in rows] == [True, False, True, True]
+
+
+def test_without_plain_decoding_there_is_nothing_to_compare_with(
+    pair: AssistedModelForCausalLM, batches: list[bench.Batch]
+) -> None:
+    def broken(ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("broken")
+
+    field = [Contestant("plain", "plain", broken), of_model("ours", pair)]
+    measured = race(pair.target, field, batches, replace(RULES, repeats=1))
+    with pytest.raises(ValueError, match=r"target: plain decoding failed.*plain: RuntimeError: broken"):
+        bench.summed_up(measured, batches, greedy=True)
+
+
+def test_a_drafter_that_gives_up_is_told_of(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
+    class Failing:
+        """Of no use."""
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("out of ideas")
+
+    model = AssistedModelForCausalLM.from_models(pair.target, draft="ngram")
+    model.drafter.start = lambda call: Failing()  # type: ignore[method-assign]
+    (one,) = race(pair.target, [of_model("failing", model)], batches, replace(RULES, repeats=1))
+    assert one.error is None and "out of ideas" in one.warned
+
+
+def test_turns_change_and_seeds_are_shared(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
+    seen: list[tuple[str, int, float]] = []
+
+    def noting(name: str) -> Contestant:
+        def run(ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            assert kwargs["do_sample"] and kwargs["temperature"] == 0.7 and kwargs["top_p"] == 0.9
+            seen.append((name, ids.shape[1], torch.rand(()).item()))
+            return torch.nn.functional.pad(ids, (0, kwargs["max_new_tokens"]))
+
+        return Contestant(name, "plain", run)
+
+    rules = Rules(new_tokens=4, repeats=2, temperature=0.7, top_p=0.9)
+    race(pair.target, [noting("a"), noting("b")], batches, rules)
+    timed = seen[2 * len(batches) :]
+    assert [name for name, _, _ in timed] == ["a", "b", "b", "a", "a", "b", "b", "a", "a", "b", "b", "a"]
+    drawn = [draw for _, _, draw in timed]
+    assert drawn[::2] == drawn[1::2]  # the same for both at a prompt
+    assert len(set(drawn)) == len(drawn) // 2  # another at every prompt and repeat
+
+
+def test_no_round_begins_behind_the_deadline(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
+    rules = Rules(new_tokens=2, repeats=9, seconds=0.0)
+    (one,) = race(pair.target, contestants.plain(pair.target, compiled=False), batches, rules)
+    assert len(one.seconds) == 1
+
+
+def test_first_tokens_are_streamed(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
+    field = [
+        *contestants.plain(pair.target, compiled=False),
+        *contestants.peers(pair.target, pair.drafter.models[0])[:1],
+        of_model("ours", pair),
+    ]
+    rules = replace(RULES, repeats=1)
+    measured = race(pair.target, field, batches, rules)
+    stream(pair.target, measured, batches, rules)
+    for one in measured:
+        assert one.error is None and len(one.first_token) == 3
+        assert all(math.isfinite(seconds) and seconds > 0 for seconds in one.first_token)
+
+
+@pytest.mark.gpu
+def test_memory_is_measured_on_cuda(pair: AssistedModelForCausalLM) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA")
+    target = copy.deepcopy(pair.target).to("cuda")
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3)
+    batches = bench.batches(some_prompts(letters(), ["add", "subtract"]))
+    field = [*contestants.plain(target), of_model("ours", model)]
+    measured = race(target, field, batches, RULES)
+    stream(target, measured, batches, RULES)
+    assert {one.error for one in measured} == {None}
+    assert all(one.working_bytes > 0 for one in measured)
+    _, rows = bench.summed_up(measured, batches, greedy=True)
+    assert rows[0].working_bytes_over_plain is not None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"new_tokens": 0}, "new_tokens: 0"),
+        ({"repeats": 0}, "repeats: 0"),
+        ({"temperature": -1.0}, "temperature: -1"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p: 0.0"),
+        ({"top_p": 0.9}, "top_p: has no effect at temperature 0"),
+    ],
+)
+def test_rules_that_make_no_sense(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rules(**wrong)
+
+
+def test_what_the_context_has_no_room_for(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
+    with pytest.raises(ValueError, match=r"context: prompts of up to 8 tokens and 10000 new ones"):
+        race(pair.target, contestants.plain(pair.target, False), batches, Rules(new_tokens=10_000))
+
+
+# Who takes part
+
+
+def test_half_precision_on_a_cpu_is_tried_without_onednn() -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("no oneDNN")
+    seen = []
+
+    class Target(torch.nn.Linear):
+        device = torch.device("cpu")
+        dtype = torch.bfloat16
+
+        def generate(self) -> Any:
+            seen.append(torch.backends.mkldnn.enabled)
+
+    target: Any = Target(2, 2)
+    with torch.backends.mkldnn.flags(enabled=True, allow_tf32=torch.backends.mkldnn.allow_tf32):
+        for one in [*contestants.plain(target, compiled=False), *contestants.lookups(target)]:
+            if one.family == "plain":
+                one.generate()
+            assert one.setting.get("onednn", True) is ("oneDNN off" not in one.name)
+        assert torch.backends.mkldnn.enabled
+    assert seen == [True, False]
+
+
+def test_drafts_that_a_pair_allows(pair: AssistedModelForCausalLM) -> None:
+    found = default_drafts(pair, "mine")
+    assert list(found)[:2] == ["mine", "suffix+mine"] and {"suffix", "ngram", "recycle", "early-exit"} <= set(found)
+    assert found["mine"].model is pair.drafter.models[0]  # not loaded again
+    assert found["suffix+mine"] == ["suffix", found["mine"]]
+    alone = AssistedModelForCausalLM.from_models(pair.target, draft="suffix")
+    assert not any("mine" in name for name in default_drafts(alone, None))
+    contestant = next(contestants.assisted(pair.target, {"mine": found["mine"]}, pair.tokenizer))
+    weights = sum(p.numel() * p.element_size() for p in pair.drafter.models[0].parameters())
+    assert contestant.draft_bytes >= weights  # buffers, too
+    assert of_model("text", alone).draft_bytes == 0
+
+
+def test_the_fastest_of_each_family() -> None:
+    def one(name: str, family: str, seconds: float | None) -> bench.Measured:
+        entry = bench.Measured(Contestant(name, family, lambda: torch.empty(0)))
+        entry.seconds = [] if seconds is None else [[seconds], [seconds], [9 * seconds]]
+        entry.error = "ValueError: no" if seconds is None else None
+        return entry
+
+    tried = [one("a", "x", 2.0), one("b", "x", 1.0), one("c", "x", None), one("d", "y", None), one("e", "y", None)]
+    assert [contestant.name for contestant in bench.fastest(tried)] == ["b", "d"]

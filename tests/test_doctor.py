@@ -1,0 +1,476 @@
+"""`assisted doctor`: what is recorded, predicted and said, and the whole of it on the shipped pair."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from architectures import build, half_right, random_ids
+from hypothesis import given
+from hypothesis import strategies as st
+from pairs import BY_NAME, CALL, pair, tokenizer
+
+from assisted import AssistedModelForCausalLM
+from assisted.bench.diagnosis import Check, Diagnosis, Examination, Settings
+from assisted.bench.doctor import examine, read_prompts
+from assisted.bench.findings import advice, bottlenecks, told
+from assisted.bench.forecast import Drafts, Expected, Token, expect, half_as_wrong, marks, tree_columns
+from assisted.bench.laws import Laws, Written, compare
+from assisted.bench.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
+from assisted.bench.recording import Never, Recorded, Round, watched
+from assisted.bench.statistics import Interval
+from assisted.cli import main
+from assisted.lengths import Costs
+
+COSTS = Costs(((1, 1.0), (2, 1.1), (16, 1.5)), 0.1)
+AGREED, WRONG = Token(True), Token(False, 10**6)
+
+
+def recorded(model: AssistedModelForCausalLM, prompts: list[torch.Tensor], tokens: int, **call: Any) -> Recorded:
+    policy = Recorded(tokens)
+    for ids in prompts:
+        policy.begin()
+        model.generate(ids, draft_length=policy, **(CALL | call))
+    return policy
+
+
+# Recording and walking through it again
+
+
+def test_rounds_are_those_of_the_report() -> None:
+    model = pair()[1]
+    prompts = [random_ids(model.target, 1, 10, seed=seed) for seed in range(4)]
+    model.reset_totals()
+    policy = recorded(model, prompts, 6)
+    rounds = [one for call in policy.calls for one in call]
+    assert len(rounds) == model.totals.target_passes
+    assert sum(one.drafted for one in rounds) == model.totals.drafted
+    assert sum(one.accepted for one in rounds) == model.totals.accepted
+    assert all(one.levels is None for one in rounds)
+    assert all(one.asked == one.drafted for one in rounds if one.drafted)  # a chain is asked for token by token
+    for call in policy.calls:
+        assert sum(one.committed for one in call) == CALL["max_new_tokens"] - 1  # one comes with the prompt
+        assert len(marks(call, 6)) == CALL["max_new_tokens"] - 1
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_shorter_drafts_are_foretold(length: int) -> None:
+    """What a greedy draft model says at a place does not depend on where its draft began."""
+    model = pair()[1]
+    prompts = [random_ids(model.target, 1, 10, seed=seed) for seed in range(6)]
+    long = recorded(model, prompts, 12, max_new_tokens=40)
+    drafts = Drafts(tuple(marks(call, 12) for call in long.calls), COSTS, blocks=False)
+    short = recorded(model, prompts, length, max_new_tokens=40)
+    passes = sum(map(len, short.calls))
+    assert expect(drafts, length, 1.0).tokens_per_pass == pytest.approx(6 * 39 / passes)
+
+
+def test_never_drafts() -> None:
+    model = pair()[1]
+    ids = random_ids(model.target, 1, 10, seed=1)
+    expected = model.generate(ids, assisted=False, **CALL)
+    assert torch.equal(model.generate(ids, draft_length=Never(), **CALL), expected)
+    assert model.report is not None
+    assert model.report.drafted == 0
+
+
+def test_a_combination_is_recorded_once_a_round() -> None:
+    target = pair()[0]
+    model = AssistedModelForCausalLM.from_models(target, draft=["ngram", "suffix"])
+    policy = recorded(model, [random_ids(target, 1, 10, seed=3)], 4)
+    assert sum(one.committed for one in policy.calls[0]) == CALL["max_new_tokens"] - 1
+
+
+def test_trees_are_seen_by_their_levels() -> None:
+    target = pair()[0]
+    model = AssistedModelForCausalLM.from_models(target, draft="recycle")
+    policy = Recorded(4)
+    prompts = [random_ids(target, 1, 10, seed=seed) for seed in range(3)]
+    for ids in prompts:
+        policy.begin()
+        output = watched(model, policy).generate(ids, draft_length=policy, **(CALL | {"max_new_tokens": 40}))
+        assert torch.equal(output, model.generate(ids, assisted=False, **(CALL | {"max_new_tokens": 40})))
+    rounds = [one for call in policy.calls for one in call if one.drafted]
+    assert any(one.levels and max(one.levels) > 1 for one in rounds)
+    assert all(one.levels is None or sum(one.levels) == one.drafted for one in rounds)
+    columns = tree_columns(rounds, 4)
+    assert columns is not None
+    assert columns[0] == 0
+    assert list(columns) == sorted(columns)
+    assert columns[-1] == pytest.approx(sum(one.drafted for one in rounds) / len(rounds))
+
+
+def test_marks() -> None:
+    rounds = [
+        Round(4, 4, 2, 3, 0, 0),  # two agree, the third does not
+        Round(4, 4, 4, 5, 0, 0),  # all agree; what follows is taken to agree as well
+        Round(1, 3, 1, 2, 0, 0),  # a block, shorter than it might have been: two of it left
+        Round(1, 0, 0, 1, 0, 0),  # nothing proposed
+        Round(1, 9, 1, 2, 0, 0, (3, 4, 2)),  # a tree, three deep
+        Round(1, 2, 2, 2, 0, 0),  # the text ends in the draft
+    ]
+    expected = [*[AGREED] * 2, WRONG, *[AGREED] * 5, AGREED, Token(False, 2), Token(False, 0)]
+    expected += [AGREED, Token(False, 2), AGREED, AGREED]
+    assert list(marks(rounds, 4)) == expected
+
+
+TEXTS = st.lists(st.sampled_from([AGREED, AGREED, WRONG, Token(False), Token(False, 2)]), min_size=1, max_size=40)
+
+
+@given(TEXTS, st.integers(0, 15))
+def test_longer_drafts_take_no_more_passes(text: list[Token], length: int) -> None:
+    drafts = Drafts((tuple(text),), COSTS, blocks=False)
+    found, longer = expect(drafts, length, 1.0), expect(drafts, length + 1, 1.0)
+    assert 1 <= found.tokens_per_pass <= longer.tokens_per_pass <= length + 2
+    if length == 0:
+        assert found.speedup.ratio == pytest.approx(1.0)
+    better = expect(half_as_wrong(drafts), length, 1.0)
+    assert better.tokens_per_pass >= found.tokens_per_pass
+
+
+def test_a_round_is_priced() -> None:
+    text = (AGREED, AGREED, WRONG, AGREED)
+    chain = expect(Drafts((text,), COSTS, blocks=False), 2, 1.0)
+    verify = 1.1 + 0.4 / 14  # three columns, between those measured
+    assert chain.milliseconds_per_token == pytest.approx(1e3 * 2 * (0.2 + verify) / 4)
+    block = expect(Drafts((text,), COSTS, blocks=True), 2, 1.0)
+    assert block.milliseconds_per_token == pytest.approx(1e3 * 2 * (0.1 + verify) / 4)
+    tree = expect(Drafts((text,), COSTS, blocks=True, columns=(0.0, 7.0, 15.0)), 2, 1.0)
+    assert tree.milliseconds_per_token == pytest.approx(1e3 * 2 * (0.1 + 1.5) / 4)
+    short = expect(Drafts(((Token(False, 1), Token(False, 0)),), COSTS, blocks=True), 5, 1.0)
+    assert short.milliseconds_per_token == pytest.approx(1e3 * (0.1 + 1.1 + 0.1 + 1.0) / 2)
+
+
+# The two laws
+
+
+class Bigrams:
+    """A model whose law depends on the last token alone."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, logits: torch.Tensor):
+        self.logits = logits
+
+    def __call__(self, ids: torch.Tensor, **kwargs: Any) -> Any:
+        return SimpleNamespace(logits=self.logits[ids], hidden_states=[self.logits[ids]])
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_best_acceptance_by_position(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    target, draft = (Bigrams(torch.randn(5, 5, generator=generator)) for _ in range(2))
+    p, q = ((model.logits / temperature).softmax(-1) for model in (target, draft))
+    both = torch.minimum(p, q)
+    beta = both.sum(-1)
+    ids = [0]
+    for _ in range(20000):
+        ids.append(int(torch.multinomial(p[ids[-1]], 1, generator=generator)))
+    starts = tuple(range(0, 19990))
+    found = compare(target, draft, [Written(torch.tensor(ids), 1, starts)], temperature, 3)  # type: ignore[arg-type]
+    often = torch.bincount(torch.tensor(ids[:19990]), minlength=5) / 19990
+    first = often @ beta
+    second = often @ both @ beta
+    third = often @ both @ both @ beta
+    expected = (first, second / first, third / second)
+    assert found.best_by_position == pytest.approx([x.item() for x in expected], abs=0.02)
+    plain = torch.minimum(target.logits.softmax(-1), draft.logits.softmax(-1)).sum(-1)
+    assert found.overlap == pytest.approx((often @ plain).item(), abs=0.01)
+    same = (target.logits.argmax(-1) == draft.logits.argmax(-1)).float()
+    assert found.agreement == pytest.approx((often @ same).item(), abs=0.01)
+
+
+def test_a_greedy_draft_reaches_the_best() -> None:
+    target, model = pair()
+    prompts = [random_ids(target, 1, 10, seed=seed) for seed in range(8)]
+    policy = recorded(model, prompts, 4)
+    texts = [
+        Written(model.generate(ids, draft_length=4, **CALL)[0], 10, starts_of(call))
+        for ids, call in zip(prompts, policy.calls, strict=True)
+    ]
+    laws = compare(target, model.drafter.model, texts, 0.0, 4)
+    rounds = [one for call in policy.calls for one in call if one.drafted]
+    assert laws.best_by_position[0] == pytest.approx(sum(one.accepted > 0 for one in rounds) / len(rounds), abs=0.01)
+    assert laws.cosine is not None
+    assert laws.tokens == 8 * CALL["max_new_tokens"]
+
+
+def starts_of(rounds: list[Round]) -> tuple[int, ...]:
+    starts, place = [], 1
+    for one in rounds:
+        if one.drafted:
+            starts.append(place)
+        place += one.committed
+    return tuple(starts)
+
+
+def test_the_target_itself_is_the_best_draft() -> None:
+    target = pair()[0]
+    ids = random_ids(target, 1, 30, seed=2)[0]
+    laws = compare(target, target, [Written(ids, 10, (0, 3, 7))], 1.0, 4)
+    assert laws.overlap == pytest.approx(1.0)
+    assert laws.best_by_position == pytest.approx([1.0] * 4)
+    assert laws.cosine == pytest.approx(1.0)
+    narrow = build(BY_NAME["llama"], hidden_size=16)
+    assert compare(target, narrow, [Written(ids, 10, (0,))], 0.0, 2).cosine is None
+
+
+# Passes and memory
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "gpt2"])
+def test_passes_are_timed(name: str) -> None:
+    target = build(BY_NAME[name])
+    found = pass_times(target, random_ids(target, 1, 9, seed=1)[0], 24, (1, 2, 5), repeats=2)
+    assert list(found.seconds) == [1, 2, 5]
+    assert all(seconds > 0 for seconds in found.seconds.values())
+
+
+def test_states_do_not_drift() -> None:
+    from architectures import RECURRENT
+
+    target = build(next(one for one in RECURRENT if one.name == "lfm2"))
+    assert pass_times(target, random_ids(target, 1, 9, seed=1)[0], 12, (1, 3), repeats=2).seconds[3] > 0
+
+
+def test_weights_that_a_pass_reads() -> None:
+    tied, untied = (build(BY_NAME["llama"], tie_word_embeddings=tie) for tie in (True, False))
+    assert memory(tied, 1.0).weight_bytes == pytest.approx(4 * tied.num_parameters(), rel=0.01)
+    # the words are looked up, not read
+    assert memory(untied, 1.0).weight_bytes == memory(tied, 1.0).weight_bytes
+    assert memory(build(BY_NAME["qwen3_moe"]), 1.0).weight_bytes is None
+    found = bandwidth(torch.device("cpu"))
+    assert 0 < found.low <= found.high
+    assert Memory(100, Bandwidth(50.0, 200.0), 2.0).share == (0.25, 1.0)
+
+
+# Text
+
+
+def test_prompts_of_a_callers_text(tmp_path: Path) -> None:
+    words = tokenizer()
+    (tmp_path / "a.txt").write_text("\n".join("abcdefgh" * 8 for _ in range(60)))
+    (tmp_path / "b.bin").write_bytes(b"\xff\xfe\x00")
+    settings = Settings(prompts=3)
+    for place in (tmp_path, tmp_path / "a.txt"):
+        prompts = read_prompts(str(place), words, settings)
+        assert len(prompts) == 3
+        assert all(8 <= len(ids) <= 160 for ids in prompts)
+    with pytest.raises(ValueError, match=r"text: .* is no UTF-8 text"):
+        read_prompts(str(tmp_path / "b.bin"), words, settings)
+    with pytest.raises(ValueError, match=r"text: .* is not here"):
+        read_prompts(str(tmp_path / "c.txt"), words, settings)
+    (tmp_path / "short.txt").write_text("ab")
+    with pytest.raises(ValueError, match="too little text"):
+        read_prompts(str(tmp_path / "short.txt"), words, settings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompts": 0}, "prompts: 0 is too few"),
+        ({"new_tokens": 4}, "new_tokens: 4 is too few"),
+        ({"longest": 1}, "longest: 1 is too few"),
+        ({"temperature": -1.0}, "temperature: -1"),
+        ({"seconds": 0.0}, "seconds: 0"),
+        ({"contexts": (0,)}, "contexts: 0 tokens"),
+    ],
+)
+def test_settings_that_make_no_sense(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**fields)
+
+
+# Words
+
+
+def a_diagnosis(**fields: Any) -> Diagnosis:
+    expected = tuple(Expected(n, 1.0 + n / 2, 5.0, Interval(1 + n / 4, 0.9 + n / 4, 1.1 + n / 4)) for n in range(5))
+    checks = (
+        Check("draft length 4", Interval(1.9, 1.8, 2.0), 2.0, 8, 8),
+        Check("adaptive", Interval(2, 1.9, 2.1), None, 8, 8),
+    )
+    known: dict[str, Any] = {
+        "draft": "small",
+        "proposed": 1.0,
+        "acceptance_by_position": (0.8, 0.7),
+        "draft_seconds": 0.001,
+        "pass_seconds": 0.01,
+        "laws": Laws(0.8, 0.85, (0.82, 0.71), 0.1, 400),
+        "expected": expected,
+        "best": 4,
+        "if_twice_as_fast": 2.1,
+        "if_columns_cost_half": 2.05,
+        "if_half_as_wrong": 3.0,
+        "checks": checks,
+    }
+    return Diagnosis(**(known | fields))
+
+
+def an_examination(*drafts: Diagnosis, **fields: Any) -> Examination:
+    known: dict[str, Any] = {
+        "target": "large",
+        "note": None,
+        "machine": {"processor": "a processor", "device": "cpu", "dtype": "float32", "threads": 1},
+        "parameters": 7_000_000,
+        "text": "held-out code",
+        "prompts": 8,
+        "checked": 8,
+        "prompt_tokens": 150,
+        "new_tokens": 64,
+        "temperature": 0.0,
+        "passes": (PassTimes(180, None, {1: 0.01, 5: 0.011, 16: 0.013}), PassTimes(512, None, {1: 0.012, 16: 0.02})),
+        "memory": Memory(28_000_000, Bandwidth(2e10, 2.4e10), 0.01),
+        "plain_way": "plain",
+        "plain_seconds": 0.012,
+        "undrafted": Interval(1.2, 1.1, 1.3),
+        "repeated_4grams": 0.02,
+        "drafts": drafts,
+    }
+    return Examination(**(known | fields))
+
+
+def test_the_report_reads() -> None:
+    said = told(an_examination(a_diagnosis()))
+    for part in (
+        "large: 7 million parameters, float32, on a processor, 1 thread",
+        "accepted  80%  70%",
+        "at best   82%  71%",
+        "Best draft length: 4, 2.00 times (1.90 to 2.10)",
+        "Predicted for these calls: 2.00; as predicted",
+        "8 of 8 texts the same",
+        "Diagnostic, no predictor",
+        "Take draft='small'",
+        "12% to 14% of the memory's speed",
+    ):
+        assert part in said.replace("\n    ", " ") or part in " ".join(said.split()), part
+    assert max(map(len, said.splitlines())) <= 130
+
+
+@pytest.mark.parametrize(
+    ("fields", "what", "part"),
+    [
+        ({}, ["acceptance"], "distill"),
+        ({"proposed": 0.4, "laws": None}, ["acceptance"], "proposes something in 40% of the rounds only"),
+        ({"if_twice_as_fast": 4.0}, ["draft"], "smaller or a quantized one"),
+        ({"if_columns_cost_half": 4.0}, ["verify"], "keep drafts short"),
+        ({"if_twice_as_fast": 3.1}, ["draft", "acceptance"], "Nearly as much: what it gets wrong"),
+    ],
+)
+def test_bottlenecks(fields: dict[str, Any], what: list[str], part: str) -> None:
+    diagnosis = a_diagnosis(**fields)
+    assert bottlenecks(diagnosis) == what
+    assert part in " ".join(advice(an_examination(diagnosis)))
+
+
+def test_warnings() -> None:
+    apart = a_diagnosis(laws=Laws(0.2, 0.1, (0.1,), None, 400), acceptance_by_position=(0.1,))
+    assert "hardly agree" in told(an_examination(apart))
+    lost = a_diagnosis(acceptance_by_position=(0.4, 0.3))
+    assert "something is lost on the way" in told(an_examination(lost))
+    off = a_diagnosis(checks=(Check("draft length 4", Interval(1.0, 0.9, 1.1), 2.0, 7, 8),))
+    said = " ".join(told(an_examination(off)).split())
+    assert "50% less than predicted" in said
+    assert "Do not draft with small here" in said
+    assert "Do not draft" in told(an_examination(a_diagnosis(), undrafted=Interval(2.0, 1.9, 2.1)))
+    assert "refused: no such thing" in told(an_examination(Diagnosis("gone", error="no such thing")))
+    assert "No draft could be loaded" in told(an_examination(Diagnosis("gone", error="no such thing")))
+    silent = told(an_examination(a_diagnosis(proposed=0.0, warned="it failed"), a_diagnosis(draft="better")))
+    assert "proposed nothing" in silent
+    assert "Take draft='better'." in silent
+    assert "repeats itself" in told(an_examination(a_diagnosis(), repeated_4grams=0.5)).replace("\n    ", " ")
+    slow = an_examination(a_diagnosis(), plain_way="plain, oneDNN off")
+    assert "oneDNN switched off" in " ".join(told(slow).split())
+    cached = an_examination(a_diagnosis(), memory=Memory(28_000_000, Bandwidth(1e9, 2e9), 0.01))
+    assert "fit into caches" in told(cached)
+    better = a_diagnosis(draft="better", checks=(Check("adaptive", Interval(3, 3, 3), None, 8, 8),))
+    assert "draft='better', the best of these 2" in told(an_examination(a_diagnosis(), better)).replace("\n    ", " ")
+
+
+# All of it
+
+
+def test_examined() -> None:
+    target = build(BY_NAME["llama"])
+    words = tokenizer()
+    drafts: dict[str, Any] = {"half": half_right(target), "suffix": "suffix", "nothing": "ngram:0"}
+    settings = Settings(prompts=2, new_tokens=16, longest=4, seconds=1.0, contexts=(20, 40))
+    told_of: list[str] = []
+    text = Path(__file__)
+    found = examine(
+        target, drafts, words, str(text), settings, name="tiny", progress=lambda what, share: told_of.append(what)
+    )
+    half, suffix, nothing = found.drafts
+    assert half.laws is not None
+    assert not half.blocks
+    assert suffix.laws is None
+    assert suffix.blocks
+    assert nothing.error is not None
+    assert "max_ngram" in nothing.error
+    for one in (half, suffix):
+        assert [expected.length for expected in one.expected] == [0, 1, 2, 3, 4]
+        assert 1 <= one.best <= 4
+        assert [check.same for check in one.checks] == [2, 2]
+        assert one.checks[0].predicted is not None
+    assert [times.context for times in found.passes] == [20, 40]
+    assert {"timing passes", "recording half", "checking"} <= set(told_of)
+    again = json.loads(json.dumps(found.to_dict()))
+    assert again["drafts"][0]["draft"] == "half"
+    assert "Draft half" in told(found)
+
+
+def test_sampled() -> None:
+    target, model = pair()
+    settings = Settings(prompts=2, new_tokens=12, longest=3, seconds=1.0, temperature=0.8)
+    found = examine(target, {"half": model.drafter.model}, tokenizer(), str(Path(__file__)), settings)
+    assert found.drafts[0].checks[0].same is None
+    assert "temperature 0.8" in told(found)
+
+
+def test_no_room() -> None:
+    target = build(BY_NAME["llama"], max_position_embeddings=64)
+    with pytest.raises(ValueError, match="do not fit into a context of 64"):
+        examine(target, {"suffix": None}, tokenizer(), str(Path(__file__)))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["--prompts", "1", "--max-new-tokens", "8", "--longest", "2", "--seconds", "1", "--contexts", "64"]
+    quick += ["--text", __file__]
+    out = tmp_path / "found.json"
+    argv = ["doctor", "zoo:target", "--draft", "zoo:draft", "--draft", "suffix", *quick, "--device", "cpu"]
+    assert main([*argv, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "What to do" in printed
+    found = json.loads(out.read_text())
+    assert [one["draft"] for one in found["drafts"]] == ["zoo:draft", "suffix"]
+    assert found["told"].strip() == printed.strip()
+    assert main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["target"] == "zoo:target"
+    assert main(["doctor", "zoo:nope"]) == 2
+    assert "zoo:nope is not shipped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "options"), [("doctor", ("--draft", "--text")), ("grow", ("--size", "--out"))])
+def test_help(command: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert all(option in said for option in ("--json", "--device", "--dtype", *options))
+
+
+def test_a_saved_pair_brings_its_own_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft").save_pretrained(tmp_path)
+    quick = ["--prompts", "1", "--max-new-tokens", "8", "--longest", "2", "--seconds", "1", "--contexts", "64"]
+    quick += ["--text", __file__]
+    assert main(["doctor", str(tmp_path), *quick, "--device", "cpu"]) == 0
+    assert "Draft its own draft" in capsys.readouterr().out
+
+
+def test_speedup_is_that_of_the_best_length() -> None:
+    assert replace(a_diagnosis(), best=2).speedup.ratio == 1.5

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from .host import on_device
+
 __all__ = ["SlotCache", "SlotLayer", "unsupported_layers"]
 
 _GROWTH = 512  # slots; a context of unknown length grows by doubling, from here
@@ -163,7 +165,7 @@ class SlotCache(Cache):
             self.start = behind[0]
             return
         self.row_index = torch.arange(len(behind), device=device)[:, None]
-        self.start = torch.tensor(behind, device=device)[:, None] + torch.arange(width, device=device)
+        self.start = on_device(behind, device)[:, None] + torch.arange(width, device=device)
 
     def run_only(self, rows: Sequence[int]) -> None:
         """Let forwards be over these rows alone, until told otherwise; what the others hold stays. Aligned rows stay together.
@@ -235,7 +237,7 @@ class SlotCache(Cache):
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """The position of the next token of every running row, padding not counted. Returns [rows, 1] int64."""
-        return torch.tensor([self.lengths[row] - self.padding[row] for row in self.running], device=device)[:, None]
+        return on_device([self.lengths[row] - self.padding[row] for row in self.running], device)[:, None]
 
     def mask(self, width: int, device: torch.device) -> torch.Tensor | None:
         """The 2-D mask of a right-aligned forward over `width` columns, [B, top] int64; None when nothing is hidden."""
@@ -276,7 +278,7 @@ class SlotCache(Cache):
 
     def _gather(self, path: torch.Tensor) -> None:
         rows = torch.arange(len(self.running), device=path.device)[:, None]
-        behind = torch.tensor([self.lengths[row] for row in self.running], device=path.device)[:, None]
+        behind = on_device([self.lengths[row] for row in self.running], path.device)[:, None]
         target = behind + torch.arange(path.shape[1], device=path.device)
         source = behind + path[self.running]
         for layer in self.slot_layers:

@@ -144,9 +144,7 @@ class _Adaptive(Length):
         self.survival = {row: gain for row, gain in gains.items() if worth and (forced or gain > _LOST)}
         self.expected += sum(self.survival.values())
         self.depths |= dict.fromkeys(self.survival, position + 1)
-        if len(self.survival) == len(confidences):
-            return super().go_on(position, q)
-        return torch.tensor([row in self.survival for row in range(len(confidences))], device=q.device)
+        return torch.tensor([row in self.survival for row in range(len(confidences))])
 
     def another(self, position: int) -> bool:
         if self.asked:

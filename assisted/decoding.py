@@ -45,18 +45,20 @@ def decode(
         unfinished = text.unfinished
         if judge is _judge:
             target.run_only(unfinished)
-        started = time.perf_counter()
+        started, once = time.perf_counter(), target.spent_once()
         room = target.room([text.lengths[row] + earlier for row in unfinished])
         length.unfinished = unfinished
         budget = min(length.budget(), text.room - 1, room - 1)
         drafts = drafting is not None and budget > 0
         draft, drafting = _propose(drafting, text, budget)
-        drafted = time.perf_counter()
+        drafted, once_drafted = time.perf_counter(), target.spent_once()
         used = [0 if ended else 1 + draft.width for ended in text.ended]
         logits = target(torch.cat([text.last_tokens(), draft.tokens], 1), draft, used).to(text.ids.device)
         outcome = judge(draft, logits, law, text)
         target.commit(outcome.kept, outcome.path)
-        seconds = (drafted - started, time.perf_counter() - drafted)
+        # what a capture takes says nothing of what the next round will
+        drafting_once, verifying_once = once_drafted - once, target.spent_once() - once_drafted
+        seconds = (drafted - started - drafting_once, time.perf_counter() - drafted - verifying_once)
         drafting = _learn(drafting, draft, logits, outcome.accepted)
         counts = [(outcome.drafted[row], outcome.accepted[row], outcome.kept[row]) for row in unfinished]
         recorder.round(counts, *seconds, drafts)

@@ -49,12 +49,7 @@ class Draft:
         rows, width = self.tokens.shape
         if self.parents is None:
             return torch.arange(1, width + 1, device=self.tokens.device).expand(rows, width)
-        depths = torch.ones_like(self.tokens)
-        for node in range(width):
-            parent = self.parents[:, node]
-            above = depths.gather(1, parent.clamp(min=0)[:, None])[:, 0]
-            depths[:, node] = torch.where(parent < 0, 1, above + 1)
-        return depths
+        return self.ancestors().sum(-1)
 
     def ancestors(self) -> torch.Tensor:
         """Which nodes lie on the path to which, each node on its own. Returns [B, n, n] bool: [b, i, j] = j is on i's path.
@@ -71,13 +66,12 @@ class Draft:
         own = torch.eye(width, dtype=torch.bool, device=self.tokens.device)
         if self.parents is None:
             return torch.ones_like(own).tril().expand(rows, width, width)
-        found = own.expand(rows, width, width).clone()
-        row = torch.arange(rows, device=self.tokens.device)
-        for node in range(width):
-            parent = self.parents[:, node]
-            inherited = found[row, parent.clamp(min=0)] & (parent >= 0)[:, None]
-            found[:, node] |= inherited
-        return found
+        above = torch.arange(width, device=self.tokens.device) == self.parents[:, :, None]
+        # paths twice as long with every product: a few operations where a walk would take some for every node
+        found = (above | own).float()
+        for _ in range((width - 1).bit_length()):
+            found = (found @ found).clamp_(max=1)
+        return found > 0
 
     def prefix(self, row: int, node: int) -> list[int]:
         """The tokens on the path to a node, the node's own included; the empty list for node -1."""

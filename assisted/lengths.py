@@ -72,7 +72,8 @@ class Length:
     def go_on(self, position: int, q: torch.Tensor) -> torch.Tensor:
         """Which rows propose a token at `position` (0-based). Asked before it is drawn from q, and only if `needs_law`.
 
-        q: [B, V] float32, the draft's law there. Returns [B] bool. Rows that said no once are not asked again.
+        q: [B, V] float32, the draft's law there. Returns [B] bool, on q's device or, where it was decided there, on the host.
+        Rows that said no once are not asked again.
         """
         return q.new_ones(len(q), dtype=torch.bool)
 

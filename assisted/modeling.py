@@ -33,6 +33,7 @@ from .configuration import AssistedConfig
 from .decoding import decode
 from .drafters import Call, Drafter, DraftModel, Spec, Target
 from .fused import fused
+from .graphs import Graphs, Lease, require_mode
 from .law import Law
 from .quantization import memory_bytes, save_quantized
 from .recurrent import has_uncounted_states, held, is_recurrent, slots_for
@@ -76,6 +77,8 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         report: what the last `generate` did, None before the first.
         totals: the same over all calls since `reset_totals`.
         length: the draft length policy at work in the last `generate`; `length.costs` is what it measured.
+        fast: how passes are run, see `from_pretrained`; may be set at any time.
+        graphs: the captured passes of the target.
     """
 
     config_class = AssistedConfig
@@ -102,6 +105,8 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self.length: lengths.Length | None = None
         self._lengths: list[tuple[Any, lengths.Length]] = []  # of earlier calls, the latest last: what they measured
         self._recorded = Recorder()
+        self.fast = "auto"
+        self.graphs = Graphs()
         self.training = target.training
 
     @classmethod
@@ -114,6 +119,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         draft_length: int | str | lengths.DraftLength | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
+        fast: str = "auto",
         **kwargs: Any,
     ) -> AssistedModelForCausalLM:
         """Load a target and a draft, or a folder that `save_pretrained` wrote.
@@ -128,11 +134,15 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
                 where nothing does), a number of tokens, "confidence", "heuristic", "adaedl", or a policy object
                 (`assisted.lengths`, `assisted.controller.Adaptive`).
             tokenizer, draft_tokenizer: where they do not lie beside the models.
+            fast: how passes of the models are run: "auto" (default) captures them in CUDA graphs on a CUDA device and runs
+                them eagerly elsewhere; "eager" always runs them eagerly; "compile" also compiles what is captured, which
+                takes long for every new shape. All give the same tokens. See the page "How a pass is run".
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
                 arguments but `revision` and `subfolder` are used for the draft as well.
 
         Raises ValueError for models that do not fit together, OSError where nothing is found.
         """
+        require_mode(fast)
         path = zoo.resolve(str(pretrained_model_name_or_path))
         config = kwargs.pop("config", None)
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
@@ -156,7 +166,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         target = AutoModelForCausalLM.from_pretrained(path, *model_args, **_with_dtype(config, kwargs))
         found = tokenizer or find_tokenizer(path, **hub)
         for_draft = _only(hub, *(name for name in hub if name != "revision"))
-        return cls._assemble(target, spec, policy, found, path, for_draft)
+        return cls._assemble(target, spec, policy, found, path, for_draft, fast)
 
     @classmethod
     def from_models(
@@ -167,13 +177,14 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         tokenizer: PreTrainedTokenizerBase | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
         draft_quantization: Any = None,
+        fast: str = "auto",
     ) -> AssistedModelForCausalLM:
         """Wrap models that are already loaded. Neither is changed.
 
         Args:
             target: a decoder-only causal LM.
             draft: a causal LM, or anything that `from_pretrained` takes as draft.
-            draft_length, draft_quantization: as for `from_pretrained`.
+            draft_length, draft_quantization, fast: as for `from_pretrained`.
             tokenizer, draft_tokenizer: needed to tell a padded vocabulary from another one, and to translate between two.
 
         Raises ValueError for models that do not fit together.
@@ -183,7 +194,13 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
             spec = DraftModel(spec.model, spec.quantization, draft_tokenizer)
         folder = target.name_or_path if Path(target.name_or_path or "-").is_dir() else None
         return cls._assemble(
-            target, spec, lengths.resolve(draft_length), tokenizer or find_tokenizer(folder), folder, {}
+            target,
+            spec,
+            lengths.resolve(draft_length),
+            tokenizer or find_tokenizer(folder),
+            folder,
+            {},
+            require_mode(fast),
         )
 
     @classmethod
@@ -195,6 +212,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         tokenizer: PreTrainedTokenizerBase | None,
         path: str | None,
         hub: dict[str, Any],
+        fast: str,
     ) -> AssistedModelForCausalLM:
         require_verifiable(target)
         placed = {} if target.device.type == "cpu" else {"device_map": {"": target.device}}
@@ -206,7 +224,9 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
             architectures=[cls.__name__],
             dtype=target.dtype,
         )
-        return cls(config, target, spec, drafter, policy, tokenizer)
+        model = cls(config, target, spec, drafter, policy, tokenizer)
+        model.fast = fast
+        return model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The target's forward."""
@@ -241,7 +261,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         if assisted and kwargs.get("position_ids") is not None:
             raise ValueError("position_ids: counted from attention_mask here; leave them out, or pass assisted=False")
         recorder = Recorder()
-        call = _Call(self, policy, recorder)
+        call = _Call(self, policy, recorder, Lease(require_mode(self.fast)))
         started = time.perf_counter()
         if assisted:
             token = _CALL.set(call)
@@ -249,6 +269,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
                 output = self._seam().generate(inputs, generation_config, **kwargs)
             finally:
                 _CALL.reset(token)
+                call.lease.over = True
             if not call.reached:
                 _warn_plain("this generation mode is neither greedy nor sampling")
         else:
@@ -346,6 +367,7 @@ class _Call:
     model: AssistedModelForCausalLM
     policy: lengths.DraftLength
     recorder: Recorder
+    lease: Lease
     reached: bool = field(default=False)
 
 
@@ -434,13 +456,16 @@ def _extend(
     model_kwargs[_cache_name(model_kwargs)] = cache
     length = call.model._start_length(call.policy, text.rows, law.do_sample)
     drafter = call.model.drafter
-    target = drafter.run_target(fused(seam), cache, masks)
+    # a compiler makes more of operations that it knows
+    target = drafter.run_target(seam if call.lease.mode == "compile" else fused(seam), cache, masks)
+    target.lease = call.lease
+    call.model.graphs.serve(target, seam, call.lease)
     started = time.perf_counter()
     logits = _read_prompt(target.model, input_ids, generation_config, model_kwargs)
     cache.begin_rounds(input_ids.shape[1])
     call.recorder.verify_seconds = time.perf_counter() - started
     own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
-    drafting = drafter.start(Call(own_mask, law.for_draft(), length, text.max_length, target))
+    drafting = drafter.start(Call(own_mask, law.for_draft(), length, text.max_length, target, call.lease))
     decode(target, drafting, text, law, length, logits, call.recorder)
     call.recorder.row_tokens = list(text.row_tokens)
     call.recorder.predicted_speedup = length.predicted_speedup

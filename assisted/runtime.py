@@ -1,4 +1,4 @@
-"""How a causal LM is run during a `generate`: its slots, its masks, its positions. The eager path.
+"""How a causal LM is run during a `generate`: its slots, its positions. The eager path.
 
 Knows transformers' forward conventions; nothing of drafting, acceptance or text. Target and draft run through the same
 class.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from .cache import SlotCache, unsupported_layers
 from .drafts import Draft
+from .host import on_device
+from .masks import Masks, column_depths
+from .parts import Inject, Tap
 
 __all__ = [
     "CachedModel",
@@ -28,39 +31,20 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Masks:
-    """What kind of attention mask a model reads.
+class Replayer(Protocol):
+    """What runs passes in another way than eagerly (`graphs.Graphs`)."""
 
-    Args:
-        trees: it reads 4-D masks, so that rows of different lengths and token trees can share a forward. Otherwise
-            (ALiBi, flash attention, chunked attention) slots are kept right-aligned and only chains are verified.
-        windows: the sliding window of each layer type, None for full attention. One entry: one mask for all layers;
-            several: a dict of masks by layer type.
-        additive: eager attention adds the mask; sdpa takes booleans.
-    """
+    def run(self, runner: CachedModel, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor | None:
+        """What `CachedModel.__call__` returns, None where this pass has to be eager."""
 
-    trees: bool
-    windows: dict[str, int | None]
-    additive: bool
+    def gather(self, runner: CachedModel, path: torch.Tensor) -> bool:
+        """Move a tree's accepted columns together, as `SlotCache.commit` does; False where that is left to the slots."""
 
-    @staticmethod
-    def of(model: PreTrainedModel) -> Masks:
-        config = model.config.get_text_config(decoder=True)
-        kinds = set(getattr(config, "layer_types", None) or ())
-        window = getattr(config, "sliding_window", None)
-        if not kinds:
-            kinds = {"full_attention" if window is None else "sliding_attention"}
-        attention = config._attn_implementation
-        readable = (
-            attention in ("sdpa", "eager")
-            and not _counts_slots(config)
-            and kinds <= {"full_attention", "sliding_attention"}
-            and getattr(config, "attention_chunk_size", None) is None
-            and "position_ids" in inspect.signature(model.forward).parameters
-        )
-        windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
-        return Masks(trees=readable, windows=windows, additive=attention == "eager")
+
+class Spending(Protocol):
+    """Seconds that were spent on what later passes do not need again (`graphs.Lease`)."""
+
+    once: float
 
 
 class CachedModel:
@@ -76,6 +60,11 @@ class CachedModel:
     """
 
     in_step = False  # whether all rows of a batch must keep the same number of columns
+    graphs: Replayer | None = None  # what runs its passes, None for the eager path below
+    lease: Spending | None = None  # of the call, where it says how much of its time was spent once and for all
+    kind: Hashable = "whole"  # tells apart the runners of a call that share slots
+    taps: Sequence[Tap] = ()  # modules of the model whose output counts as well
+    inject: Inject | None = None  # the module of a part that goes on from hidden states
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, masks: Masks, bare: bool = False):
         self.model = model
@@ -84,7 +73,7 @@ class CachedModel:
         self.masks = masks
         self.device = model.device
         parameters = inspect.signature(model.forward).parameters
-        self._context = _context(model.config.get_text_config(decoder=True))
+        self.context = _context(model.config.get_text_config(decoder=True))
         self._takes_cache = "past_key_values" if "past_key_values" in parameters else "cache_params"
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -111,6 +100,11 @@ class CachedModel:
         used: how many columns of each row matter, None for all; the others may lie behind the end of the context.
         Returns [B, n, V], zeros for rows that don't run.
         """
+        logits = None if self.graphs is None else self.graphs.run(self, ids, draft)
+        return self.eager(ids, draft, used) if logits is None else logits
+
+    def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
+        """The forward itself, as `__call__` describes it: the reference for every other way of running it."""
         cache, width = self.cache, ids.shape[1]
         rows = cache.running
         if rows != list(range(cache.rows)):
@@ -118,15 +112,50 @@ class CachedModel:
             used = None if used is None else [used[row] for row in rows]
             draft = None if draft is None or draft.parents is None else _of_rows(draft, rows)
         cache.place(width, self.device)
-        depths = _column_depths(draft, width, self.device)
+        depths = column_depths(draft, width, self.device)
         kwargs: dict[str, Any] = {}
         if self._takes_positions:
             kwargs["position_ids"] = self._positions(depths, used)
         if not self.masks.trees:
             kwargs["attention_mask"] = cache.mask(width, self.device)
         elif width > 1 or len(rows) > 1 or cache.visible is not None or set(self.masks.windows.values()) != {None}:
-            kwargs["attention_mask"] = self._masks(depths, draft)
+            behind = on_device([cache.lengths[row] for row in rows], self.device)[:, None]
+            visible = None if cache.visible is None else cache.visible[rows].to(self.device)
+            kwargs["attention_mask"] = self.masks.made(behind, depths, draft, visible, cache.top, self.model.dtype)
         return cache.spread(self._forward(ids, kwargs))
+
+    def with_places(
+        self,
+        ids: torch.Tensor,
+        behind: torch.Tensor,
+        first: torch.Tensor,
+        parents: torch.Tensor | None,
+        visible: torch.Tensor,
+        top: int,
+    ) -> torch.Tensor:
+        """The same forward of tensors alone: nothing is read on the host that changes from pass to pass.
+
+        ids: [R, n] int64. behind: [R, 1] int64, slots that count in each row. first: [R, 1] int64, position of column 0.
+        parents: [R, n - 1] int64 of a tree, None for chains. visible: [R, top] bool, False where a prompt was padded. top:
+        slots that are looked at, at least n behind the longest row. Returns [R, n, V].
+        """
+        width = ids.shape[1]
+        self.cache.row_index = torch.arange(len(ids), device=self.device)[:, None]
+        self.cache.start = behind + torch.arange(width, device=self.device)
+        self.cache.top = top
+        draft = None if parents is None else Draft(ids[:, 1:], behind[:, 0], parents=parents)
+        depths = column_depths(draft, width, self.device)
+        positions = (first + depths).clamp(max=self.context - 1)  # columns that do not matter may lie behind the end
+        masks = self.masks.made(behind, depths, draft, visible, top, self.model.dtype)
+        return self._forward(ids, {"position_ids": positions, "attention_mask": masks})
+
+    def part(
+        self, model: PreTrainedModel, kind: Hashable, taps: Sequence[Tap] = (), inject: Inject | None = None
+    ) -> CachedModel:
+        """A part of the model over the same slots, run in the same way. kind: which part it is."""
+        part = CachedModel(model, self.cache, self.masks)
+        part.graphs, part.kind, part.taps, part.inject = self.graphs, kind, taps, inject
+        return part
 
     def run_only(self, rows: list[int]) -> None:
         """Let passes be over these rows alone until told otherwise: those that have ended cost time for nothing."""
@@ -134,23 +163,28 @@ class CachedModel:
 
     def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
         """Keep `counts[b]` of the columns of the last forward: its first ones, or those of a tree's accepted `path`."""
-        self.cache.commit(counts, path)
+        moved = path is not None and self.graphs is not None and self.graphs.gather(self, path)
+        self.cache.commit(counts, None if moved else path)
 
     def catch_up(self) -> None:
         """Let the cache hold all that is committed; of slots it is always true."""
+
+    def spent_once(self) -> float:
+        """Seconds of this call, so far, that went into preparing passes, its drafter's included."""
+        return 0.0 if self.lease is None else self.lease.once
 
     def room(self, lengths: list[int]) -> int:
         """Positions left behind the longest of these texts before the model's context ends."""
         # aligned rows lie side by side, those that have ended too
         aligned = 0 if self.masks.trees else max(self.cache.lengths) + 1
-        return self._context - max(*lengths, aligned)
+        return self.context - max(*lengths, aligned)
 
     def _positions(self, depths: torch.Tensor, used: list[int] | None) -> torch.Tensor:
         """Positions of the forward just placed, [B, n]. Columns that do not matter have one that every model knows."""
         positions = self.cache.positions(self.device) + depths
-        if used is None or self.cache.top <= self._context:
+        if used is None or self.cache.top <= self.context:
             return positions
-        return positions.masked_fill(depths >= torch.tensor(used, device=self.device)[:, None], 0)
+        return positions.masked_fill(depths >= on_device(used, self.device)[:, None], 0)
 
     def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         if self.bare and "logits_to_keep" not in kwargs:  # not the prompt
@@ -172,37 +206,6 @@ class CachedModel:
                 use_cache=True,
             )
         return self.model.lm_head(base.norm(hidden))
-
-    def _masks(self, depths: torch.Tensor, draft: Draft | None) -> torch.Tensor | dict[str, torch.Tensor]:
-        """The 4-D masks of the forward just placed: which slots each column may look at, [B, 1, n, top]."""
-        cache = self.cache
-        slots = torch.arange(cache.top, device=self.device)
-        behind = torch.tensor([cache.lengths[row] for row in cache.running], device=self.device)[:, None]
-        where = behind + depths  # [B, n]: a column's place in its row's text
-        if draft is None or draft.parents is None:
-            places = slots  # a chain lies in its slots as it lies in the text
-            seen = slots <= where[:, :, None]
-        else:
-            columns = behind + torch.arange(depths.shape[1], device=self.device)
-            places = slots.repeat(len(behind), 1).scatter(1, columns, where)[:, None]
-            seen = (slots < behind)[:, None].repeat(1, depths.shape[1], 1)
-            seen = seen.scatter(2, columns[:, None].expand(-1, depths.shape[1], -1), _column_ancestors(draft))
-        if cache.visible is not None:
-            hidden = min(cache.visible.shape[1], cache.top)
-            seen = seen.clone()
-            seen[:, :, :hidden] &= cache.visible[cache.running, :hidden].to(self.device)[:, None]
-        masks = {
-            kind: self._dressed(seen if window is None else seen & (places > where[:, :, None] - window))
-            for kind, window in self.masks.windows.items()
-        }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _dressed(self, seen: torch.Tensor) -> torch.Tensor:
-        seen = seen[:, None]
-        if not self.masks.additive:
-            return seen
-        dtype = self.model.dtype
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 def is_untouched(model: PreTrainedModel) -> bool:
@@ -236,29 +239,9 @@ def _of_rows(draft: Draft, rows: list[int]) -> Draft:
     return Draft(draft.tokens[rows], draft.lengths[rows], parents=draft.parents[rows])
 
 
-def _column_depths(draft: Draft | None, width: int, device: torch.device) -> torch.Tensor:
-    """Depth of every column of a forward, the last committed token being depth 0. Returns [B or 1, n]."""
-    if draft is None or draft.parents is None:
-        return torch.arange(width, device=device)[None]
-    return torch.nn.functional.pad(draft.depths(), (1, 0)).to(device)
-
-
-def _column_ancestors(draft: Draft) -> torch.Tensor:
-    """Draft.ancestors with the last committed token, which every node sees, as column 0. Returns [B, n + 1, n + 1]."""
-    seen = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
-    seen[:, :, 0] = True
-    return seen
-
-
 def _context(config: Any) -> int:
     """How many positions a model has; MPT calls them by a name of its own."""
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or sys.maxsize
-
-
-def _counts_slots(config: Any) -> bool:
-    """The model builds a bias or its causality from the order of slots (ALiBi, GPT-Neo), not from a 4-D mask."""
-    alibi = getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi"
-    return bool(alibi) or config.model_type in ("bloom", "mpt", "gpt_neo")
 
 
 def is_rewindable(model: PreTrainedModel) -> bool:

@@ -16,6 +16,8 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from .host import on_device
+
 __all__ = ["Text"]
 
 _ROW_BY_ROW = {EosTokenCriteria, MaxLengthCriteria, StopStringCriteria}  # functions of one row's own prefix
@@ -98,7 +100,7 @@ class Text:
         """The last committed token of every row, [B, 1] int64."""
         if self.rows == 1:
             return self.ids[:, self.lengths[0] - 1 : self.lengths[0]]
-        return self.ids.gather(1, torch.tensor(self.lengths, device=self.ids.device)[:, None] - 1)
+        return self.ids.gather(1, on_device(self.lengths, self.ids.device)[:, None] - 1)
 
     def extend(self, tokens: list[list[int]], scores: torch.Tensor | None, logits: torch.Tensor | None) -> list[int]:
         """Commit new tokens to every unfinished row, row by row, up to the first prefix that stops it.
@@ -117,7 +119,7 @@ class Text:
     def extend_in_step(self, tokens: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Commit one token to every row at once, as plain decoding does. tokens: [B] int64; scores, logits: [B, V]."""
         if self.pads_ended_rows:
-            ended = torch.tensor(self.ended, device=tokens.device)
+            ended = on_device(self.ended, tokens.device)
             tokens = tokens.where(~ended, torch.full_like(tokens, self.pad_token or 0))
         length = self.lengths[0]
         self.ids[:, length] = tokens
@@ -151,7 +153,7 @@ class Text:
     def _extend_row(self, row: int, new: list[int], scores: torch.Tensor | None, logits: torch.Tensor | None) -> int:
         start = self.lengths[row]
         new = new[: self.max_length - start]
-        self.ids[row, start : start + len(new)] = self.ids.new_tensor(new)
+        self.ids[row, start : start + len(new)] = on_device(new, self.ids.device)
         if self._only_lengths_and_eos and self.streamer is None and not (self.keep_scores or self.keep_logits):
             stop = next((i + 1 for i, token in enumerate(new) if token in self._eos), None)
             count = len(new) if stop is None else stop

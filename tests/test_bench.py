@@ -168,6 +168,7 @@ def test_questions_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         ((["nowhere.jsonl"], 1), "'nowhere.jsonl' is no file here"),
+        ((["4"], 1), "is a number; give some of code, edits, json, prose"),
         (([], 1), "prompts: none chosen"),
         ((["code"], 0), "count: 0 prompts"),
     ],

@@ -160,6 +160,8 @@ def _questions(name: str, tokenizer: Any, count: int) -> list[Prompt]:
     """The first `count` questions of each category."""
     path = Path(name)
     known = f"{', '.join(SETS)}, a question file or a dataset"
+    if name.isdigit():
+        raise ValueError(f"prompts: {name!r} is a number; give some of {known}, and say how many by --count")
     if path.suffix in (".jsonl", ".json") and not path.is_file():
         raise ValueError(f"prompts: {name!r} is no file here; give some of {known}")
     asked = questions.of_file(path) if path.is_file() else questions.of_dataset(name)

@@ -5,7 +5,7 @@ Knows drafts, the text they continue and the model that will judge them; nothing
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import SlotCache
 from ..drafts import Draft
+from ..graphs import Lease
 from ..law import Law
 from ..lengths import DraftLength, Length
 from ..recurrent import runner_for
@@ -51,6 +52,7 @@ class Call:
         target: the target as it is run in this call, with the KV of all committed tokens but the last; for drafters
             that draft with parts of it. Whatever they write behind the committed slots they must forget again
             (`cache.rewind`) before they return or raise.
+        lease: how models are run in this call, for drafters that have captured passes (`graphs.Graphs`).
     """
 
     attention_mask: torch.Tensor | None
@@ -58,6 +60,7 @@ class Call:
     length: Length
     limit: int
     target: CachedModel
+    lease: Lease = field(default_factory=Lease)
 
 
 class Drafting:

@@ -11,6 +11,7 @@ import torch
 
 from .. import acceptance
 from ..drafts import Draft
+from ..host import on_device
 from ..law import probabilities
 from ..runtime import CachedModel
 from ..text import Text
@@ -40,7 +41,8 @@ class ChainDrafting(Drafting):
             raise FloatingPointError("the draft's logits are not a number")
         law, length = self.call.law, self.call.length
         draft = Draft.empty(text.rows, text.ids.device)
-        going = ~torch.tensor(text.ended, device=text.ids.device)
+        going = ~on_device(text.ended, text.ids.device)
+        open_rows = ~torch.tensor(text.ended)  # as far as the host knows
         laws: list[torch.Tensor] = []
         best: list[torch.Tensor] = []
         for position in range(budget):
@@ -50,8 +52,11 @@ class ChainDrafting(Drafting):
             best.append(score)
             q = probabilities(scores) if law.do_sample or length.needs_law else None
             if q is not None and length.needs_law:
-                going = going & length.go_on(position, q)
-                if not going.any():
+                wanted = length.go_on(position, q)
+                open_rows = open_rows & wanted.cpu() if wanted.device != going.device else open_rows
+                going = going & wanted.to(going.device, non_blocking=True)
+                # what was decided on the host need not be waited for
+                if not (going if wanted.device == going.device else open_rows).any():
                     break
             going = going & score.isfinite()  # nothing is drawn from a law that allows only what the draft lacks
             if law.do_sample and q is not None:

@@ -17,6 +17,8 @@ from .. import zoo
 from ..cache import SlotCache
 from ..drafts import Draft
 from ..fused import fused
+from ..graphs import Graphs, Lease
+from ..host import on_device
 from ..quantization import load_quantized
 from ..runtime import CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
 from ..text import Text
@@ -81,16 +83,20 @@ class ModelDrafter(Drafter):
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.masks = Masks.of(model)
+        self.graphs = Graphs()
 
     @functools.cached_property
     def _is_sum_of_parts(self) -> bool:
         return is_sum_of_parts(self.model)
 
-    def runner(self, cache: SlotCache) -> CachedModel:
-        """The draft over these slots: where its submodules are all there is to it, without the outer forward."""
-        model = fused(self.model)
+    def runner(self, cache: SlotCache, lease: Lease) -> CachedModel:
+        """The draft over these slots: where its submodules are all there is to it, without the outer forward; its passes
+        captured, where the call is to be run like that."""
+        model = self.model if lease.mode == "compile" else fused(self.model)
         bare = model is not self.model or (is_untouched(model) and self._is_sum_of_parts)
-        return CachedModel(model, cache, self.masks, bare)
+        runner = CachedModel(model, cache, self.masks, bare)
+        self.graphs.serve(runner, self.model, lease)
+        return runner
 
     def start(self, call: Call) -> Drafting:
         return ModelDrafting(self, call)
@@ -141,7 +147,7 @@ class ModelDrafting(ChainDrafting):
     def _catch_up_prompt(self, text: Text) -> CachedModel:
         if self.runner is None:
             cache = SlotCache(text.rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
-            self.runner = self.drafter.runner(cache)
+            self.runner = self.drafter.runner(cache, self.call.lease)
             prompt = text.ids[:, : text.prompt_length]
             self.runner.prefill(self._readable(prompt), self.call.attention_mask)
         return self.runner
@@ -159,15 +165,14 @@ class ModelDrafting(ChainDrafting):
         if text.rows == 1:
             ids = text.ids[:, text.lengths[0] - width : text.lengths[0]]
         else:
-            start = torch.tensor(text.lengths, device=text.ids.device) - torch.tensor(behind, device=text.ids.device)
-            columns = start[:, None] + torch.arange(width, device=text.ids.device)
+            columns = on_device(cache.known, text.ids.device)[:, None] + torch.arange(width, device=text.ids.device)
             ids = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
         used = [0 if ended else count for count, ended in zip(behind, text.ended, strict=True)]
         logits = runner(self._readable(ids), used=used)
         cache.commit(behind)
         if text.rows == 1:
             return logits[:, -1]
-        last = torch.tensor(behind, device=logits.device) - 1
+        last = on_device(behind, logits.device) - 1
         return logits[torch.arange(text.rows, device=logits.device), last]
 
     def _fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:

@@ -182,7 +182,7 @@ class SkipDrafting(PartDrafting):
         target = self.call.target
         if skipped not in self._parts:
             self._parts.clear()  # of the sets tried on the way none comes back
-            self._parts[skipped] = CachedModel(self.drafter.part(skipped), target.cache, target.masks)
+            self._parts[skipped] = target.part(self.drafter.part(skipped), ("without", skipped))
         return self._parts[skipped]
 
     def _width(self, text: Text) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..drafts import Draft
+from ..host import on_device
 from ..text import Text
 from .base import Call, Drafting
 
@@ -76,7 +77,7 @@ class Lookup(Drafting):
                     tokens = [token for token, visible in zip(tokens, shown[row], strict=True) if visible]
                 self.read(row, tokens)
         counts = [length - seen for length, seen in zip(text.lengths, self.seen, strict=True)]
-        start = torch.tensor(self.seen, device=text.ids.device)[:, None]
+        start = on_device(self.seen, text.ids.device)[:, None]
         columns = start + torch.arange(max(counts), device=text.ids.device)
         new = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1)).tolist()
         for row, count in enumerate(counts):
@@ -91,11 +92,11 @@ def as_draft(proposals: list[Proposal], device: torch.device | str) -> Draft:
     if width == 0:
         return Draft.empty(len(proposals), device)
     blank = [0] * width
-    tokens = torch.tensor([(p.tokens + blank)[:width] for p in proposals], device=device)
-    lengths = torch.tensor([len(p.tokens) for p in proposals], device=device)
+    tokens = on_device([(p.tokens + blank)[:width] for p in proposals], device)
+    lengths = on_device([len(p.tokens) for p in proposals], device)
     if all(p.parents is None for p in proposals):
         return Draft(tokens, lengths)
     above = [list(range(-1, len(p.tokens) - 1)) if p.parents is None else p.parents for p in proposals]
     # filler hangs from the root, where every model has a position for it
-    parents = torch.tensor([(a + [-1] * width)[:width] for a in above], device=device)
+    parents = on_device([(a + [-1] * width)[:width] for a in above], device)
     return Draft(tokens, lengths, parents=parents)

@@ -134,7 +134,7 @@ class TranslatedDrafting(ChainDrafting):
             scores = logits.to(text.ids.device)[:, : len(self.mute)].float() + self.mute
             if step >= asked * per_token:
                 if length.needs_law:
-                    going = going & length.go_on(asked, probabilities(scores))
+                    going = going & length.go_on(asked, probabilities(scores)).to(going.device)
                     if not going.any():
                         break
                 asked += 1
@@ -164,7 +164,7 @@ class TranslatedDrafting(ChainDrafting):
         self.to_draft = drafter.translation.to_draft.to(text.ids.device)
         self.mute = drafter.translation.mute.to(text.ids.device)
         cache = SlotCache(text.rows, 4 * self.call.limit, right_aligned=not drafter.masks.trees)
-        self.runner = drafter.runner(cache)
+        self.runner = drafter.runner(cache, self.call.lease)
         return self.runner
 
     def _translate(self, text: Text) -> None:

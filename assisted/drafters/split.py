@@ -62,7 +62,7 @@ class SplitModel(CachedModel):
         """Layers [0, end) and the head, over the same slots."""
         if end not in self._fronts:
             model, tap = front(self.model, self.layers, end)
-            self._fronts[end] = CachedModel(model, self.cache, self.masks), tap
+            self._fronts[end] = self.part(model, ("front", end), [tap]), tap
         return self._fronts[end]
 
     def __call__(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
@@ -87,7 +87,7 @@ class SplitModel(CachedModel):
         hidden = self._read_rest(begun, ids, used)
         if begun.end not in self._backs:
             model, inject = back(self.model, self.layers, begun.end)
-            self._backs[begun.end] = CachedModel(model, self.cache, self.masks), inject
+            self._backs[begun.end] = self.part(model, ("back", begun.end), inject=inject), inject
         rest, inject = self._backs[begun.end]
         inject.hidden = hidden
         return rest(ids, draft, used)

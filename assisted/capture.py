@@ -1,0 +1,186 @@
+"""How a pass is captured, and what stands in the way: a CUDA graph of a function over tensors that stay where they are.
+
+Knows torch and what hangs on to the modules of a model; nothing of slots or drafts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+__all__ = ["CudaReplay", "HostRead", "NoHostReads", "Pass", "compiled", "distance", "fingerprint", "obstacle", "wait"]
+
+Pass = Callable[[], list[torch.Tensor]]
+"""Something that reads and writes tensors at fixed addresses, and returns others."""
+
+_READS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "nonzero_numpy",
+    "masked_select",
+    "_unique",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "is_nonzero",
+    "item",
+    "equal",
+}
+_MOVES = {"_to_copy", "copy_", "to"}
+
+
+class CudaReplay:
+    """A CUDA graph of what `run` does, with its results.
+
+    run: tensors in, tensors out, all of them at fixed addresses of this device. pool: of `torch.cuda.graph_pool_handle`.
+    tried: passes of its kind are known to read nothing of the device.
+
+    Raises whatever `run` raises while it is captured; `HostRead` where it looks at numbers of the device.
+    """
+
+    def __init__(self, run: Pass, device: torch.device, pool: Any, tried: bool = False):
+        if device in _BROKEN:
+            raise RuntimeError("a capture broke off in this process before")
+        stream, here = _stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            with nullcontext() if tried else NoHostReads():
+                run()  # what is made once (workspaces, plans) is made before the capture
+            torch.cuda.synchronize(device)
+            self.graph = torch.cuda.CUDAGraph()
+            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self.outputs = run()
+            finally:
+                try:
+                    self.graph.capture_end()
+                except BaseException:
+                    _tidy_up(device, pool)
+                    raise
+        here.wait_stream(stream)
+
+    def __call__(self) -> list[torch.Tensor]:
+        self.graph.replay()
+        return self.outputs
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    """One stream for all captures of a device: each has workspaces of its own."""
+    return torch.cuda.Stream(device)
+
+
+_BROKEN: set[torch.device] = set()  # devices on which nothing is captured any more
+
+
+def _tidy_up(device: torch.device, pool: Any) -> None:
+    """After a capture that something ended before its time torch takes its generator for captured and its allocator the pool
+    for in use. Both are put right, and nothing is captured on this device again.
+    """
+    _BROKEN.add(device)
+    with suppress(Exception):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    with suppress(Exception):
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())  # the same numbers, in a state that no graph knows
+
+
+class HostRead(RuntimeError):
+    """A forward looked at numbers of the device, so what it does may depend on them."""
+
+
+def _kind(tensor: Any) -> str | None:
+    return tensor.device.type if isinstance(tensor, torch.Tensor) else None
+
+
+class NoHostReads(TorchDispatchMode):
+    """In here it is an error to read numbers of the device, which a capture could only do once and for all."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").split(".")[0]
+        masked = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in _READS or masked:
+            raise HostRead(f"{name} waits for the device")
+        result = func(*args, **(kwargs or {}))
+        if name in _MOVES and _kind(args[0]) != _kind(args[1] if name == "copy_" else result):
+            raise HostRead(f"{name} moves numbers between host and device")
+        return result
+
+
+_OWN = ("transformers.", "assisted.")  # whose hooks collect outputs that nobody asks for here, or keep backends quiet
+
+
+def compiled(run: Pass) -> Pass:
+    """The same, compiled, and run once."""
+    made = torch.compile(run, dynamic=False)
+
+    def call() -> list[torch.Tensor]:
+        # every shape is compiled on its own, which counts as compiling the same code again
+        with torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000):
+            return made()
+
+    call()
+    return call
+
+
+def obstacle(model: PreTrainedModel, device: torch.device) -> str | None:
+    """Why the passes of a model can't be captured, as far as it shows without trying; None where nothing does."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all((getattr(hook, "__module__", None) or "").startswith(_OWN) for hook in hooks):
+            return f"{name or 'the model'} has hooks, which want to be called"
+        values = module.__dict__
+        if "forward" in values and not _only_aligns(values.get("_hf_hook")):
+            return f"the forward of {name or 'the model'} was replaced"
+        if values.get("_compiled_call_impl") is not None:
+            return f"{name or 'the model'} is compiled"
+        if type(module).__module__.startswith("peft."):
+            return f"{name} is an adapter, which may be switched"
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.device != device:
+                return f"parts of {name or 'the model'} lie on {tensor.device}"
+    return None
+
+
+def _only_aligns(hook: Any) -> bool:
+    """Whether a hook of accelerate moves inputs to the device where they are, and nothing else."""
+    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+
+
+def fingerprint(model: PreTrainedModel, run: nn.Module) -> tuple[Any, ...]:
+    """What a capture depends on: where the weights lie, and which modules compute."""
+    tensors = (
+        tensor
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    )
+    leaves = (id(module) for module in run.modules() if not module._modules)
+    config = model.config.get_text_config(decoder=True)
+    return (
+        tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors),
+        tuple(leaves),
+        model.training,
+        config._attn_implementation,
+    )
+
+
+def wait(device: torch.device) -> None:
+    """Until all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def distance(logits: torch.Tensor, expected: torch.Tensor, rows: list[int]) -> float:
+    """How far apart logits are, against their spread; not a number where either isn't one."""
+    one, two = logits[rows].float(), expected[rows].float()
+    return float((one - two).square().mean().sqrt() / two.std())

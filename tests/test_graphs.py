@@ -1,0 +1,541 @@
+"""Captured passes, replayed on a CPU as a CUDA graph would be: every token that plain `generate` says, whatever is captured."""
+
+import copy
+import itertools
+import threading
+import warnings
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, build, half_right, random_ids
+from methods import METHODS
+from pairs import CALL, ENDS, no_fallback, prompt
+from recording import Recording
+from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_law, p_value, tiny
+
+from assisted import AssistedModelForCausalLM, capture, decoding, graphs, modeling, runtime, shapes
+from assisted.cache import SlotCache
+from assisted.drafters import draft_model
+from assisted.drafts import Draft
+from assisted.graphs import Graphs, Lease
+from assisted.runtime import CachedModel, Masks
+
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
+WITH_SLOTS = [a for a in ARCHITECTURES if a.masks != "2d" and a.name != "llama4"]
+ROUNDING = 1e-3
+REPLAY = Graphs._replay
+
+
+@pytest.fixture(autouse=True)
+def _recorded(monkeypatch):
+    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+    monkeypatch.setattr(Graphs, "_replay", lambda self, run, tried: Recording(run))
+    for module in (modeling, draft_model):  # on a CPU, fused models look positions up, which no capture may
+        monkeypatch.setattr(module, "fused", lambda model: model)
+
+
+def pair(name="llama", **kwargs):
+    target = build(BY_NAME[name])
+    kwargs = {"draft": half_right(target), "draft_length": 4, "fast": "graphs"} | kwargs
+    return target, AssistedModelForCausalLM.from_models(target, **kwargs)
+
+
+def served(model, rows=1, limit=200, mode="graphs"):
+    """A runner with captured passes, and what holds them."""
+    runner = CachedModel(model, SlotCache(rows, limit), Masks.of(model))
+    holder, lease = Graphs(), Lease(mode)
+    holder.serve(runner, model, lease)
+    runner.lease = lease
+    return runner, holder
+
+
+@torch.inference_mode()
+def passes(runner, ids, count):
+    """So many passes over one token each."""
+    for column in range(count):
+        logits = runner(ids[:, column, None])
+        runner.commit([1] * len(ids))
+    return logits
+
+
+def check(target, model, rows=4):
+    ids, mask = random_ids(target, rows, 12, seed=4), torch.ones(rows, 12, dtype=torch.int64)
+    for row in range(rows):
+        mask[row, : 2 * row] = 0
+    ids = ids.where(mask.bool(), 0)
+    kwargs = CALL | {"attention_mask": mask, "eos_token_id": ENDS, "max_new_tokens": 24}
+    plain = target.generate(ids, **kwargs)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*[Pp]lainly.*")
+            assert model.generate(ids, **kwargs).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_every_method_says_what_the_target_says(name, method):
+    target, model = pair(name, draft=method.draft(build(BY_NAME[name])))
+    check(target, model)
+    check(target, model, 1)
+    assert model.graphs.replays > 0
+    assert model.graphs.reason is None
+
+
+@pytest.mark.parametrize("architecture", WITH_SLOTS, ids=lambda a: a.name)
+def test_every_architecture_replays_or_says_why_not(architecture):
+    target, model = pair(architecture.name)
+    check(target, model)
+    for holder in (model.graphs, model.drafter.graphs):
+        assert (holder.replays > 0) == (holder.reason is None)
+        assert holder.reason is None or "waits for the device" in holder.reason
+
+
+@pytest.mark.parametrize("name", ["bloom", "llama4"])
+def test_slots_side_by_side_run_eagerly(name):
+    target, model = pair(name)
+    check(target, model)
+    assert model.graphs.replays == model.graphs.captured == 0
+
+
+@pytest.mark.parametrize("draft", [None, "suffix", "early-exit:1"], ids=str)
+def test_sampling_follows_the_targets_law(draft):
+    target = tiny(0, layers=2)
+    model = AssistedModelForCausalLM.from_models(
+        target, draft=tiny(1, layers=2) if draft is None else draft, draft_length=2, fast="graphs"
+    )
+    torch.manual_seed(21)
+    part = SEQUENCES // 4
+    kwargs = {"max_new_tokens": 3, "do_sample": True, "num_return_sequences": part, "top_k": 0}
+    ids = torch.cat([model.generate(PROMPT, **kwargs) for _ in range(4)])
+    assert p_value(counts(ids), exact_law(target, top_k=0)) > ALPHA
+    assert model.graphs.replays > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@torch.inference_mode()
+def test_random_rounds_give_the_logits_of_the_eager_path(name):
+    """Rows that leave and come back, chains and trees of every width, a padded prompt, slots that have to grow."""
+    model = build(BY_NAME[name]).requires_grad_(False)
+    eager = CachedModel(model, SlotCache(4, 120), Masks.of(model))
+    replayed, holder = served(model, 4, 120)
+    ids, mask = random_ids(model, 4, 9), torch.ones(4, 9, dtype=torch.int64)
+    mask[1, :4] = 0
+    for run in (eager, replayed):
+        run.prefill(ids, mask)
+    random = torch.Generator().manual_seed(0)
+    for seed in range(60):
+        rows = [[0, 1, 2, 3], [3, 1], [1], [2, 0, 3]][int(torch.randint(4, (), generator=random))]
+        width = 1 + seed % 5
+        columns = random_ids(model, 4, width, seed=seed)
+        draft, path = None, None
+        counts = [1 + (row + seed) % width if row in rows else 0 for row in range(4)]
+        if seed % 2:
+            parents = torch.stack(
+                [
+                    torch.tensor([int(torch.randint(-1, n, (), generator=random)) for n in range(width - 1)])
+                    for _ in range(4)
+                ]
+            ).long()
+            draft = Draft(columns[:, 1:], torch.full((4,), width - 1), parents=parents.view(4, width - 1))
+            path = torch.stack([torch.randperm(width, generator=random).sort().values for _ in range(4)])
+            path[:, 0] = 0
+        logits = []
+        for run in (eager, replayed):
+            run.run_only(rows)
+            logits.append(run(columns, draft))
+            run.commit(counts, path)
+        assert (logits[0] - logits[1])[rows].abs().max() < ROUNDING
+        assert logits[1][[row for row in range(4) if row not in rows]].abs().sum() == 0
+        if max(eager.cache.lengths) > 90:
+            for run in (eager, replayed):
+                run.cache.rewind([20 + row for row in range(4)])
+    assert eager.cache.known == replayed.cache.known
+    config = model.config.get_text_config(decoder=True)
+    for one, two in zip(eager.cache.to_dynamic(config).layers, replayed.cache.to_dynamic(config).layers, strict=True):
+        assert (one.keys - two.keys).abs().max() < ROUNDING
+        assert (one.values - two.values).abs().max() < ROUNDING
+    assert holder.replays > 20
+    assert holder.reason is None
+
+
+@torch.inference_mode()
+def test_a_model_is_captured_at_its_second_pass_and_then_every_shape_at_once():
+    model = build(BY_NAME["llama"])
+    runner, holder = served(model)
+    ids = random_ids(model, 1, 60)
+    runner.prefill(ids[:, :20], None)
+    assert [(passes(runner, ids[:, n, None], 1), holder.captured, holder.replays)[1:] for n in (20, 21, 22)] == [
+        (0, 0),
+        (1, 1),
+        (1, 2),
+    ]
+    for width in (3, 4, 3, 4):  # both are captured as four columns
+        runner(ids[:, 23 : 23 + width])
+    assert (holder.captured, holder.replays) == (2, 6)
+
+
+@torch.inference_mode()
+def test_slots_that_grow_are_captured_anew(monkeypatch):
+    monkeypatch.setattr(graphs, "_AHEAD", 64)
+    model = build(BY_NAME["llama"], max_position_embeddings=1024)
+    runner, holder = served(model, limit=600)
+    ids = random_ids(model, 1, 400)
+    runner.prefill(ids[:, :230], None)
+    passes(runner, ids[:, 230:], 10)
+    small = holder._arena
+    assert (small.capacity, holder.captured) == (256, 1)
+    logits = passes(runner, ids[:, 240:], 60)
+    assert holder._arena is not small
+    assert (holder._arena.capacity, holder.captured) == (512, 1)
+    assert (logits[:, 0] - model(ids[:, :300]).logits[:, -1]).abs().max() < ROUNDING
+
+
+@torch.inference_mode()
+def test_a_path_at_the_end_of_the_slots():
+    """Rounded up, its columns would lie behind them."""
+    model = build(BY_NAME["llama"], max_position_embeddings=1024)
+    runner, holder = served(model, limit=100)
+    ids = random_ids(model, 1, 320)
+    runner.prefill(ids[:, :240], None)
+    path = torch.tensor([[0, 2, 3, 4, 4]])
+    draft = Draft(ids[:, 1:5], torch.tensor([4]), parents=torch.tensor([[-1, -1, 1, 2]]))
+    for start in (240, 240, 240, 251):
+        runner.cache.rewind([240])
+        if start > 240:
+            runner.eager(ids[:, 240:start])
+            runner.commit([start - 240])
+        runner(ids[:, start : start + 5], draft)
+        runner.commit([4], path)
+    assert ("gather", 1, 8) in holder._captured
+    assert runner.cache.lengths == [255]
+    text = torch.cat([ids[:, :252], ids[:, [253, 254, 255]], ids[:, 300:301]], 1)
+    assert (runner.eager(ids[:, 300:301])[0, 0] - model(text).logits[0, -1]).abs().max() < ROUNDING
+
+
+def test_captures_outlive_a_call_and_serve_fewer_rows():
+    target, model = pair()
+    check(target, model, 4)
+    known = model.graphs._arena
+    check(target, model, 2)
+    assert model.graphs._arena is known
+    check(target, model, 6)
+    assert model.graphs._arena is not known
+
+
+def test_captures_are_bounded(monkeypatch):
+    monkeypatch.setattr(graphs, "_MOST", 3)
+    target, model = pair(draft="suffix", draft_length=6)
+    for rows in (4, 1, 3):
+        check(target, model, rows)
+    assert 0 < model.graphs.captured <= 3
+
+
+class Reads(torch.nn.SiLU):
+    def forward(self, hidden):
+        return super().forward(hidden) if hidden.abs().max().item() >= 0 else hidden
+
+
+class Masked(torch.nn.SiLU):
+    def forward(self, hidden):
+        hidden = super().forward(hidden)
+        hidden[hidden > 1e9] = 0
+        return hidden
+
+
+class Remembers(torch.nn.SiLU):
+    """Something decided on the host, anew for each pass."""
+
+    calls = 0
+
+    def forward(self, hidden):
+        self.calls += 1
+        return super().forward(hidden) + (self.calls > 400)
+
+
+@pytest.mark.parametrize("kind", [Reads, Masked])
+def test_a_model_that_reads_numbers_runs_eagerly(kind):
+    target, model = pair()
+    for layer in target.model.layers:
+        layer.mlp.act_fn = kind()
+    check(target, model)
+    assert "waits for the device" in model.graphs.reason
+    assert model.graphs.captured == model.graphs.replays == 0
+    assert model.drafter.graphs.reason is None  # the draft is another model
+
+
+def test_a_replay_that_differs_is_not_relied_on(monkeypatch):
+    class Wrong(Recording):
+        def __call__(self):
+            for output in super().__call__():
+                output += 1.0 + torch.arange(output.shape[-1]) % 3
+            return self.outputs
+
+    monkeypatch.setattr(Graphs, "_replay", lambda self, run, tried: Wrong(run))
+    target, model = pair(draft="suffix")
+    check(target, model)
+    assert "differs from the same pass" in model.graphs.reason
+
+
+def test_what_changed_in_a_model_is_noticed():
+    """Weights that were written into are read anew; weights elsewhere, or another computation, are captured anew."""
+    target, model = pair(draft="suffix")
+    check(target, model)
+    with torch.no_grad():
+        target.model.layers[0].mlp.down_proj.weight.mul_(0.5)
+    known = model.graphs._arena
+    check(target, model)
+    assert model.graphs._arena is known
+    weight = target.model.layers[0].mlp.down_proj
+    weight.weight = torch.nn.Parameter(0.7 * weight.weight)
+    check(target, model)
+    assert model.graphs._arena is not known
+    known = model.graphs._arena
+    target.model.layers[0].self_attn.scaling *= 0.5  # nothing of it shows outside
+    check(target, model)
+    assert model.graphs._arena is not known
+    assert model.graphs.reason is None
+
+
+def test_hooks_are_called_and_adapters_are_left_alone():
+    target, model = pair(draft="suffix")
+    seen = []
+    hook = target.model.layers[0].register_forward_hook(lambda *args: seen.append(1))
+    replays = model.graphs.replays
+    check(target, model, 1)
+    assert "has hooks" in model.graphs.obstacle
+    assert model.graphs.replays == replays
+    assert len(seen) > 4
+    hook.remove()
+    check(target, model)
+    assert model.graphs.obstacle is None
+    assert model.graphs.replays > replays
+    type(target.model.layers[0].mlp.act_fn).__module__, own = (
+        "peft.tuners",
+        type(target.model.layers[0].mlp.act_fn).__module__,
+    )
+    try:
+        check(target, model, 1)
+        assert "adapter" in model.graphs.obstacle
+    finally:
+        type(target.model.layers[0].mlp.act_fn).__module__ = own
+
+
+def test_replaced_forwards_and_compiled_modules_run_eagerly():
+    target, model = pair(draft="suffix")
+    own = target.model.layers[0].forward
+    target.model.layers[0].forward = lambda *args, **kwargs: own(*args, **kwargs)
+    check(target, model, 1)
+    assert "was replaced" in model.graphs.obstacle
+    assert model.graphs.replays == 0
+
+
+def test_one_call_at_a_time_has_the_captures():
+    """A call inside another one, here from its streamer, runs eagerly."""
+    target, model = pair()
+    ids = random_ids(target, 1, 12)
+    check(target, model, 1)
+    plain = target.generate(ids, **CALL)
+    inner = []
+
+    class Streamer:
+        def put(self, tokens):
+            if not inner and model.graphs._lease is not None and not model.graphs._lease.over:
+                before = model.graphs.replays
+                inner.append((model.generate(ids, **CALL), model.graphs.replays - before))
+
+        def end(self):
+            pass
+
+    assert model.generate(ids, streamer=Streamer(), **CALL).tolist() == plain.tolist()
+    assert inner[0][0].tolist() == plain.tolist()
+    assert inner[0][1] == 0
+
+
+def test_threads_get_the_right_tokens():
+    target, model = pair()
+    prompts = [random_ids(target, 1, 12, seed=seed) for seed in range(4)]
+    plain = [target.generate(ids, **CALL).tolist() for ids in prompts]
+    found = [None] * 4
+
+    def work(number):
+        for _ in range(3):
+            found[number] = model.generate(prompts[number], **CALL).tolist()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == plain
+
+
+def test_a_call_that_fails_gives_the_captures_back():
+    target, model = pair()
+    check(target, model, 1)
+
+    class Fails:
+        def put(self, tokens):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(random_ids(target, 1, 12), streamer=Fails(), **CALL)
+    before = model.graphs.replays
+    check(target, model, 1)
+    assert model.graphs.replays > before
+
+
+def test_what_is_not_a_number_does_not_stay_in_the_slots():
+    """Slots behind a text are looked at with weight zero; what lies there has to be a number."""
+    target, model = pair(draft="suffix")
+    check(target, model)
+    layer = target.model.layers[1].mlp.down_proj
+    before = layer.weight.detach().clone()
+    with torch.no_grad():
+        layer.weight.fill_(float("nan"))
+    model.generate(random_ids(target, 1, 60), **CALL)
+    with torch.no_grad():
+        layer.weight.copy_(before)
+    check(target, model)
+
+
+def test_a_copy_of_a_pair_captures_its_own():
+    target, model = pair()
+    check(target, model, 1)
+    other = copy.deepcopy(model)
+    assert other.graphs.captured == 0
+    check(other.target, other, 1)
+    assert other.graphs._arena is not model.graphs._arena
+
+
+def test_a_caller_goes_on_with_a_cache():
+    target, model = pair()
+    given = prompt(3)
+    ids, mask = given["ids"], given["attention_mask"]
+    kwargs = CALL | {"return_dict_in_generate": True, "eos_token_id": ENDS}
+    for _ in range(2):
+        plain = target.generate(ids, attention_mask=mask, **kwargs)
+        with no_fallback():
+            ours = model.generate(ids, attention_mask=mask, **kwargs)
+        assert ours.sequences.tolist() == plain.sequences.tolist()
+        for one, two in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            width = two.keys.shape[2]
+            assert (one.keys[:, :, :width] - two.keys).abs().max() < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["gpt2"])
+def test_up_to_the_end_of_the_context(name):
+    """These models know no position behind it, which columns that fill up a pass may have."""
+    target = build(BY_NAME[name], max_position_embeddings=40).requires_grad_(False)
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4, fast="graphs")
+    ids = random_ids(target, 2, 12)
+    kwargs = CALL | {"attention_mask": torch.ones_like(ids), "max_new_tokens": 28}
+    assert model.generate(ids, **kwargs).tolist() == target.generate(ids, **kwargs).tolist()
+    assert model.graphs.replays > 0
+
+
+def test_eager_is_eager_and_auto_is_eager_on_a_cpu():
+    for fast in ("eager", "auto"):
+        target, model = pair(fast=fast)
+        check(target, model, 1)
+        assert model.graphs.captured == model.drafter.graphs.captured == 0
+
+
+def test_the_way_may_change_between_calls():
+    target, model = pair(fast="eager")
+    check(target, model, 1)
+    model.fast = "graphs"
+    check(target, model, 1)
+    assert model.graphs.replays > 0
+    model.fast = "quickly"
+    with pytest.raises(
+        ValueError, match="fast: 'quickly' is not known; give one of 'auto', 'eager', 'graphs', 'compile'"
+    ):
+        check(target, model, 1)
+    with pytest.raises(ValueError, match="fast: 'soon'"):
+        AssistedModelForCausalLM.from_models(target, draft="suffix", fast="soon")
+    with pytest.raises(ValueError, match="fast: 'soon'"):
+        AssistedModelForCausalLM.from_pretrained("zoo:target", draft="suffix", fast="soon")
+
+
+def test_shapes_are_rounded_up():
+    assert [shapes.columns_for(n, 1) for n in (1, 2, 3, 5, 9, 33, 65, 128, 129)] == [1, 2, 4, 8, 16, 64, 96, 128, None]
+    assert [shapes.columns_for(n, 16) for n in (1, 3, 5, 7, 9)] == [1, 4, 6, 8, 12]
+    assert [shapes.rows_for(n, 6) for n in range(1, 7)] == [1, 2, 4, 4, 6, 6]
+    assert [shapes.slots_for(n) for n in (1, 256, 257, 1024, 1025, 1536, 1537, 3000)] == [
+        256,
+        256,
+        512,
+        1024,
+        1536,
+        1536,
+        2048,
+        3072,
+    ]
+    assert list(shapes.WIDTHS) == sorted(set(shapes.WIDTHS))
+    for small, large in itertools.pairwise(shapes.WIDTHS):
+        assert large <= 2 * small
+
+
+def test_a_part_is_run_as_the_whole_is():
+    target = build(BY_NAME["llama"])
+    runner, holder = served(target)
+    part = runner.part(target, "a part")
+    assert part.cache is runner.cache
+    assert part.graphs is holder
+    assert part.kind != runner.kind
+    assert runtime.CachedModel(target, runner.cache, runner.masks).graphs is None
+
+
+class Synchronizes(torch.nn.SiLU):
+    """What a capture does not survive, and no operation tells of."""
+
+    def forward(self, hidden):
+        torch.cuda.synchronize()
+        return super().forward(hidden)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    monkeypatch.setattr(Graphs, "_replay", REPLAY)
+
+    def move(target, model):
+        target.to("cuda")
+        model.to("cuda")
+        return target, model
+
+    return move
+
+
+def check_on_cuda(target, model):
+    ids = torch.randint(11, 90, (3, 12), generator=torch.Generator().manual_seed(5)).cuda()
+    kwargs = CALL | {"attention_mask": torch.ones_like(ids)}
+    plain = target.generate(ids, **kwargs)
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*[Pp]lainly.*")
+            assert model.generate(ids, **kwargs).tolist() == plain.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_cuda_graphs(on_cuda, method):
+    target, model = on_cuda(*pair("llama", draft=method.draft(build(BY_NAME["llama"])), fast="auto"))
+    check_on_cuda(target, model)
+    assert model.graphs.replays > 0
+    assert model.graphs.reason is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Reads, Masked, Synchronizes])
+def test_a_capture_that_fails_leaves_the_device_usable(on_cuda, monkeypatch, kind):
+    monkeypatch.setattr(capture, "_BROKEN", set())
+    target, model = pair(fast="auto")
+    for layer in target.model.layers:
+        layer.mlp.act_fn = kind()
+    target, model = on_cuda(target, model)
+    check_on_cuda(target, model)
+    assert model.graphs.reason is not None
+    assert torch.rand(100, device="cuda").bernoulli_().isfinite().all()
+    other = on_cuda(*pair(fast="auto"))
+    check_on_cuda(*other)
+    assert (other[1].graphs.replays > 0) == (kind is not Synchronizes)

@@ -15,6 +15,7 @@ from .drafters import (
     Suffix,
     TokenRecycling,
 )
+from .lossy import LossyTypical
 from .modeling import AssistedModelForCausalLM
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Eagle",
     "EarlyExit",
     "LayerSkip",
+    "LossyTypical",
     "Medusa",
     "Merged",
     "NGram",

@@ -111,7 +111,10 @@ def _judge(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> _Outcome
     scores = logits if plain else law.scores(text.ids, text.lengths, logits, draft)
     tokens, lengths, parents = draft.tokens, draft.lengths, draft.parents
     path = None
-    if law.do_sample and draft.q is not None:
+    if law.lossy is not None:
+        path, verdict = law.lossy.judge(draft, probabilities(scores))
+        path = None if parents is None else path
+    elif law.do_sample and draft.q is not None:
         p = probabilities(scores)
         if parents is None:
             verdict = acceptance.block(tokens, lengths, p, draft.q)

@@ -15,6 +15,7 @@ from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from .drafts import Draft
+from .lossy import LossyTypical
 
 __all__ = ["Law", "probabilities"]
 
@@ -54,10 +55,12 @@ class Law:
     Args:
         processors: as `generate` prepared them, in order.
         do_sample: draw from the law; otherwise take its argmax.
+        lossy: give the law up for more accepted tokens, as a caller asked for in so many words.
     """
 
     processors: LogitsProcessorList
     do_sample: bool
+    lossy: LossyTypical | None = None
 
     @property
     def in_order(self) -> bool:

@@ -35,6 +35,7 @@ from .drafters import Call, Drafter, DraftModel, Spec, Target
 from .fused import fused
 from .graphs import Graphs, Lease, require_mode
 from .law import Law
+from .lossy import LossyTypical
 from .quantization import memory_bytes, save_quantized
 from .recurrent import has_uncounted_states, held, is_recurrent, slots_for
 from .report import Recorder, Report
@@ -240,6 +241,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         *,
         draft_length: int | str | lengths.DraftLength | None = None,
         assisted: bool = True,
+        lossy_typical: LossyTypical | None = None,
         **kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """As the target's `generate`, in fewer of its passes.
@@ -248,6 +250,8 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
             inputs, generation_config, **kwargs: everything that plain `generate` takes.
             draft_length: for this call, instead of the model's.
             assisted: False decodes plainly, through the target's own `generate`.
+            lossy_typical: when sampling, accept what is typical of the target (Medusa's rule). Faster, and NOT exact: the text
+                no longer follows the target's law.
 
         Returns what plain `generate` returns; `self.report` says how.
 
@@ -260,8 +264,10 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"{name}: this model drafts in its own way; leave it out, or pass assisted=False")
         if assisted and kwargs.get("position_ids") is not None:
             raise ValueError("position_ids: counted from attention_mask here; leave them out, or pass assisted=False")
+        if lossy_typical is not None and not assisted:
+            raise ValueError("lossy_typical: plain decoding accepts nothing; leave it out, or pass assisted=True")
         recorder = Recorder()
-        call = _Call(self, policy, recorder, Lease(require_mode(self.fast)))
+        call = _Call(self, policy, recorder, Lease(require_mode(self.fast)), lossy_typical)
         started = time.perf_counter()
         if assisted:
             token = _CALL.set(call)
@@ -368,6 +374,7 @@ class _Call:
     policy: lengths.DraftLength
     recorder: Recorder
     lease: Lease
+    lossy: LossyTypical | None = None
     reached: bool = field(default=False)
 
 
@@ -440,7 +447,7 @@ def _extend(
         require_verifiable(seam)  # again, for a target that was moved or cast
     masks = Masks.of(seam)
     attention_mask = model_kwargs.get("attention_mask")
-    law = Law(logits_processor, generation_config.do_sample)
+    law = Law(logits_processor, generation_config.do_sample, call.lossy)
     pad = generation_config._pad_token_tensor
     details = generation_config.return_dict_in_generate
     text = Text(
@@ -459,6 +466,8 @@ def _extend(
     # a compiler makes more of operations that it knows
     target = drafter.run_target(seam if call.lease.mode == "compile" else fused(seam), cache, masks)
     target.lease = call.lease
+    if law.lossy is not None:
+        _require_possible(law, text, target)
     call.model.graphs.serve(target, seam, call.lease)
     started = time.perf_counter()
     logits = _read_prompt(target.model, input_ids, generation_config, model_kwargs)
@@ -490,6 +499,19 @@ def _read_prompt(
                 f"input_ids: the prompt has {input_ids.shape[1]} tokens, the target's context ends at {limit}"
             ) from error
         raise
+
+
+def _require_possible(law: Law, text: Text, target: CachedModel) -> None:
+    """Refuse a lossy rule where it would have no meaning, or would see rows in step."""
+    if not law.do_sample:
+        raise ValueError(
+            "lossy_typical: greedy decoding has one token that is right; pass do_sample=True, or leave it out"
+        )
+    if law.in_order or text.in_step or (target.in_step and text.rows > 1):
+        raise ValueError(
+            "lossy_typical: not with logits processors, criteria or streamers that have to see every token of a batch in "
+            "turn, nor with batches of recurrent models; leave it out"
+        )
 
 
 def _must_be_plain(generation_config: GenerationConfig) -> str | None:

@@ -6,7 +6,6 @@ import functools
 import json
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -584,8 +583,6 @@ def trained(name: str) -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
     if name == "by heart":
         target = build(BY_NAME["llama"], num_hidden_layers=4)
         return target, Eagle(trained_head(target, 3, steps=100, taps=(2, 3)), tree=False), one_and_four(target)[:1]
-    if not Path(zoo.folder("eagle3")).is_dir():
-        pytest.skip("zoo:eagle3 is not shipped")
     target = AssistedModelForCausalLM.from_pretrained("zoo:target").target
     tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
     return target, Eagle("zoo:eagle3", tree=False), [dict(tokenizer(text, return_tensors="pt")) for text in BEGUN]

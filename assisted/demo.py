@@ -315,7 +315,7 @@ def _draw_result(console: Console, result: Result) -> None:
         f"{count} prompts x {rules.new_tokens} new tokens, held-out code, temperature 0, "
         f"{machine['dtype']}, {machine['device']}, {machine['threads']} threads.",
         f"Rounds in turns: {len(ran.seconds)}. Times plain: their median [95% interval]. `assisted bench` measures more.",
-        "Passes: forwards of the target, those that read the prompts included.",
+        "Plain is `generate` as it comes, not compiled. Passes: forwards of the target, those that read the prompts included.",
         f"transformers drafts {how}, at the fastest of {settings} settings.",
         f"{ran.repeated_4grams:.0%} of the 4-grams written repeat an earlier one; repetition flatters drafting.",
     ):

@@ -36,6 +36,7 @@ from .fused import fused
 from .graphs import Graphs, Lease, require_mode
 from .law import Law
 from .lossy import LossyTypical
+from .parts import unwrapped
 from .quantization import memory_bytes, save_quantized
 from .recurrent import has_uncounted_states, held, is_recurrent, slots_for
 from .report import Recorder, Report
@@ -360,7 +361,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _seam(self) -> Any:
         """The target under a class whose sampling loop is ours: another object with the same attributes."""
-        owner = self.target.get_base_model() if hasattr(self.target, "get_base_model") else self.target
+        owner = unwrapped(self.target)
         seam: Any = object.__new__(_seam_class(type(owner)))  # type: ignore[arg-type]
         seam.__dict__ = owner.__dict__
         return seam

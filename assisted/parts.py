@@ -29,12 +29,18 @@ __all__ = [
     "front",
     "hidden_of",
     "tapped",
+    "unwrapped",
     "with_children",
 ]
 
 Form = int | None
 """What a module returns: a tensor (None), or a tuple of so many entries of which the first is the tensor."""
 _Module = TypeVar("_Module", bound=nn.Module)
+
+
+def unwrapped(model: Any) -> Any:
+    """The model that an adapter's wrapper is put around, and runs; the model itself without one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @dataclass(frozen=True)

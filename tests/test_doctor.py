@@ -24,6 +24,7 @@ from assisted.bench.laws import Laws, Written, compare
 from assisted.bench.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
 from assisted.bench.recording import Never, Recorded, Round, watched
 from assisted.bench.statistics import Interval
+from assisted.bench.trials import starts
 from assisted.cli import main
 from assisted.lengths import Costs
 
@@ -190,7 +191,7 @@ def test_a_greedy_draft_reaches_the_best() -> None:
     prompts = [random_ids(target, 1, 10, seed=seed) for seed in range(8)]
     policy = recorded(model, prompts, 4)
     texts = [
-        Written(model.generate(ids, draft_length=4, **CALL)[0], 10, starts_of(call))
+        Written(model.generate(ids, draft_length=4, **CALL)[0], 10, starts(call))
         for ids, call in zip(prompts, policy.calls, strict=True)
     ]
     laws = compare(target, model.drafter.model, texts, 0.0, 4)
@@ -198,15 +199,6 @@ def test_a_greedy_draft_reaches_the_best() -> None:
     assert laws.best_by_position[0] == pytest.approx(sum(one.accepted > 0 for one in rounds) / len(rounds), abs=0.01)
     assert laws.cosine is not None
     assert laws.tokens == 8 * CALL["max_new_tokens"]
-
-
-def starts_of(rounds: list[Round]) -> tuple[int, ...]:
-    starts, place = [], 1
-    for one in rounds:
-        if one.drafted:
-            starts.append(place)
-        place += one.committed
-    return tuple(starts)
 
 
 def test_the_target_itself_is_the_best_draft() -> None:

@@ -180,7 +180,7 @@ def default_drafts(pair: AssistedModelForCausalLM, draft: str | None, target: st
     if any(map(_is_installed, _QUANTIZERS)):
         strings.append("self:int8")
     if target == "zoo:target":
-        strings += [f"zoo:{name}" for name in zoo.HEADS if Path(zoo.folder(name)).is_dir()]
+        strings += [f"zoo:{name}" for name in zoo.HEADS]
     if draft is not None:
         both = [f"suffix+{draft}"] if isinstance(pair.spec, DraftModel) else []
         strings = [draft, *both, *(name for name in strings if name != draft)]

@@ -29,7 +29,7 @@ from .laws import Laws, Written, compare
 from .passes import PassTimes, pass_times
 from .recording import Never, Recorded, Round, watched
 
-__all__ = ["UNDRAFTED", "Found", "Race", "Trials", "context_of", "way"]
+__all__ = ["UNDRAFTED", "Found", "Race", "Trials", "context_of", "starts", "way"]
 
 COLUMNS = tuple(range(1, 17))
 SOME_COLUMNS = (1, 2, 4, 8, 16)  # at further contexts
@@ -142,7 +142,7 @@ class Trials:
                 texts.append(torch.cat([ids, torch.tensor(new, device=ids.device)]))
         calls = policy.calls
         written = [
-            Written(text, len(ids), _starts(rounds))
+            Written(text, len(ids), starts(rounds))
             for text, ids, rounds in zip(texts, self.prompts, calls, strict=False)
         ]
         laws = None
@@ -221,7 +221,7 @@ def way(draft: str, length: int | str) -> str:
     return f"{draft}, {length if length == 'adaptive' else f'draft length {length}'}"
 
 
-def _starts(rounds: Sequence[Round]) -> tuple[int, ...]:
+def starts(rounds: Sequence[Round]) -> tuple[int, ...]:
     """The new token that each draft begins with. The first one comes with the prompt."""
     starts, place = [], 1
     for one in rounds:

@@ -18,7 +18,7 @@ from ..cache import SlotCache
 from ..drafts import Draft
 from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import load_eagle, save_eagle
-from ..parts import Layers, few_ids, find_layers
+from ..parts import Layers, few_ids, find_layers, unwrapped
 from ..runtime import Masks, require_rewindable
 from ..text import Text
 from .base import Call, Drafter, Target
@@ -77,8 +77,7 @@ class Eagle:
         Raises ValueError for a checkpoint that is not as it should be, and for a target that it does not fit or that does
         not show its hidden states.
         """
-        # an adapter's wrapper runs the model it is put around
-        model: Any = target.model.get_base_model() if hasattr(target.model, "get_base_model") else target.model
+        model = unwrapped(target.model)
         require_rewindable(model, "target")
         head = load_eagle(self.path, model, **kwargs) if isinstance(self.path, str) else self.path
         if isinstance(self.path, str):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..cache import SlotCache
 from ..drafts import Draft
 from ..law import Law, probabilities
-from ..parts import Layers, few_ids, find_layers
+from ..parts import Layers, few_ids, find_layers, unwrapped
 from ..runtime import Masks, require_rewindable
 from ..text import Text
 from .base import Call, Drafter, Target
@@ -55,8 +55,7 @@ class EarlyExit:
 
         Raises ValueError for a model that cannot be run in two parts, and for an exit_layer that it does not have.
         """
-        # an adapter's wrapper runs the model it is put around
-        model: Any = target.model.get_base_model() if hasattr(target.model, "get_base_model") else target.model
+        model = unwrapped(target.model)
         require_rewindable(model, "target")
         try:
             layers = find_layers(model)

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafts import Draft
-from ..parts import Layers, find_layers
+from ..parts import Layers, find_layers, unwrapped
 from ..runtime import CachedModel, require_rewindable
 from ..sublayers import Sublayer, find_sublayers, try_out, without
 from ..text import Text
@@ -69,8 +69,7 @@ class LayerSkip:
 
         Raises ValueError for a model that does not.
         """
-        # an adapter's wrapper runs the model it is put around
-        model: Any = target.model.get_base_model() if hasattr(target.model, "get_base_model") else target.model
+        model = unwrapped(target.model)
         require_rewindable(model, "target")
         try:
             layers = find_layers(model)

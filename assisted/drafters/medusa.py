@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..cache import SlotCache
 from ..drafts import Draft
 from ..heads.medusa import MedusaHeads, output_size
-from ..parts import Layers, find_layers
+from ..parts import Layers, find_layers, unwrapped
 from ..runtime import Masks, require_rewindable
 from ..text import Text
 from .base import Call, Drafter, Drafting, Target
@@ -69,8 +69,7 @@ class Medusa:
         Raises ValueError for heads that are not as they should be, and for a target that they do not fit or that does not
         show its states.
         """
-        # an adapter's wrapper runs the model it is put around
-        model: Any = target.model.get_base_model() if hasattr(target.model, "get_base_model") else target.model
+        model = unwrapped(target.model)
         require_rewindable(model, "target")
         try:
             layers = find_layers(model)

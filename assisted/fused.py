@@ -1,119 +1,142 @@
-"""Llama-like models in fewer operations: another object of the model's class whose layers run from the same parameters.
+"""Models in fewer operations, or with faster products: another object of the model's class that runs from the same parameters.
 
-A pass of a small model, or over few tokens, takes as long as calling its operations takes. A layer here is some twenty
-of them instead of fifty, and wide products of a CPU use oneDNN, which is several times faster over a few tokens than
-the default. Knows the layers of one family; whether a model's are of that kind is tried before it is relied on.
+A pass of a small model, or over few tokens, takes as long as calling its operations takes. A layer of the Llama family is
+some twenty of them here instead of fifty; every other model keeps its own layers, and has wide products in the layout that
+is fast over a few tokens. Whether a model made in this way says the same is tried before it is relied on.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from .cache import SlotCache
 from .parts import few_ids, with_children
+from .products import PackedLinear, Product, Weights, is_touched, may_copy, packs
 from .runtime import CachedModel, Masks, is_untouched
 
-__all__ = ["TOLERANCE", "Angles", "FusedLayer", "Norm", "Shared", "fused", "fused_product", "is_touched", "may_copy"]
+__all__ = ["TOLERANCE", "Angles", "FusedLayer", "Norm", "Shared", "fused", "fused_product"]
 
 _FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-_WIDE = 2**17  # entries of a matrix from which oneDNN's layout pays at any number of rows
-_MANY = 32  # rows from which it pays for every matrix
 _TABLE = 2**13  # positions whose angles are looked up
-_COPIED = 2**30  # bytes of parameters; a model that has more runs from its own alone, nothing joined or repacked
-TOLERANCE = 1e-3  # of logits, relative to their spread: another model differs by far more
+TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.25,
+}  # of logits, relative to their spread: other models differ by more
 
 
 def fused(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model in fewer operations where it is known how, otherwise the model itself.
+    """The same model in fewer operations where it is known how; with faster products where those are wide; otherwise the model
+    itself.
 
     Its logits differ from the model's by rounding alone, as those of passes of different widths do. What is copied of the
     weights is kept from call to call, and made anew when the model's own have changed.
     """
-    layers = _layers(model)
-    if layers is None:
+    way = _way(model)
+    if way is None:
         return model
-    weights = _Weights.of(model, layers)
-    made = _MADE.get(layers)
-    if made is None or not made.weights.same(weights):
-        children: _Children = {
-            ("model", "layers"): nn.ModuleList(_fused_layers(layers, weights.copied)),
-            ("model", "rotary_emb"): Angles(model.model.rotary_emb, model.config),
-            ("lm_head",): _FusedHead(model.lm_head, weights.copied),
-        }
-        same = _agree(model, _with(model, children))
-        made = _MADE[layers] = _Made(weights, children if same else None)
-    return model if made.children is None else _with(model, made.children)
-
-
-def _with(model: PreTrainedModel, children: _Children) -> PreTrainedModel:
-    other = with_children(model, children)
-    other.is_sum_of_parts = True  # for `CachedModel`
-    return other
+    made = _MADE.get(way.key)
+    if made is None or not made.weights.same(way.weights):
+        children = way.make()
+        same = way.agrees(model, way.changed(model, children))
+        made = _MADE[way.key] = _Made(way.weights, children if same else None)
+    return model if made.children is None else way.changed(model, made.children)
 
 
 def fused_product(module: nn.Linear) -> nn.Module:
     """The same product in the form that is fastest over a few columns, with the weight as it is now: repacked for a CPU where
     that pays, otherwise the module itself."""
-    return _FusedHead(module, True) if may_copy(module) else module
-
-
-def may_copy(module: nn.Module) -> bool:
-    """Whether a module may run from copies of its parameters: float32 on a CPU, not too large, and nobody hangs on to it."""
-    parameters = list(module.parameters())
-    plain = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in parameters)
-    small = sum(p.numel() * p.element_size() for p in parameters) <= _COPIED
-    return plain and small and not any(map(is_touched, module.modules()))
+    return _FusedHead(module, True) if may_copy(module.parameters()) and not is_touched(module) else module
 
 
 _Children = dict[tuple[str, ...], nn.Module]
 
 
 @dataclass(frozen=True)
-class _Weights:
-    """The parameters that a fused model was made from; and the sum of each, where they were copied."""
+class _Way:
+    """How a model can be run faster.
 
-    parameters: tuple[torch.Tensor, ...]
-    sums: torch.Tensor | None
+    Args:
+        key: a module of the model that is the same from call to call.
+        weights: what it is made from.
+        make: the modules that take the place of the model's.
+        agrees: whether two models say the same of a few tokens, but for rounding.
+        bare: what is made is the sum of its parts, for `CachedModel`.
+    """
 
-    @staticmethod
-    def of(model: PreTrainedModel, layers: nn.ModuleList) -> _Weights:
-        parameters = (*layers.parameters(), *model.lm_head.parameters())
-        bytes_of_all = sum(p.numel() * p.element_size() for p in parameters)
-        on_cpu = all(p.device.type == "cpu" for p in parameters)
-        copied = on_cpu and bytes_of_all <= _COPIED
-        return _Weights(parameters, torch.stack([p.detach().sum().double() for p in parameters]) if copied else None)
+    key: nn.Module
+    weights: Weights
+    make: Callable[[], _Children]
+    agrees: Callable[[PreTrainedModel, PreTrainedModel], bool]
+    bare: bool
 
-    @property
-    def copied(self) -> bool:
-        return self.sums is not None
-
-    def same(self, other: _Weights) -> bool:
-        """Whether what was made of one serves for the other: what was written into a tensor shows in its sum."""
-        if len(self.parameters) != len(other.parameters) or self.copied != other.copied:
-            return False
-        if any(one is not two for one, two in zip(self.parameters, other.parameters, strict=True)):
-            return False
-        return self.sums is None or other.sums is None or torch.equal(self.sums, other.sums)
+    def changed(self, model: PreTrainedModel, children: _Children) -> PreTrainedModel:
+        other = with_children(model, children)
+        if self.bare:
+            other.is_sum_of_parts = True
+        return other
 
 
 @dataclass(frozen=True)
 class _Made:
     """What takes the place of a model's modules; None where it did not turn out to be the same."""
 
-    weights: _Weights
+    weights: Weights
     children: _Children | None
 
 
-_MADE: weakref.WeakKeyDictionary[nn.ModuleList, _Made] = weakref.WeakKeyDictionary()
+_MADE: weakref.WeakKeyDictionary[nn.Module, _Made] = weakref.WeakKeyDictionary()
+
+
+def _way(model: PreTrainedModel) -> _Way | None:
+    """How this model can be run faster; None where it can't, or somebody hangs on to its modules."""
+    if model.training or not is_untouched(model):
+        return None
+    # in half precision packed products round otherwise, as those of another width do: only where they make up for it
+    if model.dtype != torch.float32 and not (
+        model.dtype in TOLERANCE and packs(model.dtype) and model.device.type == "cpu"
+    ):
+        return None
+    layers = _layers(model)
+    if layers is not None:
+        parameters = (*layers.parameters(), *model.lm_head.parameters())
+        copied = may_copy(parameters)
+        return _Way(
+            layers,
+            Weights.of(parameters, copied),
+            lambda: _fused_children(model, layers, copied),
+            _agree_in_rounds,
+            True,
+        )
+    if any(map(is_touched, model.modules())):
+        return None
+    wide = {name: module for name, module in model.named_modules() if PackedLinear.pays(module)}
+    parameters = tuple(module.weight for module in wide.values())
+    if not wide or not may_copy(parameters):
+        return None
+    return _Way(
+        next(iter(wide.values())),
+        Weights.of(parameters, True),
+        lambda: {tuple(name.split(".")): PackedLinear.of(module) for name, module in wide.items()},
+        _agree_at_once,
+        False,
+    )
+
+
+def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Children:
+    shared = Shared()
+    return {
+        ("model", "layers"): nn.ModuleList(FusedLayer(layer, shared, copied) for layer in layers),
+        ("model", "rotary_emb"): Angles(model.model.rotary_emb, model.config, model.dtype),
+        ("lm_head",): _FusedHead(model.lm_head, copied),
+    }
 
 
 class FusedLayer(nn.Module):
@@ -136,10 +159,10 @@ class FusedLayer(nn.Module):
         self.query_norm = Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.before_mlp = Norm(layer.post_attention_layernorm)
-        self.heads = _Product([attention.q_proj, attention.k_proj, attention.v_proj], copied)
-        self.output = _Product([attention.o_proj], copied)
-        self.gate_up = _Product([mlp.gate_proj, mlp.up_proj], copied)
-        self.down = _Product([mlp.down_proj], copied)
+        self.heads = Product([attention.q_proj, attention.k_proj, attention.v_proj], copied)
+        self.output = Product([attention.o_proj], copied)
+        self.gate_up = Product([mlp.gate_proj, mlp.up_proj], copied)
+        self.down = Product([mlp.down_proj], copied)
 
     def forward(
         self,
@@ -173,7 +196,7 @@ class FusedLayer(nn.Module):
             query, key = turning[:, :, : self.query_heads], turning[:, :, self.query_heads :]
             turning = torch.cat([self.query_norm(query), self.key_norm(key)], 2)
         cos, sin = position_embeddings
-        turned = torch.addcmul(turning * cos, turning.roll(self.head_size // 2, -1), sin).transpose(1, 2)
+        turned = _plus_product(turning * cos, turning.roll(self.head_size // 2, -1), sin).transpose(1, 2)
         query, key, value = turned[:, : self.query_heads], turned[:, self.query_heads :], value.transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.index)
@@ -196,7 +219,7 @@ class _FusedHead(nn.Module):
 
     def __init__(self, head: nn.Module, copied: bool):
         super().__init__()
-        self.product = _Product([head], copied)
+        self.product = Product([head], copied)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., V]."""
@@ -208,12 +231,12 @@ class Angles(nn.Module):
     alone.
     """
 
-    def __init__(self, rotary: nn.Module, config: Any):
+    def __init__(self, rotary: nn.Module, config: Any, dtype: torch.dtype):
         super().__init__()
         self.rotary = [rotary]  # in a list: it is the model's
         kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         known = min(config.max_position_embeddings, _TABLE) if kind in ("default", "linear", "llama3") else 0
-        self.table = None if known == 0 else self._angles(torch.zeros(1), torch.arange(known)[None])
+        self.table = None if known == 0 else self._angles(torch.zeros(1, dtype=dtype), torch.arange(known)[None])
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden: any tensor of the model's kind. position_ids: [B or 1, n] int64. Returns two, [B or 1, n, 1, D]."""
@@ -246,14 +269,21 @@ class Shared:
         return known[1]
 
 
+def _plus_product(one: torch.Tensor, two: torch.Tensor, three: torch.Tensor) -> torch.Tensor:
+    """one + two * three, rounded where a model of the family rounds."""
+    return torch.addcmul(one, two, three) if one.dtype == torch.float32 else one.add_(two * three)
+
+
 class Norm:
-    """RMSNorm."""
+    """RMSNorm, rounded where a model of the family rounds."""
 
     def __init__(self, norm: Any):
         self.weight, self.epsilon = norm.weight, norm.variance_epsilon
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.device.type != "cpu" or hidden.dtype != torch.float32:
+        if hidden.dtype != torch.float32:
+            return self.weight * F.rms_norm(hidden.float(), self.weight.shape, None, self.epsilon).to(hidden.dtype)
+        if hidden.device.type != "cpu":
             return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
         # on a CPU that is seven operations, this is six cheaper ones
         norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
@@ -261,50 +291,13 @@ class Norm:
         return (hidden * scale).mul_(self.weight)
 
 
-class _Product:
-    """What several linear modules make of one input, side by side: in one product, where their weights may be copied."""
-
-    def __init__(self, modules: Sequence[nn.Module], copied: bool):
-        self.modules = modules
-        self.weight: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = None
-        self.packed: torch.Tensor | None = None
-        linear = [module for module in modules if type(module) is nn.Linear]
-        biases = [module.bias for module in linear if module.bias is not None]
-        if not copied or len(linear) < len(modules) or len(biases) not in (0, len(linear)):
-            return
-        # a single weight is the model's own, not a copy, unless it is repacked
-        weight = linear[0].weight if len(linear) == 1 else torch.cat([module.weight.detach() for module in linear])
-        if biases:
-            self.bias = biases[0] if len(biases) == 1 else torch.cat([bias.detach() for bias in biases])
-        self.wide = weight.numel() >= _WIDE
-        if torch.backends.mkldnn.is_available():
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
-        self.weight = weight
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., sum of the modules' outputs]."""
-        if self.packed is not None and (self.wide or inputs.shape[:-1].numel() >= _MANY):
-            return torch.ops.mkldnn._linear_pointwise.default(inputs, self.packed, self.bias, "none", [], "")
-        if self.weight is not None:
-            return F.linear(inputs, self.weight, self.bias)
-        if len(self.modules) == 1:
-            return self.modules[0](inputs)
-        return torch.cat([module(inputs) for module in self.modules], -1)
-
-
 def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The layers of a model of the family, if running them otherwise would leave nothing out.
-
-    In half precision another order of operations rounds otherwise, which near-ties would show.
-    """
+    """The layers of a model of the family, if running them otherwise would leave nothing out."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(model, "lm_head"):
         return None
-    if model.training or model.dtype != torch.float32:
-        return None
     masks = Masks.of(model)
-    if not masks.trees or masks.additive or len(masks.windows) > 1 or not is_untouched(model):
+    if not masks.trees or masks.additive or len(masks.windows) > 1:
         return None
     kinds = {type(layer) for layer in layers}
     known = all(kind.__module__.startswith("transformers.models.") and kind.__name__ in _FAMILY for kind in kinds)
@@ -312,25 +305,22 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
     return layers if known and not touched else None
 
 
-def is_touched(module: nn.Module) -> bool:
-    """Somebody hangs on to the calls of this module: hooks, a forward of its own, a compiled one, a weight that is more than
-    numbers (torchao's)."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
-    return bool(hooks) or replaced or (type(module) is nn.Linear and is_traceable_wrapper_subclass(module.weight))
-
-
-def _fused_layers(layers: nn.ModuleList, copied: bool) -> list[nn.Module]:
-    shared = Shared()
-    return [FusedLayer(layer, shared, copied) for layer in layers]
+@torch.no_grad()
+def _agree_in_rounds(model: PreTrainedModel, other: PreTrainedModel) -> bool:
+    """Tried on a prompt and a pass behind it."""
+    ids, masks = few_ids(model, 8), Masks.of(model)
+    runs = [CachedModel(m, SlotCache(1, 8), masks) for m in (model, other)]
+    return _near(*(torch.cat([run.prefill(ids[:, :4], None), run(ids[:, 4:])], 1) for run in runs))
 
 
 @torch.no_grad()
-def _agree(model: PreTrainedModel, other: PreTrainedModel) -> bool:
-    """Whether two models say the same of a few tokens, but for rounding: a prompt and a pass behind it."""
-    ids, masks = few_ids(model, 8), Masks.of(model)
-    logits = []
-    for run in (CachedModel(m, SlotCache(1, 8), masks) for m in (model, other)):
-        logits.append(torch.cat([run.prefill(ids[:, :4], None), run(ids[:, 4:])], 1).float())
-    one, two = logits
-    return bool((one - two).abs().max() <= TOLERANCE * one.std())
+def _agree_at_once(model: PreTrainedModel, other: PreTrainedModel) -> bool:
+    """Tried on a text."""
+    ids = few_ids(model, 8)
+    return _near(*(m(input_ids=ids, use_cache=False, return_dict=True).logits for m in (model, other)))
+
+
+def _near(one: torch.Tensor, two: torch.Tensor) -> bool:
+    tolerance = TOLERANCE[one.dtype]
+    one, two = one.float(), two.float()
+    return bool((one - two).abs().max() <= tolerance * one.std())

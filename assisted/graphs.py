@@ -54,6 +54,12 @@ class Lease:
     over: bool = False
     once: float = 0.0
 
+    @property
+    def fuses(self) -> bool:
+        """Whether models run in fewer operations, or from copies of their weights. A compiler makes more of operations that it
+        knows."""
+        return self.mode not in ("eager", "compile")
+
 
 class Graphs:
     """The captured passes of one model and the slots that they run over, kept from call to call.

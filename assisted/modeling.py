@@ -464,8 +464,7 @@ def _extend(
     model_kwargs[_cache_name(model_kwargs)] = cache
     length = call.model._start_length(call.policy, text.rows, law.do_sample)
     drafter = call.model.drafter
-    # a compiler makes more of operations that it knows
-    target = drafter.run_target(seam if call.lease.mode == "compile" else fused(seam), cache, masks)
+    target = drafter.run_target(fused(seam) if call.lease.fuses else seam, cache, masks)
     target.lease = call.lease
     if law.lossy is not None:
         _require_possible(law, text, target)

@@ -6,7 +6,7 @@ from architectures import ARCHITECTURES, build, random_ids
 from pairs import BY_NAME
 from test_parts import assert_same, snapshot
 
-from assisted import AssistedModelForCausalLM, fused
+from assisted import AssistedModelForCausalLM, fused, products
 from assisted.cache import SlotCache
 from assisted.drafts import Draft
 from assisted.runtime import CachedModel, Masks
@@ -107,7 +107,8 @@ def test_a_layer_that_computes_something_else_is_found_out():
 
 @torch.no_grad()
 def test_large_models_run_from_their_own_weights(monkeypatch):
-    monkeypatch.setattr(fused, "_COPIED", 0)
+    monkeypatch.setattr(products, "_ALWAYS", 0)
+    monkeypatch.setattr(products, "_free_memory", lambda: 0)
     model = build(BY_NAME["qwen2"])
     one, two = both(model, rows=1)
     ids = random_ids(model, 1, 8)
@@ -115,9 +116,45 @@ def test_large_models_run_from_their_own_weights(monkeypatch):
     assert two.model.model.layers[0].heads.weight is None
 
 
-def test_half_precision_rounds_as_the_model_does():
-    model = build(BY_NAME["llama"]).to(torch.bfloat16)
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILY)
+def test_bfloat16_is_rounded_where_the_model_rounds(name, monkeypatch):
+    """Over the model's own products every number is the same; packed ones add in another order."""
+    if not products.packs(torch.bfloat16):
+        pytest.skip("this processor does not multiply bfloat16")
+    model = build(BY_NAME[name])
+    ids = random_ids(model, 2, 12)
+    exact = model(ids).logits
+    model.to(torch.bfloat16)
+    own = model(ids).logits
+    with monkeypatch.context() as context:
+        context.setattr(fused, "may_copy", lambda parameters: False)
+        assert torch.equal(fused.fused(model)(ids).logits, own)
+    other = fused.fused(model)
+    assert other.model.layers[0].heads.packed is not None
+    assert (other(ids).logits - exact).std() < 1.2 * (own - exact).std()
+
+
+def test_float16_is_left_alone():
+    model = build(BY_NAME["llama"]).to(torch.float16)
     assert fused.fused(model) is model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a.name not in FAMILY], ids=lambda a: a.name)
+def test_other_models_keep_their_layers_and_have_their_wide_products_packed(architecture, monkeypatch):
+    monkeypatch.setattr(products, "_WIDE", 1)
+    model = build(architecture)
+    other = fused.fused(model)
+    packed = [module for module in other.modules() if type(module) is products.PackedLinear]
+    own = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    assert {id(module.weight) for module in packed} == {id(module.weight) for module in own}
+    ids = random_ids(model, 2, 9)
+    assert torch.allclose(model(ids).logits, other(ids).logits, atol=ROUNDING)
+    if own:
+        with torch.no_grad():
+            own[0].weight.data.mul_(1.5)
+        assert torch.allclose(model(ids).logits, fused.fused(model)(ids).logits, atol=ROUNDING)
 
 
 def test_the_shipped_pair_runs_fused_and_says_what_plain_says():

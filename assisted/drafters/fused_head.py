@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..fused import TOLERANCE, Angles, FusedLayer, Norm, Shared, fused_product, may_copy
+from ..fused import TOLERANCE, Angles, FusedLayer, Norm, Shared, fused_product
 from ..heads.eagle import EagleHead
 from ..parts import with_children
+from ..products import Weights, is_touched, may_copy
 
 __all__ = ["fused_head", "state_of"]
 
@@ -21,7 +22,9 @@ def state_of(head: EagleHead) -> tuple[Any, ...]:
     """What a fused head was made from; it serves while this is equal. What was written into a weight shows in its sum."""
     if head.device.type != "cpu":
         return head.device, head.dtype
-    return head.device, head.dtype, *torch.stack([p.detach().sum().double() for p in head.parameters()]).tolist()
+    weights = Weights.of(head.parameters(), True)
+    assert weights.sums is not None
+    return head.device, head.dtype, weights.writes, *weights.sums.tolist()
 
 
 def fused_head(head: EagleHead) -> EagleHead:
@@ -31,14 +34,14 @@ def fused_head(head: EagleHead) -> EagleHead:
     if head.config.version == 1:
         return head
     children: dict[tuple[str, ...], nn.Module] = {("lm_head",): fused_product(head.lm_head)}
-    if not may_copy(head):
+    if not may_copy(head.parameters()) or any(map(is_touched, head.modules())):
         return with_children(head, children)
     shared = Shared()
     first, *others = head.layers
     layers = [_First(first, shared), *(FusedLayer(layer, shared, True) for layer in others)]
     children |= {
         ("layers",): nn.ModuleList(layers),
-        ("rotary_emb",): Angles(head.rotary_emb, head.config.of_layer()),
+        ("rotary_emb",): Angles(head.rotary_emb, head.config.of_layer(), head.dtype),
     }
     other = with_children(head, children)
     return other if _agree(head, other) else with_children(head, {("lm_head",): children[("lm_head",)]})
@@ -62,6 +65,6 @@ class _First(FusedLayer):
 def _agree(head: EagleHead, other: EagleHead) -> bool:
     """Whether two heads make the same of a few columns, but for rounding."""
     generator = torch.Generator().manual_seed(0)
-    embeddings, states = torch.randn(2, 1, 4, head.config.hidden_size, generator=generator)
-    one, two = (part.logits(part(embeddings, states)) for part in (head, other))
-    return bool((one - two).abs().max() <= TOLERANCE * one.std())
+    embeddings, states = torch.randn(2, 1, 4, head.config.hidden_size, generator=generator).to(head.dtype)
+    one, two = (part.logits(part(embeddings, states)).float() for part in (head, other))
+    return bool((one - two).abs().max() <= TOLERANCE[head.dtype] * one.std())

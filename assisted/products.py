@@ -1,0 +1,179 @@
+"""Matrix products over a few columns on a CPU, and whether what was copied of a model's weights still is what they are.
+
+Verifying multiplies three to ten columns, for which torch's own choice of kernel is two to five times slower than the
+memory: here wide weights are kept in oneDNN's layout as well. Knows linear modules; nothing of layers, slots or drafts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["PackedLinear", "Product", "Weights", "is_touched", "may_copy", "packs"]
+
+_WIDE = 2**17  # entries of a matrix from which oneDNN's layout pays at any number of columns
+_LARGE = 2**20  # entries from which a product costs more than filling up its columns
+_FILLED = 4  # columns up to which such a product is filled: over one or two it takes longer than over four
+_MANY = 32  # columns from which the layout pays for every matrix
+_HINT = 8  # columns that the layout is chosen for
+_ALWAYS = (
+    2**30
+)  # bytes of parameters that are always copied; of more only where a quarter of the free memory holds them
+_WHOLE = 2**26  # bytes of parameters up to which every number is looked at for changes
+_BLOCK = 32  # neighbouring numbers of each row that are looked at in larger models
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products of this type that are worth their copies here: float32, and bfloat16 where the processor
+    multiplies it."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def may_copy(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether parameters may be copied: on a CPU, in a type that `packs`, and there is room for them."""
+    held = list(parameters)
+    size = sum(p.numel() * p.element_size() for p in held)
+    fits = size <= _ALWAYS or size <= _free_memory() // 4
+    return fits and all(p.device.type == "cpu" and packs(p.dtype) for p in held)
+
+
+def _free_memory() -> int:
+    """Bytes of memory that nobody uses; 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 0
+
+
+def is_touched(module: nn.Module) -> bool:
+    """Somebody hangs on to the calls of this module: hooks, a forward of its own, a compiled one, a weight that is more than
+    numbers (torchao's)."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
+    return bool(hooks) or replaced or (type(module) is nn.Linear and is_traceable_wrapper_subclass(module.weight))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters that something was made from, and what they held then, where they were copied.
+
+    Up to 64 MiB that is the sum of each. Of larger models it is a sum over 32 neighbouring numbers of every row, other
+    columns in each: it changes with every row, column, head or matrix that is written to, and is read in a fraction of a pass.
+    What torch counts of writes is compared as well; writes through `.data` are not counted.
+    """
+
+    parameters: tuple[torch.Tensor, ...]
+    sums: torch.Tensor | None
+    writes: tuple[int, ...] = ()
+
+    @staticmethod
+    @torch.no_grad()
+    def of(parameters: Iterable[torch.Tensor], copied: bool) -> Weights:
+        """copied: look at the numbers, too."""
+        held = tuple(parameters)
+        if not copied:
+            return Weights(held, None)
+        whole = sum(p.numel() * p.element_size() for p in held) <= _WHOLE
+        sums = [(p if whole else _sample(p)).sum(dtype=torch.float64) for p in held]
+        return Weights(held, torch.stack(sums), tuple(0 if p.is_inference() else p._version for p in held))
+
+    def same(self, other: Weights) -> bool:
+        """Whether what was made of one serves for the other."""
+        if len(self.parameters) != len(other.parameters) or self.writes != other.writes:
+            return False
+        if any(one is not two for one, two in zip(self.parameters, other.parameters, strict=True)):
+            return False
+        if self.sums is None or other.sums is None:
+            return self.sums is other.sums
+        return torch.equal(self.sums, other.sums)
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Some of the numbers of each row of a matrix; a smaller thing whole."""
+    blocks = weight.shape[-1] // _BLOCK
+    if weight.dim() != 2 or blocks < 2:
+        return weight
+    rows = torch.arange(len(weight))
+    return weight[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))[rows, rows % blocks]
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    """A weight, [out, in], in oneDNN's layout."""
+    made: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _HINT)
+    return made
+
+
+def _times(inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, filled: bool) -> torch.Tensor:
+    """[..., in] -> [..., out]. filled: compute at least `_FILLED` columns."""
+    columns = inputs.shape[:-1].numel()
+    if not filled or columns >= _FILLED or columns == 0:
+        return torch.ops.mkldnn._linear_pointwise.default(inputs, packed, bias, "none", [], "")
+    more = F.pad(inputs.reshape(columns, -1), (0, 0, 0, _FILLED - columns))
+    outputs = torch.ops.mkldnn._linear_pointwise.default(more, packed, bias, "none", [], "")
+    return outputs[:columns].view(*inputs.shape[:-1], -1)
+
+
+class Product:
+    """What several linear modules make of one input, side by side: in one product, where their weights may be copied."""
+
+    def __init__(self, modules: Sequence[nn.Module], copied: bool):
+        self.modules = modules
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+        self.packed: torch.Tensor | None = None
+        linear = [module for module in modules if type(module) is nn.Linear]
+        biases = [module.bias for module in linear if module.bias is not None]
+        if not copied or len(linear) < len(modules) or len(biases) not in (0, len(linear)):
+            return
+        # a single weight is the model's own, not a copy, unless it is repacked
+        weight = linear[0].weight if len(linear) == 1 else torch.cat([module.weight.detach() for module in linear])
+        if biases:
+            self.bias = biases[0] if len(biases) == 1 else torch.cat([bias.detach() for bias in biases])
+        self.wide, self.large = weight.numel() >= _WIDE, weight.numel() >= _LARGE
+        if packs(weight.dtype):
+            self.packed = _packed(weight)
+        # a large product is never run but from its packed weight
+        self.weight = None if self.large and self.packed is not None else weight
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., sum of the modules' outputs]."""
+        if self.packed is not None and (self.wide or inputs.shape[:-1].numel() >= _MANY):
+            return _times(inputs, self.packed, self.bias, self.large)
+        if self.weight is not None:
+            return F.linear(inputs, self.weight, self.bias)
+        if len(self.modules) == 1:
+            return self.modules[0](inputs)
+        return torch.cat([module(inputs) for module in self.modules], -1)
+
+
+class PackedLinear(nn.Linear):
+    """A wide linear module run from a packed copy of its weight, which is the module's own in everything else."""
+
+    packed: torch.Tensor
+    large: bool
+
+    @staticmethod
+    def of(module: nn.Linear) -> PackedLinear:
+        other: Any = object.__new__(PackedLinear)
+        other.__dict__ = {**module.__dict__, "packed": _packed(module.weight), "large": module.weight.numel() >= _LARGE}
+        return other
+
+    @staticmethod
+    def pays(module: nn.Module) -> bool:
+        """Whether a module is one that gains by it."""
+        return type(module) is nn.Linear and module.weight.numel() >= _WIDE
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
+        if inputs.dtype != self.weight.dtype:  # torch says what is wrong
+            return super().forward(inputs)
+        return _times(inputs, self.packed, self.bias, self.large)

@@ -1,0 +1,87 @@
+"""Packed products are the modules' own, for any number of columns; a changed weight is noticed."""
+
+import pytest
+import torch
+from torch import nn
+
+from assisted import products
+from assisted.products import PackedLinear, Product, Weights, may_copy, packs
+
+TYPES = [torch.float32, torch.bfloat16]
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2**-6}
+
+
+def linear(inner: int, outer: int, bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(inner + outer)
+    return nn.Linear(inner, outer, bias=bias).to(dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("wide", [1, 10**9])
+@pytest.mark.parametrize("large", [1, 10**9])
+def test_products_are_the_modules_own(dtype, bias, wide, large, monkeypatch):
+    if not packs(dtype):
+        pytest.skip("this processor does not multiply the type")
+    monkeypatch.setattr(products, "_WIDE", wide)
+    monkeypatch.setattr(products, "_LARGE", large)
+    modules = [linear(48, outer, bias, dtype) for outer in (64, 16, 16)]
+    together, alone = Product(modules, True), Product(modules[:1], True)
+    for shape in ((1,), (2,), (3,), (4,), (33,), (2, 1), (1, 3), (2, 20)):
+        inputs = torch.randn(*shape, 48).to(dtype)
+        expected = torch.cat([module(inputs) for module in modules], -1)
+        assert torch.allclose(together(inputs), expected, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+        assert torch.allclose(alone(inputs), modules[0](inputs), atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+        packed = PackedLinear.of(modules[0])(inputs)
+        assert torch.allclose(packed, modules[0](inputs), atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+
+
+def test_a_packed_module_is_the_module_in_everything_else():
+    module = linear(512, 512, True)
+    other = PackedLinear.of(module)
+    assert PackedLinear.pays(module) and not PackedLinear.pays(linear(8, 8)) and not PackedLinear.pays(other)
+    assert isinstance(other, nn.Linear) and other.weight is module.weight and other.bias is module.bias
+    assert (other.in_features, other.out_features) == (512, 512)
+    with pytest.raises(RuntimeError, match="dtype"):  # torch's own words
+        other(torch.zeros(1, 512, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("whole", [2**26, 0], ids=["every number", "a sample"])
+def test_changes_are_noticed(whole, monkeypatch):
+    monkeypatch.setattr(products, "_WHOLE", whole)
+    weights = [torch.randn(96, 200), torch.randn(200), torch.randn(40, 16)]
+    before = Weights.of(weights, True)
+    assert before.same(Weights.of(weights, True))
+    assert not before.same(Weights.of([weights[0].clone(), *weights[1:]], True))  # another tensor
+    assert not before.same(Weights.of(weights, False))
+    for row in (0, 41, 95):
+        for part in (weights[0][row], weights[0][:, row], weights[1][row : row + 1], weights[2][row % 40]):
+            part.data.add_(0.01)  # unseen by version counters
+            after = Weights.of(weights, True)
+            assert not before.same(after)
+            before = after
+
+
+def test_writes_to_single_numbers_are_counted(monkeypatch):
+    monkeypatch.setattr(products, "_WHOLE", 0)
+    weight = torch.randn(96, 200)
+    before = Weights.of([weight], True)
+    for column in range(199):
+        weight[1, column] += 1.0
+        after = Weights.of([weight], True)
+        assert not before.same(after)
+        before = after
+
+
+def test_what_is_not_copied():
+    assert may_copy([torch.zeros(4, 4)])
+    assert not may_copy([torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float16)])
+    assert not may_copy([torch.zeros(4, 4, device="meta")])
+
+
+def test_copies_need_room(monkeypatch):
+    monkeypatch.setattr(products, "_ALWAYS", 0)
+    for free, fits in ((0, False), (4 * 64 - 1, False), (4 * 64, True)):
+        monkeypatch.setattr(products, "_free_memory", lambda free=free: free)
+        assert may_copy([torch.zeros(4, 4)]) == fits

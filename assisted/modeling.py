@@ -135,10 +135,12 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
             draft_length: when to stop drafting: "adaptive" (default; measures what pays on this machine, and decodes plainly
                 where nothing does), a number of tokens, "confidence", "heuristic", "adaedl", or a policy object
                 (`assisted.lengths`, `assisted.controller.Adaptive`).
-            tokenizer, draft_tokenizer: where they do not lie beside the models.
-            fast: how passes of the models are run: "auto" (default) captures them in CUDA graphs on a CUDA device and runs
-                them eagerly elsewhere; "eager" always runs them eagerly; "compile" also compiles what is captured, which
-                takes long for every new shape. All give the same tokens. See the page "How a pass is run".
+            tokenizer: the target's, where it does not lie beside the model.
+            draft_tokenizer: the draft's, where it does not lie beside the draft.
+            fast: how passes of the models are run: "auto" (default) captures them in CUDA graphs on a CUDA device, and fuses
+                layers and keeps wide weights in a second, faster layout on a CPU; "eager" runs the models as transformers
+                wrote them, and copies nothing; "compile" also compiles what is captured, which takes long for every new
+                shape. All give the same tokens in float32. See the page "How a pass is run".
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
                 arguments but `revision` and `subfolder` are used for the draft as well.
 
@@ -186,8 +188,11 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             target: a decoder-only causal LM.
             draft: a causal LM, or anything that `from_pretrained` takes as draft.
-            draft_length, draft_quantization, fast: as for `from_pretrained`.
-            tokenizer, draft_tokenizer: needed to tell a padded vocabulary from another one, and to translate between two.
+            draft_length: as for `from_pretrained`.
+            tokenizer: the target's. With the draft's it tells a padded vocabulary from another one, and translates.
+            draft_tokenizer: the draft's.
+            draft_quantization: as for `from_pretrained`.
+            fast: as for `from_pretrained`.
 
         Raises ValueError for models that do not fit together.
         """

@@ -2,8 +2,9 @@
 
     python benchmarks/shipped_pair.py --out benchmarks/shipped_pair.json --docs README.md docs/benchmarks.md
 
-Held-out functions cut in the middle, float32: greedy, sampled, and eight at a time. Beside the pair at several draft lengths
-runs this package's loop without drafts, which tells what is gained by the way passes are run.
+Held-out functions cut in the middle: greedy, sampled, eight at a time, and in bfloat16. Beside the pair at several draft
+lengths run the shipped EAGLE head, copies of the text, and this package's loop without drafts, which tells what is gained by
+the way passes are run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from tables import about, arguments, failures, measured_with, plainly, same, share, shipped, table, write_docs
 
-from assisted import AssistedModelForCausalLM
+from assisted import AssistedModelForCausalLM, Eagle
 from assisted.bench import (
     Bars,
     Contestant,
@@ -46,10 +47,12 @@ class Never:
 
 
 LENGTHS = (Adaptive(), Fixed(4), Confidence(0.4, 8))
+SAMPLED = Rules(new_tokens=128, temperature=0.8, top_p=0.95)
 CASES = {
-    "Greedy, 48 tokens": (Rules(new_tokens=48), 1),
-    "Temperature 0.8, top-p 0.95, 128 tokens": (Rules(new_tokens=128, temperature=0.8, top_p=0.95), 1),
-    "Batch 8, greedy, 48 tokens": (Rules(new_tokens=48), 8),
+    "Greedy, 48 tokens": (Rules(new_tokens=48), 1, torch.float32),
+    "Temperature 0.8, top-p 0.95, 128 tokens": (SAMPLED, 1, torch.float32),
+    "Batch 8, greedy, 48 tokens": (Rules(new_tokens=48), 8, torch.float32),
+    "bfloat16, greedy, 48 tokens": (Rules(new_tokens=48), 1, torch.bfloat16),
 }
 COLUMNS = {
     "times plain": lambda row: row.speedup,
@@ -62,7 +65,7 @@ COLUMNS = {
 
 
 def contestants(pair: AssistedModelForCausalLM, draft: Any) -> list[Contestant]:
-    """Ours: the loop alone, the draft at several lengths, and two drafters together."""
+    """Ours: the loop alone, the draft at several lengths, the head, and two drafters together."""
 
     def with_length(name: str, spec: Any, length: Any) -> Contestant:
         model = AssistedModelForCausalLM.from_models(pair.target, spec, draft_length=length, tokenizer=pair.tokenizer)
@@ -70,15 +73,19 @@ def contestants(pair: AssistedModelForCausalLM, draft: Any) -> list[Contestant]:
 
     found = [with_length("no draft, this loop", "ngram", Never())]
     found += [with_length(f"draft, {_short(length)}", draft, length) for length in LENGTHS]
-    return [*found, with_length("suffix and draft, Adaptive()", ["suffix", draft], Adaptive())]
+    head = Eagle("zoo:eagle3", tree=False)
+    more = {"suffix": "suffix", "EAGLE chain": head, "EAGLE tree": Eagle("zoo:eagle3", tree=True)}
+    more |= {"suffix and draft": ["suffix", draft], "suffix and EAGLE chain": ["suffix", head]}
+    return [*found, *(with_length(f"{name}, Adaptive()", spec, Adaptive()) for name, spec in more.items())]
 
 
 def measure(args: Any) -> dict[str, Any]:
-    pair, draft = shipped()
-    own, plain = contestants(pair, draft), plainly(pair, args)
-    machine = about(pair, prompts=args.prompts, repeats=args.repeats)
-    found: dict[str, Any] = {"about": machine}
-    for title, (rules, batch) in CASES.items():
+    found: dict[str, Any] = {}
+    for title, (rules, batch, dtype) in CASES.items():
+        pair, draft = shipped(dtype)
+        own, plain = contestants(pair, draft), plainly(pair, args)
+        machine = about(pair, prompts=args.prompts, repeats=args.repeats)
+        found.setdefault("about", machine)
         rules = Rules(**{**asdict(rules), "repeats": args.repeats})
         # transformers' assisted generation takes no batches
         others = [*transformers_assisted(pair), *lookups(pair.target)] if batch == 1 else []

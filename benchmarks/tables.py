@@ -26,9 +26,9 @@ def arguments(doc: str | None, prompts: int = 16, repeats: int = 3) -> argparse.
     return parser
 
 
-def shipped() -> tuple[AssistedModelForCausalLM, DraftModel]:
-    """The shipped pair in float32, and a spec that drafts with the same draft model again."""
-    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft", dtype=torch.float32)
+def shipped(dtype: torch.dtype = torch.float32) -> tuple[AssistedModelForCausalLM, DraftModel]:
+    """The shipped pair, and a spec that drafts with the same draft model again."""
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft", dtype=dtype)
     return pair, DraftModel(pair.drafter.models[0])
 
 

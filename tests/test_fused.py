@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, build, random_ids
+from architectures import ARCHITECTURES, build, half_right, random_ids
 from pairs import BY_NAME
 from test_parts import assert_same, snapshot
 
-from assisted import AssistedModelForCausalLM, fused, products
+from assisted import AssistedModelForCausalLM, fused, modeling, products
 from assisted.cache import SlotCache
+from assisted.drafters import draft_model
 from assisted.drafts import Draft
 from assisted.runtime import CachedModel, Masks
 
@@ -163,3 +164,20 @@ def test_the_shipped_pair_runs_fused_and_says_what_plain_says():
     ids = model.tokenizer("def area(radius):\n", return_tensors="pt").input_ids
     kwargs = {"max_new_tokens": 40, "do_sample": False}
     assert model.generate(ids, **kwargs).tolist() == model.target.generate(ids, **kwargs).tolist()
+
+
+def test_nothing_is_fused_or_copied_where_that_is_not_wanted(monkeypatch):
+    def refused(model):
+        raise AssertionError("fused")
+
+    monkeypatch.setattr(modeling, "fused", refused)
+    monkeypatch.setattr(draft_model, "fused", refused)
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))
+    ids = random_ids(target, 1, 8)
+    kwargs = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "draft_length": 3}
+    with pytest.raises(AssertionError, match="fused"):
+        model.generate(ids, **kwargs)
+    model.fast = "eager"
+    assert model.generate(ids, **kwargs).tolist() == model.generate(ids, **kwargs, assisted=False).tolist()
+    assert model.report.drafted == 0  # of the plain call

@@ -13,15 +13,17 @@ from statistics import median
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from .. import zoo
-from ..drafters import DraftModel, parse
+from ..drafters import DraftModel, Eagle, parse
 from ..drafters.other_tokenizer import TranslatedDrafter
 from ..modeling import AssistedModelForCausalLM
 from . import contestants as who
 from . import grown
 from . import prompts as texts
 from .contestants import Contestant
+from .grown_head import shipped_head
 from .prompts import Batch, Prompt
 from .protocol import Measured, Rules, race, require_room, stream
 from .results import Point, Result, Row, machine, summed_up
@@ -113,6 +115,7 @@ def point(
         others: transformers' own drafting, of which only the fastest of each family gets into the race.
         own: whoever else.
         prompts, rules, batch: the work; `batch` rows are decoded together.
+        progress: as for `race`.
     """
     pad = pad_token(pair.tokenizer)
     batches = texts.batches(prompts, batch, pad)
@@ -133,7 +136,10 @@ def quickest(
     rules: Rules,
     progress: Progress = lambda what, share: None,
 ) -> tuple[list[Contestant], tuple[Row, ...]]:
-    """A short race over some of the batches: of every family the fastest contestant, and the rows of all."""
+    """A short race over some of the batches: of every family the fastest contestant, and the rows of all.
+
+    pair: whose target decodes. plain: what all are compared with. tried: who takes part. rules, progress: as for `race`.
+    """
     some = _some(batches)
     brief = replace(rules, repeats=1, seconds=None)
 
@@ -157,13 +163,15 @@ def fastest(tried: Sequence[Measured]) -> list[Contestant]:
 
 
 def load(target: str, draft: Any = None, **kwargs: Any) -> tuple[AssistedModelForCausalLM, str | None]:
-    """The pair, and what its draft is called; None where no model or head drafts but text alone."""
+    """The pair, and what its draft is called; None where no model or head drafts but text alone. target, draft, kwargs: as
+    for `measure`."""
     if draft is None and (target == "zoo:target" or grown.is_shipped(target)):
         draft = "zoo:draft"
     if grown.is_name(target):
         device = kwargs.pop("device_map", {"": "cpu"})[""]
         model, tokenizer = grown.load_target(target, kwargs.pop("dtype", None), device)
-        pair = AssistedModelForCausalLM.from_models(model, draft=draft, tokenizer=tokenizer, **kwargs)
+        fits = _fitting(draft, model) if isinstance(draft, str) else draft
+        pair = AssistedModelForCausalLM.from_models(model, draft=fits, tokenizer=tokenizer, **kwargs)
     else:
         pair = AssistedModelForCausalLM.from_pretrained(target, draft=draft, **kwargs)
     if draft is None and isinstance(pair.spec, DraftModel):
@@ -181,6 +189,8 @@ def default_drafts(pair: AssistedModelForCausalLM, draft: str | None, target: st
         strings.append("self:int8")
     if target == "zoo:target":
         strings += [f"zoo:{name}" for name in zoo.HEADS]
+    elif grown.is_shipped(target):
+        strings.append("zoo:eagle3")
     if draft is not None:
         both = [f"suffix+{draft}"] if isinstance(pair.spec, DraftModel) else []
         strings = [draft, *both, *(name for name in strings if name != draft)]
@@ -199,11 +209,16 @@ def _spec(entry: Any, pair: AssistedModelForCausalLM, draft: str | None) -> Any:
         parts = entry.split("+")
         if len(parts) > 1 and not Path(entry).exists():
             return [_spec(part, pair, draft) for part in parts]
-        return entry
+        return _fitting(entry, pair.target)
     if isinstance(entry, (list, tuple)):
         return [_spec(part, pair, draft) for part in entry]
     parse(entry)  # raises TypeError for what is no draft
     return entry
+
+
+def _fitting(name: str, target: PreTrainedModel) -> Any:
+    """What a name stands for: the shipped head is made to fit the shipped target grown."""
+    return Eagle(shipped_head(target)) if name == "zoo:eagle3" and grown.note(target) else name
 
 
 def _loaded(pair: AssistedModelForCausalLM) -> Any:

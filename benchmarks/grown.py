@@ -1,0 +1,111 @@
+"""Grown targets in bfloat16: the shipped target's text and acceptance at the cost of 0.25 or 1 billion parameters.
+
+    python benchmarks/grown.py --threads 1 --out benchmarks/grown.json --docs docs/benchmarks.md
+
+The draft and the head are the shipped ones: next to a target of that size they cost next to nothing, as a draft of a tenth of
+a percent of the target does; its vocabulary of 4096 makes the target's output layer cheaper than a real one's. So the tables
+say what verifying several columns costs on this machine, and what this package makes of a given acceptance.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from shipped_pair import COLUMNS
+from tables import about, arguments, failures, measured_with, plainly, table, write_docs
+
+from assisted import AssistedModelForCausalLM, DraftModel, Eagle
+from assisted.bench import Contestant, Result, Rules, lookups, of_model, point, read, sources, transformers_assisted
+from assisted.bench.bars import Bars
+from assisted.bench.grown_head import shipped_head
+from assisted.bench.measure import load
+from assisted.controller import Adaptive
+from assisted.lengths import Fixed
+
+SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+# title: target, rules, rows, share of the prompts
+CASES = {
+    "0.25 B, greedy, 48 tokens": ("grown:0.25b", Rules(new_tokens=48), 1, 1.0),
+    "0.25 B, temperature 0.8, top-p 0.95, 128 tokens": ("grown:0.25b", Rules(new_tokens=128, **SAMPLED), 1, 0.5),
+    "0.25 B, batch 8, greedy, 48 tokens": ("grown:0.25b", Rules(new_tokens=48), 8, 1.0),
+    "1 B, greedy, 48 tokens": ("grown:1b", Rules(new_tokens=48), 1, 0.5),
+}
+
+
+def contestants(pair: AssistedModelForCausalLM, batch: int) -> list[Contestant]:
+    """The draft and the head at several lengths, alone and behind copies of the text."""
+    draft, head = DraftModel(pair.drafter.models[0]), shipped_head(pair.target)
+    tried = {
+        "draft, Adaptive()": (draft, Adaptive()),
+        "draft, Fixed(5)": (draft, Fixed(5)),
+        "suffix and draft, Adaptive()": (["suffix", draft], Adaptive()),
+        "suffix, Adaptive()": ("suffix", Adaptive()),
+        "EAGLE chain, Adaptive()": (Eagle(head, tree=False), Adaptive()),
+        "EAGLE chain, Fixed(5)": (Eagle(head, tree=False), Fixed(5)),
+        "suffix and EAGLE chain, Adaptive()": (["suffix", Eagle(head, tree=False)], Adaptive()),
+        "EAGLE tree of 7, Adaptive()": (Eagle(head, tree=True, nodes=7), Adaptive()),
+    }
+    if batch > 1:
+        tried = {name: one for name, one in tried.items() if "tree" not in name and "Fixed" not in name}
+        tried |= {"draft, Fixed(2)": (draft, Fixed(2)), "EAGLE chain, Fixed(2)": (Eagle(head, tree=False), Fixed(2))}
+    return [
+        of_model(
+            name, AssistedModelForCausalLM.from_models(pair.target, spec, draft_length=length, tokenizer=pair.tokenizer)
+        )
+        for name, (spec, length) in tried.items()
+    ]
+
+
+def measure(args: Any) -> dict[str, Any]:
+    dtype = getattr(torch, args.dtype)
+    found: dict[str, Any] = {}
+    for title, (size, rules, batch, part) in CASES.items():
+        if args.only and not title.startswith(args.only):
+            continue
+        pair, _ = load(size, "zoo:draft", dtype=dtype)
+        rules = Rules(**{**asdict(rules), "repeats": args.repeats})
+        count = max(2, round(args.prompts * part))
+        prompts = read(["code"], pair.tokenizer, batch * 2 if batch > 1 else count)
+        others = [*transformers_assisted(pair), *lookups(pair.target)] if batch == 1 else []
+        machine = about(pair, prompts=args.prompts, repeats=args.repeats)
+        with Bars() as bars:
+            measured = point(pair, plainly(pair, args), others, contestants(pair, batch), prompts, rules, batch, bars)
+        found[title] = Result(size, "zoo:draft", rules, sources(prompts), (measured,), machine).to_dict()
+        found["about"] = machine
+        print(markdown(found), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The tables as they stand in docs."""
+    lines = [measured_with(found["about"], "python benchmarks/grown.py")]
+    for title in CASES:
+        if title in found:
+            (measured,) = Result.from_dict(found[title]).points
+            lines += ["", f"**{title}**", "", *table(measured, COLUMNS), *failures([measured])]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = arguments(__doc__, prompts=8, repeats=1)
+    parser.add_argument("--dtype", default="bfloat16", help="of target and draft (default: %(default)s)")
+    parser.add_argument(
+        "--only", metavar="BEGINNING", help="of the titles of the cases that are measured (default: all)"
+    )
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    found = json.loads(args.read.read_text()) if args.read else measure(args)
+    print(markdown(found))
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_docs(args.docs, markdown(found), "grown")
+
+
+if __name__ == "__main__":
+    main()

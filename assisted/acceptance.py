@@ -7,7 +7,8 @@ Notation, after 2211.17192: p is the target's next-token law, q the draft's, x_1
 Chains are padded to n columns with a count per row (`lengths`, the g of that row); what lies in the padding has no
 effect, be it -1 or NaN. Column i of p and q is the law after i drafted tokens. Results stay in the dtype of p and q.
 
-In a tree, column i + 1 of p is the law after node i, and column i of q the law that node i was drawn from.
+In a tree, `parents` says which node each hangs from, column i + 1 of p is the law after node i, and column i of q the law
+that node i was drawn from.
 
 With `rejection`, `block` and `rejection_tree`, whether x_i is proposed may depend on x_1 .. x_{i-1} and on the laws after
 them, never on x_i or what follows: dropping a token for its own low probability changes the law of the output. `match`
@@ -40,6 +41,8 @@ def match(tokens: Tensor, lengths: Tensor, choice: Tensor) -> Verdict:
     (sample-match) after each prefix. Lossless for any draft, since the output is read off `choice`; needs no q.
     """
     n = tokens.shape[1]
+    if n == 0:
+        return Verdict(lengths, choice[:, 0])
     # keep x_i while x_i = y_i ...
     agrees = (tokens == choice[:, :n]) & _drafted(lengths, n)
     accepted = agrees.cumprod(-1).sum(-1)
@@ -188,13 +191,14 @@ def taken_out(tokens: Tensor, parents: Tensor, lengths: Tensor, q: Tensor) -> Te
 
 
 def first_failure(probabilities: Tensor, uniforms: Tensor, lengths: Tensor) -> Tensor:
-    """[B]: how many tokens stand before the first with u >= its probability ([B, n] both), lengths if there is none."""
+    """[B]: how many tokens stand before the first of which uniforms >= probabilities ([B, n] both), lengths if there is
+    none."""
     success = (uniforms < probabilities) & _drafted(lengths, probabilities.shape[1])
     return success.cumprod(-1).sum(-1)
 
 
 def last_success(probabilities: Tensor, uniforms: Tensor, lengths: Tensor) -> Tensor:
-    """[B]: the count of tokens up to the last with u < its probability ([B, n] both), 0 if there is none."""
+    """[B]: the count of tokens up to the last of which uniforms < probabilities ([B, n] both), 0 if there is none."""
     n = probabilities.shape[1]
     success = (uniforms < probabilities) & _drafted(lengths, n)
     count = torch.arange(1, n + 1, device=lengths.device)

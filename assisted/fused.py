@@ -200,15 +200,19 @@ class FusedLayer(nn.Module):
         query, key, value = turned[:, : self.query_heads], turned[:, self.query_heads :], value.transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.index)
+        causal, group = attention_mask is None and width > 1, self.query_heads // self.key_heads
+        # on a CPU keys are read once for every query head: the heads of a group side by side are one
+        beside = group if query.device.type == "cpu" and not causal else 1
         seen = F.scaled_dot_product_attention(
-            query,
+            query.reshape(rows, self.query_heads // beside, beside * width, self.head_size),
             key,
             value,
-            attn_mask=self.shared.additive(attention_mask, query.dtype),
-            is_causal=attention_mask is None and width > 1,
+            attn_mask=self.shared.additive(attention_mask, query.dtype, beside),
+            is_causal=causal,
             scale=self.scaling,
-            enable_gqa=self.query_heads != self.key_heads,
+            enable_gqa=group != beside,
         )
+        seen = seen.reshape(rows, self.query_heads, width, self.head_size)
         hidden_states = hidden_states + self.output(seen.transpose(1, 2).reshape(rows, width, -1))
         gate, up = self.gate_up(self.before_mlp(hidden_states)).chunk(2, -1)
         return hidden_states + self.down(self.activation(gate).mul_(up))
@@ -258,14 +262,16 @@ class Shared:
     def __init__(self) -> None:
         self.mask: tuple[Any, torch.Tensor] | None = None
 
-    def additive(self, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """A boolean mask as sdpa would turn it into numbers in every layer."""
-        if mask is None or mask.dtype != torch.bool:
-            return mask
+    def additive(self, mask: torch.Tensor | None, dtype: torch.dtype, beside: int) -> torch.Tensor | None:
+        """A mask as sdpa would turn it into numbers in every layer, for as many heads side by side, [.., beside * n, m]."""
+        if mask is None:
+            return None
         known = self.mask
         if known is None or known[0] is not mask:
-            numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-            known = self.mask = mask, numbers
+            numbers = mask
+            if mask.dtype == torch.bool:
+                numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+            known = self.mask = mask, numbers.repeat(1, 1, beside, 1) if beside > 1 else numbers
         return known[1]
 
 

@@ -141,8 +141,8 @@ class Product:
         self.wide, self.large = weight.numel() >= _WIDE, weight.numel() >= _LARGE
         if packs(weight.dtype):
             self.packed = _packed(weight)
-        # a large product is never run but from its packed weight
-        self.weight = None if self.large and self.packed is not None else weight
+        # a wide product is never run but from its packed weight
+        self.weight = None if self.wide and self.packed is not None else weight
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., sum of the modules' outputs]."""

@@ -24,8 +24,9 @@ class Report:
         acceptance_by_position: share accepted of the tokens drafted first, second, ... in their round.
         seconds: the whole call.
         draft_seconds: spent drafting.
-        verify_seconds: spent in the target's forwards, prompt included.
-        plain_seconds_per_token: of the target's passes over one token; None when every pass had a draft.
+        verify_seconds: spent in the target's forwards, prompt included; 0 for a call with `assisted=False`, whose passes are
+            not timed apart.
+        plain_seconds_per_token: of the target's passes over one token; None when every pass had a draft, or none was timed.
         predicted_speedup: committed tokens a second against plain decoding, by the costs that the draft length policy
             measured; None when it measures none, and in the totals.
         assisted_share: tokens of the rounds that asked for a draft, in [0, 1]; a try while drafting is off counts.
@@ -70,7 +71,8 @@ class Report:
         ]
         if self.acceptance_by_position:
             lines.append("by position: " + " ".join(f"{share:.0%}" for share in self.acceptance_by_position))
-        lines.append(f"time: {self.draft_seconds:.2f} s drafting, {self.verify_seconds:.2f} s verifying")
+        if self.verify_seconds:
+            lines.append(f"time: {self.draft_seconds:.2f} s drafting, {self.verify_seconds:.2f} s verifying")
         if self.predicted_speedup is not None:
             lines.append(f"predicted speedup {self.predicted_speedup:.2f}")
         if self.assisted_share < 1:

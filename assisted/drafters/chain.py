@@ -40,14 +40,16 @@ class ChainDrafting(Drafting):
         if self.broken is not None and self.broken:
             raise FloatingPointError("the draft's logits are not a number")
         law, length = self.call.law, self.call.length
-        draft = Draft.empty(text.rows, text.ids.device)
         going = ~on_device(text.ended, text.ids.device)
         open_rows = ~torch.tensor(text.ended)  # as far as the host knows
+        tokens: list[torch.Tensor] = []
+        wanted_of: list[torch.Tensor] = []  # rows that were to propose each token
         laws: list[torch.Tensor] = []
         best: list[torch.Tensor] = []
         for position in range(budget):
-            plain = not law.processors and not law.do_sample
-            scores = logits if plain else law.last_scores(text.ids, text.lengths, logits, draft)
+            scores = logits
+            if law.processors or law.do_sample:
+                scores = law.last_scores(text.ids, text.lengths, logits, _chain(text, tokens if law.processors else []))
             score, token = scores.max(-1)
             best.append(score)
             q = probabilities(scores) if law.do_sample or length.needs_law else None
@@ -58,16 +60,29 @@ class ChainDrafting(Drafting):
                 # what was decided on the host need not be waited for
                 if not (going if wanted.device == going.device else open_rows).any():
                     break
-            going = going & score.isfinite()  # nothing is drawn from a law that allows only what the draft lacks
             if law.do_sample and q is not None:
                 token = acceptance.sample(q)
                 laws.append(q)
-            draft = Draft(torch.cat([draft.tokens, token[:, None]], 1), draft.lengths + going)
+            tokens.append(token[:, None])
+            wanted_of.append(going)
             if position + 1 == budget or not length.another(position + 1):
                 break
-            logits = read(token[:, None])
-        self.broken = torch.stack(best).isnan().any()
-        return Draft(draft.tokens, draft.lengths, torch.stack(laws, 1) if laws else None)
+            logits = read(tokens[-1])
+        found = torch.stack(best, 1)
+        self.broken = found.isnan().any()
+        if not tokens:
+            return Draft.empty(text.rows, text.ids.device)
+        # nothing is drawn from a law that allows only what the draft lacks, nor behind it
+        proposed = torch.stack(wanted_of, 1) & found[:, : len(tokens)].isfinite()
+        return Draft(torch.cat(tokens, 1), proposed.cumprod(1).sum(1), torch.stack(laws, 1) if laws else None)
+
+
+def _chain(text: Text, tokens: list[torch.Tensor]) -> Draft:
+    """The chain so far, for processors that read it. tokens: [B, 1] each."""
+    if not tokens:
+        return Draft.empty(text.rows, text.ids.device)
+    chain = torch.cat(tokens, 1)
+    return Draft(chain, chain.new_full((text.rows,), len(tokens)))
 
 
 class PartDrafting(ChainDrafting):

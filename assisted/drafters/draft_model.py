@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,6 +38,10 @@ class DraftModel:
         quantization: one of `assisted.quantization.NAMES`, a transformers quantization config, or None (default).
         tokenizer: the draft's tokenizer, where it does not lie beside the model.
     """
+
+    trained: ClassVar[bool] = False
+    trees: ClassVar[bool] = False
+    has_law: ClassVar[bool] = True
 
     model: str | PreTrainedModel
     quantization: Any = None
@@ -92,7 +96,7 @@ class ModelDrafter(Drafter):
     def runner(self, cache: SlotCache, lease: Lease) -> CachedModel:
         """The draft over these slots: where its submodules are all there is to it, without the outer forward; its passes
         captured, where the call is to be run like that."""
-        model = self.model if lease.mode == "compile" else fused(self.model)
+        model = fused(self.model) if lease.fuses else self.model
         bare = model is not self.model or (is_untouched(model) and self._is_sum_of_parts)
         runner = CachedModel(model, cache, self.masks, bare)
         self.graphs.serve(runner, self.model, lease)
@@ -112,6 +116,7 @@ class ModelDrafting(ChainDrafting):
     def __init__(self, drafter: ModelDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
+        self.readable: int = drafter.model.config.get_text_config(decoder=True).vocab_size  # tokens that it can read
         self.runner: CachedModel | None = None
         self.proposed: Draft | None = None  # while it waits for its verdict
         self.committed: list[int] = []  # columns read of the committed text; those behind them hold the draft
@@ -181,8 +186,7 @@ class ModelDrafting(ChainDrafting):
 
     def _readable(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids the draft has an embedding for: padding rows of the target's vocabulary read as the draft's last entry."""
-        size = self.drafter.model.config.get_text_config(decoder=True).vocab_size
-        return ids if size >= self.drafter.vocab_size else ids.clamp(max=size - 1)
+        return ids if self.readable >= self.drafter.vocab_size else ids.clamp(max=self.readable - 1)
 
 
 def _resized(logits: torch.Tensor, size: int) -> torch.Tensor:

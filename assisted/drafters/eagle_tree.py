@@ -98,7 +98,9 @@ def grow(
             tokens = vocabulary[tokens]
         sure = found.exp()
         seen.append(Level(numbers, count, tokens, sure, going))
-        paths = (scores[:, :, None] + rates.of(sure).log()).masked_fill(~going[:, None, None], -torch.inf).flatten(1)
+        paths = (scores[:, :, None] + rates.of(sure).log()).flatten(1)
+        if rows > 1:  # a single one is drafted for
+            paths = paths.masked_fill(~going[:, None], -torch.inf)
         tokens, above = tokens.flatten(1), numbers.repeat_interleave(found.shape[-1], 1)
         offered.append((tokens, above, paths))
         if levels == limits.depth or not length.another(levels):

@@ -36,8 +36,9 @@ class HeadRunner:
         attention_mask: torch.Tensor | None = None,
     ):
         self.head = head
+        self.device = head.device
         self.target = target
-        self.first = first.to(head.device)
+        self.first = first.to(self.device)
         self.cache = SlotCache(len(first), limit)
         self.cache.hide(attention_mask)
         self.cache.begin_rounds()
@@ -49,8 +50,8 @@ class HeadRunner:
         for rows that don't run.
         """
         width = tokens.shape[1]
-        self.cache.place(width, self.head.device)
-        slots = self._behind() + torch.arange(width, device=self.head.device)
+        self.cache.place(width, self.device)
+        slots = self._behind() + torch.arange(width, device=self.device)
         if self.cache.visible is None and (width == self.cache.top or width == len(slots) == 1):
             return self._step(tokens, states, slots, slots, None)  # all that is there is seen: the layer knows how
         seen = torch.arange(self.cache.top, device=slots.device) <= slots[:, :, None]
@@ -63,8 +64,8 @@ class HeadRunner:
         each one sees, itself included.
         """
         width, above = tokens.shape[1], ancestors.shape[-1] - tokens.shape[1]
-        self.cache.place(width, self.head.device)
-        slots = self._behind() + torch.arange(width, device=self.head.device)
+        self.cache.place(width, self.device)
+        slots = self._behind() + torch.arange(width, device=self.device)
         root = self._behind() - above  # [rows, 1]: columns before the tree
         seen = (torch.arange(self.cache.top, device=slots.device) < root)[:, None].repeat(1, width, 1)
         columns = root + torch.arange(above + width, device=slots.device)
@@ -102,4 +103,4 @@ class HeadRunner:
         return cache.spread(states)
 
     def _behind(self) -> torch.Tensor:
-        return on_device([self.cache.lengths[row] for row in self.cache.running], self.head.device)[:, None]
+        return on_device([self.cache.lengths[row] for row in self.cache.running], self.device)[:, None]

@@ -76,6 +76,12 @@ class Lookup(Drafting):
                 if shown is not None:
                     tokens = [token for token, visible in zip(tokens, shown[row], strict=True) if visible]
                 self.read(row, tokens)
+        if text.rows == 1:  # a slice, where rows of several lengths take an index
+            (seen,), (length,) = self.seen, text.lengths
+            if seen < length:
+                self.read(0, text.ids[0, seen:length].tolist())
+                self.seen = [length]
+            return
         counts = [length - seen for length, seen in zip(text.lengths, self.seen, strict=True)]
         start = on_device(self.seen, text.ids.device)[:, None]
         columns = start + torch.arange(max(counts), device=text.ids.device)
@@ -87,7 +93,7 @@ class Lookup(Drafting):
 
 
 def as_draft(proposals: list[Proposal], device: torch.device | str) -> Draft:
-    """Proposals of all rows as one draft without q; a tree if any of them is one."""
+    """Proposals of all rows as one draft without q, on a device; a tree if any of them is one."""
     width = max(len(proposal.tokens) for proposal in proposals)
     if width == 0:
         return Draft.empty(len(proposals), device)

@@ -34,6 +34,7 @@ class Rates:
         self.seen = torch.zeros(levels, _RANKS * _BINS)
         self._lines: tuple[torch.Tensor, torch.Tensor] | None = None
         self._edges = torch.tensor(_EDGES)
+        self._ranks = torch.arange(0)
 
     def of(self, probabilities: torch.Tensor, level: int | torch.Tensor = 0) -> torch.Tensor:
         """The rate of each guess, shaped as they are. probabilities: [..., k] float32, of the guesses at each place, best
@@ -63,11 +64,13 @@ class Rates:
         self._lines = None
 
     def _cells(self, probabilities: torch.Tensor, level: int | torch.Tensor) -> torch.Tensor:
-        device = probabilities.device
-        self._edges = self._edges.to(device)
-        bins = torch.bucketize(probabilities.contiguous(), self._edges, right=True)
-        ranks = torch.arange(probabilities.shape[-1], device=device).clamp(max=_RANKS - 1)
-        return bins + _BINS * (ranks + _RANKS * level)
+        device, guesses = probabilities.device, probabilities.shape[-1]
+        edges, ranks = self._edges, self._ranks
+        if edges.device != device or len(ranks) != guesses:
+            self._edges = edges = edges.to(device)
+            self._ranks = ranks = _BINS * torch.arange(guesses, device=device).clamp(max=_RANKS - 1)
+        cells = torch.bucketize(probabilities.contiguous(), edges, right=True) + ranks
+        return cells if self.levels == 1 else cells + _BINS * _RANKS * level
 
     def _fitted(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """For each cell, base and slope of its rate over the probability."""

@@ -1,0 +1,368 @@
+"""What a `generate` takes beside the passes of its models, as a share of it; and by cause.
+
+    python benchmarks/overhead.py --out benchmarks/overhead.json --docs docs/benchmarks.md
+
+Every call is followed by its own passes alone: the same passes of target and draft, in the same order, over the same tokens
+and slots, by the same runners, the prompts' included. What the call took longer is overhead: preparing the call, accepting,
+choosing draft lengths, drafting around passes, counting, and the first use of its slots. Float32, one row, held-out code; for a
+CPU, where a pass has been computed when its call returns.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from shipped_pair import Never
+from tables import about, arguments, write_docs
+
+from assisted import AssistedModelForCausalLM, DraftModel, decoding, modeling
+from assisted.bench import Bars, Prompt, Rules, held_out_prompts, pad_token, speedup
+from assisted.bench.grown import load_target
+from assisted.cache import SlotCache
+from assisted.controller import Adaptive
+from assisted.drafters.chain import ChainDrafting
+from assisted.drafters.draft_model import ModelDrafting
+from assisted.drafters.eagle import EagleDrafting
+from assisted.drafters.head_runner import HeadRunner
+from assisted.drafters.lookup import Lookup
+from assisted.heads.eagle import EagleHead
+from assisted.lengths import Fixed
+from assisted.report import Recorder
+from assisted.runtime import CachedModel
+
+TARGETS = ("zoo:target", "grown:0.25b")
+WARM_UP = 2  # calls
+DRAFTS: dict[str, tuple[Any, Any]] = {
+    "no draft, this loop": ("ngram", Never()),
+    "draft, Fixed(tokens=4)": ("zoo:draft", Fixed(4)),
+    "draft, Adaptive()": ("zoo:draft", Adaptive()),
+    "suffix, Adaptive()": ("suffix", Adaptive()),
+    "EAGLE-3, Adaptive()": ("zoo:eagle3", Adaptive()),
+}
+"""By name: what drafts, and how long."""
+CAUSES: dict[str, list[tuple[Any, str]]] = {
+    "passes": [
+        (modeling, "_read_prompt"),
+        (CachedModel, "prefill"),
+        (CachedModel, "__call__"),
+        (HeadRunner, "__call__"),
+        (HeadRunner, "level"),
+        (HeadRunner, "logits"),
+        (EagleHead, "fuse"),
+    ],
+    "looking for changed weights": [(modeling, "fused")],
+    "drafting around passes": [(ModelDrafting, "propose"), (EagleDrafting, "propose"), (Lookup, "propose")],
+    "the chain of a draft": [(ChainDrafting, "draft_chain")],
+    "accepting": [(decoding, "_judge")],
+    "learning from the verdict": [(decoding, "_learn")],
+    "slots": [(CachedModel, "commit"), (SlotCache, "rewind"), (SlotCache, "commit"), (CachedModel, "run_only")],
+    "counting": [(Recorder, "round")],
+    "the loop": [(modeling, "decode")],
+    "preparing a call": [(AssistedModelForCausalLM, "generate")],
+}
+"""Functions by what their time counts as, without that of the others that they call."""
+
+Pass = Callable[[], Any]
+now = time.perf_counter
+READ_PROMPT = CachedModel.prefill
+
+
+class Passes:
+    """The passes of a call, to be run again: what each was given, and what counted in its slots."""
+
+    def __init__(self) -> None:
+        self.made: list[Pass] = []
+        self.within = 0.0  # seconds of the passes in the call itself
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Meanwhile every pass is noted."""
+        with ExitStack() as stack:
+            for kind, name, again in (
+                (CachedModel, "__call__", self.placed),
+                (HeadRunner, "__call__", self.placed),
+                (HeadRunner, "level", self.placed),
+                (HeadRunner, "logits", self.plain),
+                (EagleHead, "fuse", self.plain),
+                (CachedModel, "prefill", self.prompt),
+            ):
+                stack.enter_context(patch.object(kind, name, self.noting(getattr(kind, name), again)))
+            stack.enter_context(patch.object(modeling, "_extend", self.target(modeling._extend)))
+            stack.enter_context(patch.object(modeling, "_read_prompt", self.reading(modeling._read_prompt)))
+            yield
+
+    def noting(self, method: Callable[..., Any], again: Callable[..., Pass]) -> Callable[..., Any]:
+        def run(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            self.made.append(again(method, runner, *args, **kwargs))
+            started = now()
+            found = method(runner, *args, **kwargs)
+            self.within += now() - started
+            return found
+
+        return run
+
+    def reading(self, read_prompt: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            started = now()
+            found = read_prompt(*args)
+            self.within += now() - started
+            return found
+
+        return run
+
+    def plain(self, method: Callable[..., Any], runner: Any, *args: Any) -> Pass:
+        return lambda: method(runner, *args)
+
+    def placed(self, method: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Pass:
+        cache, lengths = runner.cache, list(runner.cache.lengths)
+
+        def again() -> None:
+            cache.lengths = lengths
+            method(runner, *args, **kwargs)
+
+        return again
+
+    def prompt(self, method: Callable[..., Any], runner: Any, *args: Any) -> Pass:
+        def again() -> None:
+            cache = runner.cache
+            cache.start = None
+            for layer in cache.slot_layers:
+                layer.filled = 0
+            method(runner, *args)
+
+        return again
+
+    def target(self, extend: Callable[..., Any]) -> Callable[..., Any]:
+        """The target's prompt, which is read before there are rounds, is noted when all is done."""
+
+        def run(seam: Any, input_ids: torch.Tensor, *args: Any) -> Any:
+            text, target = extend(seam, input_ids, *args)
+            self.made.insert(0, self.prompt(READ_PROMPT, target, input_ids, None))
+            return text, target
+
+        return run
+
+    def seconds(self) -> float:
+        """Of all passes, run again."""
+        gc.collect()
+        with torch.inference_mode():
+            started = now()
+            for again in self.made:
+                again()
+            return now() - started
+
+
+class Causes:
+    """The seconds of each cause, the others' left out that lie within."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(CAUSES, 0.0) | {"draft lengths": 0.0}
+        self.within: list[float] = []  # seconds that are accounted for, by function that has not returned
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for cause, functions in CAUSES.items():
+                for owner, name in functions:
+                    stack.enter_context(patch.object(owner, name, self.timing(getattr(owner, name), cause)))
+            start = AssistedModelForCausalLM._start_length
+
+            def with_length(*args: Any) -> Any:
+                length = start(*args)
+                for name in ("budget", "go_on", "another", "observe"):
+                    setattr(length, name, self.timing(getattr(length, name), "draft lengths"))
+                return length
+
+            stack.enter_context(patch.object(AssistedModelForCausalLM, "_start_length", with_length))
+            yield
+
+    def timing(self, function: Callable[..., Any], cause: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.within.append(0.0)
+            started = now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = now() - started
+                self.seconds[cause] += took - self.within.pop()
+                if self.within:
+                    self.within[-1] += took
+
+        return run
+
+
+def models(target: str) -> dict[str, AssistedModelForCausalLM]:
+    """A target with every draft that fits it."""
+    model, tokenizer = load_target(target, torch.float32)
+    draft: Any = None
+    found = {}
+    for name, (spec, length) in DRAFTS.items():
+        if spec == "zoo:eagle3" and target != "zoo:target":
+            continue
+        if spec == "zoo:draft" and draft is not None:
+            spec = DraftModel(draft)
+        pair = AssistedModelForCausalLM.from_models(model, spec, length, tokenizer)
+        draft = pair.drafter.model if draft is None and pair.drafter.model is not None else draft
+        found[name] = pair
+    return found
+
+
+def measure_target(target: str, prompts: int, repeats: int, new_tokens: int, bars: Bars) -> list[dict[str, Any]]:
+    pairs = models(target)
+    tokenizer = next(iter(pairs.values())).tokenizer
+    texts = list(islice(held_out_prompts(tokenizer), prompts))
+    rules = Rules(new_tokens)
+    call = rules.call(pad_token(tokenizer))
+    for pair in pairs.values():
+        for _ in range(WARM_UP):
+            run(pair, texts[0], call)
+    seconds: dict[str, tuple[list[list[float]], ...]] = {name: ([], [], []) for name in pairs}
+    causes = {name: Causes() for name in pairs}
+    order = list(pairs)
+    for pair in pairs.values():
+        pair.reset_totals()
+    for repeat in range(repeats):
+        for name in order:
+            for table in seconds[name]:
+                table.append([])
+        for place, prompt in enumerate(texts):
+            for name in order:
+                for table, taken in zip(seconds[name], timed(pairs[name], prompt, call), strict=True):
+                    table[-1].append(taken)
+            order = order[1:] + order[:1]
+            bars(f"{target}, overhead", (repeat + (place + 1) / len(texts)) / repeats)
+    totals = {name: pair.totals for name, pair in pairs.items()}
+    for place, prompt in enumerate(texts):  # after all else: clocks within a call slow it down
+        for name, pair in pairs.items():
+            with causes[name].timed():
+                run(pair, prompt, call)
+        bars(f"{target}, causes", (place + 1) / len(texts))
+    return [
+        row(target, name, *seconds[name], causes[name].seconds, totals[name], prompts * repeats * new_tokens)
+        for name in pairs
+    ]
+
+
+def run(pair: AssistedModelForCausalLM, prompt: Prompt, call: dict[str, Any]) -> None:
+    pair.generate(prompt.ids, attention_mask=torch.ones_like(prompt.ids), **call)
+
+
+def timed(pair: AssistedModelForCausalLM, prompt: Prompt, call: dict[str, Any]) -> tuple[float, float, float]:
+    """Seconds of a call, of its passes alone, and of its passes as they were in it."""
+    passes = Passes()
+    gc.collect()
+    with passes.noted():
+        started = now()
+        run(pair, prompt, call)
+        whole = now() - started
+    return whole, passes.seconds(), passes.within
+
+
+def row(
+    target: str,
+    name: str,
+    whole: list[list[float]],
+    alone: list[list[float]],
+    within: list[list[float]],
+    causes: dict[str, float],
+    totals: Any,
+    tokens: int,
+) -> dict[str, Any]:
+    rounds = totals.target_passes
+    beside = sum(map(sum, whole)) - sum(map(sum, within))
+    return {
+        "target": target,
+        "name": name,
+        "overhead": beside_passes(alone, whole),
+        "overhead_within": beside_passes(within, whole),
+        "milliseconds_per_token": 1e3 * sum(map(sum, whole)) / tokens,
+        "microseconds_per_round": 1e6 * beside / rounds,
+        "tokens_per_pass": totals.tokens_per_pass,
+        "acceptance_rate": totals.acceptance_rate,
+        "causes": {cause: spent / sum(causes.values()) for cause, spent in causes.items()},
+    }
+
+
+def beside_passes(passes: list[list[float]], whole: list[list[float]]) -> dict[str, float]:
+    share = speedup(passes, whole)
+    return {"ratio": 1 - share.ratio, "low": 1 - share.high, "high": 1 - share.low}
+
+
+def measure(args: Any) -> dict[str, Any]:
+    found: list[dict[str, Any]] = []
+    with Bars() as bars:
+        for target in args.targets:
+            found += measure_target(target, args.prompts, args.repeats, args.new_tokens, bars)
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", dtype=torch.float32)
+    machine = about(pair, prompts=args.prompts, repeats=args.repeats, new_tokens=args.new_tokens)
+    machine["clock"] = "process time" if args.cpu_time else "wall time"
+    return {"about": machine, "rows": found}
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The section as it stands in docs."""
+    about, rows = found["about"], found["rows"]
+    shown = [cause for cause in rows[0]["causes"] if cause != "passes"]
+    lines = [
+        f"`python benchmarks/overhead.py`: {about['prompts']} prompts, {about['new_tokens']} tokens each, temperature 0, "
+        f"{about['repeats']} repeats, {about['clock']}, float32, CPU threads: {about['threads']}, torch {about['torch']}, "
+        f"transformers {about['transformers']}. Overhead: what a call takes longer than its own passes, run again alone right "
+        "after it, prompts included; and what it takes longer than its passes took in the call itself. Median over "
+        "repeats, 95% bootstrap interval. A round: of the second kind, all of a call's overhead by its rounds.",
+        "",
+        "| target | draft | overhead, run again | overhead, in the call | a round | ms per token | tokens per pass |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        both = (one["overhead"], one["overhead_within"])
+        shares = [f"{share['ratio']:.1%} [{share['low']:.1%}, {share['high']:.1%}]" for share in both]
+        lines.append(
+            f"| `{one['target']}` | {one['name']} | {shares[0]} | {shares[1]} | "
+            f"{one['microseconds_per_round']:.0f} µs | {one['milliseconds_per_token']:.2f} | {one['tokens_per_pass']:.2f} |"
+        )
+    lines += [
+        "",
+        "By cause, as shares of a call, from runs with clocks in them, without what a cause calls of the others; the rest are "
+        "passes.",
+        "",
+        "| | " + " | ".join(f"{one['target']}, {one['name']}" for one in rows) + " |",
+        "|---" * (len(rows) + 1) + "|",
+    ]
+    for cause in shown:
+        lines.append(f"| {cause} | " + " | ".join(f"{one['causes'][cause]:.1%}" for one in rows) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    global now
+    parser = arguments(__doc__, prompts=6, repeats=5)
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), help="(default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=96, help="of each prompt (default: %(default)s)")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="the seconds of this process alone, where others keep the machine busy"
+    )
+    parser.add_argument("--quick", action="store_true", help="the shipped target alone, little of everything")
+    args = parser.parse_args()
+    if args.quick:
+        args.targets, args.prompts, args.repeats, args.new_tokens = ["zoo:target"], 2, 2, 32
+    if args.cpu_time:
+        now = time.process_time
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    found = json.loads(args.read.read_text()) if args.read else measure(args)
+    print(markdown(found))
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_docs(args.docs, markdown(found), "overhead")
+
+
+if __name__ == "__main__":
+    main()

@@ -60,6 +60,7 @@ class Adaptive:
             object.__setattr__(self, "costs", Costs(**self.costs))
 
     def start(self, earlier: Length | None = None) -> Length:
+        """The policy at work: see `DraftLength.start`."""
         return _Adaptive(self, earlier if isinstance(earlier, _Adaptive) else None)
 
 

@@ -33,7 +33,7 @@ class Draft:
 
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu") -> Draft:
-        """No proposal for any row: the target's next pass is plain decoding."""
+        """No proposal for any row: the target's next pass is plain decoding. device: of the tensors."""
         return Draft(
             tokens=torch.zeros(rows, 0, dtype=torch.int64, device=device),
             lengths=torch.zeros(rows, dtype=torch.int64, device=device),

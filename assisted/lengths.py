@@ -78,8 +78,11 @@ class Length:
         return q.new_ones(len(q), dtype=torch.bool)
 
     def observe(self, rows: list[tuple[int, int, int]], draft_seconds: float, verify_seconds: float) -> None:
-        """What became of the round: tokens drafted, accepted and committed in each unfinished row, and what the two steps
-        took. Called after every round, those without a draft included."""
+        """What became of the round; called after every one, those without a draft included.
+
+        rows: tokens drafted, accepted and committed in each unfinished row. draft_seconds, verify_seconds: what the two
+        steps took.
+        """
 
 
 class DraftLength(Protocol):
@@ -107,6 +110,7 @@ class Fixed:
             )
 
     def start(self, earlier: Length | None = None) -> Length:
+        """The policy at work: see `DraftLength.start`."""
         return _Fixed(self)
 
 
@@ -130,6 +134,7 @@ class Confidence:
             raise ValueError(f"maximum: {self.maximum} is not possible; draft at least 1 token")
 
     def start(self, earlier: Length | None = None) -> Length:
+        """The policy at work: see `DraftLength.start`."""
         return _Confidence(self)
 
 
@@ -153,6 +158,7 @@ class Heuristic:
             raise ValueError(f"maximum: {self.maximum} is less than start_tokens, {self.start_tokens}")
 
     def start(self, earlier: Length | None = None) -> Length:
+        """The policy at work: see `DraftLength.start`."""
         return _Heuristic(self, earlier)
 
 
@@ -193,6 +199,7 @@ class AdaEDL:
             raise ValueError(f"maximum: {self.maximum} is not possible; draft at least 1 token")
 
     def start(self, earlier: Length | None = None) -> Length:
+        """The policy at work: see `DraftLength.start`."""
         return _AdaEDL(self, earlier)
 
 

@@ -65,6 +65,15 @@ _OTHER_MODES = (
     "custom_generate",
     "synced_gpus",
 )
+_OTHER_SETTINGS = (  # of transformers' own drafting, without effect here
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "assistant_ensemble_weight",
+    "max_matching_ngram_size",
+)
 _KINDS = 16  # of calls, whose measurements are remembered
 _CACHES = ("past_key_values", "cache_params")
 _TEXT_INPUTS = {"input_ids", "attention_mask", "logits_to_keep", "use_cache", "position_ids", *_CACHES}
@@ -268,6 +277,12 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         for name in _OTHER_MODES:
             if assisted and kwargs.get(name):
                 raise ValueError(f"{name}: this model drafts in its own way; leave it out, or pass assisted=False")
+        for name in _OTHER_SETTINGS:
+            if assisted and kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name}: a setting of transformers' own drafting, which does not run here; see draft_length and the "
+                    "draft specs, or pass assisted=False"
+                )
         if assisted and kwargs.get("position_ids") is not None:
             raise ValueError("position_ids: counted from attention_mask here; leave them out, or pass assisted=False")
         if lossy_typical is not None and not assisted:

@@ -111,11 +111,11 @@ def load_quantized(
     device_map: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained`, quantized, without the layers that the backend would compute wrongly.
+    """`AutoModelForCausalLM.from_pretrained(path)`, quantized, without the layers that the backend would compute wrongly.
 
     quantization: None loads what lies there: plainly, or as `save_quantized` recorded it.
     dtype: of all that stays unquantized, and what is computed in; None or "auto": the checkpoint's.
-    kwargs: for `from_pretrained`. Raises ValueError where nothing can be quantized, or everything is already.
+    device_map, kwargs: for `from_pretrained`. Raises ValueError where nothing can be quantized, or everything is already.
     """
     config = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})
     if quantization is not None and getattr(config, "quantization_config", None) is not None:

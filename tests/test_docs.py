@@ -1,7 +1,8 @@
 """Every Python block of README.md and docs/ runs as written, on the shipped models, without a network.
 
 The blocks of one file share one namespace, top to bottom, as a reader would type them. A block that cannot run here
-(a model from the Hub, say) has `<!-- not run -->` on the line before it.
+(a model from the Hub, say) has `<!-- not run -->` on the line before it. A page with `<!-- needs NAME -->` is skipped where
+that module is not installed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from assisted import drafters
+
 ROOT = Path(__file__).parent.parent
 NOT_RUN = "<!-- not run -->"
+NEEDS = re.compile(r"^<!-- needs (\w+) -->$", re.M)
 OPENING = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})\s*(?P<info>.*)$")
 
 
@@ -60,13 +64,16 @@ RUNNABLE = [page for page in PAGES if any(block.run for block in python_blocks(p
 @pytest.mark.quant
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in NEEDS.findall(page.read_text(encoding="utf-8")):
+        pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)  # a block may save a model
+    monkeypatch.setattr(drafters, "METHODS", dict(drafters.METHODS))  # or register a method
     namespace: dict[str, object] = {"__name__": "__docs__"}
     for block in python_blocks(page):
         if block.run:
             # The empty lines in front make a traceback name the line of the page.
             source = "\n" * (block.line - 1) + block.text
-            exec(compile(source, str(page), "exec"), namespace)
+            exec(compile(source, str(page), "exec", dont_inherit=True), namespace)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

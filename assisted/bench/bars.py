@@ -25,6 +25,7 @@ class Bars:
         self.bar.update(share - self.bar.n)
 
     def close(self) -> None:
+        """End the bar that is shown."""
         if self.bar is not None:
             self.bar.close()
         self.what, self.bar = "", None

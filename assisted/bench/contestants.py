@@ -52,7 +52,7 @@ class Contestant:
 
 
 def plain(target: PreTrainedModel, compiled: bool = True) -> list[Contestant]:
-    """Plain `generate` in every mode that may be the fastest.
+    """Plain `generate` of a target in every mode that may be the fastest.
 
     compiled: a static cache and a compiled forward, too; on a CPU that needs a C++ compiler and takes its time.
     """
@@ -69,7 +69,8 @@ def plain(target: PreTrainedModel, compiled: bool = True) -> list[Contestant]:
 def peers(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizers: tuple[Any, Any] | None = None
 ) -> list[Contestant]:
-    """transformers' assisted generation with a draft model, at every setting. tokenizers: of both, where they differ."""
+    """transformers' assisted generation of a target with a draft model, at every setting. tokenizers: of both, where they
+    differ."""
     kwargs = {} if tokenizers is None else {"tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1]}
     weights = _bytes_beside(target, [draft])
     found = []
@@ -96,7 +97,8 @@ def assisted(
 ) -> Iterator[Contestant]:
     """This package's drafters. One that is refused takes part all the same, and fails with the error it was refused with.
 
-    drafts: what `AssistedModelForCausalLM.from_models` takes as draft, by the name of the row.
+    drafts: what `AssistedModelForCausalLM.from_models` takes as draft, by the name of the row; target, tokenizer and
+        draft_length are passed on to it.
     """
     for name, draft in drafts.items():
         try:
@@ -108,7 +110,8 @@ def assisted(
 
 
 def of_model(name: str, model: AssistedModelForCausalLM) -> Contestant:
-    """A pair that is loaded already. Nobody else may generate with it during a race: its totals are read."""
+    """A pair that is loaded already, `model`, in the row `name`. Nobody else may generate with it during a race: its totals
+    are read."""
     weights = _bytes_beside(model.target, model.drafter.modules)
     setting = {"draft_length": repr(model.draft_length)}
     return Contestant(name, "assisted", model.generate, setting, model, draft_bytes=weights)

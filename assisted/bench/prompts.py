@@ -67,7 +67,7 @@ def read(names: Sequence[str], tokenizer: Any, count: int, tokens: tuple[int, in
 
     Args:
         names: of SETS; a file like Spec-Bench's `question.jsonl` (a JSON object a line with `category` and `turns`, the first
-            of which is asked); or a name that the `datasets` library loads, NAME[:CONFIG][:SPLIT].
+            of which is asked); or a name that the `datasets` library loads, `NAME[:CONFIG][:SPLIT]`.
         tokenizer: the target's. Questions go through its chat template, where it has one.
         count: of each category.
         tokens: the fewest and the most tokens of a prompt of SETS; prose may be shorter.

@@ -116,6 +116,7 @@ def race(
 
     Args:
         target: whose passes are counted, and whose device is waited for.
+        rules: tokens, repeats, temperature.
         pad: the token that pads rows.
         progress: told what is being done and the share of it that is done, in [0, 1].
 
@@ -155,7 +156,10 @@ def stream(
     pad: int = 0,
     progress: Progress = lambda what, share: None,
 ) -> None:
-    """One more round for those that got through a race, to see when the first token comes and how much memory is taken."""
+    """One more round for those that got through a race, to see when the first token comes and how much memory is taken.
+
+    entries: what `race` returned; they are added to. target, batches, rules, pad, progress: as for `race`.
+    """
     runner = _Runner(target, rules, pad, [_on(batch, target.device) for batch in batches])
     with _quiet():
         for place in range(len(batches)):

@@ -143,7 +143,9 @@ def _rows(rows: Sequence[dict[str, Any]]) -> tuple[Row, ...]:
 def summed_up(measured: Sequence[Measured], batches: Sequence[Batch], greedy: bool) -> tuple[str, tuple[Row, ...]]:
     """The name of the fastest plain mode, and a row for everybody, in the order of `measured`.
 
-    batches: what they decoded. Raises ValueError where no plain mode got through: there is nothing to compare with.
+    batches: what they decoded. greedy: whether texts can be compared with plain's.
+
+    Raises ValueError where no plain mode got through: there is nothing to compare with.
     """
     ran = [one for one in measured if one.contestant.family == "plain" and one.error is None]
     if not ran:

@@ -52,7 +52,8 @@ def speedup(plain: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) 
 
 
 def repeated_share(completions: Sequence[Sequence[int]], n: int = 4) -> float:
-    """The share of n-grams that occurred before in the same completion: small models loop, and loops flatter drafters."""
+    """The share of n-grams of `completions` that occurred before in the same one: small models loop, and loops flatter
+    drafters."""
     grams = [[tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)] for tokens in completions]
     total = sum(map(len, grams))
     return 1 - sum(len(set(g)) for g in grams) / total if total else 0.0

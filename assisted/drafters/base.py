@@ -111,16 +111,23 @@ class Drafter:
         raise NotImplementedError
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
-        """The policy's memory for one `generate`; drafters made of several need one for each."""
+        """The policy's memory for one `generate`; drafters made of several need one for each. earlier: of the model's last
+        call of the kind, if there was one."""
         return policy.start(earlier)
 
     def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> CachedModel:
-        """How the target is run while this drafts for it; drafters that share its passes have a way of their own."""
+        """How the target is run while this drafts for it, over the slots of `cache`, with the `masks` it reads; drafters that
+        share its passes have a way of their own."""
         return runner_for(model)(model, cache, masks)
 
 
 class Spec(Protocol):
-    """How a caller writes down a method: a frozen dataclass, stored with a saved pair."""
+    """How a caller writes down a method: a frozen dataclass, stored with a saved pair.
+
+    Those of this package say what kind of method they are, for the table of methods in the documentation: `trained`, somebody
+    has to train it for the target; `trees`, it can propose token trees; `has_law`, sampled drafts come with q. None says
+    that it depends on what they are made of.
+    """
 
     def load(self, target: Target, **kwargs: Any) -> Drafter:
         """The drafter for this target. Raises ValueError for what cannot work together."""

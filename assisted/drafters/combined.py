@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -39,6 +39,10 @@ class Combined:
         drafters: what drafts, as strings or specs. At least two; at most one of them may draft with the target's own
             layers or hidden states.
     """
+
+    trained: ClassVar[bool | None] = None
+    trees: ClassVar[bool | None] = None
+    has_law: ClassVar[bool | None] = None
 
     drafters: tuple[Any, ...]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -50,6 +50,10 @@ class Eagle:
         nodes: of a tree, in every round. None (default) takes as many as pay, by what was measured of the target: at most 60
             on an accelerator, 16 on a CPU.
     """
+
+    trained: ClassVar[bool] = True
+    trees: ClassVar[bool] = True
+    has_law: ClassVar[bool] = True
 
     path: str | EagleHead
     tree: bool | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -40,6 +40,10 @@ class EarlyExit:
         exit_layer: how many layers draft, from 1 to all but one. None (default) measures which number predicts the
             highest speedup, and goes on measuring; give a number where the model's card names one.
     """
+
+    trained: ClassVar[bool] = False
+    trees: ClassVar[bool] = False
+    has_law: ClassVar[bool] = True
 
     exit_layer: int | None = None
 

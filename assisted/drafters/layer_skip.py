@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -39,6 +39,10 @@ class LayerSkip:
         window: newest tokens on which a change is tried, at least 8. Default 32; more is less noisy and costs more.
         every: rounds between two trials at the start, at least 1. Default 4; trials become rare where they find nothing.
     """
+
+    trained: ClassVar[bool] = False
+    trees: ClassVar[bool] = False
+    has_law: ClassVar[bool] = True
 
     skipped: float = 0.45
     window: int = 32

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -44,6 +44,10 @@ class Medusa:
         nodes: of a tree, at least 1, in every round. None (default) takes as many as pay, by what was measured of the target:
             at most 64 on an accelerator and 24 on a CPU, where each has its price.
     """
+
+    trained: ClassVar[bool] = True
+    trees: ClassVar[bool] = True
+    has_law: ClassVar[bool] = False
 
     path: str | MedusaHeads
     tree: bool = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -33,6 +33,10 @@ class Merged:
     Args:
         drafters: what drafts, as strings or specs. At least two.
     """
+
+    trained: ClassVar[bool | None] = None
+    trees: ClassVar[bool | None] = True
+    has_law: ClassVar[bool | None] = None
 
     drafters: tuple[Any, ...]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import ClassVar
 
 from .base import Call, Drafter, Target
 from .lookup import NOTHING, Lookup, Proposal
@@ -30,6 +31,10 @@ class NGram:
         max_ngram: tokens that must match, tried first. Longer is right more often and matches less.
         min_ngram: down to this many; 1 proposes something for every token that occurred before.
     """
+
+    trained: ClassVar[bool] = False
+    trees: ClassVar[bool] = False
+    has_law: ClassVar[bool] = False
 
     max_ngram: int = 4
     min_ngram: int = 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..quantization import quantize_copy
 from .base import Target
@@ -21,6 +21,10 @@ class QuantizedSelf:
     Args:
         quantization: one of `assisted.quantization.NAMES`, or a transformers quantization config. Default "nf4".
     """
+
+    trained: ClassVar[bool] = False
+    trees: ClassVar[bool] = False
+    has_law: ClassVar[bool] = True
 
     quantization: Any = "nf4"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 
@@ -38,6 +39,10 @@ class TokenRecycling:
             one (the paper takes about 80), and 16 on a CPU, where each has its price.
         successors: kept for each token. The table takes 4 bytes for each, times the vocabulary.
     """
+
+    trained: ClassVar[bool] = False
+    trees: ClassVar[bool] = True
+    has_law: ClassVar[bool] = False
 
     nodes: int | None = None
     successors: int = 8

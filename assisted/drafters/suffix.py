@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,6 +47,10 @@ class Suffix:
             is in another one, so do not share such a model between users who must not learn of each other. Earlier calls
             never change what is generated, only how fast.
     """
+
+    trained: ClassVar[bool] = False
+    trees: ClassVar[bool] = True
+    has_law: ClassVar[bool] = False
 
     max_match: int = 24
     min_probability: float = 0.1

@@ -28,7 +28,7 @@ Format = Literal["eagle", "speculators"]
 
 
 def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHead:
-    """A head from a folder, a `zoo:` name or a Hub id, in the dtype it is stored in, on the CPU.
+    """A head from a path (a folder, a `zoo:` name or a Hub id), in the dtype it is stored in, on the CPU.
 
     The tensors tell EAGLE-1 from EAGLE-3, config.json the rest. Where it does not say which layers of the target the head
     reads, they are 2, L // 2 and L - 3. hub: how to download.
@@ -69,7 +69,7 @@ def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHe
 def save_eagle(
     head: EagleHead, folder: str | Path, format: Format = "eagle", target: PreTrainedModel | None = None
 ) -> None:
-    """Write config.json and model.safetensors, which `load_eagle` reads back unchanged.
+    """Write config.json and model.safetensors into a folder, which `load_eagle` reads back unchanged.
 
     format: "eagle", as EAGLE's authors publish heads, with the tapped layers as SpecForge writes them; "speculators", which
         vLLM serves together with the target (EAGLE-3 only). It always holds an embedding.

@@ -109,7 +109,7 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, target: PreTrainedModel | None = None, **hub: Any) -> MedusaHeads:
-        """Heads from a folder, a `zoo:` name or a Hub id (hub: how to download), in the dtype they are stored in.
+        """Heads from a path (a folder, a `zoo:` name or a Hub id; hub: how to download), in the dtype they are stored in.
 
         The tensors say how many heads and layers there are: published configs are wrong about that. With a target, all
         must have its sizes.
@@ -151,7 +151,7 @@ class MedusaHeads(nn.Module):
         return new
 
     def save(self, folder: str | Path, format: Format = "medusa", target: PreTrainedModel | None = None) -> None:
-        """Write config.json and the tensors, which `load` reads back unchanged.
+        """Write config.json and the tensors into a folder, which `load` reads back unchanged.
 
         format: "medusa", what the method's own trainer writes (version 2 where the heads use the target's output);
             "medusa-pt", the pickled file of its first versions; "vllm", for vLLM up to 0.32.

@@ -44,7 +44,7 @@ class Method(ABC):
 
     @abstractmethod
     def loss(self, ids: Tensor, step: int) -> Tensor:
-        """A scalar of a batch, [B, T] int64. May draw from torch's generator, which was seeded for this step."""
+        """A scalar of a batch, ids [B, T] int64. May draw from torch's generator, which was seeded for this step."""
 
     @abstractmethod
     def acceptance(self, ids: Tensor) -> list[Agreement]:

@@ -1,0 +1,146 @@
+"""docs/api.md: every public name has its place there and a docstring that says what its arguments are."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import assisted
+
+PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+DIRECTIVES = re.findall(r"^::: ([\w.]+)$", PAGE.read_text(encoding="utf-8"), re.M)
+# modules that a user imports from; all of their `__all__` is public
+MODULES = [
+    "assisted",
+    "assisted.acceptance",
+    "assisted.bench",
+    "assisted.chat",
+    "assisted.controller",
+    "assisted.drafters.base",
+    "assisted.drafters.lookup",
+    "assisted.drafts",
+    "assisted.heads.eagle_formats",
+    "assisted.lengths",
+    "assisted.quantization",
+    "assisted.training.trainer",
+    "assisted.zoo",
+]
+SAYS_ITSELF = {"generator"}  # wherever something is drawn
+
+
+def resolved(path: str) -> Any:
+    """What a directive names."""
+    parts = path.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[split:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(path)
+
+
+def names(module: Any) -> list[str]:
+    """The public names of a module."""
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    return list(getattr(module, "__all__", [name for name in own if not name.startswith("_")]))
+
+
+def objects() -> Iterator[tuple[str, Any]]:
+    """Everything that a directive stands for, by name: modules are what they export."""
+    for path in DIRECTIVES:
+        found = resolved(path)
+        if not inspect.ismodule(found):
+            yield path, found
+            continue
+        for name in names(found):
+            value = getattr(found, name)
+            if callable(value) and str(getattr(value, "__module__", "")).startswith("assisted"):
+                yield f"{path}.{name}", value
+
+
+def parameters(function: Any) -> list[str]:
+    """Those that a caller names."""
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in found if p.name not in ("self", "cls") and p.kind not in kinds]
+
+
+def unnamed(function: Any, *docs: str) -> list[str]:
+    """The parameters of a function of several that its documentation does not name."""
+    found = [name for name in parameters(function) if name not in SAYS_ITSELF]
+    if len(found) < 2:
+        return []  # the first sentence is about it
+    return [name for name in found if not any(re.search(rf"\b{name}\b", doc) for doc in docs)]
+
+
+def test_directives_name_what_is_there() -> None:
+    for path in DIRECTIVES:
+        assert resolved(path) is not None
+    assert len(set(DIRECTIVES)) == len(DIRECTIVES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_has_its_place(module: str) -> None:
+    found = importlib.import_module(module)
+    shown = {id(value) for _, value in objects()} | {id(resolved(path)) for path in DIRECTIVES}
+    for name in names(found):
+        value = getattr(found, name)
+        if inspect.ismodule(value):
+            assert any(path.startswith(value.__name__) for path in DIRECTIVES), f"nothing of {value.__name__} is shown"
+            continue
+        of_a_shown_module = module in DIRECTIVES and not _hidden(found, name)
+        assert of_a_shown_module or id(value) in shown, f"{module}.{name} is not in {PAGE.name}"
+
+
+def _hidden(module: Any, name: str) -> bool:
+    """A name that is a module of the package as well is taken for that by mkdocstrings: it needs a directive of its own."""
+    try:
+        importlib.import_module(f"{module.__name__}.{name}")
+    except ModuleNotFoundError:
+        return False
+    return f"{module.__name__}.{name}.{name}" not in DIRECTIVES
+
+
+def test_the_package_names_what_it_has() -> None:
+    assert sorted(assisted.__all__) == assisted.__all__
+    for name in assisted.__all__:
+        assert getattr(assisted, name) is not None
+
+
+@pytest.mark.parametrize(("name", "value"), [pytest.param(*pair, id=pair[0]) for pair in objects()])
+def test_docstrings_say_what_arguments_are(name: str, value: Any) -> None:
+    doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    assert doc, f"{name} has no docstring"
+    if dataclasses.is_dataclass(value):
+        assert doc != f"{value.__name__}{inspect.signature(value)}".replace(" -> None", ""), f"{name} has no docstring"
+    of_module = inspect.getdoc(inspect.getmodule(value)) or ""
+    source = inspect.getsource(value)  # fields may be documented below themselves
+    if not inspect.isclass(value):
+        assert not unnamed(value, doc, of_module), f"{name}: says nothing of {unnamed(value, doc, of_module)}"
+        return
+    if not getattr(value, "_is_protocol", False):
+        made = [] if name == "assisted.AssistedModelForCausalLM" else unnamed(value, doc, of_module)
+        undocumented = [field for field in made if not re.search(rf'^    {field}: .*\n    """', source, re.M)]
+        assert not undocumented, f"{name}: says nothing of {undocumented}"
+    for method_name, method in vars(value).items():
+        function = method.__func__ if isinstance(method, (classmethod, staticmethod)) else method
+        if method_name.startswith("_") or not inspect.isfunction(function):
+            continue
+        # what it overrides says the same
+        docs = [inspect.getdoc(getattr(kind, method_name)) for kind in value.__mro__ if hasattr(kind, method_name)]
+        assert any(docs), f"{name}.{method_name} has no docstring"
+        missing = unnamed(function, *filter(None, docs), doc, of_module)
+        assert not missing, f"{name}.{method_name}: says nothing of {missing}"

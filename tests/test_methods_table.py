@@ -1,0 +1,108 @@
+"""The table of methods: the page has what the code declares, and the methods do what they declare."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from methods_table import LINES, PAGE, Line, section, table, tree_option
+from transformers import AutoTokenizer
+
+from assisted import AssistedModelForCausalLM, Merged, decoding, zoo
+from assisted.drafters import METHODS, parse
+from assisted.drafts import Draft
+
+PROMPT = "def mean(values):\n    total = 0\n    for value in values:\n        total"
+NEEDS_BACKEND = {"self"}
+# in a family of quantization that every CPU has
+DRAFTS: dict[str, Any] = {"self": "self:int8-torchao"}
+
+
+def test_the_page_has_the_table_that_the_code_makes() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    start, stop = section(text)
+    assert text[start:stop] == table(), "run python tests/methods_table.py"
+
+
+def test_every_method_has_a_line() -> None:
+    assert {line.method for line in LINES} == set(METHODS)
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.title)
+def test_what_is_written_is_that_method(line: Line) -> None:
+    for code in {*re.findall(r"`([^`]+)`", line.written), *filter(None, [line.example])}:
+        assert type(parse(eval(code, {"Merged": Merged}))) is METHODS[line.method]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_trained_is_read_from_somewhere(name: str) -> None:
+    """Heads are named by where they lie; there are no others, so they cannot be left out."""
+    spec = METHODS[name]
+    required = [f for f in dataclasses.fields(spec) if f.default is f.default_factory is dataclasses.MISSING]
+    assert spec.trained == ([field.name for field in required] == ["path"]) or spec.trained is None
+
+
+def lines() -> list[Any]:
+    return [
+        pytest.param(line, id=line.title, marks=[pytest.mark.quant] if line.method in NEEDS_BACKEND else [])
+        for line in LINES
+    ]
+
+
+@pytest.mark.parametrize("line", lines())
+def test_methods_do_what_they_declare(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = line.example or re.findall(r"`([^`]+)`", line.written)[0]
+    spec = parse(DRAFTS.get(line.method) or eval(example, {"Merged": Merged}))
+    seen: list[Draft] = []
+    propose = decoding._propose
+
+    def remembered(*args: Any) -> Any:
+        draft, drafting = propose(*args)
+        if draft.width:
+            seen.append(draft)
+        return draft, drafting
+
+    monkeypatch.setattr(decoding, "_propose", remembered)
+    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
+    one = tokenizer(PROMPT, return_tensors="pt")
+    three = tokenizer([PROMPT, "import os\n\nfor name in os.", "class Queue:\n"], return_tensors="pt", padding=True)
+
+    def run(draft: Any, inputs: Any, **call: Any) -> tuple[list[Draft], torch.Tensor]:
+        model = AssistedModelForCausalLM.from_pretrained("zoo:target", draft=draft, draft_length=3, dtype=torch.float32)
+        seen.clear()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*plainly.*")
+            output = model.generate(**inputs, max_new_tokens=24, **call)
+        if not call["do_sample"]:  # exact
+            plain = model.generate(**inputs, max_new_tokens=24, **call, assisted=False)
+            assert output.tolist() == plain.tolist()
+        assert seen
+        return list(seen), output
+
+    # trees: with the default options where the target is greedy, and with the option where there is one
+    drafts, _ = run(spec, one, do_sample=False)
+    usual = any(draft.parents is not None for draft in drafts)
+    has_option = any(field.name == "tree" for field in dataclasses.fields(spec))  # type: ignore[arg-type]
+    if spec.trees is None:
+        assert not usual  # the parts named on the page draft chains
+    else:
+        assert usual == (spec.trees and tree_option(type(spec)) is not False)
+    if has_option:
+        drafts, _ = run(dataclasses.replace(spec, tree=True), one, do_sample=False)  # type: ignore[type-var]
+        assert any(draft.parents is not None for draft in drafts) == spec.trees
+
+    # batches: every row has drafts of its own
+    drafts, output = run(spec, three, do_sample=False)
+    assert len(output) == 3
+    assert torch.stack([draft.lengths > 0 for draft in drafts]).any(0).sum() > 1
+
+    # sampling: a law of the drafted tokens, or none
+    torch.manual_seed(0)
+    drafts, _ = run(spec, one, do_sample=True, temperature=0.7)
+    with_law = any(draft.q is not None for draft in drafts)
+    if spec.has_law is not None:
+        assert with_law == spec.has_law

@@ -1,0 +1,280 @@
+"""From the sources, notebooks/NN_slug.py, to the notebooks: run, checked, and written with their output.
+
+Each source (jupytext, py:percent) gives NN_slug.ipynb, with output and with the answers folded, and student/NN_slug.ipynb,
+with neither output nor answers. What a notebook must be like is in `problems`; a notebook with a problem is not written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+from nbformat import NotebookNode
+
+HERE = Path(__file__).resolve().parent
+CELL_SECONDS = 300  # a cell that takes longer is stuck, however slow the machine
+RUN_SECONDS = 90  # what a notebook promises its readers on two quiet cores
+CELL_LINES = 40
+NOTEBOOK_BYTES = 400_000
+HEADINGS = [
+    "Question",
+    "Your prediction",
+    "By hand",
+    "From scratch",
+    "The library's call",
+    "The picture",
+    "When it loses",
+    "Takeaway",
+    "Exercises",
+    "References",
+]
+MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:work|tmp|home|root|Users|mnt|opt|usr|var|private)/\w")
+
+
+@dataclass
+class Built:
+    """One notebook's outcome. Problems keep it from being written, notes do not."""
+
+    name: str
+    seconds: float = 0.0
+    size: int = 0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def sources(only: list[str] | None = None) -> list[Path]:
+    """All sources, or those whose number or name is in `only`, in order."""
+    found = sorted(HERE.glob("[0-9][0-9]_*.py"))
+    unknown = [one for one in only or [] if not any(path.name.startswith(one) for path in found)]
+    if unknown:
+        raise ValueError(f"--only: no source for {', '.join(unknown)}; there are {', '.join(p.stem for p in found)}.")
+    return [path for path in found if not only or any(path.name.startswith(one) for one in only)]
+
+
+def read(source: Path) -> NotebookNode:
+    """The notebook of a source, not run: the same bytes each time for the same source."""
+    # a commented %pip stays a comment: a build installs nothing
+    notebook = jupytext.read(source, fmt={"extension": ".py", "format_name": "percent", "comment_magics": False})
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number:02}"
+        labels = tags(cell)
+        cell.metadata = NotebookNode({"tags": labels} if labels else {})
+        if {"answer", "folded"} & set(labels):
+            cell.metadata.jupyter = {"source_hidden": True}
+    _plain_metadata(notebook)
+    return notebook
+
+
+def run(notebook: NotebookNode) -> list[str]:
+    """Run all cells in a fresh kernel, in place. Returns what went to standard error, which is not kept."""
+    from nbclient import NotebookClient
+
+    # the checkout is what is run; models come from the package; bars and their like belong to no page
+    places = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    settings = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    environment = os.environ | settings | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+    NotebookClient(
+        notebook,
+        timeout=CELL_SECONDS,
+        kernel_name="python3",
+        extra_arguments=["--log-level=ERROR"],
+        resources={"metadata": {"path": str(HERE)}},
+        record_timing=False,
+        coalesce_streams=True,
+    ).execute(env=environment)
+    said: list[str] = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            errors = [output for output in cell.outputs if output.get("name") == "stderr"]
+            cell.outputs = [output for output in cell.outputs if output not in errors]
+            cell.metadata.pop("execution", None)
+            if "setup" not in tags(cell):  # what libraries say when they are imported differs from machine to machine
+                said += [output.text.strip() for output in errors]
+    _plain_metadata(notebook)
+    return said
+
+
+def student(notebook: NotebookNode) -> NotebookNode:
+    """Without answers and without output."""
+    copy = deepcopy(notebook)
+    copy.cells = [cell for cell in copy.cells if "answer" not in tags(cell)]
+    for cell in copy.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return copy
+
+
+def problems(notebook: NotebookNode, name: str, ran: bool = True) -> list[str]:
+    """What is wrong with a notebook: its form always, its outputs when it has been run."""
+    found = []
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    words = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    first = re.split(r"\n\s*\n", notebook.cells[0].source.strip())
+    if len(first) < 3 or not first[0].startswith(f"# {name[:2]}. ") or not first[2].startswith("*About "):
+        found.append(f'the first cell is not "# {name[:2]}. Title", the question, "*About ...*", a paragraph each')
+    headings = re.findall(r"^## (.*?)\s*$", words, re.MULTILINE)
+    if headings != HEADINGS:
+        found.append(f"the headings are {headings}, and should be {HEADINGS}")
+    if not re.search(r"^> ", words, re.MULTILINE):
+        found.append("no takeaway: a line that starts with >")
+    for tag in ("colab", "setup"):
+        if sum(tag in tags(cell) for cell in code) != 1:
+            found.append(f'not one code cell tagged "{tag}"')
+    order = [tag for cell in code for tag in tags(cell) if tag in ("exercise", "answer")]
+    if order != ["exercise", "answer"] * 3:
+        found.append(f"not three exercises, each with its answer: {order}")
+    for number, cell in enumerate(code, 1):
+        lines = cell.source.count("\n") + 1
+        if lines > CELL_LINES:
+            found.append(f"code cell {number} has {lines} lines, more than {CELL_LINES}")
+        if ran:
+            found += [f"code cell {number} {what}" for what in _outputs(cell)]
+    return found
+
+
+def _outputs(cell: NotebookNode) -> list[str]:
+    found = []
+    printed = "".join(output.text for output in cell.outputs if output.output_type == "stream").strip()
+    last = (printed.splitlines() or [""])[-1]
+    if any(output.output_type == "error" for output in cell.outputs):
+        found.append("raises")
+    if "exercise" in tags(cell) and not last.startswith("Not solved yet"):
+        found.append(f'is an exercise and prints {last!r}, not "Not solved yet"')
+    if "answer" in tags(cell) and last != "Correct.":
+        found.append(f'is an answer and prints {last!r}, not "Correct."')
+    path = MACHINE_PATH.search(json.dumps(cell.outputs))
+    if path is not None:
+        found.append(f"shows a path of this machine: {path.group(0)}...")
+    if any("image/png" in output.get("data", {}) for output in cell.outputs):
+        found.append("shows a PNG: call figure_style() first, and figures are SVG")
+    return found
+
+
+def differences(source: Path) -> list[str]:
+    """Where the written notebooks disagree with their source."""
+    written, handed = target(source), target(source, "student")
+    if not (written.exists() and handed.exists()):
+        return [f"{written.name} or its student version is missing: make notebooks"]
+    wanted, there = read(source), nbformat.read(written, as_version=4)
+    found = []
+    if [_essence(cell) for cell in there.cells] != [_essence(cell) for cell in wanted.cells]:
+        found.append(f"{written.name} is not what {source.name} gives: make notebooks")
+    if nbformat.read(handed, as_version=4) != student(there):
+        found.append(f"student/{handed.name} is not {written.name} without answers and output: make notebooks")
+    return found
+
+
+def target(source: Path, folder: str = ".") -> Path:
+    return source.parent / folder / f"{source.stem}.ipynb"
+
+
+def tags(cell: NotebookNode) -> list[str]:
+    return list(cell.metadata.get("tags", []))
+
+
+def build(source: Path, write: bool = True) -> Built:
+    """Read, run, check and, where all is well, write one notebook."""
+    built, start = Built(source.stem), time.monotonic()
+    notebook = read(source)
+    try:
+        said = run(notebook)
+    except Exception as error:  # of the notebook's own code; what it says ends with the traceback
+        return Built(source.stem, time.monotonic() - start, 0, [re.sub(r"\x1b\[[\d;]*m", "", str(error))[-2000:]])
+    built.seconds = round(time.monotonic() - start, 1)
+    built.problems = problems(notebook, source.stem)
+    built.notes = [f"standard error (not kept): {text[:300]}" for text in said]
+    text = nbformat.writes(notebook)
+    built.size = len(text)
+    if built.seconds > RUN_SECONDS:
+        built.notes.append(f"took {built.seconds:.0f} s here; readers are promised {RUN_SECONDS} s on two quiet cores")
+    if built.size > NOTEBOOK_BYTES:
+        built.notes.append(f"has {built.size // 1000} KB, more than {NOTEBOOK_BYTES // 1000} KB")
+    if write and not built.problems:
+        target(source, "student").parent.mkdir(exist_ok=True)
+        target(source).write_text(text + "\n", encoding="utf-8")
+        target(source, "student").write_text(nbformat.writes(student(notebook)) + "\n", encoding="utf-8")
+    return built
+
+
+def check(source: Path) -> Built:
+    """What can be said without running."""
+    return Built(source.stem, problems=problems(read(source), source.stem, ran=False) + differences(source))
+
+
+def _essence(cell: NotebookNode) -> tuple[Any, ...]:
+    return cell.cell_type, cell.source, cell.id, dict(cell.metadata)
+
+
+def _plain_metadata(notebook: NotebookNode) -> None:
+    """Only what every machine would write."""
+    notebook.metadata = NotebookNode(
+        kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
+        language_info={"name": "python"},
+    )
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Run the notebooks and write them with their output.")
+    parser.add_argument("--only", nargs="+", metavar="NN", help="these alone, by number or name")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time (default: 1)")
+    parser.add_argument("--check", action="store_true", help="run nothing: do sources and written notebooks agree?")
+    parser.add_argument("--run-only", action="store_true", help="run and check, write nothing")
+    parser.add_argument("--json", action="store_true", help="the summary as JSON on standard output")
+    options = parser.parse_args(arguments)
+    try:
+        chosen = sources(options.only)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.check:
+        done = [check(source) for source in chosen]
+    else:
+        done = _all(chosen, options.jobs, not options.run_only)
+    if options.json:
+        print(json.dumps([asdict(built) for built in done], indent=1))
+    else:
+        _summary(done, ran=not options.check)
+    return int(any(built.problems for built in done))
+
+
+def _all(chosen: list[Path], jobs: int, write: bool) -> list[Built]:
+    from tqdm import tqdm
+
+    done: dict[Path, Built] = {}
+    with (
+        ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
+        tqdm(total=len(chosen), desc="notebooks", leave=False, file=sys.stderr) as bar,
+    ):
+        waiting = {pool.submit(build, source, write): source for source in chosen}
+        for finished in as_completed(waiting):
+            done[waiting[finished]] = finished.result()
+            bar.update()
+            bar.set_postfix_str(waiting[finished].stem)
+    return [done[source] for source in chosen]
+
+
+def _summary(done: list[Built], ran: bool) -> None:
+    for built in done:
+        state = "FAILED" if built.problems else "ok"
+        print(f"{built.name:32} {state:7}" + (f"{built.seconds:6.1f} s {built.size // 1000:5} KB" if ran else ""))
+        for kind in ("problems", "notes"):
+            for line in getattr(built, kind):
+                print(f"  {kind[:-1]}: {line}")
+    if ran:
+        print(f"{len(done)} notebooks, {sum(built.seconds for built in done):.0f} s of running")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

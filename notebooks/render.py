@@ -1,0 +1,125 @@
+"""A written notebook as a page of the site: Markdown for mkdocs, and the HTML that stands in it.
+
+Knows the form that build.py gives a notebook, and Material for MkDocs' Markdown. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+HERE = Path(__file__).resolve().parent
+INK = "#7d8082"  # assisted.notebook.INK: on the site, text and axes have the page's own colour
+FOLDED = {"folded": 'note "The code"', "check": 'note "The check"', "answer": 'success "Answer"'}
+NOTEBOOK_LINK = re.compile(r"\[([^\]]+)\]\((?:student/)?(\d\d_\w+)\.ipynb(#[^)]*)?\)")
+
+
+@dataclass
+class Page:
+    """Markdown with empty `<div>`s by number, and the HTML that belongs into each.
+
+    HTML goes around the Markdown parser, which would take a blank line in a script for the end of a block.
+    """
+
+    slug: str
+    title: str
+    question: str
+    about: str
+    markdown: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    def filled(self, page: str) -> str:
+        """The page that mkdocs made of the Markdown, with the pieces in their places."""
+        return re.sub(r'<div data-piece="(\d+)"></div>', lambda match: self.pieces[int(match[1])], page)
+
+
+def written() -> list[Path]:
+    """The notebooks there are, in order."""
+    return sorted(HERE.glob("[0-9][0-9]_*.ipynb"))
+
+
+def render(path: Path) -> Page:
+    """The page of a notebook. The first cell is its title, its question and what it asks of the reader."""
+    notebook = nbformat.read(path, as_version=4)
+    title, question, about, *rest = re.split(r"\n\s*\n", notebook.cells[0].source.strip())
+    page = Page(path.stem, title.removeprefix("# ").strip(), " ".join(question.split()), " ".join(about.split()))
+    parts = [title, words(question), words(about), _downloads(path.stem), *map(words, rest)]
+    for cell in notebook.cells[1:]:
+        parts.append(words(cell.source) if cell.cell_type == "markdown" else _code(cell, page))
+    page.markdown = "\n\n".join(part for part in parts if part) + "\n"
+    return page
+
+
+def _downloads(slug: str) -> str:
+    return (
+        '!!! tip "Run it yourself"\n'
+        f"    [The notebook]({slug}.ipynb){{ download }}, as it ran, or [without output and answers](student/{slug}.ipynb)"
+        "{ download }, to work in. [How to start it](index.md#run-them)."
+    )
+
+
+def words(source: str) -> str:
+    """The notebook's Markdown, with links to pages and with the blank lines that Python-Markdown wants before a list."""
+    there = {path.stem for path in HERE.glob("[0-9][0-9]_*.ipynb")}
+
+    def linked(match: re.Match[str]) -> str:
+        words, slug, anchor = match.groups()
+        return f"[{words}]({slug}.md{anchor or ''})" if slug in there else words
+
+    lines: list[str] = []
+    for line in NOTEBOOK_LINK.sub(linked, source).split("\n"):
+        item = re.match(r"\s*([-*]|\d+\.) ", line)
+        if item and lines and lines[-1].strip() and not re.match(r"\s*([-*]|\d+\.) |\s{2,}", lines[-1]):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _code(cell: NotebookNode, page: Page) -> str:
+    tags = cell.metadata.get("tags", [])
+    if "colab" in tags:
+        return ""  # for a notebook that has been opened elsewhere
+    code, outputs = _fence(cell.source, "{ .python }"), [_output(output, page) for output in cell.outputs]
+    kind = next((kind for tag, kind in FOLDED.items() if tag in tags), None)
+    if kind is None:
+        return "\n\n".join([code, *outputs])
+    inside, below = ([code], outputs) if "folded" in tags else ([code, *outputs], [])
+    return "\n\n".join([f"??? {kind}\n" + textwrap.indent("\n\n".join(inside), "    "), *below])
+
+
+def _output(output: NotebookNode, page: Page) -> str:
+    if output.output_type == "stream":
+        return _fence(output.text.rstrip(), "{ .text .no-copy .output }")
+    data = output.get("data", {})
+    if "image/svg+xml" in data:
+        return _piece(f'<div class="figure">{figure(data["image/svg+xml"], f"f{len(page.pieces)}")}</div>', page)
+    if "text/html" in data:
+        return _piece(f'<div class="shown">{data["text/html"]}</div>', page)
+    if "text/markdown" in data:
+        return words(data["text/markdown"])
+    return _fence(data.get("text/plain", "").rstrip(), "{ .text .no-copy .output }")
+
+
+def figure(svg: str, prefix: str) -> str:
+    """matplotlib's SVG to stand inside a page: no ground, text in the page's colour, names of its own, any width."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    opening, rest = svg.split(">", 1)
+    opening = re.sub(r' (width|height)="[^"]*"', "", opening)
+    rest = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", rest)
+    return f'{opening} role="img">{rest}'.replace(INK, "currentColor")
+
+
+def _piece(text: str, page: Page) -> str:
+    page.pieces.append(text)
+    return f'<div data-piece="{len(page.pieces) - 1}"></div>'
+
+
+def _fence(text: str, info: str) -> str:
+    longest = max((len(ticks) for ticks in re.findall(r"`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence} {info}\n{text}\n{fence}"

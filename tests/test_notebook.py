@@ -1,0 +1,153 @@
+"""What notebooks share: exercises, figures, tables and sliders."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from assisted import notebook
+from assisted.notebook import COLOURS, INK, attempt, figure_style, show, slider, table
+
+
+def doubled(candidate) -> None:
+    assert candidate(3) == 6, f"twice 3 is 6, not {candidate(3)}.\nA second line."
+
+
+@pytest.mark.parametrize(
+    ("solution", "said"),
+    [
+        (lambda x: 2 * x, "Correct.\n"),
+        (lambda x: x, "Not solved yet: twice 3 is 6, not 3.\n"),
+        (lambda x: None, "Not solved yet: twice 3 is 6, not None.\n"),
+        (lambda x: x + "a", "Not solved yet: TypeError: unsupported operand type(s) for +: 'int' and 'str'\n"),
+    ],
+)
+def test_attempt_says_what_is_missing(solution, said: str, capsys: pytest.CaptureFixture) -> None:
+    attempt(doubled, solution)
+    assert capsys.readouterr().out == said
+
+
+def test_an_exercise_still_to_be_written_is_no_error(capsys: pytest.CaptureFixture) -> None:
+    def nothing(x):
+        raise NotImplementedError
+
+    def silent(candidate) -> None:
+        if candidate != 1:
+            raise AssertionError
+
+    attempt(doubled, nothing)
+    attempt(silent, 2)
+    assert capsys.readouterr().out.splitlines() == [
+        "Not solved yet: the function is still to be written.",
+        "Not solved yet: the check does not hold.",
+    ]
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("ground", ["#ffffff", "#1e1e1e"])
+@pytest.mark.parametrize("colour", [INK, *COLOURS.values()])
+def test_colours_can_be_seen_on_light_and_on_dark(colour: str, ground: str) -> None:
+    assert contrast(colour, ground) >= 3
+
+
+def test_figures_have_no_ground_of_their_own() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    with matplotlib.rc_context():
+        figure_style()
+        assert matplotlib.rcParams["figure.facecolor"] == matplotlib.rcParams["axes.facecolor"] == "none"
+        assert matplotlib.rcParams["text.color"] == INK
+
+
+def test_table_in_both_forms(capsys: pytest.CaptureFixture) -> None:
+    made = table(["draft", "tokens", "rate"], [["a & b", 3, 0.5], ["none", 12, 1.0]])
+    show(made)
+    assert capsys.readouterr().out.splitlines() == [
+        "draft  tokens  rate",
+        "-----  ------  ----",
+        "a & b       3  0.50",
+        "none       12  1.00",
+    ]
+    page = ElementTree.fromstring(made._repr_html_())
+    assert [cell.text for cell in page.iter("td")] == ["a & b", "3", "0.50", "none", "12", "1.00"]
+    with pytest.raises(ValueError, match="rows"):
+        table(["a"], [[1, 2]])
+
+
+def states(picture) -> dict:
+    return json.loads(re.search(r"const data = (.*);\n", picture.text).group(1))
+
+
+def test_slider_holds_every_state() -> None:
+    controls = {"acceptance": [0.5, 0.9], "length": [1, 2, 4]}
+    picture = slider(
+        controls,
+        lambda a, g: {"target": ([0, 1, 2], [0, a, g]), "draft": ([0, 2], [g, g])},
+        text=lambda a, g: f"{a} < {g}",
+        start=(0.9, 2),
+        xlabel="x",
+        ylabel="y",
+    )
+    data = states(picture)
+    assert data["values"] == [["0.5", "0.9"], ["1", "2", "4"]]
+    assert data["text"] == [f"{a} < {g}" for a, g in itertools.product(*controls.values())]
+    assert len(data["d"]) == 6 and all(len(paths) == 2 for paths in data["d"])
+    # what is there before any script runs is the state asked for
+    svg = ElementTree.fromstring(re.search(r"<svg.*</svg>", picture.text, re.DOTALL).group(0))
+    curves = [path for path in svg.iter("path") if path.get("class") == "curve"]
+    assert [path.get("d") for path in curves] == data["d"][4]
+    assert [path.get("stroke") for path in curves] == [COLOURS["target"], COLOURS["draft"]]
+    assert "0.9 &lt; 2" in picture.text
+    assert [float(value) for value in re.findall(r'value="(\d+)"', picture.text)] == [1, 1]
+
+
+def test_slider_with_bars_stands_on_zero() -> None:
+    picture = slider({"t": [1, 2]}, lambda t: {"p": [0.5 / t, 0.25]}, kind="bars", ticks=["the", "cat"])
+    feet = {float(foot) for path in states(picture)["d"] for foot in re.findall(r"M\S+ ([\d.]+)V", path[0])}
+    assert len(feet) == 1
+    assert ">the<" in picture.text and ">cat<" in picture.text
+    assert (
+        picture.text == slider({"t": [1, 2]}, lambda t: {"p": [0.5 / t, 0.25]}, kind="bars", ticks=["the", "cat"]).text
+    )
+
+
+def test_slider_asks_no_other_host_and_is_small() -> None:
+    picture = slider({"g": range(1, 13)}, lambda g: {"e": (range(20), [g * x for x in range(20)])})
+    assert not re.search(r"(src|href)=|https?://", picture.text)
+    assert len(picture.text) < 12_000
+
+
+def test_slider_refuses() -> None:
+    flat = {"e": ([0, 1], [1, 1])}
+    with pytest.raises(ValueError, match="kind"):
+        slider({"g": [1]}, lambda g: flat, kind="pie")
+    with pytest.raises(ValueError, match="controls"):
+        slider({"g": []}, lambda g: flat)
+    with pytest.raises(ValueError, match="start"):
+        slider({"g": [1]}, lambda g: flat, start=(2,))
+    with pytest.raises(ValueError, match="series"):
+        slider({"g": [1, 2]}, lambda g: flat if g == 1 else {"other": ([0, 1], [1, 1])})
+
+
+def test_no_plotting_library_at_import() -> None:
+    """The package has to be importable without the extra."""
+    tree = ast.parse(Path(notebook.__file__).read_text(encoding="utf-8"))
+    outside = {"matplotlib", "matplotlib_inline", "IPython"}
+    at_top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name.name for node in at_top for name in node.names} | {getattr(node, "module", "") for node in at_top}
+    assert not {name.split(".")[0] for name in names if name} & outside

@@ -12,11 +12,10 @@ TORCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-NOTEBOOKS := $(wildcard notebooks/[0-9]*.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format docs docs-serve notebooks clean
+.PHONY: help demo test test-all lint format docs site-check docs-serve notebooks notebooks-check clean
 
 help: ## this list
 	@echo "assisted: exact speculative decoding for Hugging Face models"
@@ -26,8 +25,8 @@ help: ## this list
 demo: $(VENV)/.demo ## draft and target write held-out code together, then a table
 	@$(BIN)/assisted demo $(ARGS)
 
-test: $(VENV)/.test ## the tests, without the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+test: $(VENV)/.test ## the tests, without the slow ones and the runs of the notebooks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not notebooks" $(ARGS)
 
 test-all: $(VENV)/.test ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
@@ -44,16 +43,17 @@ format: $(VENV)/.test ## let ruff rewrite the code
 docs: $(VENV)/.docs ## build the site into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+site-check: docs ## look at the built site in a headless Chromium, which has to be installed
+	$(BIN)/python .ci/site_check.py site $(ARGS)
+
 docs-serve: $(VENV)/.docs ## the site on this machine, rebuilt as you write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
 
-ifeq ($(NOTEBOOKS),)
-notebooks: ## run the notebooks and write them with their output
-	@echo "There are no notebooks yet: they are planned, see CHANGELOG.md."
-else
 notebooks: $(VENV)/.notebooks ## run the notebooks and write them with their output
-	$(BIN)/jupytext --to ipynb --execute $(ARGS) $(NOTEBOOKS)
-endif
+	OMP_NUM_THREADS=1 $(BIN)/python notebooks/build.py $(ARGS)
+
+notebooks-check: $(VENV)/.test $(VENV)/.notebooks ## run the notebooks, write nothing; a cell has 5 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m notebooks $(ARGS) tests/test_notebooks.py
 
 clean: ## remove the virtual environment and everything built
 	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -33,6 +33,11 @@ class Page:
     markdown: str = ""
     pieces: list[str] = field(default_factory=list)
 
+    @property
+    def before(self) -> str:
+        """The numbers of the notebooks that should be read before this one."""
+        return ", ".join(dict.fromkeys(re.findall(r"\b\d\d\b(?![_\d])", self.about.partition("Before it:")[2])))
+
     def filled(self, page: str) -> str:
         """The page that mkdocs made of the Markdown, with the pieces in their places."""
         return re.sub(r'<div data-piece="(\d+)"></div>', lambda match: self.pieces[int(match[1])], page)
@@ -47,7 +52,9 @@ def render(path: Path) -> Page:
     """The page of a notebook. The first cell is its title, its question and what it asks of the reader."""
     notebook = nbformat.read(path, as_version=4)
     title, question, about, *rest = re.split(r"\n\s*\n", notebook.cells[0].source.strip())
-    page = Page(path.stem, title.removeprefix("# ").strip(), " ".join(question.split()), " ".join(about.split()))
+    page = Page(
+        path.stem, title.removeprefix("# ").strip(), " ".join(question.split()).strip("*"), " ".join(about.split())
+    )
     parts = [title, words(question), words(about), _downloads(path.stem), *map(words, rest)]
     for cell in notebook.cells[1:]:
         parts.append(words(cell.source) if cell.cell_type == "markdown" else _code(cell, page))

@@ -1,0 +1,140 @@
+"""Look at the built site in a browser, headless and without a network: `make site-check`.
+
+Every page is opened at three widths. It fails on an error in the console, on a request to another host, on a missing file, on a
+formula that KaTeX refuses and on a page that is wider than its window. Pictures of some pages are left to be looked at.
+Needs Chromium or Chrome; knows the site as files, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars", "--enable-logging=stderr"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-default-apps", "--disable-sync"),
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # another host is refused at once
+]
+WIDTHS = (390, 768, 1280)
+SECONDS = 600  # for all pages
+MISSING: list[str] = []  # what was asked for in vain
+RESULT: queue.Queue[list[str]] = queue.Queue()
+PROBE = """<!doctype html><meta charset="utf-8"><body><script>
+const wait = ms => new Promise(done => setTimeout(done, ms));
+(async () => {
+  const found = new Set();
+  for (const page of PAGES) for (const width of WIDTHS) {
+    const frame = document.createElement("iframe");
+    frame.style = `border: 0; height: 900px; width: ${width}px`;
+    const loaded = new Promise(done => { frame.onload = done; });
+    frame.src = "/" + page;
+    document.body.append(frame);
+    await loaded;
+    const inside = frame.contentDocument;
+    const raw = () => inside.querySelector(".arithmatex:not(:has(.katex))");
+    const over = () => inside.documentElement.scrollWidth - width;
+    for (let tries = 0; tries < 30 && (raw() || over() > 0); tries++) await wait(50);
+    if (raw()) found.add(page + ": a formula is not drawn");
+    if (over() > 0) found.add(page + ": " + over() + " px wider than a window of " + width);
+    for (const entry of frame.contentWindow.performance.getEntriesByType("resource"))
+      if (new URL(entry.name).host !== location.host) found.add(page + ": asks for " + entry.name);
+    frame.remove();
+  }
+  await fetch("/__result", { method: "POST", body: JSON.stringify([...found]) });
+})();
+</script>"""
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """The site's files, the probe, and the place where the probe hands in what it found."""
+
+    probe = ""
+
+    def do_GET(self) -> None:
+        if self.path != "/__probe":
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(self.probe.encode())
+
+    def do_POST(self) -> None:
+        RESULT.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+
+    def send_error(self, code: int, *details: str | None) -> None:
+        if self.path != "/favicon.ico":
+            MISSING.append(f"{self.path}: {code}")
+        super().send_error(code, *details)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def check(site: Path, browser: str, port: int) -> list[str]:
+    """What is wrong with the site that is served at this port."""
+    pages = sorted(path.parent.relative_to(site).as_posix() for path in site.rglob("index.html"))
+    addresses = ["" if page == "." else f"{page}/" for page in pages]
+    Handler.probe = PROBE.replace("PAGES", json.dumps(addresses)).replace("WIDTHS", json.dumps(WIDTHS))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, tempfile.TemporaryFile("w+") as log:
+        command = [browser, *FLAGS, f"--user-data-dir={profile}", f"http://127.0.0.1:{port}/__probe"]
+        running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        try:
+            found = RESULT.get(timeout=SECONDS)
+        except queue.Empty:
+            found = [f"the pages were not all looked at within {SECONDS} s"]
+        finally:
+            running.terminate()
+            running.wait()
+        log.seek(0)
+        said = re.findall(r"CONSOLE:?\(?\d*\)?\] (.*)", log.read())
+    print(f"{len(addresses)} pages at {len(WIDTHS)} widths")
+    return [*found, *dict.fromkeys(f"console: {line}" for line in said), *dict.fromkeys(MISSING)]
+
+
+def pictures(pages: list[str], folder: Path, browser: str, port: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for page, mode in itertools.product(pages, ("light", "dark")):
+        path = folder / f"{page.strip('/').replace('/', '-') or 'home'}-{mode}.png"
+        flags = ["--force-dark-mode"] if mode == "dark" else []
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+            flags += ["--window-size=1280,3000", f"--screenshot={path}", f"--user-data-dir={profile}"]
+            command = [browser, *FLAGS, *flags, f"http://127.0.0.1:{port}/{page}"]
+            subprocess.run(command, capture_output=True, timeout=120, check=False)
+        print(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Look at the built site in a headless browser.")
+    parser.add_argument("site", type=Path, nargs="?", default=Path("site"), help="the built site (default: site)")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="also write pictures of --pages here")
+    parser.add_argument("--pages", nargs="+", default=["", "learn/"], metavar="PAGE", help="which to take pictures of")
+    options = parser.parse_args()
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        parser.error(f"none of {', '.join(BROWSERS)} is installed")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(options.site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    found = check(options.site, browser, server.server_port)
+    if options.pictures:
+        pictures(options.pages, options.pictures, browser, server.server_port)
+    server.shutdown()
+    print(*found, sep="\n")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -27,7 +27,7 @@ _ALWAYS = (
     2**30
 )  # bytes of parameters that are always copied; of more only where a quarter of the free memory holds them
 _WHOLE = 2**26  # bytes of parameters up to which every number is looked at for changes
-_BLOCK = 32  # neighbouring numbers of each row that are looked at in larger models
+_BLOCK = 8  # neighbouring words of 8 bytes that are looked at in each row of larger models
 
 
 def packs(dtype: torch.dtype) -> bool:
@@ -66,9 +66,9 @@ def is_touched(module: nn.Module) -> bool:
 class Weights:
     """The parameters that something was made from, and what they held then, where they were copied.
 
-    Up to 64 MiB that is the sum of each. Of larger models it is a sum over 32 neighbouring numbers of every row, other
-    columns in each: it changes with every row, column, head or matrix that is written to, and is read in a fraction of a pass.
-    What torch counts of writes is compared as well; writes through `.data` are not counted.
+    Up to 64 MiB that is the sum of each, of its bytes taken as whole numbers. Of larger models it is a sum over 64 neighbouring
+    bytes of every row, other columns in each: it changes with every row, column, head or matrix that is written to, and is read
+    in a fraction of a pass. What torch counts of writes is compared as well; writes through `.data` are not counted.
     """
 
     parameters: tuple[torch.Tensor, ...]
@@ -83,7 +83,7 @@ class Weights:
         if not copied:
             return Weights(held, None)
         whole = sum(p.numel() * p.element_size() for p in held) <= _WHOLE
-        sums = [(p if whole else _sample(p)).sum(dtype=torch.float64) for p in held]
+        sums = [_sum(p.detach(), whole) for p in held]
         return Weights(held, torch.stack(sums), tuple(0 if p.is_inference() else p._version for p in held))
 
     def same(self, other: Weights) -> bool:
@@ -97,13 +97,20 @@ class Weights:
         return torch.equal(self.sums, other.sums)
 
 
-def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Some of the numbers of each row of a matrix; a smaller thing whole."""
-    blocks = weight.shape[-1] // _BLOCK
-    if weight.dim() != 2 or blocks < 2:
-        return weight
-    rows = torch.arange(len(weight))
-    return weight[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))[rows, rows % blocks]
+def _sum(weight: torch.Tensor, whole: bool) -> torch.Tensor:
+    """Of all numbers; or of some of each row, of a matrix that is large enough."""
+    if not weight.is_contiguous() or weight.dim() == 0 or weight.shape[-1] * weight.element_size() % 8:
+        return weight.double().sum().view(torch.int64)
+    words = weight.view(torch.int64)
+    blocks = words.shape[-1] // _BLOCK
+    if whole or weight.dim() != 2 or blocks < 2:
+        return words.sum()
+    rows, width = words.shape
+    turns = rows // blocks  # of so many rows, each looked at one block further than the last
+    step = (width + _BLOCK, 1)
+    found = words.as_strided((turns, blocks, _BLOCK), (blocks * width, *step)).sum()
+    found += words.as_strided((rows - turns * blocks, _BLOCK), step, turns * blocks * width).sum()
+    return found + words[::blocks, blocks * _BLOCK :].sum()
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ SHOWN = {  # contestant -> what the chart calls it; of transformers' own, whiche
     "transformers assisted": "transformers assisted",
     "transformers lookup": "transformers prompt lookup",
     "draft, Adaptive()": "assisted, the same draft",
-    "suffix and draft, Adaptive()": "assisted, suffix and draft",
+    "EAGLE chain, Adaptive()": "assisted, EAGLE-3 head",
 }
 PANELS = {"Greedy, 48 tokens": "Greedy", "Temperature 0.8, top-p 0.95, 128 tokens": "Sampled, temperature 0.8"}
 GREY, ORANGE, BLUE = "#8b93a1", "#c47f13", "#4f7fd9"

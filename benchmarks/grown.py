@@ -26,12 +26,12 @@ from assisted.controller import Adaptive
 from assisted.lengths import Fixed
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
-# title: target, rules, rows, share of the prompts
+# title: target, rules, rows, share of the prompts, whether transformers' own drafting takes part
 CASES = {
-    "0.25 B, greedy, 48 tokens": ("grown:0.25b", Rules(new_tokens=48), 1, 1.0),
-    "0.25 B, temperature 0.8, top-p 0.95, 128 tokens": ("grown:0.25b", Rules(new_tokens=128, **SAMPLED), 1, 0.5),
-    "0.25 B, batch 8, greedy, 48 tokens": ("grown:0.25b", Rules(new_tokens=48), 8, 1.0),
-    "1 B, greedy, 48 tokens": ("grown:1b", Rules(new_tokens=48), 1, 0.5),
+    "0.25 B, greedy, 48 tokens": ("grown:0.25b", Rules(new_tokens=48), 1, 1.0, True),
+    "0.25 B, temperature 0.8, top-p 0.95, 128 tokens": ("grown:0.25b", Rules(new_tokens=128, **SAMPLED), 1, 0.5, False),
+    "0.25 B, batch 8, greedy, 48 tokens": ("grown:0.25b", Rules(new_tokens=48), 8, 1.0, False),
+    "1 B, greedy, 48 tokens": ("grown:1b", Rules(new_tokens=48), 1, 0.4, False),
 }
 
 
@@ -62,14 +62,14 @@ def contestants(pair: AssistedModelForCausalLM, batch: int) -> list[Contestant]:
 def measure(args: Any) -> dict[str, Any]:
     dtype = getattr(torch, args.dtype)
     found: dict[str, Any] = {}
-    for title, (size, rules, batch, part) in CASES.items():
+    for title, (size, rules, batch, part, peers) in CASES.items():
         if args.only and not title.startswith(args.only):
             continue
         pair, _ = load(size, "zoo:draft", dtype=dtype)
         rules = Rules(**{**asdict(rules), "repeats": args.repeats})
         count = max(2, round(args.prompts * part))
         prompts = read(["code"], pair.tokenizer, batch * 2 if batch > 1 else count)
-        others = [*transformers_assisted(pair), *lookups(pair.target)] if batch == 1 else []
+        others = [*transformers_assisted(pair), *lookups(pair.target)] if peers else []
         machine = about(pair, prompts=args.prompts, repeats=args.repeats)
         with Bars() as bars:
             measured = point(pair, plainly(pair, args), others, contestants(pair, batch), prompts, rules, batch, bars)

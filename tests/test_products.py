@@ -50,13 +50,14 @@ def test_a_packed_module_is_the_module_in_everything_else():
 @pytest.mark.parametrize("whole", [2**26, 0], ids=["every number", "a sample"])
 def test_changes_are_noticed(whole, monkeypatch):
     monkeypatch.setattr(products, "_WHOLE", whole)
-    weights = [torch.randn(96, 200), torch.randn(200), torch.randn(40, 16)]
+    weights = [torch.randn(96, 200), torch.randn(200), torch.randn(40, 16), torch.randn(30, 37), torch.randn(300, 64).T]
     before = Weights.of(weights, True)
     assert before.same(Weights.of(weights, True))
     assert not before.same(Weights.of([weights[0].clone(), *weights[1:]], True))  # another tensor
     assert not before.same(Weights.of(weights, False))
     for row in (0, 41, 95):
-        for part in (weights[0][row], weights[0][:, row], weights[1][row : row + 1], weights[2][row % 40]):
+        parts = [weights[0][row], weights[0][:, row], weights[0][:, 104 + row], weights[1][row : row + 1]]
+        for part in (*parts, weights[2][row % 40], weights[3][row % 30], weights[3][:, row % 37], weights[4][row % 64]):
             part.data.add_(0.01)  # unseen by version counters
             after = Weights.of(weights, True)
             assert not before.same(after)

@@ -53,7 +53,7 @@ notebooks: $(VENV)/.notebooks ## run the notebooks and write them with their out
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/build.py $(ARGS)
 
 notebooks-check: $(VENV)/.test $(VENV)/.notebooks ## run the notebooks, write nothing; a cell has 5 minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m notebooks $(ARGS) tests/test_notebooks.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m notebooks --durations=13 $(ARGS) tests/test_notebooks.py
 
 clean: ## remove the virtual environment and everything built
 	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["PackedLinear", "Product", "Weights", "is_touched", "may_copy", "packs"]
 
-_WIDE = 2**17  # entries of a matrix from which oneDNN's layout pays at any number of columns
+_WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout pays at any number of columns
 _LARGE = 2**20  # entries from which a product costs more than filling up its columns
 _FILLED = 4  # columns up to which such a product is filled: over one or two it takes longer than over four
 _MANY = 32  # columns from which the layout pays for every matrix

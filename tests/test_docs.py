@@ -7,7 +7,9 @@ that module is not installed.
 
 from __future__ import annotations
 
+import io
 import re
+import shlex
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from assisted import drafters
+from assisted.cli import main
 
 ROOT = Path(__file__).parent.parent
 NOT_RUN = "<!-- not run -->"
@@ -116,3 +119,33 @@ def test_blocks_are_found() -> None:
         ("text", True, 18),
     ]
     assert found[2].text == "if a:\n    c = 3"
+
+
+COMMANDS = ROOT / "docs" / "howto" / "command-line.md"
+
+
+def command_lines() -> list[str]:
+    """What the page on commands tells a reader to type, but for what needs the Hub."""
+    lines = [
+        line for block in blocks(COMMANDS.read_text()) if block.language == "bash" for line in block.text.splitlines()
+    ]
+    return [line for line in lines if "Qwen/" not in line]
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_commands_run(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: a pipe's left side is what standard input holds."""
+    left, _, right = line.rpartition("|")
+    if left:
+        monkeypatch.setattr("sys.stdin", io.StringIO(shlex.split(left)[1] + "\n"))
+    program, *words = shlex.split(right)
+    assert program == "assisted" and main(words) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_every_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    known = set(re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE))
+    named = set(re.findall(r"^\| `assisted (\w+)` \|", COMMANDS.read_text(), re.MULTILINE))
+    assert named == known

@@ -1,5 +1,7 @@
 """Fused models say what their model says, notice when its weights change, and leave what they do not know as it is."""
 
+import warnings
+
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
@@ -46,6 +48,20 @@ def test_knows_its_family_alone(architecture, monkeypatch):
     monkeypatch.setattr(products, "_WIDE", 10**9)  # otherwise others have their products packed
     model = build(architecture)
     assert (fused.fused(model) is not model) == (architecture.name in FAMILY)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_text_is_plain_where_every_product_is_packed(architecture, monkeypatch):
+    monkeypatch.setattr(products, "_WIDE", 1)
+    target = build(architecture)
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))
+    ids = random_ids(target, 1, 9)
+    kwargs = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of drafting that failed
+        output = model.generate(ids, draft_length=4, **kwargs)
+    assert model.report.accepted > 0
+    assert output.tolist() == model.generate(ids, assisted=False, **kwargs).tolist()
 
 
 @torch.no_grad()

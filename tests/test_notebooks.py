@@ -200,7 +200,7 @@ def test_ink_is_the_same_in_figures_and_pages() -> None:
 def test_chart_shows_what_was_measured() -> None:
     drawn = ElementTree.fromstring(chart.chart())
     words = [text.text for text in drawn.iter("text")]
-    assert words.count("1.00") == len(chart.PANELS)
+    assert words.count("1.00") >= len(chart.PANELS)  # others may be as fast as the fastest plain mode
     assert all(words.count(name) == len(chart.PANELS) for name in chart.SHOWN.values())
 
 

@@ -97,7 +97,7 @@ class ModelDrafter(Drafter):
         """The draft over these slots: where its submodules are all there is to it, without the outer forward; its passes
         captured, where the call is to be run like that."""
         model = fused(self.model) if lease.fuses else self.model
-        bare = model is not self.model or (is_untouched(model) and self._is_sum_of_parts)
+        bare = not getattr(model, "is_sum_of_parts", False) and is_untouched(self.model) and self._is_sum_of_parts
         runner = CachedModel(model, cache, self.masks, bare)
         self.graphs.serve(runner, self.model, lease)
         return runner

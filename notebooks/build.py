@@ -40,7 +40,7 @@ HEADINGS = [
     "Exercises",
     "References",
 ]
-MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:work|tmp|home|root|Users|mnt|opt|usr|var|private)/\w")
+MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:tmp|home|root|Users|mnt|opt|usr|var|private)/\w")
 
 
 @dataclass
@@ -154,9 +154,10 @@ def _outputs(cell: NotebookNode) -> list[str]:
         found.append(f'is an exercise and prints {last!r}, not "Not solved yet"')
     if "answer" in tags(cell) and last != "Correct.":
         found.append(f'is an answer and prints {last!r}, not "Correct."')
-    path = MACHINE_PATH.search(json.dumps(cell.outputs))
-    if path is not None:
-        found.append(f"shows a path of this machine: {path.group(0)}...")
+    shown = json.dumps(cell.outputs)
+    path = MACHINE_PATH.search(shown)
+    if path is not None or str(HERE.parent) in shown:
+        found.append(f"shows a path of this machine: {path.group(0) if path else HERE.parent}...")
     if any("image/png" in output.get("data", {}) for output in cell.outputs):
         found.append("shows a PNG: call figure_style() first, and figures are SVG")
     return found

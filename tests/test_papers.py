@@ -6,9 +6,9 @@ import importlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from test_api import resolved
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "papers.md"
@@ -44,20 +44,6 @@ def cited() -> dict[str, list[str]]:
     return found
 
 
-def resolved(name: str) -> Any:
-    """What a dotted name below `assisted` is."""
-    parts = ["assisted", *name.split(".")]
-    for split in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:split]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[split:]:
-            found = getattr(found, part)
-        return found
-    raise ModuleNotFoundError(name)
-
-
 def test_rows_are_read() -> None:
     assert len(entries()) > 25
     for entry in entries():
@@ -67,7 +53,7 @@ def test_rows_are_read() -> None:
 
 @pytest.mark.parametrize("name", sorted({name for entry in entries() for name in entry.names}))
 def test_what_is_named_is_there(name: str) -> None:
-    assert callable(resolved(name))
+    assert callable(resolved(f"assisted.{name}"))
 
 
 def test_every_paper_cited_is_in_the_index() -> None:
@@ -85,6 +71,9 @@ def test_what_implements_a_paper_cites_it() -> None:
     for entry in entries():
         if entry.number is None:
             continue
-        files = {Path(importlib.import_module(resolved(name).__module__).__file__ or "") for name in entry.names}
+        files = {
+            Path(importlib.import_module(resolved(f"assisted.{name}").__module__).__file__ or "")
+            for name in entry.names
+        }
         texts = [file.read_text(encoding="utf-8") for file in files]
         assert any(entry.number in text for text in texts), f"{entry.names} do not cite {entry.number}"

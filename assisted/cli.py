@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .arguments import DEFAULT, DTYPES, int_or_name, loading, print_json, require_tokenizer, use_threads
 from .bench import command as bench
 from .bench import doctor_command, grow_command
 from .training import commands as training
@@ -48,17 +48,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _demo(args: argparse.Namespace) -> None:
-    import torch
-
     # it warns of kernels that it can do without
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     sizes = (args.prompts, args.max_new_tokens, args.repeats, args.seconds)
     if args.json:
         from .bench import brief
 
         model = _load(args, shipped="zoo:draft")
-        _print_json(brief(model, *sizes, also=_quantized(model, args)).to_dict())
+        print_json(brief(model, *sizes, also=_quantized(model, args)).to_dict())
     else:
         from .demo import show
 
@@ -100,7 +98,7 @@ def _generate(args: argparse.Namespace) -> None:
     if args.json:
         new = output[0, ids.shape[1] :]
         completion = model.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        _print_json({"prompt": prompt, "completion": completion, "report": model.report.to_dict()})
+        print_json({"prompt": prompt, "completion": completion, "report": model.report.to_dict()})
     elif not args.quiet:
         print(f"\n{model.report}", file=sys.stderr)
 
@@ -124,13 +122,13 @@ def _chat(args: argparse.Namespace) -> None:
             reply = conversation.say(message, args.max_new_tokens, streamer=streamer, **sampling)
         except ContextFull as error:  # the conversation before this message still stands
             if args.json:
-                _print_json({"message": message, "error": str(error)}, indent=None)
+                print_json({"message": message, "error": str(error)}, indent=None)
             print(f"assisted: error: {error}", file=sys.stderr)
             continue
         report: Any = model.report
         if args.json:
             turn = {"message": message, "reply": reply.text, "prompt_tokens": reply.prompt_tokens}
-            _print_json({**turn, "cached_tokens": reply.cached_tokens, "report": report.to_dict()}, indent=None)
+            print_json({**turn, "cached_tokens": reply.cached_tokens, "report": report.to_dict()}, indent=None)
         elif not args.quiet:
             print(
                 f"[{report.new_tokens} tokens in {report.seconds:.2f} s, {report.tokens_per_pass:.2f} a pass, "
@@ -146,7 +144,7 @@ def _zoo_list(args: argparse.Namespace) -> None:
         {"name": f"zoo:{name}", "folder": zoo.folder(name), "bytes": _size(zoo.folder(name))} for name in zoo.NAMES
     ]
     if args.json:
-        _print_json(models)
+        print_json(models)
         return
     for model in models:
         size = f"{model['bytes'] / 2**20:.1f} MiB" if model["bytes"] else "not there"
@@ -157,7 +155,7 @@ def _zoo_card(args: argparse.Namespace) -> None:
     from .zoo.card import measure, write
 
     if args.json:
-        _print_json(measure(args.models))
+        print_json(measure(args.models))
     else:
         print(write(args.models))
 
@@ -167,7 +165,7 @@ def _zoo_train(args: argparse.Namespace) -> None:
 
     folder = train(args.name, args.out, compile_layers=not args.no_compile, stop_after=args.stop_after)
     if args.json:
-        _print_json({"name": args.name, "folder": str(folder)})
+        print_json({"name": args.name, "folder": str(folder)})
     else:
         print(folder)
 
@@ -179,31 +177,9 @@ def _load(args: argparse.Namespace, shipped: str | None = None) -> Any:
     draft = args.draft
     if draft is None and args.target == "zoo:target":
         draft = shipped
-    device = _device(args.device)
-    placed: dict[str, Any] = {} if device == "cpu" else {"device_map": {"": device}}
-    typed: dict[str, Any] = {} if args.dtype is None else {"dtype": args.dtype}
-    model = AssistedModelForCausalLM.from_pretrained(
-        args.target,
-        draft=draft,
-        draft_quantization=args.draft_quantization,
-        draft_length=args.draft_length,
-        **placed,
-        **typed,
-    )
-    if model.tokenizer is None:
-        raise ValueError(f"target: {args.target} has no tokenizer beside it, and text needs one")
+    model = AssistedModelForCausalLM.from_pretrained(args.target, draft=draft, **loading(args))
+    require_tokenizer(model.tokenizer, args.target)
     return model
-
-
-def _device(name: str) -> str:
-    """What --device names. Raises ValueError for what this machine does not have."""
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    here = "cpu" if accelerator is None else accelerator.type
-    if name != "auto" and name.partition(":")[0] not in ("cpu", here):
-        raise ValueError(f"device: {name} is not here; give {here} or auto")
-    return here if name == "auto" else name
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -257,10 +233,6 @@ def _size(folder: str) -> int:
     return sum(path.stat().st_size for path in Path(folder).glob("*") if path.is_file())
 
 
-def _print_json(value: Any, indent: int | None = 2) -> None:
-    print(json.dumps(value, indent=indent), flush=True)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="assisted", description="Exact speculative decoding for Hugging Face causal language models."
@@ -297,9 +269,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_generation(chat)
 
     training.add(commands, command)
-    bench.add(commands, _device)
-    doctor_command.add(commands, _device)
-    grow_command.add(command, _device)
+    bench.add(commands)
+    doctor_command.add(commands)
+    grow_command.add(command)
 
     zoo = commands.add_parser("zoo", help="the shipped models", description="The shipped models.")
     actions = zoo.add_subparsers(required=True, metavar="ACTION")
@@ -319,8 +291,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_model(
     parser: argparse.ArgumentParser, device: str = "auto", dtype: str | None = None, drafts: str = "suffix"
 ) -> None:
-    default = " (default: %(default)s)"
-    parser.add_argument("--target", default="zoo:target", help="Hub id, folder or zoo: name" + default)
+    parser.add_argument("--target", default="zoo:target", help="Hub id, folder or zoo: name" + DEFAULT)
     parser.add_argument(
         "--draft",
         help=f"Hub id, folder, zoo: name, self:nf4, suffix, ngram, recycle, ... (default: {drafts}; a saved pair's own)",
@@ -328,18 +299,18 @@ def _add_model(
     parser.add_argument("--draft-quantization", metavar="NAME", help="nf4, fp4, int8, int4, ... (default: none)")
     parser.add_argument(
         "--draft-length",
-        type=_int_or_name,
+        type=int_or_name,
         metavar="N",
         help='tokens a round, or "adaptive", "confidence", ... (default: the pair\'s)',
     )
     parser.add_argument(
         "--dtype",
         default=dtype,
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
         help=f"(default: {dtype or 'chosen'})",
     )
     parser.add_argument(
-        "--device", default=device, help="cpu, cuda, ..., auto takes an accelerator if there is one" + default
+        "--device", default=device, help="cpu, cuda, ..., auto takes an accelerator if there is one" + DEFAULT
     )
 
 
@@ -353,10 +324,3 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="of the sampling")
     parser.add_argument("--plain", action="store_true", help="without drafting, to compare")
     parser.add_argument("--quiet", action="store_true", help="no report on standard error")
-
-
-def _int_or_name(value: str) -> int | str:
-    try:
-        return int(value)
-    except ValueError:
-        return value

@@ -29,7 +29,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tables import about, arguments, measured_with, write_docs
+from tables import about, arguments, figures, measured_with, publish, write_json
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
@@ -337,15 +337,10 @@ def measure(args: Any) -> dict[str, Any]:
             found["rows"] += measure_context(target, own, context, args, bars)
             if args.first_repeats and context <= args.first_up_to:
                 found["first"][str(context)] = measure_first(target, own, context, args, bars)
-            save(found, args)  # a long measurement, of which nothing is to be lost
+            write_json(args.out, found)  # a long measurement, of which nothing is to be lost
         for context in args.memory:
             found["memory"][str(context)] = measure_memory(context, [PLAIN, *own], args, bars)
     return found
-
-
-def save(found: dict[str, Any], args: Any) -> None:
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -465,12 +460,7 @@ def main() -> None:
     if args.quick:
         args.contexts, args.memory, args.compiled = [512, 2048], [512], False
         args.prompts, args.repeats, args.first_repeats, args.new_tokens = 2, 1, 1, 32
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    found = json.loads(args.read.read_text()) if args.read else measure(args)
-    print(markdown(found))
-    save(found, args)
-    write_docs(args.docs, markdown(found), "contexts")
+    publish(markdown(figures(args, measure)), args.docs, "contexts")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ as they do in use.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 from shipped_pair import Never
-from tables import about, shipped
+from tables import about, figures, shipped
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, DraftModel
@@ -136,13 +135,13 @@ def overhead(prompt: torch.Tensor, model: AssistedModelForCausalLM, call: dict[s
     return {"microseconds_per_round": 1e6 * spent / rounds, "rounds": rounds}
 
 
-def measure(count: int, tokens: int, repeats: int, settings: list[str]) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     models = pairs()
     good, _ = models["shipped pair"]
-    prompts = list(islice(held_out_prompts(good.tokenizer), count))
-    found = about(good, prompts=count, new_tokens=tokens, repeats=repeats, results={})
-    for setting in settings:
-        rules = Rules(tokens, repeats, **SETTINGS[setting])
+    prompts = list(islice(held_out_prompts(good.tokenizer), args.prompts))
+    found = about(good, prompts=args.prompts, new_tokens=args.tokens, repeats=args.repeats, results={})
+    for setting in args.settings:
+        rules = Rules(args.tokens, args.repeats, **SETTINGS[setting])
         for name, (pair, draft) in models.items():
             policies = tuple(POLICIES) if name == "shipped pair" else HOPELESS
             title = f"{name}, {setting}"
@@ -177,16 +176,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     parser.add_argument("--read", type=Path, help="measure nothing, show the figures of this JSON")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    found = (
-        json.loads(args.read.read_text())
-        if args.read
-        else measure(args.prompts, args.tokens, args.repeats, args.settings)
-    )
-    show(found)
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    show(figures(args, measure))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ temperature 0, the default draft length.
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import Any
 
-import torch
-from tables import about, arguments, failures, measured_with, plainly, same, share, shipped, table, write_docs
+from tables import about, arguments, failures, figures, measured_with, plainly, publish, same, share, shipped, table
 
 from assisted import Merged
 from assisted.bench import Bars, Point, Result, Row, Rules, assisted, point, read, sources
@@ -82,14 +80,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="*", choices=list(DRAFTS), help="these drafters (default: all)")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore", message=".*early exits.*")
-    found = json.loads(args.read.read_text()) if args.read else measure(args)
-    print(markdown(found))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    write_docs(args.docs, markdown(found))
+    publish(markdown(figures(args, measure)), args.docs)
 
 
 if __name__ == "__main__":

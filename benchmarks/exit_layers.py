@@ -7,11 +7,10 @@ Held-out functions cut in the middle, float32, temperature 0, drafts of a fixed 
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
-from tables import about, arguments, failures, measured_with, plainly, same, share, table, write_docs
+from tables import about, arguments, failures, figures, measured_with, plainly, publish, same, share, table
 
 from assisted import AssistedModelForCausalLM
 from assisted.bench import Bars, Result, Rules, assisted, point, read, sources
@@ -67,13 +66,7 @@ def main() -> None:
     parser.add_argument("--draft-length", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=48, help="of each prompt (default: %(default)s)")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    found = json.loads(args.read.read_text()) if args.read else measure(args)
-    print(markdown(found))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    write_docs(args.docs, markdown(found))
+    publish(markdown(figures(args, measure)), args.docs)
 
 
 if __name__ == "__main__":

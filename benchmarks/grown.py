@@ -9,13 +9,12 @@ say what verifying several columns costs on this machine, and what this package 
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 import torch
 from shipped_pair import COLUMNS
-from tables import about, arguments, failures, measured_with, plainly, table, write_docs
+from tables import about, arguments, failures, figures, measured_with, plainly, publish, table, write_json
 
 from assisted import AssistedModelForCausalLM, DraftModel, Eagle
 from assisted.bench import Contestant, Result, Rules, lookups, of_model, point, read, sources, transformers_assisted
@@ -66,7 +65,7 @@ def measure(args: Any) -> dict[str, Any]:
         if args.only and not title.startswith(args.only):
             continue
         pair, _ = load(size, "zoo:draft", dtype=dtype)
-        rules = Rules(**{**asdict(rules), "repeats": args.repeats})
+        rules = replace(rules, repeats=args.repeats)
         count = max(2, round(args.prompts * part))
         prompts = read(["code"], pair.tokenizer, batch * 2 if batch > 1 else count)
         others = [*transformers_assisted(pair), *lookups(pair.target)] if peers else []
@@ -76,8 +75,7 @@ def measure(args: Any) -> dict[str, Any]:
         found[title] = Result(size, "zoo:draft", rules, sources(prompts), (measured,), machine).to_dict()
         found["about"] = machine
         print(markdown(found), flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(args.out, found)
     return found
 
 
@@ -98,13 +96,7 @@ def main() -> None:
         "--only", metavar="BEGINNING", help="of the titles of the cases that are measured (default: all)"
     )
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    found = json.loads(args.read.read_text()) if args.read else measure(args)
-    print(markdown(found))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    write_docs(args.docs, markdown(found), "grown")
+    publish(markdown(figures(args, measure)), args.docs, "grown")
 
 
 if __name__ == "__main__":

@@ -16,13 +16,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from tables import about, plainly, same, shipped, write_docs
+from tables import about, figures, plainly, publish, same, shipped
 
 from assisted import AssistedModelForCausalLM, Eagle, Medusa, Merged
 from assisted.bench import Bars, Row, Rules, held_out_prompts, of_model, point
 
-MARKER = "heads"  # of the section that is rewritten in a page
 TEMPERATURES = (0.0, 0.8)
 DRAFTED = 4  # tokens: the fixed draft length, and what the shipped Medusa heads reach
 
@@ -142,20 +140,11 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=48, help="of each prompt (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--no-compile", action="store_true", help="leave out plain generate with a compiled forward")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--json", dest="out", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose measured section is rewritten")
     parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing, take the figures from this JSON")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    if args.read:
-        found = json.loads(args.read.read_text())
-    else:
-        found = measure(args)
-    print(markdown(found))
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    write_docs(args.docs, markdown(found), MARKER)
+    publish(markdown(figures(args, measure)), args.docs, "heads")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tables import write_json
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -93,8 +94,7 @@ def main() -> None:
         "ways": found,
     }
     result["prompts"], result["new_tokens"], result["draft_length"] = args.prompts, NEW_TOKENS, DRAFT_LENGTH
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.out, result)
     print(json.dumps(result, indent=1))
 
 

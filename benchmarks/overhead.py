@@ -11,7 +11,6 @@ CPU, where a pass has been computed when its call returns.
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 from shipped_pair import Never
-from tables import about, arguments, write_docs
+from tables import about, arguments, figures, publish
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, modeling
 from assisted.bench import Bars, Prompt, Rules, held_out_prompts, pad_token, speedup
@@ -355,13 +354,7 @@ def main() -> None:
         args.targets, args.prompts, args.repeats, args.new_tokens = ["zoo:target"], 2, 2, 32
     if args.cpu_time:
         now = time.process_time
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    found = json.loads(args.read.read_text()) if args.read else measure(args)
-    print(markdown(found))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    write_docs(args.docs, markdown(found), "overhead")
+    publish(markdown(figures(args, measure)), args.docs, "overhead")
 
 
 if __name__ == "__main__":

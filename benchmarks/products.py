@@ -7,12 +7,11 @@ All ways in turns, over more weights than caches hold; the least of all rounds, 
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
 import torch
-from tables import arguments, write_docs
+from tables import arguments, figures, publish
 from torch import nn
 
 from assisted.bench import machine
@@ -24,13 +23,13 @@ _BYTES = 2**28
 
 
 @torch.no_grad()
-def measure(dtype: torch.dtype, rounds: int) -> dict[str, dict[int, float]]:
+def least(dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of one product, by way and columns."""
     weight_bytes = OUTER * INNER * torch.finfo(dtype).bits // 8
     modules = [nn.Linear(INNER, OUTER, bias=False).to(dtype) for _ in range(_BYTES // weight_bytes)]
     packed = [PackedLinear.of(module) for module in modules]
     ways = {"torch": (True, modules), "torch, oneDNN off": (False, modules), "packed": (True, packed)}
-    found: dict[str, dict[int, float]] = {}
+    found: dict[str, dict[str, float]] = {}
     for columns in COLUMNS:
         inputs = torch.randn(columns, INNER).to(dtype)
         for _ in range(rounds):
@@ -41,8 +40,17 @@ def measure(dtype: torch.dtype, rounds: int) -> dict[str, dict[int, float]]:
                         product(inputs)
                     took = 1000 * (time.perf_counter() - started) / len(products)
                 best = found.setdefault(way, {})
-                best[columns] = min(took, best.get(columns, took))
+                best[str(columns)] = min(took, best.get(str(columns), took))
     return found
+
+
+def measure(args: Any) -> dict[str, Any]:
+    types = [dtype for dtype in (torch.bfloat16, torch.float32) if packs(dtype)]
+    about = machine(torch.device("cpu"), torch.float32) | {"rounds": args.repeats}
+    return {
+        "about": about,
+        "milliseconds": {str(dtype).removeprefix("torch."): least(dtype, args.repeats) for dtype in types},
+    }
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -62,19 +70,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 def main() -> None:
     args = arguments(__doc__, repeats=10).parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    if args.read:
-        found = json.loads(args.read.read_text())
-    else:
-        types = [dtype for dtype in (torch.bfloat16, torch.float32) if packs(dtype)]
-        times = {str(dtype).removeprefix("torch."): measure(dtype, args.repeats) for dtype in types}
-        about = machine(torch.device("cpu"), torch.float32) | {"rounds": args.repeats}
-        found = json.loads(json.dumps({"about": about, "milliseconds": times}))
-    print(markdown(found))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    write_docs(args.docs, markdown(found))
+    publish(markdown(figures(args, measure)), args.docs)
 
 
 if __name__ == "__main__":

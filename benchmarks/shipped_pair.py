@@ -9,13 +9,12 @@ the way passes are run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tables import about, arguments, failures, measured_with, plainly, same, share, shipped, table, write_docs
+from tables import about, arguments, failures, figures, measured_with, plainly, same, share, shipped, table, write_docs
 
 from assisted import AssistedModelForCausalLM, Eagle
 from assisted.bench import (
@@ -88,7 +87,7 @@ def measure(args: Any) -> dict[str, Any]:
         own, plain = contestants(pair, draft), plainly(pair, args)
         machine = about(pair, prompts=args.prompts, repeats=args.repeats)
         found.setdefault("about", machine)
-        rules = Rules(**{**asdict(rules), "repeats": args.repeats})
+        rules = replace(rules, repeats=args.repeats)
         # transformers' assisted generation takes no batches
         others = [*transformers_assisted(pair), *lookups(pair.target)] if batch == 1 else []
         prompts = read(["code"], pair.tokenizer, 2 * args.prompts if batch > 1 else args.prompts)
@@ -113,12 +112,8 @@ def markdown(found: dict[str, Any], titles: Sequence[str] = tuple(CASES)) -> str
 
 def main() -> None:
     args = arguments(__doc__).parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    found = json.loads(args.read.read_text()) if args.read else measure(args)
+    found = figures(args, measure)
     print(markdown(found))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
     for path in args.docs:
         write_docs([path], markdown(found, IN_SHORT if path.name == "README.md" else tuple(CASES)))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,27 @@ def measured_with(found: dict[str, Any], command: str) -> str:
         "the fastest plain mode, with a 95% bootstrap interval. Tokens per pass include the target's own token and the pass "
         "that reads the prompt. Repeated 4-grams: a small model loops, and loops flatter every drafter."
     )
+
+
+def figures(args: argparse.Namespace, measure: Callable[[argparse.Namespace], dict[str, Any]]) -> dict[str, Any]:
+    """Those of `--read`, or what `measure` finds on `--threads` threads; written to `--out`."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    found = json.loads(args.read.read_text()) if args.read else measure(args)
+    write_json(args.out, found)
+    return found
+
+
+def write_json(path: Path | None, found: Any) -> None:
+    """As the files beside this one are; nothing without a path."""
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def publish(text: str, docs: Sequence[Path], marker: str = "measured") -> None:
+    """Print a section and put it into the docs that were asked for."""
+    print(text)
+    write_docs(docs, text, marker)
 
 
 def table(point: Point, columns: dict[str, Any], named: str = "") -> list[str]:

@@ -10,7 +10,6 @@ percentile of the rounds behind each length; the time to read the prompt stands 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import statistics
@@ -22,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tables import write_json
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 from assisted.drafters.ngram import NGram, NGramDrafting
@@ -127,10 +127,7 @@ def main() -> None:
                     f"{point['prompt_milliseconds']:7.1f} ms",
                     flush=True,
                 )
-    if args.out:
-        args.out.write_text(
-            json.dumps({"budget": BUDGET, "torch": torch.__version__, "points": points}, indent=1) + "\n"
-        )
+    write_json(args.out, {"budget": BUDGET, "torch": torch.__version__, "points": points})
 
 
 if __name__ == "__main__":

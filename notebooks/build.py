@@ -7,13 +7,15 @@ with neither output nor answers. What a notebook must be like is in `problems`; 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +42,7 @@ HEADINGS = [
     "Exercises",
     "References",
 ]
+RUNNING: list[Any] = []  # nbclient's clients, each with a kernel of its own
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:tmp|home|root|Users|mnt|opt|usr|var|private)/\w")
 
 
@@ -85,7 +88,7 @@ def run(notebook: NotebookNode) -> list[str]:
     places = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     settings = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     environment = os.environ | settings | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
-    NotebookClient(
+    client = NotebookClient(
         notebook,
         timeout=CELL_SECONDS,
         kernel_name="python3",
@@ -93,7 +96,12 @@ def run(notebook: NotebookNode) -> list[str]:
         resources={"metadata": {"path": str(HERE)}},
         record_timing=False,
         coalesce_streams=True,
-    ).execute(env=environment)
+    )
+    RUNNING.append(client)
+    try:
+        client.execute(env=environment)
+    finally:
+        RUNNING.remove(client)
     said: list[str] = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -255,15 +263,35 @@ def _all(chosen: list[Path], jobs: int, write: bool) -> list[Built]:
 
     done: dict[Path, Built] = {}
     with (
-        ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
+        ThreadPoolExecutor(jobs) as pool,  # the work is done in the kernels
         tqdm(total=len(chosen), desc="notebooks", leave=False, file=sys.stderr) as bar,
     ):
         waiting = {pool.submit(build, source, write): source for source in chosen}
-        for finished in as_completed(waiting):
-            done[waiting[finished]] = finished.result()
-            bar.update()
-            bar.set_postfix_str(waiting[finished].stem)
+        try:
+            for finished in as_completed(waiting):
+                done[waiting[finished]] = finished.result()
+                bar.update()
+                bar.set_postfix_str(waiting[finished].stem)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(one.done() for one in waiting):  # stopped: a kernel that is being started is met next time
+                _kill_kernels()
+                time.sleep(0.1)
     return [done[source] for source in chosen]
+
+
+def _kill_kernels() -> None:
+    for client in list(RUNNING):
+        kernel = client.km
+        if kernel is not None and kernel.has_kernel:
+            with suppress(RuntimeError, OSError):  # it is gone
+                asyncio.run(kernel.signal_kernel(signal.SIGKILL))
+
+
+def _stop(number: int, frame: Any) -> None:
+    """A signal that ends this process: first the kernels, which would live on."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def _summary(done: list[Built], ran: bool) -> None:
@@ -278,4 +306,5 @@ def _summary(done: list[Built], ran: bool) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
     sys.exit(main())

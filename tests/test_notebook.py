@@ -144,9 +144,10 @@ def test_slider_refuses() -> None:
         slider({"g": [1, 2]}, lambda g: flat if g == 1 else {"other": ([0, 1], [1, 1])})
 
 
-def test_no_plotting_library_at_import() -> None:
+@pytest.mark.parametrize("name", ["notebook", "slider"])
+def test_no_plotting_library_at_import(name: str) -> None:
     """The package has to be importable without the extra."""
-    tree = ast.parse(Path(notebook.__file__).read_text(encoding="utf-8"))
+    tree = ast.parse(Path(notebook.__file__).with_stem(name).read_text(encoding="utf-8"))
     outside = {"matplotlib", "matplotlib_inline", "IPython"}
     at_top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {name.name for node in at_top for name in node.names} | {getattr(node, "module", "") for node in at_top}

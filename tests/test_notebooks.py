@@ -6,7 +6,12 @@ Whether they run is a matter of minutes: `make notebooks-check`. Everything else
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import select
+import shutil
+import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -74,6 +79,25 @@ def test_runs(source: Path) -> None:
     for module in ("nbclient", "ipykernel"):
         pytest.importorskip(module, reason="pip install '.[notebooks]'")
     assert build.build(source, write=False).problems == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="processes are watched through a pipe with a name")
+def test_no_kernel_outlives_a_build(tmp_path: Path) -> None:
+    for module in ("nbclient", "ipykernel"):
+        pytest.importorskip(module, reason="pip install '.[notebooks]'")
+    shutil.copy(ROOT / "notebooks" / "build.py", tmp_path)
+    pipe = tmp_path / "pipe"
+    cell = f"import time\n\nheld = open({str(pipe)!r}, 'w', buffering=1)\nheld.write('up\\n')\ntime.sleep(600)\n"
+    (tmp_path / "99_try.py").write_text(f"# %%\n{cell}", encoding="utf-8")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with subprocess.Popen([sys.executable, tmp_path / "build.py", "--run-only"], stderr=subprocess.DEVNULL) as building:
+        assert select.select([reader], [], [], 120)[0], "no kernel came up"
+        assert os.read(reader, 10) == b"up\n"
+        building.terminate()
+        assert building.wait(120) == 128 + signal.SIGTERM
+    assert os.read(reader, 10) == b"", "nobody holds the other end any more"
+    os.close(reader)
 
 
 def test_all_are_listed() -> None:

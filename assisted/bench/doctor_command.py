@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
+
+from ..arguments import DEFAULT, add_json_file, add_machine, device, require_tokenizer, use_threads, write_json
 
 __all__ = ["add"]
 
-_DEFAULT = " (default: %(default)s)"
 
-
-def add(commands: Any, device: Callable[[str], str]) -> None:
-    """Put `doctor` into the parser. device: what --device names, checked."""
+def add(commands: Any) -> None:
+    """Put `doctor` into the parser."""
     text = "Measure what a draft would bring here, on your text, and what holds it back. See docs/howto/doctor.md."
     doctor = commands.add_parser(
         "doctor", help="what to expect of a draft here, and what holds it back", description=text
     )
-    doctor.set_defaults(command=partial(_doctor, device))
-    doctor.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write everything that was found (- or nothing: print it)"
-    )
+    doctor.set_defaults(command=_doctor)
+    add_json_file(doctor, "found")
     doctor.add_argument("target", help="Hub id, folder, zoo: name, or grown:SIZE (the shipped target at that size)")
     doctor.add_argument(
         "--draft",
@@ -36,10 +29,10 @@ def add(commands: Any, device: Callable[[str], str]) -> None:
     doctor.add_argument(
         "--text", metavar="PATH", help="a file or folder whose text is gone on with (default: held-out code)"
     )
-    doctor.add_argument("--prompts", type=int, default=8, help="at most" + _DEFAULT)
-    doctor.add_argument("--max-new-tokens", type=int, default=48, help="of each prompt" + _DEFAULT)
-    doctor.add_argument("--longest", type=int, default=15, metavar="N", help="the longest draft to consider" + _DEFAULT)
-    doctor.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token" + _DEFAULT)
+    doctor.add_argument("--prompts", type=int, default=8, help="at most" + DEFAULT)
+    doctor.add_argument("--max-new-tokens", type=int, default=48, help="of each prompt" + DEFAULT)
+    doctor.add_argument("--longest", type=int, default=15, metavar="N", help="the longest draft to consider" + DEFAULT)
+    doctor.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token" + DEFAULT)
     doctor.add_argument(
         "--contexts",
         type=int,
@@ -47,17 +40,11 @@ def add(commands: Any, device: Callable[[str], str]) -> None:
         metavar="N",
         help="tokens before the passes that are timed (default: the prompts', 512, 2048)",
     )
-    doctor.add_argument("--seconds", type=float, default=90.0, help="for all measuring, about" + _DEFAULT)
-    doctor.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="(default: the checkpoint's on a CPU, else bfloat16)",
-    )
-    doctor.add_argument("--device", default="auto", help="cpu, cuda, ..." + _DEFAULT)
-    doctor.add_argument("--threads", type=int, help="of the CPU (default: torch's own choice)")
+    doctor.add_argument("--seconds", type=float, default=90.0, help="for all measuring, about" + DEFAULT)
+    add_machine(doctor, dtype="the checkpoint's on a CPU, else bfloat16")
 
 
-def _doctor(device: Callable[[str], str], args: argparse.Namespace) -> None:
+def _doctor(args: argparse.Namespace) -> None:
     import torch
 
     from ..modeling import AssistedModelForCausalLM
@@ -67,8 +54,7 @@ def _doctor(device: Callable[[str], str], args: argparse.Namespace) -> None:
     from .findings import told
     from .grown import load_target
 
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     settings = Settings(
         prompts=args.prompts,
         new_tokens=args.max_new_tokens,
@@ -80,8 +66,7 @@ def _doctor(device: Callable[[str], str], args: argparse.Namespace) -> None:
     where = device(args.device)
     half = None if where == "cpu" else torch.bfloat16
     target, tokenizer = load_target(args.target, args.dtype or half, where)
-    if tokenizer is None:
-        raise ValueError(f"target: {args.target} has no tokenizer beside it, and text needs one")
+    require_tokenizer(tokenizer, args.target)
     drafts: dict[str, Any] = {name: name for name in args.draft or ["suffix"]}
     if isinstance(target, AssistedModelForCausalLM):  # a saved pair
         drafts = drafts if args.draft else {"its own draft": target.spec}
@@ -99,6 +84,6 @@ def _doctor(device: Callable[[str], str], args: argparse.Namespace) -> None:
         )
     if args.json != "-":
         print(told(found))
-    if args.json is not None:
-        text = json.dumps({**found.to_dict(), "told": told(found)}, indent=2) + "\n"
-        sys.stdout.write(text) if args.json == "-" else Path(args.json).write_text(text, encoding="utf-8")
+    written = write_json(args.json, {**found.to_dict(), "told": told(found)})
+    if written is not None:
+        print(written)

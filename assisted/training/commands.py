@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..arguments import DEFAULT, STORED, print_json, typed
+
 __all__ = ["add"]
 
 Command = Callable[[str, Any, str, Any], argparse.ArgumentParser]
-_DEFAULT = " (default: %(default)s)"
 _LOSSES = ("kl", "reverse-kl", "tv", "kl+tv")
-_STORED = ("float32", "bfloat16", "float16")
 
 
 def add(commands: Any, command: Command) -> None:
@@ -33,20 +33,20 @@ def add(commands: Any, command: Command) -> None:
     start.add_argument(
         "--layers", type=int, help="instead of --draft: so many of the target's own layers, evenly chosen"
     )
-    start.add_argument("--loss", choices=_LOSSES, default="kl+tv", help="divergence from the target's law" + _DEFAULT)
+    start.add_argument("--loss", choices=_LOSSES, default="kl+tv", help="divergence from the target's law" + DEFAULT)
     start.add_argument(
         "--on-policy",
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="of the sequences, written by the draft itself behind a beginning of the text" + _DEFAULT,
+        help="of the sequences, written by the draft itself behind a beginning of the text" + DEFAULT,
     )
 
     exits = command("early-exit", _early_exit, "a model learns to speak from its own early layers", methods)
     _common(exits, lr=1e-4, target="the model to start from; what is trained is a copy")
     recipe = exits.add_argument_group("the recipe (LayerSkip)")
-    recipe.add_argument("--dropout", type=float, default=0.1, help="of the last layer, less before it" + _DEFAULT)
-    recipe.add_argument("--exit-weight", type=float, default=0.4, help="of the exit's loss, at full depth" + _DEFAULT)
+    recipe.add_argument("--dropout", type=float, default=0.1, help="of the last layer, less before it" + DEFAULT)
+    recipe.add_argument("--exit-weight", type=float, default=0.4, help="of the exit's loss, at full depth" + DEFAULT)
     recipe.add_argument(
         "--lora", type=int, metavar="RANK", help="train low-rank changes only, merged at the end (peft)"
     )
@@ -54,26 +54,26 @@ def add(commands: Any, command: Command) -> None:
     medusa = command("medusa", _medusa, "heads on the last hidden state, each for one token further", methods)
     _common(medusa, lr=1e-3)
     heads = medusa.add_argument_group("the heads")
-    heads.add_argument("--heads", type=int, default=4, help="how many" + _DEFAULT)
-    heads.add_argument("--layers", type=int, default=1, help="blocks of each" + _DEFAULT)
+    heads.add_argument("--heads", type=int, default=4, help="how many" + DEFAULT)
+    heads.add_argument("--layers", type=int, default=1, help="blocks of each" + DEFAULT)
     heads.add_argument("--own-output", action="store_true", help="each has an output layer of its own: much larger")
-    heads.add_argument("--loss", choices=_LOSSES, default="kl", help="divergence from the target's law" + _DEFAULT)
-    heads.add_argument("--decay", type=float, default=0.8, help="weight of the next head, of this one's" + _DEFAULT)
+    heads.add_argument("--loss", choices=_LOSSES, default="kl", help="divergence from the target's law" + DEFAULT)
+    heads.add_argument("--decay", type=float, default=0.8, help="weight of the next head, of this one's" + DEFAULT)
 
     eagle = command("eagle", _eagle, "one layer that goes on from the target's hidden states", methods)
     _common(eagle, lr=1e-3)
     head = eagle.add_argument_group("the head")
-    head.add_argument("--version", type=int, choices=(1, 3), default=3, help="1 is for EAGLE-2, too" + _DEFAULT)
+    head.add_argument("--version", type=int, choices=(1, 3), default=3, help="1 is for EAGLE-2, too" + DEFAULT)
     head.add_argument(
         "--taps",
         type=int,
         nargs="+",
         help="hidden states that EAGLE-3 reads, as transformers counts (default: 2, L/2, L-3)",
     )
-    head.add_argument("--layers", type=int, default=1, help="decoder layers of the head" + _DEFAULT)
-    head.add_argument("--unroll", type=int, default=7, help="steps in which it reads its own states" + _DEFAULT)
-    head.add_argument("--decay", type=float, default=0.8, help="weight of the next step, of this one's" + _DEFAULT)
-    head.add_argument("--loss", choices=_LOSSES, default="kl", help="divergence from the target's law" + _DEFAULT)
+    head.add_argument("--layers", type=int, default=1, help="decoder layers of the head" + DEFAULT)
+    head.add_argument("--unroll", type=int, default=7, help="steps in which it reads its own states" + DEFAULT)
+    head.add_argument("--decay", type=float, default=0.8, help="weight of the next step, of this one's" + DEFAULT)
+    head.add_argument("--loss", choices=_LOSSES, default="kl", help="divergence from the target's law" + DEFAULT)
     head.add_argument(
         "--no-norms",
         dest="norms",
@@ -81,7 +81,7 @@ def add(commands: Any, command: Command) -> None:
         help="EAGLE-3 as in its paper: features and residual as they are",
     )
     head.add_argument("--draft-vocab", type=int, metavar="N", help="propose only the N most frequent tokens")
-    head.add_argument("--format", choices=("eagle", "speculators"), default="eagle", help="of the files" + _DEFAULT)
+    head.add_argument("--format", choices=("eagle", "speculators"), default="eagle", help="of the files" + DEFAULT)
 
 
 def _common(
@@ -90,7 +90,7 @@ def _common(
     parser.add_argument("--target", required=True, help=f"Hub id, folder or zoo: name of {target}")
     parser.add_argument("--out", type=Path, required=True, help="the folder that is written, and resumed from")
     parser.add_argument(
-        "--dtype", default="float32", choices=("auto", "float32", "bfloat16"), help="of the target" + _DEFAULT
+        "--dtype", default="float32", choices=("auto", "float32", "bfloat16"), help="of the target" + DEFAULT
     )
     parser.add_argument(
         "--attention", default=None, metavar="NAME", help="eager, sdpa, ... of the target (default: its own)"
@@ -106,21 +106,21 @@ def _common(
     )
     text.add_argument("--documents", type=int, metavar="N", help="take at most N from the dataset")
     plan = parser.add_argument_group("plan")
-    plan.add_argument("--steps", type=int, default=1000, help=_DEFAULT.strip())
-    plan.add_argument("--batch", type=int, default=8, help="sequences a step" + _DEFAULT)
-    plan.add_argument("--context", type=int, default=256, help="tokens a sequence" + _DEFAULT)
-    plan.add_argument("--lr", type=float, default=lr, help="peak learning rate" + _DEFAULT)
-    plan.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for matrices" + _DEFAULT)
-    plan.add_argument("--matrix-lr", type=float, default=0.02, help="peak rate of Muon" + _DEFAULT)
-    plan.add_argument("--warmup", type=float, default=0.04, help="share of the steps with rising rates" + _DEFAULT)
-    plan.add_argument("--cooldown", type=float, default=0.5, help="share of the steps with falling rates" + _DEFAULT)
-    plan.add_argument("--seed", type=int, default=0, help=_DEFAULT.strip())
+    plan.add_argument("--steps", type=int, default=1000, help=DEFAULT.strip())
+    plan.add_argument("--batch", type=int, default=8, help="sequences a step" + DEFAULT)
+    plan.add_argument("--context", type=int, default=256, help="tokens a sequence" + DEFAULT)
+    plan.add_argument("--lr", type=float, default=lr, help="peak learning rate" + DEFAULT)
+    plan.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for matrices" + DEFAULT)
+    plan.add_argument("--matrix-lr", type=float, default=0.02, help="peak rate of Muon" + DEFAULT)
+    plan.add_argument("--warmup", type=float, default=0.04, help="share of the steps with rising rates" + DEFAULT)
+    plan.add_argument("--cooldown", type=float, default=0.5, help="share of the steps with falling rates" + DEFAULT)
+    plan.add_argument("--seed", type=int, default=0, help=DEFAULT.strip())
     plan.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 (autocast)")
     plan.add_argument("--compile", action="store_true", help="compile layers: faster after a minute or so")
     plan.add_argument("--evaluate-every", type=int, metavar="N", help="steps (default: ten times a run)")
-    plan.add_argument("--evaluate-rows", type=int, default=16, metavar="N", help="held-out sequences" + _DEFAULT)
-    plan.add_argument("--checkpoint-every", type=int, default=100, metavar="N", help="steps" + _DEFAULT)
-    plan.add_argument("--store", choices=_STORED, default="float32", help="dtype of the files written" + _DEFAULT)
+    plan.add_argument("--evaluate-rows", type=int, default=16, metavar="N", help="held-out sequences" + DEFAULT)
+    plan.add_argument("--checkpoint-every", type=int, default=100, metavar="N", help="steps" + DEFAULT)
+    plan.add_argument("--store", choices=STORED, default="float32", help="dtype of the files written" + DEFAULT)
     plan.add_argument("--stop-after", type=int, metavar="N", help="stop with a checkpoint after N steps in all")
 
 
@@ -167,8 +167,6 @@ def _eagle(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace, method: Callable[[Any, Any, Any], Any]) -> None:
     """Load the target and the text, train, and say where the result is."""
-    import json
-
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -195,12 +193,12 @@ def _run(args: argparse.Namespace, method: Callable[[Any, Any, Any], Any]) -> No
         args.out,
         stop_after=args.stop_after,
         say=lambda line: print(line, file=sys.stderr, flush=True),
-        notes={"target": args.target, "command": shlex.join(["assisted", *sys.argv[1:]]), "store": args.store},
+        notes={"target": args.target, "command": typed(), "store": args.store},
         store=None if args.store == "float32" else getattr(torch, args.store),
     )
     if args.json:
         lines = (folder / "training.jsonl").read_text().splitlines()
         measured = [row for row in map(json.loads, lines) if "greedy" in row]
-        print(json.dumps({"folder": str(folder), "held_out": measured[-1] if measured else None}, indent=2))
+        print_json({"folder": str(folder), "held_out": measured[-1] if measured else None})
     else:
         print(folder)

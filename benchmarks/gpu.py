@@ -1,6 +1,6 @@
 """Drafting on a GPU, with passes called one operation after the other (eager) and captured in CUDA graphs.
 
-    python benchmarks/cuda.py --out benchmarks/cuda.json
+    python benchmarks/gpu.py --out benchmarks/gpu.json
 
 Targets: the shipped one in float32, and the same grown to about 1 and 7 billion parameters in bfloat16 (`assisted.bench.grown`:
 the same text at the cost of a large model). Everyone continues the same pieces of Python, greedily, as many tokens; the ways
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# nothing beside this file is imported: torch looks for a package called cuda and, for every script here, finds this file
 import torch
 import transformers
 from tqdm.auto import tqdm

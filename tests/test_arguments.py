@@ -1,0 +1,47 @@
+"""What several commands take and answer alike."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from assisted.arguments import add_json_file, add_machine, device, int_or_name, loading, require_tokenizer, write_json
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_json_file(parser, "found")
+    add_machine(parser, dtype="chosen")
+    parser.set_defaults(draft_quantization=None)
+    parser.add_argument("--draft-length", type=int_or_name)
+    return parser.parse_args(words)
+
+
+def test_what_is_left_out_is_not_handed_on() -> None:
+    assert loading(parsed("--device", "cpu")) == {}
+    named = parsed("--device", "cpu", "--dtype", "float32", "--draft-length", "3")
+    assert loading(named) == {"dtype": "float32", "draft_length": 3}
+
+
+def test_a_number_or_a_name() -> None:
+    assert (int_or_name("4"), int_or_name("-1"), int_or_name("adaptive")) == (4, -1, "adaptive")
+
+
+def test_json_goes_where_it_was_sent(tmp_path: Path) -> None:
+    value = {"a": [1, 2]}
+    assert write_json(parsed().json, value) is None
+    printed = write_json(parsed("--json").json, value)
+    assert printed is not None and json.loads(printed) == value
+    file = tmp_path / "a.json"
+    assert write_json(parsed("--json", str(file)).json, value) is None
+    assert file.read_text(encoding="utf-8") == printed + "\n"
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match="device: nowhere"):
+        device("nowhere")
+    with pytest.raises(ValueError, match="target: some/model"):
+        require_tokenizer(None, "some/model")

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import drafters, lengths, zoo
+from .adapters import base_path, has_adapter, require_in_layers, save_adapter
 from .configuration import AssistedConfig
 from .decoding import decode
 from .drafters import Call, Drafter, DraftModel, Spec, Target
@@ -56,15 +57,16 @@ _HUB_ARGUMENTS = (
     "token",
     "trust_remote_code",
 )
-_OTHER_MODES = (
-    "assistant_model",
-    "assistant_tokenizer",
-    "assistant_early_exit",
-    "prompt_lookup_num_tokens",
-    "use_mtp",
-    "custom_generate",
-    "synced_gpus",
-)
+_OTHER_MODES = {  # and what stands for them here, where something does
+    "assistant_model": "make the pair with draft=THE MODEL",
+    "assistant_tokenizer": "make the pair with draft_tokenizer=",
+    "assistant_early_exit": 'make the pair with draft="early-exit:LAYER"',
+    "prompt_lookup_num_tokens": 'make the pair with draft="ngram"',
+    "use_mtp": "leave it out",
+    "custom_generate": "leave it out",
+    "synced_gpus": "leave it out",
+}
+_SET_MODES = ("assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp")  # those that a GenerationConfig holds
 _OTHER_SETTINGS = (  # of transformers' own drafting, without effect here
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -116,6 +118,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self.length: lengths.Length | None = None
         self._lengths: list[tuple[Any, lengths.Length]] = []  # of earlier calls, the latest last: what they measured
         self._recorded = Recorder()
+        self._overridden: set[str] = set()  # settings of which was said that they do not hold
         self.fast = "auto"
         self.graphs = Graphs()
         self.training = target.training
@@ -136,7 +139,8 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         """Load a target and a draft, or a folder that `save_pretrained` wrote.
 
         Args:
-            pretrained_model_name_or_path: Hub id, folder or `zoo:` name of the target; or a saved pair.
+            pretrained_model_name_or_path: Hub id, folder or `zoo:` name of the target, or of a PEFT adapter, which is loaded
+                with its base model; or a saved pair.
             draft: what drafts: a Hub id, a folder, `"zoo:draft"`, `"self:nf4"`, or a spec object. Left out, a saved pair
                 brings its own, and any other target drafts from its own text: `"suffix"`.
             draft_quantization: how a draft named by a path is quantized: a name of `assisted.quantization.NAMES` or a
@@ -148,24 +152,32 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
             draft_tokenizer: the draft's, where it does not lie beside the draft.
             fast: how passes of the models are run: "auto" (default) captures them in CUDA graphs on a CUDA device, and fuses
                 layers and keeps wide weights in a second, faster layout on a CPU; "eager" runs the models as transformers
-                wrote them, and copies nothing; "compile" also compiles what is captured, which takes long for every new
-                shape. All give the same tokens in float32. See the page "How a pass is run".
+                wrote them, and copies nothing; "compile" also compiles them, which takes up to minutes before the first
+                tokens. All give the same tokens in float32. See the page "How a pass is run".
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
                 arguments but `revision` and `subfolder` are used for the draft as well.
 
         Raises ValueError for models that do not fit together, OSError where nothing is found.
         """
         require_mode(fast)
+        if not isinstance(pretrained_model_name_or_path, (str, os.PathLike)) or not str(pretrained_model_name_or_path):
+            raise ValueError(
+                f"pretrained_model_name_or_path: {pretrained_model_name_or_path!r} is no path; give a Hub id or a folder, "
+                "or wrap a model that is loaded with from_models"
+            )
         path = zoo.resolve(str(pretrained_model_name_or_path))
         config = kwargs.pop("config", None)
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        for_adapter = {**hub, **(kwargs.get("adapter_kwargs") or {})}
+        base = base_path(path, "target", **for_adapter)
         if config is None:
-            config = AutoConfig.from_pretrained(path, **hub, **_only(kwargs, "subfolder", "code_revision"))
+            config = AutoConfig.from_pretrained(base, **hub, **_only(kwargs, "subfolder", "code_revision"))
         saved = isinstance(config, AssistedConfig)
         policy = lengths.resolve(draft_length)
         if saved:
             folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, **_only(hub, *_SNAPSHOT)))
             path = str(folder / "target")
+            base = base_path(path, "target", **for_adapter)
             if draft is None:
                 draft = drafters.read(config.draft, folder)
             if draft_length is None:
@@ -173,11 +185,11 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
             kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
         else:
             kwargs["config"] = config
-        spec = drafters.parse(draft, draft_quantization)
-        if draft_tokenizer is not None and isinstance(spec, DraftModel):
-            spec = DraftModel(spec.model, spec.quantization, draft_tokenizer)
+        spec = _with_tokenizer(drafters.parse(draft, draft_quantization), tokenizer, draft_tokenizer)
         target = AutoModelForCausalLM.from_pretrained(path, *model_args, **_with_dtype(config, kwargs))
         found = tokenizer or find_tokenizer(path, **hub)
+        if found is None and base != path:
+            found = find_tokenizer(base, **hub)
         for_draft = _only(hub, *(name for name in hub if name != "revision"))
         return cls._assemble(target, spec, policy, found, path, for_draft, fast)
 
@@ -196,7 +208,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             target: a decoder-only causal LM.
-            draft: a causal LM, or anything that `from_pretrained` takes as draft.
+            draft: a causal LM, with a PEFT adapter around it or without, or anything that `from_pretrained` takes as draft.
             draft_length: as for `from_pretrained`.
             tokenizer: the target's. With the draft's it tells a padded vocabulary from another one, and translates.
             draft_tokenizer: the draft's.
@@ -205,9 +217,11 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises ValueError for models that do not fit together.
         """
-        spec = drafters.parse(draft, draft_quantization)
-        if draft_tokenizer is not None and isinstance(spec, DraftModel):
-            spec = DraftModel(spec.model, spec.quantization, draft_tokenizer)
+        if not hasattr(target, "forward"):
+            raise ValueError(
+                f"target: a loaded causal LM is expected, got {target!r}; from_pretrained takes Hub ids and folders"
+            )
+        spec = _with_tokenizer(drafters.parse(draft, draft_quantization), tokenizer, draft_tokenizer)
         folder = target.name_or_path if Path(target.name_or_path or "-").is_dir() else None
         return cls._assemble(
             target,
@@ -230,6 +244,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         hub: dict[str, Any],
         fast: str,
     ) -> AssistedModelForCausalLM:
+        require_in_layers(target, "target")
         require_verifiable(target)
         placed = {} if target.device.type == "cpu" else {"device_map": {"": target.device}}
         drafter = spec.load(Target(target, tokenizer, path), dtype=target.dtype, **placed, **hub)
@@ -271,20 +286,12 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         Returns what plain `generate` returns; `self.report` says how.
 
         Raises ValueError, naming the argument, for what drafting cannot honour. Beam search and other modes that are not
-        sampling or greedy run plainly, with a warning.
+        sampling or greedy run plainly, with a warning. A way to draft of transformers' that the model's own
+        `generation_config` chooses (`prompt_lookup_num_tokens`) is not used, of which is warned once.
         """
         policy = self.draft_length if draft_length is None else lengths.resolve(draft_length)
-        for name in _OTHER_MODES:
-            if assisted and kwargs.get(name):
-                raise ValueError(f"{name}: this model drafts in its own way; leave it out, or pass assisted=False")
-        for name in _OTHER_SETTINGS:
-            if assisted and kwargs.get(name) is not None:
-                raise ValueError(
-                    f"{name}: a setting of transformers' own drafting, which does not run here; see draft_length and the "
-                    "draft specs, or pass assisted=False"
-                )
-        if assisted and kwargs.get("position_ids") is not None:
-            raise ValueError("position_ids: counted from attention_mask here; leave them out, or pass assisted=False")
+        if assisted:
+            _require_own_drafting({**_set_by(generation_config, self.generation_config), **kwargs})
         if lossy_typical is not None and not assisted:
             raise ValueError("lossy_typical: plain decoding accepts nothing; leave it out, or pass assisted=True")
         recorder = Recorder()
@@ -322,19 +329,26 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         """Write one folder: `target/`, `draft/` (where a model drafts), and config.json, which says how they go together.
 
         save_directory: the folder. kwargs: the target's `save_pretrained`, or `push_to_hub`'s.
+
+        Of a model with a PEFT adapter the adapter is written, which names its base model. Raises ValueError where that would
+        not be read back.
         """
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         hub = {name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "token") if name in kwargs}
-        self.target.save_pretrained(folder / "target", **kwargs)
+        if has_adapter(self.target):
+            save_adapter(self.target, folder / "target", "target", **kwargs)
+        else:
+            self.target.save_pretrained(folder / "target", **kwargs)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder / "target")
         for name, drafter in drafters.with_heads(self.spec, self.drafter):
             drafter.save(folder / name)
         for name, spec, drafter in drafters.with_models(self.spec, self.drafter):
-            source = zoo.resolve(spec.model) if isinstance(spec.model, str) else None
-            save_quantized(drafter.models[0], folder / name, source=source)
+            by_path = isinstance(spec.model, str)
+            source = zoo.resolve(spec.model) if by_path else None
+            save_quantized(drafter.models[0] if by_path else spec.model, folder / name, source=source)
             tokenizer = drafter.tokenizer or self.tokenizer
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder / name)
@@ -366,8 +380,11 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         return self.target.prepare_inputs_for_generation(*args, **kwargs)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of the target and the draft as they are stored."""
-        return sum(map(memory_bytes, [self.target, *self.drafter.modules]))
+        """Bytes of the target and the draft as they are stored; what they share counts once.
+
+        return_buffers: whether buffers count, such as tables of positions.
+        """
+        return memory_bytes(self.target, *self.drafter.modules, buffers=return_buffers)
 
     def _start_length(self, policy: lengths.DraftLength, rows: int, do_sample: bool) -> lengths.Length:
         """The policy's memory for a call. It may build on what the last call of its kind measured: as many rows, greedy or
@@ -379,12 +396,45 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self.length = length
         return length
 
+    def _warn_overridden(self, name: str, value: Any) -> None:
+        """Say once what of the target's generation config does not hold here."""
+        if name not in self._overridden:
+            self._overridden.add(name)
+            warnings.warn(
+                f"generation_config.{name} = {value!r} is not used: it chooses a way to draft of transformers', and this "
+                f"model drafts with {type(self.spec).__name__}. Instead: {_OTHER_MODES[name]}, or set it to None.",
+                stacklevel=7,  # behind transformers' generate, in the caller's line
+            )
+
     def _seam(self) -> Any:
         """The target under a class whose sampling loop is ours: another object with the same attributes."""
         owner = unwrapped(self.target)
         seam: Any = object.__new__(_seam_class(type(owner)))  # type: ignore[arg-type]
         seam.__dict__ = owner.__dict__
         return seam
+
+
+def _set_by(given: GenerationConfig | None, own: GenerationConfig | None) -> dict[str, Any]:
+    """What a caller's config sets of transformers' drafting. What the model's own config says as well was not decided for
+    this call: pipelines pass on a copy of that."""
+    names = (*_SET_MODES, *_OTHER_SETTINGS)
+    values = {name: getattr(given, name, None) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(own, name, None)}
+
+
+def _require_own_drafting(given: dict[str, Any]) -> None:
+    """Refuse arguments that choose or set a way to draft of transformers', and those that go against this one."""
+    for name, instead in _OTHER_MODES.items():
+        if given.get(name) is not None and given[name] is not False:
+            raise ValueError(f"{name}: this model drafts in its own way; {instead}, or pass assisted=False")
+    for name in _OTHER_SETTINGS:
+        if given.get(name) is not None:
+            raise ValueError(
+                f"{name}: a setting of transformers' own drafting, which does not run here; see draft_length and the "
+                "draft specs, or pass assisted=False"
+            )
+    if given.get("position_ids") is not None:
+        raise ValueError("position_ids: counted from attention_mask here; leave them out, or pass assisted=False")
 
 
 @dataclass
@@ -404,7 +454,22 @@ _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "tok
 
 
 class _Seam:
-    """Overrides the one method of GenerationMixin that loops over tokens."""
+    """Overrides the one method of GenerationMixin that loops over tokens, and where its settings come from."""
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The target's: an adapter's wrapper may have one that the model within does not have."""
+        return _CALL.get().model.generation_config
+
+    def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
+        """A way to draft of transformers' that the model's own config chooses gives way to this model's."""
+        prepared, others = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
+        for name in _SET_MODES:
+            value = getattr(prepared, name, None)
+            if value is not None and value is not False:
+                setattr(prepared, name, None)
+                _CALL.get().model._warn_overridden(name, value)
+        return prepared, others
 
     def _sample(
         self: Any,
@@ -532,6 +597,21 @@ def _require_possible(law: Law, text: Text, target: CachedModel) -> None:
             "lossy_typical: not with logits processors, criteria or streamers that have to see every token of a batch in "
             "turn, nor with batches of recurrent models; leave it out"
         )
+
+
+def _with_tokenizer(spec: Spec, tokenizer: Any, draft_tokenizer: Any) -> Spec:
+    """A spec with the tokenizer that was given for its model. Raises ValueError for one that nobody would ask."""
+    for name, given in (("tokenizer", tokenizer), ("draft_tokenizer", draft_tokenizer)):
+        if given is not None and not hasattr(given, "get_vocab"):
+            raise ValueError(f"{name}: {given!r} is no tokenizer; pass AutoTokenizer.from_pretrained(...)")
+    if draft_tokenizer is None:
+        return spec
+    if not isinstance(spec, DraftModel):
+        raise ValueError(
+            f"draft_tokenizer: {type(spec).__name__} is not one model that could have it; leave it out, or, in a list, write "
+            "DraftModel(PATH, tokenizer=...)"
+        )
+    return DraftModel(spec.model, spec.quantization, draft_tokenizer)
 
 
 def _must_be_plain(generation_config: GenerationConfig) -> str | None:

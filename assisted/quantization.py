@@ -35,6 +35,9 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .adapters import base_path, copy_adapter, has_adapter, save_adapter
+from .parts import unwrapped
+
 __all__ = ["NAMES", "load_quantized", "memory_bytes", "quantize_copy", "resolve", "save_quantized"]
 
 Quantization: TypeAlias = str | dict[str, Any] | QuantizationConfigMixin
@@ -92,6 +95,8 @@ def resolve(quantization: Quantization | None, dtype: torch.dtype) -> Quantizati
         _require(method)
         return make(dtype)
     if isinstance(quantization, dict):
+        if not quantization.keys() & {"quant_method", "load_in_4bit", "load_in_8bit"}:
+            raise ValueError(f"quantization: {quantization!r} names no quant_method; use one of {', '.join(NAMES)}")
         _require(quantization.get("quant_method", "bitsandbytes"))  # left out by the dicts that say load_in_4bit
         return AutoQuantizationConfig.from_dict(quantization)
     if not isinstance(quantization, QuantizationConfigMixin):
@@ -111,13 +116,15 @@ def load_quantized(
     device_map: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained(path)`, quantized, without the layers that the backend would compute wrongly.
+    """`AutoModelForCausalLM.from_pretrained(path)`, quantized, without the layers that the backend would compute wrongly. Of a
+    PEFT adapter with its base model, the base model is quantized.
 
     quantization: None loads what lies there: plainly, or as `save_quantized` recorded it.
     dtype: of all that stays unquantized, and what is computed in; None or "auto": the checkpoint's.
     device_map, kwargs: for `from_pretrained`. Raises ValueError where nothing can be quantized, or everything is already.
     """
-    config = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})
+    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    config = AutoConfig.from_pretrained(base_path(path, "draft", **hub), **hub)
     if quantization is not None and getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"quantization: the model at {path!r} is quantized already; leave quantization out")
     if quantization is None:
@@ -137,6 +144,10 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
 
     Raises ValueError for a model that is quantized already, or whose weights are not all in memory.
     """
+    if has_adapter(model):
+        raise ValueError(
+            "quantization: the model has an adapter; merge it (merge_and_unload()), or draft in another way"
+        )
     if _is_quantized(model):
         raise ValueError("quantization: the model is quantized already; quantize a copy of the original")
     if any(weight.is_meta for weight in model.parameters()):
@@ -163,10 +174,21 @@ def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | Pre
     """Write a draft so that `load_quantized(folder)` gives the same model, to the bit: its tokens are the same.
 
     The folder holds the weights the draft was quantized from, and in config.json how to quantize them: an ordinary
-    checkpoint for everyone else. A model that is not quantized is saved as it is.
+    checkpoint for everyone else. A model that is not quantized is saved as it is. Of one with a PEFT adapter the adapter is
+    saved, which names its base model; whoever loads it says again how that is quantized.
 
     source: the path or the unquantized model that `model` was made from; None: the path it was loaded from.
     """
+    if has_adapter(model):
+        if not _is_quantized(unwrapped(model)):
+            save_adapter(model, folder, "draft")
+        elif isinstance(source, str):
+            copy_adapter(source, folder)
+        else:
+            raise ValueError(
+                "draft: a quantized model with an adapter cannot be saved; name both by the adapter's path"
+            )
+        return
     if not _is_quantized(model):
         model.save_pretrained(folder)
         return
@@ -184,12 +206,21 @@ def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | Pre
     config.save_pretrained(folder)
 
 
-def memory_bytes(model: nn.Module) -> int:
-    """Bytes that the model's weights, buffers and quantization state take as they are stored; what is shared counts once."""
+def memory_bytes(*models: nn.Module, buffers: bool = True) -> int:
+    """Bytes that the weights, buffers and quantization state of models take as they are stored; what is shared, within a model
+    or between them, counts once.
+
+    buffers: whether buffers count, too.
+    """
     found = (
         storage
+        for model in models
         for module in model.modules()
-        for owner in (*module._parameters.values(), *module._buffers.values(), getattr(module, "state", None))
+        for owner in (
+            *module._parameters.values(),
+            *(module._buffers.values() if buffers else ()),
+            getattr(module, "state", None),
+        )
         for storage in _storages(owner)
     )
     return sum({(storage.device, storage.data_ptr()): storage.nbytes() for storage in found}.values())

@@ -21,7 +21,9 @@ from assisted.drafters import DraftModel, Eagle, parse
 from assisted.heads import kinds
 from assisted.heads.eagle import EagleConfig, EagleHead, unrolled_mask
 from assisted.heads.eagle_formats import load_eagle, save_eagle
+from assisted.heads.files import public_name
 from assisted.heads.kinds import kind_of
+from assisted.heads.medusa import MedusaHeads
 
 VOCABULARY, WIDTH, DRAFT = 96, 32, 40
 
@@ -297,6 +299,34 @@ def test_converted_both_ways(target, tmp_path):
         save_eagle(random_head(target, 1), tmp_path / "d", "speculators", target)
     with pytest.raises(ValueError, match="'gguf'"):
         save_eagle(head, tmp_path / "d", "gguf")  # type: ignore[arg-type]
+
+
+def test_a_head_names_its_target_by_no_local_path(target, tmp_path, monkeypatch):
+    head = random_head(target, 3)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    for name, written in {
+        "org/model": "org/model",
+        "gpt2": "gpt2",
+        "zoo:target": "zoo:target",
+        zoo.folder("target"): None,
+        "/no/longer/there": None,
+        "./models/a": None,
+        "models/of/mine": None,
+        r"C:\models\a": None,
+        "here/below": None,
+        "": None,
+        None: None,
+    }.items():
+        monkeypatch.setattr(target, "name_or_path", name)
+        assert public_name(target) == written, name
+        save_eagle(head, tmp_path / "head", "speculators", target)
+        fields = json.loads((tmp_path / "head" / "config.json").read_text())
+        assert fields["speculators_config"]["verifier"]["name_or_path"] == written
+        MedusaHeads.for_target(target, 1).save(tmp_path / "medusa", target=target)
+        assert json.loads((tmp_path / "medusa" / "config.json").read_text())["base_model_name_or_path"] == written
+        assert load_eagle(tmp_path / "head", target).config == replace(head.config, own_embedding=True)
+    assert public_name(None) is None
 
 
 def test_half_precision_is_kept(target, tmp_path):

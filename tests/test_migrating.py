@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from test_docs import blocks
-from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, StoppingCriteria
 
 from assisted import AssistedModelForCausalLM, zoo
 
@@ -310,3 +310,19 @@ def test_lengths_given_to_generate(target: Any, draft: Any, pair: Any, inputs: d
     assert draft_passes() != usual
     pair.generate(**inputs, **CALL, draft_length=1)
     assert len(pair.report.acceptance_by_position) == 1
+
+
+def test_a_way_to_draft_in_the_models_config(
+    target: Any, draft: Any, pair: Any, inputs: dict[str, torch.Tensor]
+) -> None:
+    plain = target.generate(**inputs, **CALL).tolist()
+    target.generation_config.prompt_lookup_num_tokens = 5
+    with counted(target) as passes:
+        target.generate(**inputs, **CALL)
+    assert max(passes[1:]) > 1, changed("prompt lookup in the model's config copies from the text in every call")
+    with pytest.warns(UserWarning, match="prompt_lookup_num_tokens = 5 is not used"), counted(draft) as passes:
+        assert pair.generate(**inputs, **CALL).tolist() == plain
+    assert passes
+    for given in ({"prompt_lookup_num_tokens": 4}, {"generation_config": GenerationConfig(num_assistant_tokens=3)}):
+        with pytest.raises(ValueError, match=r"prompt_lookup_num_tokens|num_assistant_tokens"):
+            pair.generate(**inputs, **given)

@@ -23,6 +23,7 @@ from transformers import (
     TorchAoConfig,
 )
 
+from assisted import AssistedModelForCausalLM
 from assisted.quantization import BACKENDS, NAMES, load_quantized, memory_bytes, quantize_copy, resolve, save_quantized
 
 MODULES = {
@@ -288,6 +289,21 @@ def test_memory_counts_what_is_stored(name: str, tmp_path: Path) -> None:
         "int8-torchao": packed + (4 + 1) * rows,  # a scale and a zero point a row
     }[name]
     assert memory_bytes(load_quantized(str(tmp_path), name)) == memory_bytes(plain) - 2 * packed + expected
+
+
+def test_memory_that_models_share_counts_once(name: str) -> None:
+    target = llama(hidden=128, inner=256)
+    pair = AssistedModelForCausalLM.from_models(target, draft=f"self:{name}")
+    copied = pair.drafter.model
+    shared = 4 * sum(weight.numel() for weight in (target.model.embed_tokens.weight, target.lm_head.weight))
+    norms = 4 * sum(module.weight.numel() for path, module in target.named_modules() if "norm" in path)
+    own = memory_bytes(copied) - shared - norms
+    buffers = sum(4 * buffer.numel() for buffer in {id(b): b for b in target.buffers()}.values())
+    assert memory_bytes(target, copied) == memory_bytes(target) + own == memory_bytes(copied, target, target)
+    assert pair.get_memory_footprint() == memory_bytes(target, copied)
+    assert memory_bytes(target) - memory_bytes(target, buffers=False) == buffers
+    assert pair.get_memory_footprint(return_buffers=False) == memory_bytes(target, copied, buffers=False)
+    assert pair.get_memory_footprint(return_buffers=False) < pair.get_memory_footprint()
 
 
 def test_memory_after_forwards_and_against_transformers(name: str, tmp_path: Path) -> None:

@@ -358,6 +358,61 @@ def test_what_cannot_be_honoured_is_refused_by_name(mode: dict[str, Any]) -> Non
     assert assistedly(**prompt()).tolist() == plainly(**prompt()).tolist()
 
 
+OTHER_WAYS = [
+    {"prompt_lookup_num_tokens": 3},
+    {"assistant_early_exit": 1},
+    {"use_mtp": True},
+]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *OTHER_WAYS,
+        {"prompt_lookup_num_tokens": 0},
+        {"num_assistant_tokens": 5},
+        {"num_assistant_tokens_schedule": "constant"},
+        {"assistant_confidence_threshold": 0.4},
+        {"max_matching_ngram_size": 2},
+    ],
+    ids=str,
+)
+def test_a_config_that_sets_drafting_of_transformers_is_refused_by_name(mode: dict[str, Any]) -> None:
+    _, model = pair()
+    (name,) = mode
+    for given in (mode, {"generation_config": GenerationConfig(**mode)}):
+        with no_fallback(), pytest.raises(ValueError, match=rf"^{name}: "):
+            model.generate(prompt()["ids"], **given)
+    with pytest.raises(ValueError, match='draft="ngram"'):
+        model.generate(prompt()["ids"], generation_config=GenerationConfig(prompt_lookup_num_tokens=3))
+
+
+@pytest.mark.parametrize("mode", OTHER_WAYS, ids=str)
+@pytest.mark.parametrize("passed_on", [False, True], ids=["not passed", "passed on"])
+def test_drafting_that_the_models_own_config_chooses_gives_way_and_that_is_said_once(
+    mode: dict[str, Any], passed_on: bool
+) -> None:
+    (name,) = mode
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4)
+    expected = target.generate(prompt()["ids"], **CALL)
+    target.generation_config.update(**mode)
+    before = target.generation_config.to_dict()
+    call = {"generation_config": GenerationConfig(**{**before, **CALL})} if passed_on else CALL
+    with one_warning(f"generation_config.{name}"):
+        for _ in range(2):
+            assert model.generate(prompt()["ids"], **call).tolist() == expected.tolist()
+    assert model.report.accepted > 0
+    assert target.generation_config.to_dict() == before
+
+
+def test_drafting_that_a_config_chooses_runs_where_it_is_asked_for() -> None:
+    _, model = pair()
+    config = GenerationConfig(**CALL, prompt_lookup_num_tokens=3)
+    assert model.generate(prompt()["ids"], config, assisted=False).tolist() == plainly(**prompt()).tolist()
+    assert model.report.drafted == 0
+
+
 @pytest.mark.quant
 @pytest.mark.skipif(not is_optimum_quanto_available(), reason="no quanto here")
 def test_a_quantized_cache_is_refused() -> None:
@@ -374,16 +429,14 @@ def test_a_quantized_cache_is_refused() -> None:
         {"use_cache": False},
         {"output_hidden_states": True, "return_dict_in_generate": True},
         {"output_attentions": True, "return_dict_in_generate": True},
-        {"generation_config": GenerationConfig(**CALL, prompt_lookup_num_tokens=3)},
     ],
     ids=lambda mode: "-".join(map(str, mode)),
 )
 def test_other_modes_run_plainly_and_say_so_once(mode: dict[str, Any]) -> None:
     target, model = pair("gptj")  # attention that gives its weights
-    call = {} if "generation_config" in mode else CALL
-    plain = target.generate(prompt()["ids"], **call, **mode)
+    plain = target.generate(prompt()["ids"], **CALL, **mode)
     with one_warning("plainly"):
-        ours = model.generate(prompt()["ids"], **call, **mode)
+        ours = model.generate(prompt()["ids"], **CALL, **mode)
     if isinstance(plain, torch.Tensor):
         plain, ours = {"sequences": plain}, {"sequences": ours}
     assert ours.keys() == plain.keys()
@@ -465,11 +518,48 @@ def test_a_tokenizer_that_is_needed_is_named(given: dict[str, Any]) -> None:
         ("self:bogus", ValueError),
         ("zoo:nobody", ValueError),
         (42, TypeError),
+        (True, TypeError),
+        ("", ValueError),
+        (" ", ValueError),
+        (DraftModel(Path("nowhere")), OSError),
+        ([], ValueError),
+        (["suffix"], ValueError),
+        (["suffix", ""], ValueError),
+        ("/no/such/folder", OSError),
+        ("eagle:/no/such/folder", OSError),
+        ("medusa:./no/such/folder", OSError),
     ],
+    ids=str,
 )
 def test_drafts_that_are_none(draft: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"draft|quantization|zoo"):
+    with pytest.raises(error, match=r"^(draft|quantization|zoo):"):
         AssistedModelForCausalLM.from_models(pair()[0], draft=draft)
+
+
+def test_other_arguments_that_are_none(folders: dict[str, Path]) -> None:
+    target, model = pair()
+    draft = model.drafter.model
+    for name, given in {
+        "tokenizer": {"tokenizer": "words"},
+        "draft_tokenizer": {"draft_tokenizer": "words", "draft": draft},
+        "draft_length": {"draft_length": 0},
+        "fast": {"fast": "x"},
+        "quantization": {"draft": str(folders["draft"]), "draft_quantization": {}},
+    }.items():
+        for make in (
+            lambda given=given: AssistedModelForCausalLM.from_models(target, **given),
+            lambda given=given: AssistedModelForCausalLM.from_pretrained(folders["target"], **given),
+        ):
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                make()
+    for draft in ("suffix", ["suffix", model.drafter.model]):  # which of the two would read it?
+        with pytest.raises(ValueError, match=r"^draft_tokenizer: "):
+            AssistedModelForCausalLM.from_models(target, draft=draft, draft_tokenizer=tokenizer())
+    for path in (None, "", 5):
+        with pytest.raises(ValueError, match=r"^pretrained_model_name_or_path: "):
+            AssistedModelForCausalLM.from_pretrained(path)
+        with pytest.raises(ValueError, match=r"^target: .*from_pretrained"):
+            AssistedModelForCausalLM.from_models(path)
 
 
 def test_a_quantization_is_said_in_one_place() -> None:
@@ -504,10 +594,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_two_folders_make_a_pair(folders: dict[str, Path]) -> None:
-    model = AssistedModelForCausalLM.from_pretrained(str(folders["target"]), draft=str(folders["draft"]))
-    with no_fallback():
-        assert model.generate(prompt()["ids"], **CALL).tolist() == plainly(**prompt()).tolist()
-    assert model.report.accepted > 0
+    for kind in (str, Path):
+        model = AssistedModelForCausalLM.from_pretrained(kind(folders["target"]), draft=kind(folders["draft"]))
+        with no_fallback():
+            assert model.generate(prompt()["ids"], **CALL).tolist() == plainly(**prompt()).tolist()
+        assert model.report.accepted > 0
 
 
 @pytest.mark.parametrize("wrong", ["missing", "empty"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -10,6 +11,7 @@ from typing import Any, TypeGuard
 from transformers import PreTrainedModel
 
 from ..heads.kinds import kind_of
+from ..parts import unwrapped
 from .base import Call, Drafter, Drafting, Spec, Target
 from .combined import Combined
 from .draft_model import DraftModel, ModelDrafter
@@ -72,8 +74,8 @@ _HEADS: tuple[type[Any], ...] = (Eagle, Medusa)
 def parse(draft: Any, quantization: Any = None) -> Spec:
     """The spec behind what a caller may write as `draft`.
 
-    draft: a Hub id, a folder, "zoo:NAME", "METHOD" or "METHOD:DETAILS", a spec, or (from_models) a causal LM. None is
-        "suffix", which needs no second model.
+    draft: a Hub id, a folder, "zoo:NAME", "METHOD" or "METHOD:DETAILS", a spec, or a causal LM, with a PEFT adapter around it
+        or without. None is "suffix", which needs no second model.
     quantization: of a draft model that is named by a string.
 
     Raises ValueError for what is not known, TypeError for what is no spec at all.
@@ -95,12 +97,14 @@ def _parse(draft: Any, quantization: Any) -> Spec:
         return _at_path(draft) if isinstance(draft, DraftModel) else draft
     if isinstance(draft, (list, tuple)):
         return Combined(tuple(_parse(part, quantization) for part in draft))
-    if isinstance(draft, PreTrainedModel):
+    if isinstance(unwrapped(draft), PreTrainedModel):
         if quantization is not None:
             raise ValueError(
                 "draft_quantization: the draft is already loaded; quantize it when loading, or name it by path"
             )
         return DraftModel(draft)
+    if isinstance(draft, os.PathLike):  # always a folder, whatever its name
+        return _at_path(DraftModel(os.fspath(draft), quantization))
     if not isinstance(draft, str):
         raise TypeError(
             f"draft: {type(draft).__name__} is no draft spec; give a string, a causal LM or one of "

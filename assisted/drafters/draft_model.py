@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,11 +15,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import zoo
+from ..adapters import base_path, require_in_layers
 from ..cache import SlotCache
 from ..drafts import Draft
 from ..fused import fused
 from ..graphs import Graphs, Lease
 from ..host import on_device
+from ..parts import unwrapped
 from ..quantization import load_quantized
 from ..runtime import CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
 from ..text import Text
@@ -34,7 +37,7 @@ class DraftModel:
     """A small causal LM drafts: `"Qwen/Qwen3-0.6B"`, a folder, `"zoo:draft"`, or a model already loaded.
 
     Args:
-        model: Hub id, folder or `zoo:` name; or a PreTrainedModel.
+        model: Hub id, folder or `zoo:` name; or a PreTrainedModel, also one that PEFT put an adapter around.
         quantization: one of `assisted.quantization.NAMES`, a transformers quantization config, or None (default).
         tokenizer: the draft's tokenizer, where it does not lie beside the model.
     """
@@ -47,6 +50,12 @@ class DraftModel:
     quantization: Any = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        if isinstance(self.model, str) and not self.model.strip():
+            raise ValueError("draft: the path is empty; name a Hub id or a folder, or leave draft out")
+
     def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
         """Load the model (kwargs: Hub arguments, dtype, device_map). A tokenizer other than the target's is translated.
 
@@ -55,10 +64,13 @@ class DraftModel:
         hub = {name: value for name, value in kwargs.items() if name not in ("dtype", "device_map")}
         if isinstance(self.model, str):
             path = zoo.resolve(self.model)
+            model = _loaded(path, self.quantization, **kwargs)
             tokenizer = self.tokenizer or find_tokenizer(path, **hub)
-            model = load_quantized(path, self.quantization, **kwargs)
+            if tokenizer is None and (base := base_path(path, "draft", **hub)) != path:
+                tokenizer = find_tokenizer(base, **hub)
         else:
-            model = self.model
+            require_in_layers(self.model, "draft")
+            model = unwrapped(self.model)  # an adapter's wrapper takes arguments that the loop cannot see
             folder = model.name_or_path
             tokenizer = self.tokenizer or (find_tokenizer(folder) if Path(folder).is_dir() else None)
         require_rewindable(model, "draft")
@@ -69,6 +81,14 @@ class DraftModel:
         from .other_tokenizer import TranslatedDrafter  # it builds on this module
 
         return TranslatedDrafter(model, size, tokenizer, target.tokenizer)
+
+
+def _loaded(path: str, quantization: Any, **kwargs: Any) -> PreTrainedModel:
+    """What lies at a path; an error of whoever looked there says that it was for the draft."""
+    try:
+        return load_quantized(path, quantization, **kwargs)
+    except OSError as error:
+        raise OSError(f"draft: nothing can be loaded from {path!r}, as a folder or a Hub id: {error}") from error
 
 
 class ModelDrafter(Drafter):

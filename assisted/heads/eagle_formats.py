@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from .eagle import EagleConfig, EagleHead, default_taps
-from .files import find_folder, read_tensors, require_tensors
+from .files import find_folder, public_name, read_tensors, require_tensors
 
 __all__ = ["load_eagle", "save_eagle"]
 
@@ -73,8 +73,8 @@ def save_eagle(
 
     format: "eagle", as EAGLE's authors publish heads, with the tapped layers as SpecForge writes them; "speculators", which
         vLLM serves together with the target (EAGLE-3 only). It always holds an embedding.
-    target: the model that the head belongs to. The second format names it, and holds its embedding where the head has none
-        of its own.
+    target: the model that the head belongs to. The second format names it, unless it lies in a folder, and holds its embedding
+        where the head has none of its own.
 
     Raises ValueError for what a format cannot hold.
     """
@@ -250,7 +250,7 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
     verifier: dict[str, Any] = {"name_or_path": None, "architectures": []}
     if target is not None:
         architectures = target.config.architectures or [type(target).__name__]
-        verifier = {"name_or_path": target.name_or_path or None, "architectures": list(architectures)}
+        verifier = {"name_or_path": public_name(target), "architectures": list(architectures)}
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

@@ -1,6 +1,6 @@
 """Checkpoint files of heads: where they lie, and reading their tensors strictly.
 
-Knows folders, the Hub and safetensors; nothing of what the tensors mean.
+Knows folders, names on the Hub and safetensors; nothing of what the tensors mean.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from .. import zoo
 
-__all__ = ["find_folder", "read_tensors", "require_tensors"]
+__all__ = ["find_folder", "public_name", "read_tensors", "require_tensors"]
 
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 
@@ -25,7 +28,20 @@ def find_folder(path: str | Path, **hub: Any) -> Path:
     found = Path(zoo.resolve(str(path)))
     if found.is_dir():
         return found
+    if found.is_absolute() or str(path).startswith((".", "~")):
+        raise FileNotFoundError(f"draft: there is no folder at {str(path)!r}")
     return Path(snapshot_download(str(path), **{name: hub[name] for name in _SNAPSHOT if name in hub}))
+
+
+def public_name(target: PreTrainedModel | None) -> str | None:
+    """What a checkpoint may call its target: a Hub id or a `zoo:` name. A folder's path means nothing on another machine, and
+    tells of this one."""
+    name = "" if target is None else target.name_or_path or ""
+    try:
+        validate_repo_id(name.removeprefix("zoo:"))
+    except HFValidationError:
+        return None
+    return None if Path(name).exists() else name
 
 
 def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:

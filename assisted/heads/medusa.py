@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from .files import find_folder, read_tensors, require_tensors
+from .files import find_folder, public_name, read_tensors, require_tensors
 
 __all__ = ["MedusaHeads", "output_size"]
 
@@ -163,7 +163,7 @@ class MedusaHeads(nn.Module):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         heads = self._with_output(target) if self.output is None and format != "medusa" else self
-        base = target.name_or_path if target is not None else None
+        base = public_name(target)
         if format == "vllm":
             whole = output_size(target)[0] if target is not None else self.vocab_size
             if self.token_map is not None and target is None:

@@ -1,7 +1,7 @@
 """Which drafted tokens are kept, and which token of the target's own follows them.
 
-Knows torch alone: pure functions on tensors, no host-device synchronisation. How p and q are made from logits, what an
-end-of-sequence token means and what is done with the verdict belong to the decoding loop.
+Knows torch alone: pure functions on tensors, but for `match`; no host-device synchronisation. How p and q are made from logits,
+what an end-of-sequence token means and what is done with the verdict belong to the decoding loop.
 
 Notation, after 2211.17192: p is the target's next-token law, q the draft's, x_1 .. x_g the drafted tokens of a row.
 Chains are padded to n columns with a count per row (`lengths`, the g of that row); what lies in the padding has no
@@ -34,20 +34,15 @@ class Verdict:
     """[B] int64: the target's own token after them: the correction, or the bonus when all were kept."""
 
 
-def match(tokens: Tensor, lengths: Tensor, choice: Tensor) -> Verdict:
-    """Keep drafted tokens while they are what the target chose itself.
+def match(tokens: list[int], choice: list[int]) -> list[int]:
+    """Keep drafted tokens while they are what the target chose itself. Of one row, on the host: what it gets, kept and emitted.
 
-    tokens: [B, n] int64, lengths: [B] int64, choice: [B, n+1] int64, the target's argmax (greedy) or its own draw
-    (sample-match) after each prefix. Lossless for any draft, since the output is read off `choice`; needs no q.
+    tokens: the g drafted ones. choice: at least g + 1, the target's argmax (greedy) or its own draw (sample-match) after each
+    prefix. Lossless for any draft, since the output is read off `choice`; needs no q.
     """
-    n = tokens.shape[1]
-    if n == 0:
-        return Verdict(lengths, choice[:, 0])
-    # keep x_i while x_i = y_i ...
-    agrees = (tokens == choice[:, :n]) & _drafted(lengths, n)
-    accepted = agrees.cumprod(-1).sum(-1)
-    # ... and emit y at the first disagreement, or after the last drafted token
-    return Verdict(accepted, _at(choice, accepted))
+    # keep x_i while x_i = y_i, and emit y at the first disagreement, or after the last drafted token
+    accepted = next((i for i, token in enumerate(tokens) if token != choice[i]), len(tokens))
+    return choice[: accepted + 1]
 
 
 def match_tree(tokens: Tensor, parents: Tensor, lengths: Tensor, choice: Tensor) -> tuple[Tensor, Verdict]:
@@ -59,20 +54,19 @@ def match_tree(tokens: Tensor, parents: Tensor, lengths: Tensor, choice: Tensor)
     the verdict.
     """
     n = tokens.shape[1]
-    node = torch.arange(n, device=tokens.device)
-    parent_slot = (parents + 1).clamp(0, n)  # slot 0 is the root, slot 1+i is node i
+    slot = torch.arange(n + 1, device=tokens.device)  # 0 is the root, 1+i is node i
+    own, above = slot[1:], (parents + 1).clamp(0, n)
     # descend from a parent to the child that holds the target's choice there; of twins, to the first
-    agrees = (tokens == choice.gather(1, parent_slot)) & _drafted(lengths, n)
-    siblings = parents.unsqueeze(2) == parents.unsqueeze(1)  # [B, n, n]
-    older_twin = siblings & agrees.unsqueeze(1) & (node < node.unsqueeze(1))
-    kept = F.pad(agrees & ~older_twin.any(-1), (1, 0), value=True)  # [B, n+1]
-    # a node is kept iff it and all its ancestors agree: each step doubles how far up it looks
-    ancestor = F.pad(parent_slot, (1, 0))
+    agrees = (tokens == choice.gather(1, above)) & (own <= lengths.unsqueeze(1))
+    first = torch.full_like(choice, n + 1).scatter_reduce(1, above, own.where(agrees, n + 1), "amin")
+    # a node is kept iff the way up from it ends at the root, not at one that is not descended to: each step doubles how far
+    # up it looks
+    way = F.pad(above.where(first.gather(1, above) == own, own), (1, 0))
     for _ in range(n.bit_length()):
-        kept = kept & kept.gather(1, ancestor)
-        ancestor = ancestor.gather(1, ancestor)
+        way = way.gather(1, way)
+    kept = way == 0
     # at most one child per parent is left
-    last = torch.where(kept, torch.arange(n + 1, device=tokens.device), 0).amax(-1)
+    last = slot.where(kept, 0).amax(-1)
     return _in_order(kept[:, 1:]), Verdict(kept[:, 1:].sum(-1), _at(choice, last))
 
 

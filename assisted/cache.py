@@ -199,7 +199,7 @@ class SlotCache(Cache):
         path: [B, n] int64, the columns to keep in order (a tree's accepted path); None keeps the first ones (a chain).
         """
         if path is not None:
-            self._gather(path)
+            self._gather(path, counts)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._realign()
 
@@ -276,15 +276,22 @@ class SlotCache(Cache):
                 self.lengths = [end] * self.rows
         self.start = max(self.lengths)
 
-    def _gather(self, path: torch.Tensor) -> None:
-        rows = torch.arange(len(self.running), device=path.device)[:, None]
-        behind = on_device([self.lengths[row] for row in self.running], path.device)[:, None]
-        target = behind + torch.arange(path.shape[1], device=path.device)
-        source = behind + path[self.running]
+    def _gather(self, path: torch.Tensor, counts: list[int]) -> None:
+        """Move the columns of `path` to where those of a chain would lie. Most lie there already: the host looks which do."""
+        columns = path.tolist()
+        moves = [
+            (place, self.lengths[row] + to, self.lengths[row] + column)
+            for place, row in enumerate(self.running)
+            for to, column in enumerate(columns[row][: counts[row]])
+            if to != column
+        ]
+        if not moves:
+            return
+        place, target, source = on_device(list(zip(*moves, strict=True)), path.device)
         for layer in self.slot_layers:
             if layer.is_initialized:
-                layer.keys[rows, :, target] = layer.keys[rows, :, source]
-                layer.values[rows, :, target] = layer.values[rows, :, source]
+                layer.keys[place, :, target] = layer.keys[place, :, source]
+                layer.values[place, :, target] = layer.values[place, :, source]
 
     def _swap(self, one: int, other: int) -> None:
         """Let the rows at two places trade them."""

@@ -119,20 +119,19 @@ class NoHostReads(TorchDispatchMode):
 _OWN = ("transformers.", "assisted.")  # whose hooks collect outputs that nobody asks for here, or keep backends quiet
 
 
-def compiled(run: Pass) -> Pass:
-    """The same, compiled, and run once."""
-    made = torch.compile(run, dynamic=False)
+def compiled(run: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    """The same, compiled at its first call, and for further ones only where sizes of its inputs cannot be left open."""
+    made = torch.compile(run, dynamic=True)
 
-    def call() -> list[torch.Tensor]:
-        # every shape is compiled on its own, which counts as compiling the same code again
+    def call(*inputs: torch.Tensor | None) -> list[torch.Tensor]:
+        # every model is compiled on its own, which counts as compiling the same code again
         with torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000):
-            return made()
+            return made(*inputs)
 
-    call()
     return call
 
 
-def obstacle(model: PreTrainedModel, device: torch.device) -> str | None:
+def obstacle(model: nn.Module, device: torch.device) -> str | None:
     """Why the passes of a model can't be captured, as far as it shows without trying; None where nothing does."""
     for name, module in model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -156,7 +155,7 @@ def _only_aligns(hook: Any) -> bool:
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
 
 
-def fingerprint(model: PreTrainedModel, run: nn.Module) -> tuple[Any, ...]:
+def fingerprint(model: nn.Module, run: nn.Module) -> tuple[Any, ...]:
     """What a capture depends on: where the weights lie, and which modules compute."""
     tensors = (
         tensor
@@ -165,12 +164,12 @@ def fingerprint(model: PreTrainedModel, run: nn.Module) -> tuple[Any, ...]:
         if tensor is not None
     )
     leaves = (id(module) for module in run.modules() if not module._modules)
-    config = model.config.get_text_config(decoder=True)
+    config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
     return (
         tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors),
         tuple(leaves),
         model.training,
-        config._attn_implementation,
+        None if config is None else config._attn_implementation,
     )
 
 

@@ -6,7 +6,6 @@ nothing of models. What one `generate` has learned the next one takes over.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,11 +78,12 @@ class _Adaptive(Length):
                 pause=_PAUSE,
             )
             if earlier is None
-            else copy.deepcopy(earlier.known)
+            else earlier.known.copy()
         )
         self.local: dict[int, tuple[float, float]] = {}  # by row: tokens and seconds of its last rounds
         self.unread = float("inf")  # tokens that the draft has not read, the prompt at first
         self.observed = True
+        self.proposing = torch.tensor(())  # [B] bool, as `go_on` said last
         self._begin()
 
     def _begin(self) -> None:
@@ -130,7 +130,7 @@ class _Adaptive(Length):
         self.asked = True
         if position == 0:
             self._enter(len(confidences))
-        gains = {}
+        before, gains = len(self.survival), {}
         for row, survival in self.survival.items():
             if survival > 0:
                 bin, bins = confidence_bin(confidences[row]), self.bins[row]
@@ -145,7 +145,9 @@ class _Adaptive(Length):
         self.survival = {row: gain for row, gain in gains.items() if worth and (forced or gain > _LOST)}
         self.expected += sum(self.survival.values())
         self.depths |= dict.fromkeys(self.survival, position + 1)
-        return torch.tensor([row in self.survival for row in range(len(confidences))])
+        if position == 0 or len(self.survival) < before:  # otherwise it is what it was
+            self.proposing = torch.tensor([row in self.survival for row in range(len(confidences))])
+        return self.proposing
 
     def another(self, position: int) -> bool:
         if self.asked:
@@ -271,13 +273,13 @@ class _Adaptive(Length):
 
     def _following(self, gains: dict[int, float]) -> float:
         """The acceptance to expect of the tokens behind these: mean over the rows, by what they may still gain."""
-        total = sum(gain * self.prices[row] for row, gain in gains.items())
-        if total <= 0:
-            return 0.0
-        following, sampled = self.known.reliability.following, self.sampled
-        return (
-            sum(gain * self.prices[row] * following(self.bins[row][-1], sampled) for row, gain in gains.items()) / total
-        )
+        reliability = self.known.reliability
+        total = following = 0.0
+        for row, gain in gains.items():
+            worth = gain * self.prices[row]
+            total += worth
+            following += worth * reliability.following(self.bins[row][-1], self.sampled)
+        return following / total if total > 0 else 0.0
 
     def _rate(self) -> float:
         """Tokens a second and row of the recent past; at least what plain decoding makes."""
@@ -299,8 +301,8 @@ class _Adaptive(Length):
         # a pass advances all rows: saving time in one of them saves the batch its share
         gain = sum(expected * self.prices[row] for row, expected in gains.items()) / len(self.prices)
         saved, cost, before = gain, forward if drafting else 0.0, verify.at(position + 1)
-        for columns in range(position + 2, self.policy.maximum + 2):
-            if saved > cost + verify.at(columns) - before:
+        for longer in verify.seconds[position + 2 : self.policy.maximum + 2]:
+            if saved > cost + longer - before:
                 return True
             follow = self._following(gains) if follow is None else follow
             gain *= follow

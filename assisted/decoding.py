@@ -110,7 +110,7 @@ def _judge(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> _Outcome
     plain = not law.processors and not law.do_sample and not text.keep_scores
     scores = logits if plain else law.scores(text.ids, text.lengths, logits, draft)
     tokens, lengths, parents = draft.tokens, draft.lengths, draft.parents
-    path = None
+    path = verdict = None
     if law.lossy is not None:
         path, verdict = law.lossy.judge(draft, probabilities(scores))
         path = None if parents is None else path
@@ -122,14 +122,16 @@ def _judge(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> _Outcome
             path, verdict = acceptance.rejection_tree(tokens, parents, lengths, p, draft.q)
     else:
         choice = acceptance.sample(probabilities(scores)) if law.do_sample else scores.argmax(-1)
-        if parents is None:
-            verdict = acceptance.match(tokens, lengths, choice)
-        else:
+        if parents is not None:
             path, verdict = acceptance.match_tree(tokens, parents, lengths, choice)
-    on_path = tokens if path is None else tokens.gather(1, path.clamp(min=0))
-    # the only transfer to the host of a round
-    rows = torch.cat([torch.stack([lengths, verdict.accepted, verdict.token], 1), on_path], 1).tolist()
-    new = [[*path_tokens[:accepted], token] for _, accepted, token, *path_tokens in rows]
+    # either way the only transfer to the host of a round
+    if verdict is None:
+        rows = torch.cat([lengths[:, None], tokens, choice], 1).tolist()
+        new = [acceptance.match(row[1 : 1 + row[0]], row[1 + draft.width :]) for row in rows]
+    else:
+        on_path = tokens if path is None else tokens.gather(1, path.clamp(min=0))
+        rows = torch.cat([torch.stack([lengths, verdict.accepted, verdict.token], 1), on_path], 1).tolist()
+        new = [[*path_tokens[:accepted], token] for _, accepted, token, *path_tokens in rows]
     if path is not None:
         columns = torch.nn.functional.pad(path + 1, (1, 0)).clamp(min=0)  # column 0 holds the last committed token
         index = columns[:, :, None].expand(-1, -1, logits.shape[-1])
@@ -137,7 +139,7 @@ def _judge(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> _Outcome
         path = columns
     kept = text.extend(new, scores, logits)
     # a row that has ended takes nothing; one that ends in mid-draft takes no more than was kept
-    accepted = [min(row[1], count) for row, count in zip(rows, kept, strict=True)]
+    accepted = [min(len(tokens) - 1, count) for tokens, count in zip(new, kept, strict=True)]
     return _Outcome([row[0] for row in rows], accepted, kept, path)
 
 

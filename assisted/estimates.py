@@ -5,10 +5,11 @@ Knows numbers; nothing of models, and nothing of what is decided by them.
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,8 @@ __all__ = ["MEMORY", "Curve", "Known", "Reliability", "confidence_bin"]
 SAMPLES = 15  # seconds of so many passes of a kind are remembered
 MEMORY = 0.99  # a round: outcomes of some hundred rounds count
 _SAME = 0.01  # relative change of a median that is not worth a new curve
+_FORGOTTEN = 100  # passes after which a count that was not met again is forgotten
+_BELIEVED = 0.5  # share of what a single pass says a column adds, while there is but a guess
 _EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 _MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
 
@@ -38,7 +41,8 @@ class Curve:
 
     Args:
         longest: the largest count to know about.
-        slope: guess of what each one more adds, as a share of the first, until two counts have been seen.
+        slope: guess of what each one more adds, as a share of the first, until two counts have been seen twice; a single pass
+            of a larger one may raise it before.
         known: seconds by count, measured earlier; they hold until two counts have been seen here.
 
     Attributes:
@@ -50,22 +54,47 @@ class Curve:
         self.slope = slope
         self.samples: dict[int, deque[float]] = {}
         self.typical: dict[int, float] = {}
+        self.last: dict[int, int] = {}  # pass of each count that was the latest
+        self.passes = 0
         self.given = known is not None
         self.seconds: list[float] = []
         if known:
             self._fill(dict(known))
 
     def see(self, count: int, seconds: float) -> None:
+        """A pass: what it took."""
+        changed = self._forget(count)
         samples = self.samples.setdefault(count, deque(maxlen=SAMPLES))
         samples.append(seconds)
-        if len(samples) < 2:  # a single one may be anything: the first pass of a shape is slow
-            return
-        before, now = self.typical.get(count), typical(samples)
-        if before is not None and abs(now - before) < _SAME * before:
-            return
-        self.typical[count] = now
-        if len(self.typical) > 1 or not self.given:
+        if len(samples) == 1:  # it may be anything, since the first pass of a shape is slow: enough for a guess
+            changed |= len(self.typical) == 1
+        else:
+            before, now = self.typical.get(count), typical(samples)
+            if before is None or abs(now - before) >= _SAME * before:
+                self.typical[count] = now
+                changed = True
+        if changed and self.typical and (len(self.typical) > 1 or not self.given):
             self._fill(self.typical)
+
+    def _forget(self, count: int) -> bool:
+        """Drop what was not seen for long, but for the least count; this one is seen now. Says whether that was anything.
+
+        A count that seemed dear, for a disturbance that came twice, is not met again: nothing else would put it right.
+        """
+        self.passes += 1
+        self.last[count] = self.passes
+        least, before = min(self.last), self.passes - _FORGOTTEN
+        gone = [old for old, last in self.last.items() if last < before and old > least]
+        for old in gone:
+            del self.last[old], self.samples[old]
+            self.typical.pop(old, None)
+        return bool(gone)
+
+    def copy(self) -> Curve:
+        other = copy.copy(self)  # `seconds` is never changed, but made anew
+        other.samples = {count: samples.copy() for count, samples in self.samples.items()}
+        other.typical, other.last = self.typical.copy(), self.last.copy()
+        return other
 
     def at(self, count: int) -> float:
         """Seconds for this count; the longest known where it is longer. Only once something is known."""
@@ -80,6 +109,11 @@ class Curve:
         slope = self.slope * seconds[0]
         if last > first:
             slope = max((seconds[-1] - seconds[0]) / (last - first), slope / 10)
+        else:
+            further = (
+                (seen[0] - seconds[0]) / (count - first) for count, seen in self.samples.items() if count > first
+            )
+            slope = max(slope, _BELIEVED * min(further, default=0.0))
         filled = [0.0]
         i = 0
         for count in range(1, max(self.longest, last) + 1):
@@ -98,14 +132,19 @@ class Curve:
 class Reliability:
     """How often a drafted token is accepted once those before it are: by the draft's confidence and the position.
 
-    A cell holds [accepted, seen, round of the last change], and the past fades round by round. One that has seen little
+    A cell holds (accepted, seen, round of the last change), and the past fades round by round. One that has seen little
     leans on the one above it: (confidence, position) on the confidence, and that on a guess: where tokens are not drawn, the
     confidence taken at its word.
     """
 
     def __init__(self) -> None:
         self.round = 0
-        self.cells: dict[Any, list[float]] = {}
+        self.cells: dict[Any, tuple[float, float, int]] = {}
+
+    def copy(self) -> Reliability:
+        other = Reliability()
+        other.round, other.cells = self.round, self.cells.copy()
+        return other
 
     def accept(self, bin: int, position: int, sampled: bool = False) -> float:
         """Of a token of this confidence at this position (0-based).
@@ -145,13 +184,14 @@ class Reliability:
         cell = self.cells.get(key)
         if cell is None:
             return above
-        fade = MEMORY ** (self.round - cell[2])
-        return (cell[0] * fade + weight * above) / (cell[1] * fade + weight)
+        accepted, seen, changed = cell
+        fade = MEMORY ** (self.round - changed)
+        return (accepted * fade + weight * above) / (seen * fade + weight)
 
     def _add(self, key: Any, value: float) -> None:
-        cell = self.cells.setdefault(key, [0.0, 0.0, self.round])
-        fade = MEMORY ** (self.round - cell[2])
-        cell[:] = [cell[0] * fade + value, cell[1] * fade + 1, self.round]
+        accepted, seen, changed = self.cells.get(key, (0.0, 0.0, self.round))
+        fade = MEMORY ** (self.round - changed)
+        self.cells[key] = accepted * fade + value, seen * fade + 1, self.round
 
 
 @dataclass
@@ -187,6 +227,16 @@ class Known:
     seconds: float = 0.0
     rounds: int = 0
     plain_at: int = 0
+
+    def copy(self) -> Known:
+        """For the next `generate` to build on: what it adds is not seen here."""
+        return replace(
+            self,
+            verify=self.verify.copy(),
+            blocks=self.blocks.copy(),
+            forwards=self.forwards.copy(),
+            reliability=self.reliability.copy(),
+        )
 
     def costs(self) -> Costs | None:
         """What the passes take; None while that is not known."""

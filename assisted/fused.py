@@ -240,15 +240,22 @@ class Angles(nn.Module):
         self.rotary = [rotary]  # in a list: it is the model's
         kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         known = min(config.max_position_embeddings, _TABLE) if kind in ("default", "linear", "llama3") else 0
+        self.whole = known == config.max_position_embeddings  # every position of the context is in the table
         self.table = None if known == 0 else self._angles(torch.zeros(1, dtype=dtype), torch.arange(known)[None])
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden: any tensor of the model's kind. position_ids: [B or 1, n] int64. Returns two, [B or 1, n, 1, D]."""
         table = self.table
-        if table is None or hidden.device.type != "cpu" or int(position_ids.max()) >= table[0].shape[1]:
+        if table is None or hidden.device.type != "cpu" or not self._in_table(position_ids):
             return self._angles(hidden, position_ids)
         cos, sin = table
         return cos[0, position_ids], sin[0, position_ids]
+
+    def _in_table(self, position_ids: torch.Tensor) -> bool:
+        if torch.compiler.is_compiling():  # which reads no numbers; passes that are compiled keep to the context
+            return self.whole
+        assert self.table is not None
+        return int(position_ids.max()) < self.table[0].shape[1]
 
     def _angles(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = (part[:, :, None] for part in self.rotary[0](hidden, position_ids=position_ids))
@@ -266,13 +273,18 @@ class Shared:
         """A mask as sdpa would turn it into numbers in every layer, for as many heads side by side, [.., beside * n, m]."""
         if mask is None:
             return None
+        if torch.compiler.is_compiling():  # which makes it once by itself
+            return _additive(mask, dtype, beside)
         known = self.mask
         if known is None or known[0] is not mask:
-            numbers = mask
-            if mask.dtype == torch.bool:
-                numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-            known = self.mask = mask, numbers.repeat(1, 1, beside, 1) if beside > 1 else numbers
+            known = self.mask = mask, _additive(mask, dtype, beside)
         return known[1]
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype, beside: int) -> torch.Tensor:
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return mask.repeat(1, 1, beside, 1) if beside > 1 else mask
 
 
 def _plus_product(one: torch.Tensor, two: torch.Tensor, three: torch.Tensor) -> torch.Tensor:
@@ -308,7 +320,15 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
     kinds = {type(layer) for layer in layers}
     known = all(kind.__module__.startswith("transformers.models.") and kind.__name__ in _FAMILY for kind in kinds)
     touched = any(map(is_touched, [*layers.modules(), *model.lm_head.modules()]))
-    return layers if known and not touched else None
+    return layers if known and not touched and not _is_replaced(model.model, layers) else None
+
+
+def _is_replaced(base: Any, layers: nn.ModuleList) -> bool:
+    """Whether an adapter's wrapper stands for a module that is read here, not called: which one is behind it may be switched."""
+    parts: list[tuple[str, nn.Module]] = [("norm", base.norm)]
+    for layer in layers:
+        parts += [*layer.named_children(), *layer.self_attn.named_children()]
+    return any(type(part).__module__.startswith("peft.") for name, part in parts if not name.endswith("_proj"))
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Captured passes: a forward is recorded once for a shape, over tensors that stay where they are, and then replayed.
 
 Knows runners and slots. A replay costs one call whatever the model is made of; the eager path says what it has to compute,
-and runs wherever a pass cannot be captured.
+and runs wherever a pass cannot be captured. A CPU has nothing to replay: there passes are compiled, once for all shapes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from . import capture
 from .arena import Arena
@@ -26,7 +26,7 @@ from .cache import SlotCache
 from .capture import CudaReplay, Pass
 from .drafts import Draft
 from .parts import Inject
-from .runtime import CachedModel
+from .runtime import Runner
 from .shapes import WIDTHS, columns_for, rows_for, slots_for
 
 __all__ = ["MODES", "Graphs", "Lease", "require_mode"]
@@ -37,6 +37,8 @@ _REMEMBERED = 256  # shapes that were asked for once
 _MOST = 48  # captured passes of a model, the least recently used one goes first
 _TOLERANCE = {torch.float32: 3e-3, torch.float64: 3e-3}  # of logits, relative to their spread
 _HALF_TOLERANCE = 0.1
+
+_Run = Callable[..., list[torch.Tensor]]
 
 _log = logging.getLogger(__name__)
 
@@ -56,9 +58,8 @@ class Lease:
 
     @property
     def fuses(self) -> bool:
-        """Whether models run in fewer operations, or from copies of their weights. A compiler makes more of operations that it
-        knows."""
-        return self.mode not in ("eager", "compile")
+        """Whether models run in fewer operations, or from copies of their weights."""
+        return self.mode != "eager"
 
 
 class Graphs:
@@ -68,6 +69,9 @@ class Graphs:
     second pass of a model, or of a part, is captured and compared with the eager pass. From then on every new shape is
     captured when it comes, and compared with the same pass before its capture. The first replay of every call is compared with
     the eager pass again. Where something fails, the model runs eagerly from then on, and `reason` says why.
+
+    Compiled for a CPU, a pass is the same code for all shapes, but for one row or one column, and is compared with the eager
+    pass when that code is made. What changes in a model later is the compiler's to notice.
 
     One call at a time replays; another one in another thread runs eagerly meanwhile.
 
@@ -91,6 +95,8 @@ class Graphs:
         self._proven: set[Hashable] = set()  # of runners, with chains or trees: captures that were as the eager pass
         self._confirmed = False
         self._mode = "eager"
+        self._open = False  # whether sizes are left open: compiled, and not captured
+        self._compiled: dict[Hashable, tuple[_Run, Inject | None]] = {}
 
     def __reduce__(self) -> Any:
         return Graphs, ()  # a copy of a model captures its own
@@ -100,7 +106,7 @@ class Graphs:
         """How many passes are captured."""
         return len(self._captured)
 
-    def serve(self, runner: CachedModel, model: PreTrainedModel, lease: Lease) -> None:
+    def serve(self, runner: Runner, model: nn.Module, lease: Lease) -> None:
         """Run the passes of this runner, and of those that share its slots, where that is possible; otherwise do nothing.
 
         runner: of one call, its prompt not yet read. model: what it runs, as its owner knows it.
@@ -108,8 +114,8 @@ class Graphs:
         mode = lease.mode
         if mode == "eager" or (mode == "auto" and runner.device.type != "cuda"):
             return
-        if runner.cache.right_aligned or not runner.masks.trees or runner.in_step:
-            return  # these passes take 2-D masks, or states
+        if not runner.has_places:
+            return
         with self._lock:
             if self._lease is lease or (self._lease is not None and not self._lease.over):
                 return
@@ -121,12 +127,13 @@ class Graphs:
         if made_for != self._made_for:
             self._drop()
             self._made_for, self.reason, self._mode = made_for, None, mode
+            self._open = mode == "compile" and runner.device.type != "cuda"
         self._confirmed = False
         if self._arena is not None:
             self._arena.shown = None
         runner.graphs = self
 
-    def run(self, runner: CachedModel, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor | None:
+    def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor | None:
         """See `runtime.Replayer`."""
         cache, width = runner.cache, ids.shape[1]
         if not self._serves(cache):
@@ -135,24 +142,32 @@ class Graphs:
         columns = columns_for(width, rows)
         if columns is None or last + width > runner.context:
             return None
+        columns = width if self._open else columns
         top = slots_for(last + columns)
         tree = draft is not None and draft.parents is not None
-        key, sort = (runner.kind, rows, columns, top, tree), (runner.kind, tree)
+        key = runner.kind, rows, columns, top, tree
+        sort: Hashable = runner.kind, tree
+        if self._open:  # one is a size that a compiler makes code of its own for
+            sort = (runner.kind, tree, rows == 1, columns == 1)
         if sort not in self._proven and not self._ask(sort):
             return None
         started = time.perf_counter()
         try:
             arena = self._hold(cache, top)
-            known, proven = key in self._captured, sort in self._proven
-            by_eager = not (self._confirmed if known else proven)
+            proven = sort in self._proven
+            if self._open and proven and key not in self._captured:
+                self._add(key, self._pass(runner, arena, rows, columns, top, tree))
+            known = key in self._captured
+            by_eager = not (self._confirmed or self._open if known else proven)
             expected = runner.eager(ids, draft) if by_eager else None
             arena.feed(cache, rows, columns, ids, draft)
             if runner.inject is not None:
                 arena.feed_states(runner.kind, cache, rows, runner.inject.hidden)
             if not known:
                 run = self._pass(runner, arena, rows, columns, top, tree)
-                if expected is None:
-                    expected = _results(run(), runner, arena, width)
+                if expected is None or self._mode == "compile":  # a compiler works when it is first called
+                    first = _results(run(), runner, arena, width)
+                    expected = first if expected is None else expected
                 with arena.other_ids():
                     self._add(key, run, tried=proven)
             self._captured.move_to_end(key)
@@ -181,7 +196,7 @@ class Graphs:
             self._give_up(f"a replay differs from the same pass by {apart:.2g} of the spread of its logits")
         return None  # the eager pass writes once more what the replay has written
 
-    def gather(self, runner: CachedModel, path: torch.Tensor) -> bool:
+    def gather(self, runner: Runner, path: torch.Tensor) -> bool:
         """See `runtime.Replayer`."""
         cache, arena = runner.cache, self._arena
         if arena is None or not self._serves(cache):
@@ -229,21 +244,37 @@ class Graphs:
         arena.take(cache)
         return arena
 
-    def _pass(self, runner: CachedModel, arena: Arena, rows: int, columns: int, top: int, tree: bool) -> Pass:
+    def _pass(self, runner: Runner, arena: Arena, rows: int, columns: int, top: int, tree: bool) -> Pass:
         """A pass of this shape over the arena."""
-        twin = copy.copy(runner)  # runs over the arena's own slots, whose lengths are none of this call
-        twin.cache, twin.graphs = arena.slots, None
-        ids, numbers = arena.ids[:rows, :columns], arena.numbers[:rows]
+        run, inject = self._over(runner, arena, tree)
+        ids, numbers, visible = arena.ids[:rows, :columns], arena.numbers[:rows], arena.visible[:rows, :top]
         parents = arena.parents[:rows, : columns - 1] if tree else None
-        visible = arena.visible[:rows, :top]
-        states = None if twin.inject is None else arena.states[runner.kind][:rows, :columns]
+        states = None if inject is None else arena.states[runner.kind][:rows, :columns]
 
-        def run() -> list[torch.Tensor]:
-            with _injected(twin.inject, states):
-                logits = twin.with_places(ids, numbers[:, :1], numbers[:, 1:2], parents, visible, top)
+        def over_these() -> list[torch.Tensor]:
+            with _injected(inject, states):
+                return run(ids, numbers, parents, visible)
+
+        return over_these
+
+    def _over(self, runner: Runner, arena: Arena, tree: bool) -> tuple[_Run, Inject | None]:
+        """What a runner makes of its inputs over the arena's slots, and where it looks for the states that it goes on from."""
+        known = self._compiled.get((runner.kind, tree))
+        if known is not None:
+            return known
+        twin: Any = copy.copy(runner)
+        twin.cache, twin.graphs = arena.slots, None  # the arena's lengths are none of this call
+
+        def run(
+            ids: torch.Tensor, numbers: torch.Tensor, parents: torch.Tensor | None, visible: torch.Tensor
+        ) -> list[torch.Tensor]:
+            logits = twin.with_places(ids, numbers[:, :1], numbers[:, 1:2], parents, visible, visible.shape[1])
             return [logits, *(tap.hidden for tap in twin.taps)]
 
-        return capture.compiled(run) if self._mode == "compile" else run
+        if self._mode != "compile":
+            return run, twin.inject
+        made = self._compiled[runner.kind, tree] = capture.compiled(run), twin.inject
+        return made
 
     def _add(self, key: Hashable, run: Pass, tried: bool = False) -> None:
         self._captured[key] = self._replay(run, tried or self._mode == "compile")
@@ -261,6 +292,7 @@ class Graphs:
     def _drop(self) -> None:
         """Forget all that was captured."""
         self._captured.clear()
+        self._compiled.clear()
         self._asked.clear()
         self._proven.clear()
         self._arena = None
@@ -285,7 +317,7 @@ def _injected(inject: Inject | None, hidden: torch.Tensor | None) -> Iterator[No
         inject.hidden = before
 
 
-def _results(outputs: list[torch.Tensor], runner: CachedModel, arena: Arena, width: int) -> torch.Tensor:
+def _results(outputs: list[torch.Tensor], runner: Runner, arena: Arena, width: int) -> torch.Tensor:
     """The logits of a replay, [B, n, V], zeros for rows that don't run; the runner's taps hold what they would hold."""
     cache, running = runner.cache, len(runner.cache.running)
     # copies: another replay may write over them, since captured passes share their memory

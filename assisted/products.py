@@ -119,14 +119,41 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _times(inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, filled: bool) -> torch.Tensor:
-    """[..., in] -> [..., out]. filled: compute at least `_FILLED` columns."""
+def _times(
+    inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, filled: bool, outputs: int
+) -> torch.Tensor:
+    """[..., in] -> [..., outputs]. filled: compute at least `_FILLED` columns."""
+    if torch.compiler.is_compiling():
+        made: torch.Tensor = torch.ops.assisted.packed_product(inputs, packed, bias, filled, outputs)
+        return made
+    return _packed_product(inputs, packed, bias, filled, outputs)
+
+
+def _packed_product(
+    inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, filled: bool, outputs: int
+) -> torch.Tensor:
     columns = inputs.shape[:-1].numel()
     if not filled or columns >= _FILLED or columns == 0:
         return torch.ops.mkldnn._linear_pointwise.default(inputs, packed, bias, "none", [], "")
     more = F.pad(inputs.reshape(columns, -1), (0, 0, 0, _FILLED - columns))
-    outputs = torch.ops.mkldnn._linear_pointwise.default(more, packed, bias, "none", [], "")
-    return outputs[:columns].view(*inputs.shape[:-1], -1)
+    made = torch.ops.mkldnn._linear_pointwise.default(more, packed, bias, "none", [], "")
+    return made[:columns].view(*inputs.shape[:-1], outputs)
+
+
+# to a compiler the product is one operation, whose weight it need not understand
+torch.library.define(
+    "assisted::packed_product",
+    "(Tensor inputs, Tensor packed, Tensor? bias, bool filled, int outputs) -> Tensor",
+    tags=torch.Tag.needs_fixed_stride_order,
+)
+torch.library.impl("assisted::packed_product", "CompositeExplicitAutograd", _packed_product)
+
+
+@torch.library.register_fake("assisted::packed_product")
+def _shape_of_product(
+    inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, filled: bool, outputs: int
+) -> torch.Tensor:
+    return inputs.new_empty(*inputs.shape[:-1], outputs)
 
 
 class Product:
@@ -145,7 +172,7 @@ class Product:
         weight = linear[0].weight if len(linear) == 1 else torch.cat([module.weight.detach() for module in linear])
         if biases:
             self.bias = biases[0] if len(biases) == 1 else torch.cat([bias.detach() for bias in biases])
-        self.wide, self.large = weight.numel() >= _WIDE, weight.numel() >= _LARGE
+        self.wide, self.large, self.outputs = weight.numel() >= _WIDE, weight.numel() >= _LARGE, len(weight)
         if packs(weight.dtype):
             self.packed = _packed(weight)
         # a wide product is never run but from its packed weight
@@ -153,13 +180,18 @@ class Product:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., sum of the modules' outputs]."""
-        if self.packed is not None and (self.wide or inputs.shape[:-1].numel() >= _MANY):
-            return _times(inputs, self.packed, self.bias, self.large)
+        if self.packed is not None and (self.wide or self._many(inputs)):
+            return _times(inputs, self.packed, self.bias, self.large, self.outputs)
         if self.weight is not None:
             return F.linear(inputs, self.weight, self.bias)
         if len(self.modules) == 1:
             return self.modules[0](inputs)
         return torch.cat([module(inputs) for module in self.modules], -1)
+
+    @staticmethod
+    def _many(inputs: torch.Tensor) -> bool:
+        # compiled code leaves the number of columns open; where a draft is checked there are few
+        return not torch.compiler.is_compiling() and inputs.shape[:-1].numel() >= _MANY
 
 
 class PackedLinear(nn.Linear):
@@ -183,4 +215,4 @@ class PackedLinear(nn.Linear):
         """[..., in] -> [..., out]."""
         if inputs.dtype != self.weight.dtype:  # torch says what is wrong
             return super().forward(inputs)
-        return _times(inputs, self.packed, self.bias, self.large)
+        return _times(inputs, self.packed, self.bias, self.large, self.out_features)

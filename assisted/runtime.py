@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from .cache import SlotCache, unsupported_layers
@@ -31,13 +32,44 @@ __all__ = [
 ]
 
 
+class Runner(Protocol):
+    """What runs a model over slots, as far as somebody has to know who runs its passes in another way: see `CachedModel`."""
+
+    graphs: Replayer | None
+    kind: Hashable
+    taps: Sequence[Tap]
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def cache(self) -> SlotCache: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def inject(self) -> Inject | None: ...
+    @property
+    def has_places(self) -> bool: ...
+    def eager(self, ids: torch.Tensor, draft: Draft | None = None) -> torch.Tensor: ...
+    def with_places(
+        self,
+        ids: torch.Tensor,
+        behind: torch.Tensor,
+        first: torch.Tensor,
+        parents: torch.Tensor | None,
+        visible: torch.Tensor,
+        top: int,
+    ) -> torch.Tensor: ...
+
+
 class Replayer(Protocol):
     """What runs passes in another way than eagerly (`graphs.Graphs`)."""
 
-    def run(self, runner: CachedModel, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor | None:
+    def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor | None:
         """What `CachedModel.__call__` returns, None where this pass has to be eager."""
 
-    def gather(self, runner: CachedModel, path: torch.Tensor) -> bool:
+    def gather(self, runner: Runner, path: torch.Tensor) -> bool:
         """Move a tree's accepted columns together, as `SlotCache.commit` does; False where that is left to the slots."""
 
 
@@ -156,6 +188,11 @@ class CachedModel:
         part = CachedModel(model, self.cache, self.masks)
         part.graphs, part.kind, part.taps, part.inject = self.graphs, kind, taps, inject
         return part
+
+    @property
+    def has_places(self) -> bool:
+        """Whether passes can be run by `with_places`: those that take 2-D masks, or states, cannot."""
+        return self.masks.trees and not self.cache.right_aligned and not self.in_step
 
     def run_only(self, rows: list[int]) -> None:
         """Let passes be over these rows alone until told otherwise: those that have ended cost time for nothing."""

@@ -109,6 +109,13 @@ def joint(target: Tables) -> Tensor:
     return law
 
 
+def matched(tokens: Tensor, lengths: Tensor, choice: Tensor) -> acceptance.Verdict:
+    """`match` row by row. tokens: [B, n], lengths: [B], choice: [B, n + 1]."""
+    rows = zip(tokens.tolist(), lengths.tolist(), choice.tolist(), strict=True)
+    new = [match(row[:length], wanted) for row, length, wanted in rows]
+    return acceptance.Verdict(torch.tensor([len(row) - 1 for row in new]), torch.tensor([row[-1] for row in new]))
+
+
 def tv(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().sum() / 2)
 
@@ -398,12 +405,12 @@ def test_one_hot_q_makes_all_rules_one(seed: int) -> None:
         laws.append(law.index_add(0, outcomes.accepted, outcomes.probability.unsqueeze(-1) * outcomes.law))
     draws = all_chains(g + 1, V)
     rows = len(draws)
-    verdict = match(chain.expand(rows, g), torch.full((rows,), g), draws)
+    verdict = matched(chain.expand(rows, g), torch.full((rows,), g), draws)
     weight = chosen(along(target, chain).expand(rows, g + 1, V), draws).prod(-1)
-    matched = torch.zeros(g + 1, V, dtype=torch.float64)
-    matched.index_put_((verdict.accepted, verdict.token), weight, accumulate=True)
+    of_match = torch.zeros(g + 1, V, dtype=torch.float64)
+    of_match.index_put_((verdict.accepted, verdict.token), weight, accumulate=True)
     for law in laws:
-        torch.testing.assert_close(law, matched, rtol=0, atol=EXACT)
+        torch.testing.assert_close(law, of_match, rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -414,7 +421,7 @@ def test_one_hot_laws_are_greedy(rule: str) -> None:
     tokens = torch.where(torch.rand(B, g, generator=rng) < 0.7, choice[:, :g], torch.randint(V, (B, g), generator=rng))
     lengths = torch.randint(g + 1, (B,), generator=rng)
     p, q = (torch.nn.functional.one_hot(x, V).float() for x in (choice, tokens))
-    verdict, greedy = RULES[rule](tokens, lengths, p, q, rng), match(tokens, lengths, choice)
+    verdict, greedy = RULES[rule](tokens, lengths, p, q, rng), matched(tokens, lengths, choice)
     assert verdict.accepted.equal(greedy.accepted) and verdict.token.equal(greedy.token)
 
 
@@ -466,7 +473,7 @@ def test_a_chain_is_a_tree(n: int) -> None:
     tokens = torch.where(torch.rand(B, n, generator=rng) < 0.9, choice[:, :n], 1 - choice[:, :n])
     lengths = torch.randint(n + 1, (B,), generator=rng)
     path, tree = match_tree(tokens, torch.arange(-1, n - 1).expand(B, n), lengths, choice)
-    chain = match(tokens, lengths, choice)
+    chain = matched(tokens, lengths, choice)
     assert tree.accepted.equal(chain.accepted) and tree.token.equal(chain.token)
     node = torch.arange(n)
     assert path.equal(torch.where(node < chain.accepted.unsqueeze(-1), node, -1))
@@ -636,7 +643,7 @@ def test_nothing_drafted(rule: str, dtype: torch.dtype) -> None:
     verdict = RULES[rule](tokens, lengths, p, torch.zeros(B, 0, V, dtype=dtype))
     assert (verdict.accepted == 0).all() and (verdict.token == 2).all()
     assert verdict.accepted.dtype == verdict.token.dtype == torch.int64
-    assert match(tokens, lengths, verdict.token.unsqueeze(-1)).token.equal(verdict.token)
+    assert matched(tokens, lengths, verdict.token.unsqueeze(-1)).token.equal(verdict.token)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

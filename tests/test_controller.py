@@ -223,7 +223,7 @@ def test_positions_behind_a_rejection_are_not_counted():
         assert length.go_on(position, laws([0.85])).all()
     seen = length.known.reliability.cells
     length.observe([(3, 1, 2)], 0.3, 1.0)
-    assert seen[confidence_bin(0.85)][:2] == [1.0, 2.0]  # one accepted, one rejected, the third unknown
+    assert seen[confidence_bin(0.85)][:2] == (1.0, 2.0)  # one accepted, one rejected, the third unknown
     length.observe([(3, 1, 1)], 0.3, 1.0)  # the row ended in its draft: nothing was rejected
     assert seen[confidence_bin(0.85)][0] == pytest.approx(1.99)
     assert seen[confidence_bin(0.85)][1] == pytest.approx(2.98)
@@ -238,7 +238,7 @@ def test_a_tree_rejects_nothing_behind_its_last_level():
     length.survival = dict.fromkeys(length.survival, 0.0)
     assert not length.go_on(1, laws([0.3])).any()  # no second level
     length.observe([(5, 1, 2)], 0.3, 1.0)  # of five nodes one was accepted, as many as a path has
-    assert length.known.reliability.cells[confidence_bin(0.85)][:2] == [1.0, 1.0]
+    assert length.known.reliability.cells[confidence_bin(0.85)][:2] == (1.0, 1.0)
     assert confidence_bin(0.3) not in length.known.reliability.cells
 
 
@@ -257,6 +257,41 @@ def test_a_curve_fills_in_and_forgets_first_passes():
     for seconds in (30.0, 20.0):  # twice an outlier: a wider pass was faster
         curve.see(3, seconds)
     assert curve.at(3) == pytest.approx(1.4)
+
+
+def test_a_single_wide_pass_raises_a_guess_that_is_too_low():
+    """Where columns are dear, drafts of many lengths would be lost before two of them had been as long."""
+    curve = Curve(8, 0.02)
+    for seconds in (1.0, 1.0):
+        curve.see(1, seconds)
+    curve.see(5, 3.0)
+    assert curve.at(5) == pytest.approx(2.0)  # half of it is believed: it may have been slow for being the first
+    curve.see(3, 1.2)  # the cheapest counts
+    assert curve.at(3) == pytest.approx(1.1)
+    curve.see(4, 1.01)
+    assert curve.at(3) == pytest.approx(1.04)  # never below the guess
+    curve.see(5, 1.8)
+    assert [curve.at(n) for n in (3, 5)] == pytest.approx([1.4, 1.8])  # and now that it was seen twice, it holds
+    dear, source = Pair(0.05, 0.6), SOURCES["one regime"]
+    runs = [simulate(Adaptive(), dear, [text(source, 96, seed)], 96, seed).speedup for seed in range(20)]
+    assert sum(runs) / len(runs) >= 0.98
+
+
+def test_a_count_that_seemed_dear_is_forgotten():
+    """Nothing is drafted to that length any more, so that nothing new would be heard of it."""
+    curve = Curve(8, 0.02)
+    for count, seconds in ((1, 1.0), (1, 1.0), (2, 1.1), (2, 1.1), (5, 9.0), (5, 9.0)):
+        curve.see(count, seconds)
+    later = curve.copy()
+    for _ in range(101):
+        assert later.at(5) == 9.0
+        later.see(2, 1.1)
+    assert later.at(5) == pytest.approx(1.4)
+    assert later.at(1) == 1.0  # the plain pass, by which all else is weighed, stays
+    for seconds in (1.5, 1.5):  # and of the count it is the new that holds
+        later.see(5, seconds)
+    assert later.at(5) == 1.5
+    assert curve.at(5) == 9.0
 
 
 def test_reliability_leans_on_what_was_seen():

@@ -24,8 +24,6 @@ KINDS = {
     "one key head": {"num_key_value_heads": 1},
 }
 
-ALONE = torch.eye(3, dtype=torch.bool).expand(2, -1, -1)
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_it_says_is_what_the_head_says(kind):
@@ -52,7 +50,12 @@ def test_what_it_says_is_what_the_head_says(kind):
 
         for width in (5, 1, 2):
             step(width, lambda runner, tokens, states: runner(tokens, states))
-        step(3, lambda runner, tokens, states: runner.level(tokens, states, 1, ALONE))
+        step(
+            3,
+            lambda runner, tokens, states: (
+                runner.level(tokens.tolist(), [[0, 0, 0]] * 2, runner.root(states[:, 0], 3)).states
+            ),
+        )
 
 
 def test_heads_that_are_left_alone():

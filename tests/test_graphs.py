@@ -8,14 +8,15 @@ import warnings
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
+from eagle_heads import trained_head
 from methods import METHODS
 from pairs import CALL, ENDS, no_fallback, prompt
 from recording import Recording
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_law, p_value, tiny
 
-from assisted import AssistedModelForCausalLM, capture, decoding, graphs, modeling, runtime, shapes
+from assisted import AssistedModelForCausalLM, Eagle, capture, decoding, graphs, modeling, runtime, shapes
 from assisted.cache import SlotCache
-from assisted.drafters import draft_model
+from assisted.drafters import draft_model, eagle
 from assisted.drafts import Draft
 from assisted.graphs import Graphs, Lease
 from assisted.runtime import CachedModel, Masks
@@ -32,6 +33,7 @@ def _recorded(monkeypatch):
     monkeypatch.setattr(Graphs, "_replay", lambda self, run, tried: Recording(run))
     for module in (modeling, draft_model):  # on a CPU, fused models look positions up, which no capture may
         monkeypatch.setattr(module, "fused", lambda model: model)
+    monkeypatch.setattr(eagle, "fused_head", lambda head: head)
 
 
 def pair(name="llama", **kwargs):
@@ -79,6 +81,30 @@ def test_every_method_says_what_the_target_says(name, method):
     check(target, model, 1)
     assert model.graphs.replays > 0
     assert model.graphs.reason is None
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["chains", "trees", "drawn chains"])
+def test_a_trained_head_is_captured_as_a_draft_model_is(version, rows, kind):
+    target = build(BY_NAME["llama"])
+    head = trained_head(target, version, steps=30)
+    _, model = pair(draft=Eagle(head, tree=kind == "trees"))
+    ids = random_ids(target, rows, 12, seed=4)
+    mask = torch.ones_like(ids)
+    mask[-1, : 2 * rows - 2] = 0
+    kwargs = CALL | {"attention_mask": mask, "do_sample": kind == "drawn chains", "max_new_tokens": 16}
+    said = []
+    for fast in ("eager", "graphs", "graphs"):
+        model.fast = fast
+        torch.manual_seed(0)
+        with no_fallback():
+            text = model.generate(ids, **kwargs).tolist()
+        counts = (model.report.drafted, model.report.accepted)
+        said.append((text, None if kind == "trees" else counts))  # trees go by what was learned and measured before
+    assert said[0] == said[1] == said[2]
+    assert model.drafter.graphs.replays > 3
+    assert model.drafter.graphs.reason is None
 
 
 @pytest.mark.parametrize("architecture", WITH_SLOTS, ids=lambda a: a.name)

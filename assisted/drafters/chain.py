@@ -40,41 +40,39 @@ class ChainDrafting(Drafting):
         if self.broken is not None and self.broken:
             raise FloatingPointError("the draft's logits are not a number")
         law, length = self.call.law, self.call.length
-        going = ~on_device(text.ended, text.ids.device)
-        open_rows = ~torch.tensor(text.ended)  # as far as the host knows
+        going = [not ended for ended in text.ended]
+        wanted_of = [0] * text.rows  # tokens that each row was to propose
         tokens: list[torch.Tensor] = []
-        wanted_of: list[torch.Tensor] = []  # rows that were to propose each token
         laws: list[torch.Tensor] = []
         best: list[torch.Tensor] = []
         for position in range(budget):
             scores = logits
             if law.processors or law.do_sample:
                 scores = law.last_scores(text.ids, text.lengths, logits, _chain(text, tokens if law.processors else []))
-            score, token = scores.max(-1)
+            score, token = scores.max(-1, keepdim=True)
             best.append(score)
             q = probabilities(scores) if law.do_sample or length.needs_law else None
             if q is not None and length.needs_law:
-                wanted = length.go_on(position, q)
-                open_rows = open_rows & wanted.cpu() if wanted.device != going.device else open_rows
-                going = going & wanted.to(going.device, non_blocking=True)
-                # what was decided on the host need not be waited for
-                if not (going if wanted.device == going.device else open_rows).any():
+                wanted = length.go_on(position, q).tolist()  # what was decided on the host need not be waited for
+                going = [goes and wants for goes, wants in zip(going, wanted, strict=True)]
+                if not any(going):
                     break
             if law.do_sample and q is not None:
-                token = acceptance.sample(q)
+                token = acceptance.sample(q)[:, None]
                 laws.append(q)
-            tokens.append(token[:, None])
-            wanted_of.append(going)
+            tokens.append(token)
+            wanted_of = [count + goes for count, goes in zip(wanted_of, going, strict=True)]
             if position + 1 == budget or not length.another(position + 1):
                 break
-            logits = read(tokens[-1])
-        found = torch.stack(best, 1)
+            logits = read(token)
+        found = torch.cat(best, 1)
         self.broken = found.isnan().any()
         if not tokens:
             return Draft.empty(text.rows, text.ids.device)
         # nothing is drawn from a law that allows only what the draft lacks, nor behind it
-        proposed = torch.stack(wanted_of, 1) & found[:, : len(tokens)].isfinite()
-        return Draft(torch.cat(tokens, 1), proposed.cumprod(1).sum(1), torch.stack(laws, 1) if laws else None)
+        possible = found[:, : len(tokens)].isfinite().cumprod(1).sum(1)
+        lengths = possible.minimum(on_device(wanted_of, text.ids.device))
+        return Draft(torch.cat(tokens, 1), lengths, torch.stack(laws, 1) if laws else None)
 
 
 def _chain(text: Text, tokens: list[torch.Tensor]) -> Draft:

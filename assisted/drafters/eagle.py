@@ -16,14 +16,16 @@ from transformers import PreTrainedModel
 
 from ..cache import SlotCache
 from ..drafts import Draft
+from ..graphs import Graphs
 from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import load_eagle, save_eagle
+from ..host import on_device
 from ..parts import Layers, few_ids, find_layers, unwrapped
 from ..runtime import Masks, require_rewindable
 from ..text import Text
 from .base import Call, Drafter, Target
 from .chain import ChainDrafting
-from .eagle_tree import Level, Limits, grow, learn
+from .eagle_tree import Limits, Offers, grow, learn
 from .fused_head import fused_head, state_of
 from .head_runner import HeadRunner
 from .rates import Rates
@@ -121,6 +123,7 @@ class EagleDrafter(Drafter):
         self.layers = layers
         self.final_norm = final_norm
         self.tree, self.top_k, self.nodes = tree, top_k, nodes
+        self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
         self._drafting: tuple[Any, EagleHead] | None = None
 
@@ -169,7 +172,7 @@ class EagleDrafting(ChainDrafting):
         self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F] and how many count in each row
         self.rates = drafter.rates[call.law.do_sample]
         self.text: Text | None = None
-        self.offered: list[Level] = []  # of the tree that was proposed, until the target has chosen
+        self.offers: list[Offers] = []  # of the tree that was proposed, until the target has chosen
         # of the prompt's columns the last ones are shown: a caller's past and chunks read before them are not
         self.prompt: list[torch.Tensor] = []  # its states, until the head is first run
         if isinstance(call.target, TappedModel):
@@ -182,7 +185,7 @@ class EagleDrafting(ChainDrafting):
         if self.broken is not None and self.broken:
             raise FloatingPointError("the head's logits are not a number")
         drafter = self.drafter
-        self.text, self.offered = text, []
+        self.text, self.offers = text, []
         runner = self._begun(text)
         runner.cache.run_only(text.unfinished)
         state = self._read_committed(runner, text)
@@ -190,10 +193,9 @@ class EagleDrafting(ChainDrafting):
         try:
             if self.trees:
                 limits = Limits(budget, drafter.top_k, drafter.most, drafter.nodes is None)
-                draft, self.offered, self.expected, self.broken = grow(
-                    runner, self.call, text, state, self.rates, limits
-                )
-                return draft
+                grown = grow(runner, self.call, text, state, self.rates, limits)
+                self.offers, self.expected = grown.offers, grown.expected
+                return grown.draft
             return self._chain(runner, text, state, budget)
         finally:
             runner.cache.rewind(known)
@@ -204,13 +206,14 @@ class EagleDrafting(ChainDrafting):
         if not isinstance(target, TappedModel):
             return
         counts, path = target.kept
-        features = torch.cat(self._states(target), -1)
+        features, width = torch.cat(self._states(target), -1), max(counts)
         if path is not None:
-            features = features.gather(1, path.to(features.device)[:, :, None].expand(-1, -1, features.shape[-1]))
-        self.unread.append((features[:, : max(counts)], counts))
-        if self.text is not None and self.offered:
-            learn(self.rates, self.offered, self.text, counts)
-            self.offered = []
+            columns = path[:, :width, None].to(features.device)
+            features = features.gather(1, columns.expand(-1, -1, features.shape[-1]))
+        self.unread.append((features[:, :width], counts))
+        if self.text is not None and self.offers:
+            learn(self.rates, self.offers, self.text, counts)
+            self.offers = []
 
     def _states(self, target: TappedModel) -> list[torch.Tensor]:
         """What was tapped in the target's last pass: [B, n, Ht] each."""
@@ -228,6 +231,7 @@ class EagleDrafting(ChainDrafting):
             self.runner = HeadRunner(
                 drafter.drafting_head, call.target.model, call.limit + drafter.most, self.first, mask
             )
+            drafter.graphs.serve(self.runner, drafter.head, call.lease)
             if self.runner.cache.visible is not None:  # whatever the target made of padding, it must be numbers
                 features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)
             self.unread.insert(0, (features, [width] * rows))
@@ -244,14 +248,15 @@ class EagleDrafting(ChainDrafting):
         totals = [known + count + self.skipped + 1 for known, count in zip(cache.known, behind, strict=True)]
         if totals != text.lengths:
             raise RuntimeError(f"features of {totals} tokens a row were seen, of {text.lengths} that were committed")
-        start = torch.tensor(cache.known, device=text.ids.device)[:, None] + self.skipped + 1
-        columns = start + torch.arange(features.shape[1], device=text.ids.device)
+        width = features.shape[1]
+        starts = on_device([known + self.skipped + 1 for known in cache.known], text.ids.device)[:, None]
+        columns = starts + torch.arange(width, device=text.ids.device)
         tokens = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
         states = runner(tokens, head.fuse(features))
         cache.commit(behind)
         self.unread = []
-        last = (torch.tensor(behind, device=states.device) - 1).clamp(min=0)
-        return states[torch.arange(text.rows, device=states.device), last]
+        last = [row * width + max(count - 1, 0) for row, count in enumerate(behind)]
+        return states.flatten(0, 1).index_select(0, on_device(last, states.device))
 
     def _chain(self, runner: HeadRunner, text: Text, state: torch.Tensor, budget: int) -> Draft:
         device = text.ids.device
@@ -270,6 +275,8 @@ class EagleDrafting(ChainDrafting):
 
 def _joined(blocks: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[int]]:
     """One block of features out of several, rows without gaps: [B, m, F], and how many count in each row."""
+    if len(blocks) == 1:
+        return blocks[0]
     features = torch.cat([block for block, _ in blocks], 1)
     rows = list(zip(*(counts for _, counts in blocks), strict=True))
     totals = [sum(counts) for counts in rows]

@@ -2,24 +2,32 @@
 
 Knows the head as it is run, the law of the call and the draft length, and learns how far the head is to be believed; what
 becomes of the tree is the loop's.
+
+The head's few best tokens of each level are read on the host, and the tree is kept there: so few numbers cost less in lists
+than the calls of tensors that they would take, on a CPU and on an accelerator, which these calls would not keep busy.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 
 from ..drafts import Draft
 from ..host import on_device
+from ..law import probabilities
 from ..text import Text
 from .base import Call
 from .head_runner import HeadRunner
 from .rates import Rates
-from .trees import top_nodes, worthwhile
+from .trees import drawn, worthwhile
 
-__all__ = ["Level", "Limits", "grow", "learn"]
+__all__ = ["Grown", "Limits", "Offers", "grow", "learn"]
+
+ROOT = -1  # number of the committed text, below which the first nodes hang
 
 
 @dataclass(frozen=True)
@@ -39,145 +47,190 @@ class Limits:
     if_they_pay: bool
 
 
-class Level(NamedTuple):
-    """What was offered below the nodes of one level.
+@dataclass
+class Offers:
+    """All that the head offered in one row, level by level.
 
-    nodes: [B, w] int64, these nodes among all that were offered, -1 for the committed text. first: number of the first one
-    offered here. tokens: [B, w, k] int64. sure: [B, w, k] float32, the head's probabilities. going: [B] bool, rows that it
-    was offered in.
+    Args:
+        tokens: of each node.
+        parents: the node that it was offered below.
+        scores: log-probabilities of the paths.
+        best: the most probable nodes, best first, those of probability 0 left out.
+        below: for each node that was read the first one offered below it, and the head's probabilities of these, best
+            first.
     """
 
-    nodes: torch.Tensor
-    first: int
-    tokens: torch.Tensor
-    sure: torch.Tensor
-    going: torch.Tensor
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    best: list[int] = field(default_factory=list)
+    below: dict[int, tuple[int, list[float]]] = field(default_factory=dict)
+
+    def add(self, parent: int, tokens: list[int], sure: list[float], rates: list[float]) -> None:
+        """Offer tokens below a node, best first. sure: their probabilities by the head. rates: how often it is right."""
+        self.below[parent] = len(self.tokens), sure
+        above = 0.0 if parent == ROOT else self.scores[parent]
+        self.tokens += tokens
+        self.parents += [parent] * len(tokens)
+        self.scores += [above + math.log(rate) if rate > 0 else -math.inf for rate in rates]
+
+    def to_read(self, first: int, limits: Limits) -> list[int]:
+        """After a level, which of its nodes to read, best first. first: the number of its first one.
+
+        A node that is none of the best any more has none of them below it either: it is not read.
+        """
+        self.best = [*self.best, *(node for node in range(first, len(self.scores)) if self.scores[node] > -math.inf)]
+        self.best = sorted(self.best, key=self.scores.__getitem__, reverse=True)[: limits.nodes]
+        return [node for node in self.best if node >= first][: limits.top_k]
+
+
+class Grown(NamedTuple):
+    """A tree for every row.
+
+    draft: without q. offers: by row; of those that have ended none. expected: how many of the draft's tokens are expected to be
+    accepted in an unfinished row.
+    """
+
+    draft: Draft
+    offers: list[Offers]
+    expected: float
 
 
 @torch.no_grad()
-def grow(
-    runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates: Rates, limits: Limits
-) -> tuple[Draft, list[Level], float, torch.Tensor]:
+def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates: Rates, limits: Limits) -> Grown:
     """The tree of the most probable paths, their levels read one after the other by the head.
 
     Each level offers the `top_k` best tokens below each of the nodes that were read; the `top_k` most probable of them are
-    read next. Of all that were offered the best are kept. The levels stay in the head's slots, to be rewound by the caller.
+    read next, where they are among the best so far. Of all that were offered the best are kept. The host waits for every
+    level. The levels stay in the head's slots, to be rewound by the caller.
 
     Args:
         state: [B, H], the head's after the committed text.
         rates: how often what the head is sure of to some degree is right.
 
-    Returns the draft, without q; what was offered, for `learn`; how many of the draft's tokens are expected to be accepted in
-    an unfinished row; and whether the head's logits were no numbers, [] bool.
+    Raises FloatingPointError where the head's logits after the text are no numbers.
     """
-    top_k, nodes = limits.top_k, limits.nodes
     law, length = call.law, call.length
-    rows, device = text.rows, state.device
-    going = ~torch.tensor(text.ended, device=device)
-    states, ancestors = state[:, None], torch.zeros(rows, 1, 0, dtype=torch.bool, device=device)
-    scores = torch.zeros(rows, 1, device=device)  # of the nodes that were just read, log-probabilities of their paths
-    numbers = torch.full((rows, 1), -1, device=device)  # of these nodes, among all that were offered
-    read = Draft.empty(rows, text.ids.device)  # every node that was read
-    offered: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # tokens, parents, scores of each level, [B, m]
-    seen: list[Level] = []
-    count, levels = 0, 0
-    broken = torch.zeros((), dtype=torch.bool, device=device)
+    going = [not ended for ended in text.ended]
+    offers = [Offers() for _ in going]
+    reading = [[ROOT]] * text.rows  # the nodes of each row that were just read
+    level = runner.root(state, limits.depth * limits.top_k)
+    read = _Read(text)
+    levels = 0
     for depth in range(limits.depth):
-        width = states.shape[1]
-        logits = runner.logits(states)
-        if depth == 0:
-            broken = logits.isnan().any()
-        laws, vocabulary = _log_laws(runner, call, text, logits, read)
+        logits = runner.logits(level.states)
+        if depth == 0 and math.isnan(float(logits.sum())):
+            raise FloatingPointError("the head's logits are not a number")
+        laws, vocabulary = _laws(runner, call, text, logits, read)
         if length.needs_law:
-            going = going & length.go_on(depth, laws[:, 0].exp().to(text.ids.device)).to(device)
-            if not going.any():
+            wanted = length.go_on(depth, laws[:, 0].to(text.ids.device)).tolist()
+            going = [before and now for before, now in zip(going, wanted, strict=True)]
+            if not any(going):
                 break
         levels = depth + 1
-        found, tokens = laws.topk(min(top_k, laws.shape[-1]))
-        if vocabulary is not None:
-            tokens = vocabulary[tokens]
-        sure = found.exp()
-        seen.append(Level(numbers, count, tokens, sure, going))
-        paths = (scores[:, :, None] + rates.of(sure).log()).flatten(1)
-        if rows > 1:  # a single one is drafted for
-            paths = paths.masked_fill(~going[:, None], -torch.inf)
-        tokens, above = tokens.flatten(1), numbers.repeat_interleave(found.shape[-1], 1)
-        offered.append((tokens, above, paths))
-        if levels == limits.depth or not length.another(levels):
+        found, best = laws.topk(min(limits.top_k, laws.shape[-1]))
+        sure, tokens = found.tolist(), (best if vocabulary is None else vocabulary[best]).tolist()
+        firsts = [len(offered.tokens) for offered in offers]
+        for row, offered in enumerate(offers):
+            if going[row]:
+                for node, its_tokens, its_sure in zip(reading[row], tokens[row], sure[row], strict=False):
+                    offered.add(node, its_tokens, its_sure, rates.at(its_sure))
+        above = reading
+        reading = [offered.to_read(first, limits) for offered, first in zip(offers, firsts, strict=True)]
+        width = max(map(len, reading))
+        if width == 0 or levels == limits.depth or not length.another(levels):
             break
-        scores, best = paths.topk(min(top_k, paths.shape[1]))
-        parents = best // found.shape[-1]  # places among the nodes that were just read
-        numbers, count = count + best, count + paths.shape[1]
-        tokens = tokens.gather(1, best)
-        states = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[-1]))
-        own = torch.eye(best.shape[1], dtype=torch.bool, device=device).expand(rows, -1, -1)
-        ancestors = torch.cat([ancestors.gather(1, parents[:, :, None].expand(-1, -1, ancestors.shape[-1])), own], -1)
+        next_tokens = [
+            _filled([offered.tokens[node] for node in nodes], width)
+            for offered, nodes in zip(offers, reading, strict=True)
+        ]
+        parents = [
+            _filled([nodes.index(offered.parents[node]) for node in below], width)
+            for offered, nodes, below in zip(offers, above, reading, strict=True)
+        ]
         if law.processors:
-            read = _joined(read, tokens, parents, width)
-        states = runner.level(tokens, states, levels, ancestors)
-        runner.cache.commit([best.shape[1]] * rows)
-    if not offered:
-        return Draft.empty(rows, text.ids.device), [], 0.0, broken
-    tokens, above, paths = (torch.cat(parts, 1).to(text.ids.device) for parts in zip(*offered, strict=True))
-    unfinished = torch.tensor(text.unfinished, device=text.ids.device)
-    worth = paths[unfinished].exp().nan_to_num().sort(1, descending=True).values.mean(0)[:nodes].tolist()
-    costs, kept = length.costs, nodes
+            read.add(next_tokens, parents)
+        level = runner.level(next_tokens, parents, level)
+        runner.cache.commit([width] * text.rows)
+    if levels == 0:
+        return Grown(Draft.empty(text.rows, text.ids.device), [], 0.0)
+    worths = [[math.exp(offers[row].scores[node]) for node in offers[row].best] for row in text.unfinished]
+    worth = [sum(place) / len(worths) for place in zip_longest(*worths, fillvalue=0.0)]
+    kept, costs = limits.nodes, length.costs
     if limits.if_they_pay:
-        kept = worthwhile(worth, costs, levels * costs.draft if costs else 0.0, nodes)
-    return top_nodes(tokens, above, paths, kept), seen, sum(worth[:kept]), broken
+        kept = worthwhile(worth, costs, levels * costs.draft if costs else 0.0, limits.nodes)
+    draft = drawn(
+        [offered.tokens for offered in offers],
+        [offered.parents for offered in offers],
+        [offered.best[:kept] for offered in offers],
+        text.ids.device,
+    )
+    return Grown(draft, offers, sum(worth[:kept]))
 
 
-def learn(rates: Rates, offered: list[Level], text: Text, counts: list[int]) -> None:
+def learn(rates: Rates, offers: list[Offers], text: Text, counts: list[int]) -> None:
     """Take in which of the tokens that were offered on the way of the text were right.
 
-    offered: by `grow`. text: with what was committed since. counts: how many tokens that was, by row.
+    offers: by `grow`. text: with what was committed since. counts: how many tokens that was, by row.
     """
-    device = offered[0].sure.device
-    committed = on_device(counts, device)
-    start = on_device(text.lengths, device) - committed
-    ids = text.ids.to(device)
-    reached = torch.full_like(committed, -1)  # the node that the text has come to
-    places, hits, asked = [], [], []
-    for depth, level in enumerate(offered):
-        token = ids.gather(1, (start + depth).clamp(max=ids.shape[1] - 1)[:, None])
-        here = level.nodes == reached[:, None]  # [B, w], at most one
-        at = here.int().argmax(1)[:, None, None].expand(-1, 1, level.tokens.shape[-1])
-        right = level.tokens.gather(1, at)[:, 0] == token
-        places.append(level.sure.gather(1, at)[:, 0])
-        hits.append(right)
-        asked.append(here.any(1) & level.going & (depth < committed))
-        child = level.first + at[:, 0, 0] * right.shape[1] + right.int().argmax(1)
-        reached = torch.where(asked[-1] & right.any(1), child, -2)  # -2: no node
-    rates.see(torch.stack(places), 0, torch.stack(hits), torch.stack(asked))
+    starts = [length - count for length, count in zip(text.lengths, counts, strict=True)]
+    first = min(starts)
+    ids = text.ids[:, first : max(text.lengths)].tolist()
+    outcomes = []
+    for row, offered in enumerate(offers):
+        node = ROOT
+        for token in ids[row][starts[row] - first : text.lengths[row] - first]:
+            if node not in offered.below:
+                break
+            child, sure = offered.below[node]
+            right = [found == token for found in offered.tokens[child : child + len(sure)]]
+            outcomes.append((sure, 0, right))
+            if not any(right):
+                break
+            node = child + right.index(True)
+    rates.learn(outcomes)
 
 
-def _log_laws(
-    runner: HeadRunner, call: Call, text: Text, logits: torch.Tensor, read: Draft
+def _laws(
+    runner: HeadRunner, call: Call, text: Text, logits: torch.Tensor, read: _Read
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities after the nodes that were read last, [B, k, n]; and the token of each column, None for its number.
+    """Probabilities after the nodes that were read last, [B, k, n], no numbers where nothing is allowed that the head can say;
+    and the token of each column, None for its number.
 
     logits: [B, k, Vd].
     """
     head, law = runner.head, call.law
     if not law.processors:
-        laws, vocabulary = logits.float(), None if head.d2t is None else head.draft_tokens
-    else:
-        last = range(read.width - logits.shape[1], read.width)  # the committed text alone, before any node was read
-        full = head.over_all(logits).to(text.ids.device)
-        laws, vocabulary = law.node_scores(text.ids, text.lengths, full, read, last).to(logits.device), None
-    # where a processor allows nothing that the head can say
-    return laws.log_softmax(-1).nan_to_num(nan=-torch.inf), vocabulary
+        return probabilities(logits.float()), None if head.d2t is None else head.draft_tokens
+    draft = read.draft()
+    last = range(draft.width - logits.shape[1], draft.width)  # the committed text alone, before any node was read
+    full = head.over_all(logits).to(text.ids.device)
+    return probabilities(law.node_scores(text.ids, text.lengths, full, draft, last)).to(logits.device), None
 
 
-def _joined(read: Draft, tokens: torch.Tensor, parents: torch.Tensor, width: int) -> Draft:
-    """The nodes read so far and one level more. parents: [B, k], places among the last `width` of them."""
-    device = read.tokens.device
-    above = parents.to(device) + (
-        read.width - width
-    )  # -1 for children of the committed text, which is one place itself
-    before = torch.empty_like(read.tokens) if read.parents is None else read.parents
-    return Draft(
-        torch.cat([read.tokens, tokens.to(device)], 1),
-        read.lengths + tokens.shape[1],
-        parents=torch.cat([before, above], 1),
-    )
+class _Read:
+    """Every node that was read, for processors, which want to know the path to each."""
+
+    def __init__(self, text: Text):
+        self.device = text.ids.device
+        self.columns: list[tuple[list[int], list[int]]] = [([], []) for _ in text.lengths]  # tokens, parents
+        self.width = 1  # of the last level; the committed text is one place itself
+
+    def add(self, tokens: list[list[int]], parents: list[list[int]]) -> None:
+        """A level. parents: by row, places in the level above."""
+        start = len(self.columns[0][0]) - self.width  # -1 for children of the committed text
+        for (all_tokens, all_parents), new, above in zip(self.columns, tokens, parents, strict=True):
+            all_tokens += new
+            all_parents += [start + place for place in above]
+        self.width = len(tokens[0])
+
+    def draft(self) -> Draft:
+        width = len(self.columns[0][0])
+        if width == 0:
+            return Draft.empty(len(self.columns), self.device)
+        both = on_device(self.columns, self.device)
+        return Draft(both[:, 0], on_device([width] * len(self.columns), self.device), parents=both[:, 1])
+
+
+def _filled(values: list[int], width: int) -> list[int]:
+    return values + [0] * (width - len(values))

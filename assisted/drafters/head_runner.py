@@ -6,14 +6,32 @@ token behind it.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
 import torch
 from transformers import PreTrainedModel
 
 from ..cache import SlotCache
+from ..drafts import Draft
 from ..heads.eagle import EagleHead
 from ..host import on_device
+from ..parts import Inject, Tap
+from ..runtime import Replayer
 
-__all__ = ["HeadRunner"]
+__all__ = ["HeadRunner", "Level"]
+
+
+class Level(NamedTuple):
+    """A level of a token tree as the head has read it.
+
+    states: [B, n, H], zeros for rows that don't run. seen: [B, n, S] bool, the slots that each column sees. positions: [B, 1]
+    int64, of the columns of the next level.
+    """
+
+    states: torch.Tensor
+    seen: torch.Tensor
+    positions: torch.Tensor
 
 
 class HeadRunner:
@@ -27,6 +45,10 @@ class HeadRunner:
         attention_mask: [B, n] of the first n columns, 0 where a column is padding; None where none is.
     """
 
+    kind: Hashable = "head"
+    taps: Sequence[Tap] = ()
+    graphs: Replayer | None = None  # what runs its steps along a chain, None for the eager path
+
     def __init__(
         self,
         head: EagleHead,
@@ -35,12 +57,17 @@ class HeadRunner:
         first: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ):
-        self.head = head
+        self.head = self.model = head
+        self.context = head.config.max_position_embeddings
+        self.inject = Inject(None)  # holds the states that a step goes on from
         self.device = head.device
         self.target = target
         self.first = first.to(self.device)
         self.cache = SlotCache(len(first), limit)
         self.cache.hide(attention_mask)
+        before = (-first[:, 0]).tolist()
+        self.cache.padding, self.cache.prompt_padding = before, list(before)
+        self.has_places = min(before) >= 0  # a past puts columns further than slots tell
         self.cache.begin_rounds()
 
     def __call__(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -49,58 +76,102 @@ class HeadRunner:
         tokens: [B, n] int64. states: [B, n, H], from `EagleHead.fuse` or of an earlier step. Returns states [B, n, H], zeros
         for rows that don't run.
         """
-        width = tokens.shape[1]
-        self.cache.place(width, self.device)
-        slots = self._behind() + torch.arange(width, device=self.device)
-        if self.cache.visible is None and (width == self.cache.top or width == len(slots) == 1):
-            return self._step(tokens, states, slots, slots, None)  # all that is there is seen: the layer knows how
-        seen = torch.arange(self.cache.top, device=slots.device) <= slots[:, :, None]
-        return self._step(tokens, states, slots, slots, seen)
+        self.inject.hidden = states
+        # the first step, over the prompt, makes the slots
+        made = None if self.graphs is None or not self.cache.layers else self.graphs.run(self, tokens, None)
+        return self.eager(tokens) if made is None else made
 
-    def level(self, tokens: torch.Tensor, states: torch.Tensor, depth: int, ancestors: torch.Tensor) -> torch.Tensor:
-        """A step over one level of a token tree, as `__call__`; the levels above lie directly before it.
-
-        depth: of the level, 1 for the root's children. ancestors: [B, n, e + n] bool, which of the tree's e + n columns
-        each one sees, itself included.
-        """
-        width, above = tokens.shape[1], ancestors.shape[-1] - tokens.shape[1]
-        self.cache.place(width, self.device)
-        slots = self._behind() + torch.arange(width, device=self.device)
-        root = self._behind() - above  # [rows, 1]: columns before the tree
-        seen = (torch.arange(self.cache.top, device=slots.device) < root)[:, None].repeat(1, width, 1)
-        columns = root + torch.arange(above + width, device=slots.device)
-        seen = seen.scatter(2, columns[:, None].expand(-1, width, -1), self.cache.of_running(ancestors))
-        return self._step(tokens, states, slots, (root + depth - 1).expand(-1, width), seen)
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., Vd] over the draft vocabulary."""
-        return self.head.logits(states, self.target)
-
-    def _step(
-        self,
-        tokens: torch.Tensor,
-        states: torch.Tensor,
-        slots: torch.Tensor,
-        places: torch.Tensor,
-        seen: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """slots, places: [rows, n], where the columns of the rows that run are written, and where they stand in the text.
-        seen: [rows, n, top] bool, but for padding; None where all is."""
-        cache = self.cache
+    def eager(self, ids: torch.Tensor, draft: Draft | None = None) -> torch.Tensor:
+        """The step itself, going on from the states in `inject`: the reference for every other way of running it."""
+        cache, width = self.cache, ids.shape[1]
+        cache.place(width, self.device)
+        slots = self._behind() + torch.arange(width, device=self.device)  # [rows, n]
+        seen = None
+        # where all that is there is seen, the layer knows how
+        if cache.visible is not None or not (width == cache.top or width == len(slots) == 1):
+            seen = torch.arange(cache.top, device=self.device) <= slots[:, :, None]
         if seen is not None and cache.visible is not None:
             hidden = min(cache.visible.shape[1], cache.top)
-            seen[:, :, :hidden] &= self.cache.of_running(cache.visible)[:, None, :hidden].to(seen.device)
-            seen.scatter_(
-                2, slots[:, :, None], True
-            )  # a column of padding sees itself: attention to nothing is not a number
+            seen[:, :, :hidden] &= cache.of_running(cache.visible)[:, None, :hidden].to(self.device)
+            # a column of padding sees itself: attention to nothing is not a number
+            seen.scatter_(2, slots[:, :, None], True)
         states = self.head(
-            self.head.embed(self.cache.of_running(tokens), self.target),
-            self.cache.of_running(states),
-            (places + self.cache.of_running(self.first)).clamp(min=0),
+            self.head.embed(cache.of_running(ids), self.target),
+            cache.of_running(self.inject.hidden),
+            (slots + cache.of_running(self.first)).clamp(min=0),
             None if seen is None else seen[:, None],
             cache,
         )
         return cache.spread(states)
+
+    def with_places(
+        self,
+        ids: torch.Tensor,
+        behind: torch.Tensor,
+        first: torch.Tensor,
+        parents: torch.Tensor | None,
+        visible: torch.Tensor,
+        top: int,
+    ) -> torch.Tensor:
+        """The same of tensors alone: see `CachedModel.with_places`. Of a chain: parents is None."""
+        cache, columns = self.cache, torch.arange(ids.shape[1], device=self.device)
+        cache.row_index = torch.arange(len(ids), device=self.device)[:, None]
+        cache.start, cache.top = behind + columns, top
+        slots, own = torch.arange(top, device=self.device), cache.start[:, :, None]
+        seen = ((slots < own) & visible[:, None]) | (slots == own)
+        states: torch.Tensor = self.head(
+            self.head.embed(ids, self.target),
+            self.inject.hidden,
+            (first + columns).clamp(0, self.context - 1),
+            seen[:, None],
+            cache,
+        )
+        return states
+
+    def root(self, state: torch.Tensor, room: int) -> Level:
+        """The committed text as what the first level of a token tree goes on from. state: [B, H], the head's after it. room:
+        the most columns that will be read of the tree."""
+        slots = torch.arange(max(self.cache.lengths) + room, device=self.device)
+        known = on_device(self.cache.lengths, self.device)[:, None]
+        seen = slots < known
+        if self.cache.visible is not None:
+            hidden = min(self.cache.visible.shape[1], len(slots))
+            seen[:, :hidden] &= self.cache.visible[:, :hidden].to(self.device)
+        return Level(state[:, None], seen[:, None], (known + self.first).clamp(min=0))
+
+    def level(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], above: Level) -> Level:
+        """A step over one level of a token tree; nothing is kept before `commit`.
+
+        tokens: of the level's n columns, by row. parents: of each its place in the level above.
+        """
+        cache, running = self.cache, self.cache.running
+        rows, width, before = len(running), len(tokens[0]), above.states.shape[1]
+        cache.place(width, self.device)
+        # all that the device has to be told, in one copy
+        table = on_device(
+            [
+                [tokens[row] for row in running],
+                [[row * before + place for place in parents[row]] for row in running],
+                [range(cache.lengths[row], cache.lengths[row] + width) for row in running],
+            ],
+            self.device,
+        )
+        ids, parent, slots = table.unbind()
+        # a column sees what its parent sees, and itself
+        seen = above.seen.flatten(0, 1).index_select(0, parent.flatten()).view(rows, width, -1)
+        seen.scatter_(2, slots[:, :, None], True)
+        states = self.head(
+            self.head.embed(ids, self.target),
+            above.states.flatten(0, 1).index_select(0, parent.flatten()).view(rows, width, -1),
+            cache.of_running(above.positions),
+            seen[:, None, :, : cache.top],
+            cache,
+        )
+        return Level(cache.spread(states), cache.spread(seen), above.positions + 1)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., Vd] over the draft vocabulary."""
+        return self.head.logits(states, self.target)
 
     def _behind(self) -> torch.Tensor:
         return on_device([self.cache.lengths[row] for row in self.cache.running], self.device)[:, None]

@@ -1,9 +1,13 @@
 """How often guesses that come with a probability are right: learned from what became of earlier ones.
 
-Knows tensors, on whatever device they are; nothing of what makes the guesses. Nothing here waits for the device.
+Knows numbers, on the host: a few dozen guesses a round cost less there than the calls of tensors. Nothing of what makes the
+guesses.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -14,6 +18,7 @@ __all__ = ["Rates"]
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 _BINS = len(_EDGES) + 1
 _RANKS = 3  # the best guess, the second, all others
+_CELLS = _RANKS * _BINS
 _POOLED, _OWN = 2.0, 4.0  # weight of the word that is given beside what was seen, of all levels and of one
 
 
@@ -30,54 +35,75 @@ class Rates:
 
     def __init__(self, levels: int = 1):
         self.levels = levels
-        self.right = torch.zeros(levels, _RANKS * _BINS)
-        self.seen = torch.zeros(levels, _RANKS * _BINS)
-        self._lines: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._edges = torch.tensor(_EDGES)
-        self._ranks = torch.arange(0)
+        # of each cell, those of a level side by side
+        self._right = [0.0] * (levels * _CELLS)
+        self._seen = [0.0] * (levels * _CELLS)
+        self._lines: tuple[list[float], list[float]] | None = None
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """How many guesses were seen, what has faded left out, by level and by rank and probability, [levels, cells]."""
+        return torch.tensor(self._seen).view(self.levels, _CELLS)
+
+    def at(self, probabilities: Sequence[float], level: int = 0) -> list[float]:
+        """The rate of each guess at one place, best first. What is impossible, or no number, stays impossible."""
+        base, slope = self._fitted()
+        found = []
+        for rank, probability in enumerate(probabilities):
+            cell = _cell(probability, rank, level)
+            found.append(base[cell] + slope[cell] * probability if probability > 0 else 0.0)
+        return found
 
     def of(self, probabilities: torch.Tensor, level: int | torch.Tensor = 0) -> torch.Tensor:
-        """The rate of each guess, shaped as they are. probabilities: [..., k] float32, of the guesses at each place, best
-        first. level: of all places, or [..., 1] int64. What is impossible, or no number, stays impossible."""
-        base, slope = self._fitted(probabilities.device)
-        cells = self._cells(probabilities, level)
-        return torch.where(probabilities > 0, base[cells] + slope[cells] * probabilities, 0.0)
+        """`at` for many places, shaped as they are. probabilities: [..., k] float32. level: of all, or [..., 1] int64."""
+        places, levels = _places(probabilities, level)
+        rates = [self.at(place, level) for place, level in zip(places, levels, strict=True)]
+        return torch.tensor(rates, device=probabilities.device).view(probabilities.shape)
+
+    def learn(self, outcomes: Iterable[tuple[Sequence[float], int, Sequence[bool]]]) -> None:
+        """What became of a round's guesses: at each place that the text came to their probabilities, best first, the level,
+        and which of them were right. Called once for all of them."""
+        self._right = [count * MEMORY for count in self._right]
+        self._seen = [count * MEMORY for count in self._seen]
+        self._lines = None
+        for probabilities, level, which in outcomes:
+            for rank, (probability, was_right) in enumerate(zip(probabilities, which, strict=True)):
+                cell = _cell(probability, rank, level)
+                self._seen[cell] += 1
+                self._right[cell] += was_right
 
     def see(
         self, probabilities: torch.Tensor, level: int | torch.Tensor, right: torch.Tensor, asked: torch.Tensor
     ) -> None:
-        """What became of a round's guesses. Called once for all of them.
+        """`learn` of tensors.
 
         probabilities, level: as in `of`. right: [..., k] bool, the guesses that were. asked: [...] bool, places that the
         text came to; nothing is learned of others.
         """
-        device = probabilities.device
-        cells = self._cells(probabilities, level).flatten()
-        counted = asked[..., None].expand_as(right)
+        places, levels = _places(probabilities, level)
+        right_of, asked_of = right.reshape(-1, right.shape[-1]).tolist(), asked.flatten().tolist()
+        outcomes = zip(places, levels, right_of, asked_of, strict=True)
+        self.learn((place, level, which) for place, level, which, counts in outcomes if counts)
 
-        def more(before: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-            added = torch.zeros(before.numel(), device=device).index_add(0, cells, which.flatten().float())
-            return before.to(device) * MEMORY + added.view_as(before)
-
-        # new tensors: these may be inference tensors, which are not to be changed elsewhere
-        self.right, self.seen = more(self.right, right & counted), more(self.seen, counted)
-        self._lines = None
-
-    def _cells(self, probabilities: torch.Tensor, level: int | torch.Tensor) -> torch.Tensor:
-        device, guesses = probabilities.device, probabilities.shape[-1]
-        edges, ranks = self._edges, self._ranks
-        if edges.device != device or len(ranks) != guesses:
-            self._edges = edges = edges.to(device)
-            self._ranks = ranks = _BINS * torch.arange(guesses, device=device).clamp(max=_RANKS - 1)
-        cells = torch.bucketize(probabilities.contiguous(), edges, right=True) + ranks
-        return cells if self.levels == 1 else cells + _BINS * _RANKS * level
-
-    def _fitted(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _fitted(self) -> tuple[list[float], list[float]]:
         """For each cell, base and slope of its rate over the probability."""
-        if self._lines is None or self._lines[0].device != device:
-            right, seen = self.right.to(device), self.seen.to(device)
-            of_all, seen_of_all = right.sum(0), seen.sum(0) + _POOLED
-            base = (right + _OWN * of_all / seen_of_all) / (seen + _OWN)
-            slope = _OWN * _POOLED / seen_of_all / (seen + _OWN)
-            self._lines = base.flatten(), slope.flatten()
+        if self._lines is None:
+            base, slope = [], []
+            of_all = [sum(self._right[cell::_CELLS]) for cell in range(_CELLS)]
+            seen_of_all = [sum(self._seen[cell::_CELLS]) + _POOLED for cell in range(_CELLS)]
+            for cell, (right, seen) in enumerate(zip(self._right, self._seen, strict=True)):
+                lean = _OWN / seen_of_all[cell % _CELLS] / (seen + _OWN)
+                base.append(right / (seen + _OWN) + lean * of_all[cell % _CELLS])
+                slope.append(lean * _POOLED)
+            self._lines = base, slope
         return self._lines
+
+
+def _cell(probability: float, rank: int, level: int) -> int:
+    return bisect_right(_EDGES, probability) + _BINS * min(rank, _RANKS - 1) + _CELLS * level
+
+
+def _places(probabilities: torch.Tensor, level: int | torch.Tensor) -> tuple[list[list[float]], list[int]]:
+    """The probabilities at each place and its level."""
+    levels = torch.as_tensor(level).expand(*probabilities.shape[:-1], 1)
+    return probabilities.reshape(-1, probabilities.shape[-1]).tolist(), levels.flatten().tolist()

@@ -6,6 +6,7 @@ Knows tensors, numbers and what passes of the target cost; nothing of what the c
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from itertools import accumulate
 import torch
 
 from ..drafts import Draft
+from ..host import on_device
 from ..lengths import Costs
 
-__all__ = ["COLUMN", "Tree", "best_paths", "top_nodes", "verify_seconds", "worthwhile"]
+__all__ = ["COLUMN", "Tree", "best_first", "best_paths", "drawn", "top_nodes", "verify_seconds", "worthwhile"]
 
 COLUMN = 0.02
 """What a further column is taken to add to a pass of the target, as a share of the pass over one, until it was measured."""
@@ -30,29 +32,42 @@ def top_nodes(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tensor,
         parents: [B, M] int64, the candidate above each, -1 for children of the last committed token.
         scores: [B, M] float32, log-probabilities of the paths, hence none above its parent's. A candidate that is -inf or
             nan is no node, nor is what lies below it.
-        count: how many to keep: a number for all rows, or [B] int64 (which waits for the device).
+        count: how many to keep: a number for all rows, or [B] int64.
 
-    Returns a draft without q of at most `count` columns. Of equal scores the earlier candidate goes first.
+    Returns a draft without q of at most `count` columns. Of equal scores the earlier candidate goes first. Waits for the
+    device; `best_first` and `drawn` are its two steps, on the host.
     """
-    rows, candidates = tokens.shape
-    most = count if isinstance(count, int) else int(count.max())
-    width = min(most, candidates)
-    # a child that is as probable as its parent stands behind it: the sort is stable
-    ranked, order = scores.where(~scores.isnan(), -torch.inf).sort(dim=1, descending=True, stable=True)
-    column = torch.arange(candidates, device=tokens.device)
-    place = torch.empty_like(order).scatter(1, order, column.expand(rows, -1))
-    order = order[:, :width]
-    above = parents.gather(1, order)
-    lengths = ((ranked[:, :width] > -torch.inf) & (column[:width] < _by_row(count))).sum(1)
-    return Draft(
-        tokens=tokens.gather(1, order),
-        lengths=lengths,
-        parents=place.gather(1, above.clamp(min=0)).where(above >= 0, -1),
-    )
+    counts = [count] * len(tokens) if isinstance(count, int) else count.tolist()
+    chosen = [best_first(row)[:most] for row, most in zip(scores.tolist(), counts, strict=True)]
+    return drawn(tokens.tolist(), parents.tolist(), chosen, tokens.device)
 
 
-def _by_row(count: int | torch.Tensor) -> int | torch.Tensor:
-    return count if isinstance(count, int) else count[:, None]
+def best_first(scores: Sequence[float]) -> list[int]:
+    """The candidates that are nodes, the most probable first; of equal ones the earlier, which no parent stands behind."""
+    nodes = [node for node, score in enumerate(scores) if score > -math.inf]
+    return sorted(nodes, key=scores.__getitem__, reverse=True)
+
+
+def drawn(
+    tokens: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int]],
+    chosen: Sequence[Sequence[int]],
+    device: torch.device,
+) -> Draft:
+    """Some of the candidates as a draft without q.
+
+    tokens, parents: by row, as in `top_nodes`. chosen: of each row, in their order, none before its parent.
+    """
+    lengths = [len(nodes) for nodes in chosen]
+    width = max(lengths)
+    columns: tuple[list[list[int]], list[list[int]]] = [], []
+    for row, nodes in enumerate(chosen):
+        place = {node: column for column, node in enumerate(nodes)}
+        filler = width - len(nodes)
+        columns[0].append([tokens[row][node] for node in nodes] + [0] * filler)
+        columns[1].append([place.get(parents[row][node], -1) for node in nodes] + [-1] * filler)
+    both = on_device(columns, device).long()  # an empty list is of no integers
+    return Draft(both[0], on_device(lengths, device), parents=both[1])
 
 
 def worthwhile(path_probabilities: Sequence[float], costs: Costs | None, draft_seconds: float, limit: int) -> int:

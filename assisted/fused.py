@@ -324,10 +324,10 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 def _is_replaced(base: Any, layers: nn.ModuleList) -> bool:
-    """Whether an adapter's wrapper stands for a module that is read here, not called: which one is behind it may be switched."""
-    parts: list[tuple[str, nn.Module]] = [("norm", base.norm)]
+    """Whether an adapter's wrapper stands for a module that is read here, not called: what is behind it may be switched."""
+    parts: list[tuple[str, Any]] = [("norm", base.norm)]
     for layer in layers:
-        parts += [*layer.named_children(), *layer.self_attn.named_children()]
+        parts += [*layer.named_children(), *layer.get_submodule("self_attn").named_children()]
     return any(type(part).__module__.startswith("peft.") for name, part in parts if not name.endswith("_proj"))
 
 

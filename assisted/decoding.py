@@ -133,10 +133,10 @@ def _judge(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> _Outcome
         rows = torch.cat([torch.stack([lengths, verdict.accepted, verdict.token], 1), on_path], 1).tolist()
         new = [[*path_tokens[:accepted], token] for _, accepted, token, *path_tokens in rows]
     if path is not None:
-        columns = torch.nn.functional.pad(path + 1, (1, 0)).clamp(min=0)  # column 0 holds the last committed token
-        index = columns[:, :, None].expand(-1, -1, logits.shape[-1])
-        scores, logits = scores.gather(1, index), logits.gather(1, index)
-        path = columns
+        path = torch.nn.functional.pad(path + 1, (1, 0)).clamp(min=0)  # column 0 holds the last committed token
+        if text.keep_scores or text.keep_logits:
+            index = path[:, :, None].expand(-1, -1, logits.shape[-1])
+            scores, logits = scores.gather(1, index), logits.gather(1, index)
     kept = text.extend(new, scores, logits)
     # a row that has ended takes nothing; one that ends in mid-draft takes no more than was kept
     accepted = [min(len(tokens) - 1, count) for tokens, count in zip(new, kept, strict=True)]

@@ -20,7 +20,7 @@ __all__ = ["PackedLinear", "Product", "Weights", "is_touched", "may_copy", "pack
 
 _WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout pays at any number of columns
 _LARGE = 2**20  # entries from which a product costs more than filling up its columns
-_FILLED = 4  # columns up to which such a product is filled: over one or two it takes longer than over four
+_FILLED = 4  # columns up to which such a product is filled: over fewer it takes longer
 _MANY = 32  # columns from which the layout pays for every matrix
 _HINT = 8  # columns that the layout is chosen for
 _ALWAYS = (
@@ -175,12 +175,13 @@ class Product:
         self.wide, self.large, self.outputs = weight.numel() >= _WIDE, weight.numel() >= _LARGE, len(weight)
         if packs(weight.dtype):
             self.packed = _packed(weight)
-        # a wide product is never run but from its packed weight
-        self.weight = None if self.wide and self.packed is not None else weight
+        # of a large product the joined weight would be a copy too many: over one column its modules run one by one
+        read = not self.wide or (weight.dtype == torch.float32 and not self.large)
+        self.weight = weight if read or self.packed is None else None
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., sum of the modules' outputs]."""
-        if self.packed is not None and (self.wide or self._many(inputs)):
+        if self.packed is not None and (_many(inputs) or (self.wide and not _alone(inputs))):
             return _times(inputs, self.packed, self.bias, self.large, self.outputs)
         if self.weight is not None:
             return F.linear(inputs, self.weight, self.bias)
@@ -188,10 +189,15 @@ class Product:
             return self.modules[0](inputs)
         return torch.cat([module(inputs) for module in self.modules], -1)
 
-    @staticmethod
-    def _many(inputs: torch.Tensor) -> bool:
-        # compiled code leaves the number of columns open; where a draft is checked there are few
-        return not torch.compiler.is_compiling() and inputs.shape[:-1].numel() >= _MANY
+
+def _many(inputs: torch.Tensor) -> bool:
+    # compiled code leaves the number of columns open; where a draft is checked there are few
+    return not torch.compiler.is_compiling() and inputs.shape[:-1].numel() >= _MANY
+
+
+def _alone(inputs: torch.Tensor) -> bool:
+    """Whether this is one column of float32, which torch multiplies faster by the weight as it lies."""
+    return inputs.dtype == torch.float32 and inputs.shape[:-1].numel() == 1
 
 
 class PackedLinear(nn.Linear):
@@ -213,6 +219,6 @@ class PackedLinear(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        if inputs.dtype != self.weight.dtype:  # torch says what is wrong
+        if inputs.dtype != self.weight.dtype or _alone(inputs):  # of another type torch says what is wrong
             return super().forward(inputs)
         return _times(inputs, self.packed, self.bias, self.large, self.out_features)

@@ -31,6 +31,7 @@ CASES = {
     "0.25 B, temperature 0.8, top-p 0.95, 128 tokens": ("grown:0.25b", Rules(new_tokens=128, **SAMPLED), 1, 0.5, False),
     "0.25 B, batch 8, greedy, 48 tokens": ("grown:0.25b", Rules(new_tokens=48), 8, 1.0, False),
     "1 B, greedy, 48 tokens": ("grown:1b", Rules(new_tokens=48), 1, 0.4, False),
+    "1 B, temperature 0.8, top-p 0.95, 128 tokens": ("grown:1b", Rules(new_tokens=128, **SAMPLED), 1, 0.4, False),
 }
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# nothing beside this file is imported: torch looks for a package called cuda and, for every script here, finds this file
 import torch
 import transformers
 from tqdm.auto import tqdm

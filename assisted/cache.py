@@ -32,9 +32,8 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        rows, heads = key_states.shape[:2]
-        size = self.slots.capacity
-        self.keys = key_states.new_zeros(rows, heads, size, key_states.shape[-1])
+        rows, size = self.slots.rows, self.slots.capacity
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], size, key_states.shape[-1])
         self.values = value_states.new_zeros(rows, value_states.shape[1], size, value_states.shape[-1])
         self.is_initialized = True
 
@@ -52,27 +51,38 @@ class SlotLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write n columns [B, H, n, D] behind the rows' lengths; return all that attention may look at, [B, H, top, D]."""
-        width = key_states.shape[2]
-        slots = self.slots
-        start: int | torch.Tensor
-        if slots.start is None:  # the prompt: every row at the same column
-            start, self.filled = self.filled, self.filled + width
-            top = self.filled
-        else:
-            start, top = slots.start, slots.top
-        slots.reserve(top)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] < slots.capacity:
-            self.keys, self.values = _grown(self.keys, slots.capacity), _grown(self.values, slots.capacity)
+        slots, start = self.slots, self.slots.start
+        if start is None:
+            return self._read(key_states, value_states)
+        self._make_room(slots.top, key_states, value_states)
         for store, states in ((self.keys, key_states), (self.values, value_states)):
             if isinstance(start, int):
-                store[: len(states), :, start : start + width] = states
+                store[: len(states), :, start : start + states.shape[2]] = states
             else:
                 rows, columns = slots.row_index.to(store.device), start.to(store.device)
                 store[rows, :, columns] = states.transpose(1, 2)
         running = len(key_states)
-        return self.keys[:running, :, :top], self.values[:running, :, :top]
+        return self.keys[:running, :, : slots.top], self.values[:running, :, : slots.top]
+
+    def _read(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of a prompt: every row at the same column, or those alone that are being read."""
+        places, first = self.slots.places, self.slots.first
+        start, self.filled = first + self.filled, self.filled + key_states.shape[2]
+        top = first + self.filled
+        self._make_room(top, key_states, value_states)
+        self.keys[places, :, start:top] = key_states
+        self.values[places, :, start:top] = value_states
+        if start == first:
+            return key_states, value_states
+        return self.keys[places, :, first:top], self.values[places, :, first:top]
+
+    def _make_room(self, top: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.slots.reserve(top)
+        capacity = self.slots.capacity
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[2] < capacity:
+            self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
 
     def get_seq_length(self) -> int:
         return self.filled if self.slots.start is None else max(self.slots.lengths)
@@ -109,7 +119,9 @@ class SlotCache(Cache):
         self.padding = [0] * rows  # hidden slots of each row, which positions do not count
         self.prompt_padding = [0] * rows  # of these, the prompt's own; shifting adds to them
         self.visible: torch.Tensor | None = None  # [B, prompt] bool, None when nothing is hidden
-        self.start: int | torch.Tensor | None = None  # where the next forward writes: all rows alike, or [B, n]
+        self.start: int | torch.Tensor | None = None  # where the next forward writes: all rows alike, or [B, n]; None: prompt
+        self.places: slice | list[int] = slice(None)  # whose prompt is being read,
+        self.first = 0  # from this column on
         self.top = 0
         self.row_index = torch.arange(rows)[:, None]  # of the last forward
 
@@ -142,6 +154,20 @@ class SlotCache(Cache):
         self.visible = attention_mask.bool()
         self.padding = (~self.visible).sum(1).tolist()
         self.prompt_padding = list(self.padding)
+
+    @contextmanager
+    def reading(self, rows: Sequence[int], first: int) -> Iterator[None]:
+        """Meanwhile the prompts of these rows are read, and of no others, from this column on: before it lies padding."""
+        places = [self.order.index(row) for row in rows]
+        side_by_side = places == list(range(places[0], places[-1] + 1))
+        self.places = slice(places[0], places[-1] + 1) if side_by_side else places
+        self.first = first
+        for layer in self.slot_layers:
+            layer.filled = 0
+        yield
+        for layer in self.slot_layers:
+            layer.filled += first
+        self.places, self.first = slice(None), 0
 
     def reserve(self, top: int) -> None:
         """Room for `top` slots in every layer, at least doubled when it grows."""

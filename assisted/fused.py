@@ -80,7 +80,7 @@ class _Way:
     def changed(self, model: PreTrainedModel, children: _Children) -> PreTrainedModel:
         other = with_children(model, children)
         if self.bare:
-            other.is_sum_of_parts = True
+            other.is_sum_of_parts = other.takes_last_only = True
         return other
 
 
@@ -132,8 +132,10 @@ def _way(model: PreTrainedModel) -> _Way | None:
 
 def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Children:
     shared = Shared()
+    own = [FusedLayer(layer, shared, copied) for layer in layers]
+    own[-1].is_last = True
     return {
-        ("model", "layers"): nn.ModuleList(FusedLayer(layer, shared, copied) for layer in layers),
+        ("model", "layers"): nn.ModuleList(own),
         ("model", "rotary_emb"): Angles(model.model.rotary_emb, model.config, model.dtype),
         ("lm_head",): _FusedHead(model.lm_head, copied),
     }
@@ -149,6 +151,7 @@ class FusedLayer(nn.Module):
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.index: int = attention.layer_idx
+        self.is_last = False  # of a model's layers
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
         self.key_heads = attention.k_proj.out_features // self.head_size
@@ -170,14 +173,15 @@ class FusedLayer(nn.Module):
         attention_mask: torch.Tensor | None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         past_key_values: Any = None,
+        last_only: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
         """hidden_states: [B, n, D]. attention_mask: as sdpa takes it, None for causal attention. position_embeddings: what
-        `Angles` returns. Returns [B, n, D].
+        `Angles` returns. last_only: nobody reads what leaves the model but in the last column: the last layer makes keys and
+        values of the others, no more. Returns [B, n, D], [B, 1, D] where the others are left out.
         """
-        return self.run(
-            hidden_states, self.before_attention(hidden_states), attention_mask, position_embeddings, past_key_values
-        )
+        normed = self.before_attention(hidden_states)
+        return self.run(hidden_states, normed, attention_mask, position_embeddings, past_key_values, last_only)
 
     def run(
         self,
@@ -186,6 +190,7 @@ class FusedLayer(nn.Module):
         attention_mask: torch.Tensor | None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         past_key_values: Any = None,
+        last_only: bool = False,
     ) -> torch.Tensor:
         """The layer of what attention reads, [B, n, any], beside the states that it adds to, [B, n, D]."""
         rows, width, _ = hidden_states.shape
@@ -200,6 +205,9 @@ class FusedLayer(nn.Module):
         query, key, value = turned[:, : self.query_heads], turned[:, self.query_heads :], value.transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.index)
+        if last_only and self.is_last:
+            query, hidden_states, width = query[:, :, -1:], hidden_states[:, -1:], 1
+            attention_mask = None if attention_mask is None else attention_mask[:, :, -1:]
         causal, group = attention_mask is None and width > 1, self.query_heads // self.key_heads
         # on a CPU keys are read once for every query head: the heads of a group side by side are one
         beside = group if query.device.type == "cpu" and not causal else 1

@@ -555,7 +555,7 @@ def _extend(
         _require_possible(law, text, target)
     call.model.graphs.serve(target, seam, call.lease)
     started = time.perf_counter()
-    logits = _read_prompt(target.model, input_ids, generation_config, model_kwargs)
+    logits = _read_prompt(target, input_ids, generation_config, model_kwargs)
     cache.begin_rounds(input_ids.shape[1])
     call.recorder.verify_seconds = time.perf_counter() - started
     own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
@@ -572,11 +572,25 @@ def _seam_class(target_class: Any) -> type:
 
 
 def _read_prompt(
-    seam: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    target: CachedModel, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """The logits after the prompt, [B, 1, V], read the way the target's own `generate` reads it."""
+    seam: Any = target.model
+
+    tensors = {name: value for name, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
+    by_column = all(tensor.shape[:2] == input_ids.shape for tensor in tensors.values())
+
+    def read(rows: list[int], first: int) -> torch.Tensor:
+        part: dict[str, Any] = {n: tensor[rows, first:] for n, tensor in tensors.items()} if by_column else {}
+        if target.last_only:
+            part["last_only"] = True
+        output = seam._prefill(input_ids[rows, first:], generation_config, {**model_kwargs, **part})
+        return output.logits[:, -1:].to(input_ids.device)
+
     try:
-        return seam._prefill(input_ids, generation_config, model_kwargs).logits[:, -1:].to(input_ids.device)
+        if not by_column:  # a caller's past, whose mask is longer
+            return read(list(range(len(input_ids))), 0)
+        return target.by_groups(input_ids.shape[1], read)
     except IndexError as error:
         limit = getattr(seam.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if limit is not None and input_ids.shape[1] > limit:

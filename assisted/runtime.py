@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from .drafts import Draft
 from .host import on_device
 from .masks import Masks, column_depths
 from .parts import Inject, Tap
+from .prompts import Group, groups
 
 __all__ = [
     "CachedModel",
@@ -101,6 +102,7 @@ class CachedModel:
     def __init__(self, model: PreTrainedModel, cache: SlotCache, masks: Masks, bare: bool = False):
         self.model = model
         self.bare = bare or getattr(model, "is_sum_of_parts", False)
+        self.last_only: bool = getattr(model, "takes_last_only", False)  # of a prompt's columns nobody reads the others
         self.cache = cache
         self.masks = masks
         self.device = model.device
@@ -112,17 +114,51 @@ class CachedModel:
 
     def prefill(self, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Read a prompt, [B, P] int64, in the model's own way. Returns the logits after it, [B, 1, V]."""
-        kwargs: dict[str, Any] = {"attention_mask": attention_mask}
-        if self._takes_positions:
-            if attention_mask is None:
-                kwargs["position_ids"] = torch.arange(ids.shape[1], device=self.device)[None]
-            else:
-                kwargs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0).to(self.device)
-        if self._takes_logits_to_keep:
-            kwargs["logits_to_keep"] = 1
         self.cache.hide(attention_mask)
-        logits = self._forward(ids, kwargs)[:, -1:]
+
+        def read(rows: list[int], first: int) -> torch.Tensor:
+            mask = None if attention_mask is None else attention_mask[rows, first:]
+            kwargs: dict[str, Any] = {"attention_mask": mask}
+            if self._takes_positions:
+                if mask is None:
+                    kwargs["position_ids"] = torch.arange(first, ids.shape[1], device=self.device)[None]
+                else:
+                    kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0).to(self.device)
+            if self._takes_logits_to_keep:
+                kwargs["logits_to_keep"] = 1
+            if self.last_only:
+                kwargs["last_only"] = True
+            return self._forward(ids[rows, first:], kwargs)[:, -1:]
+
+        logits = self.by_groups(ids.shape[1], read)
         self.cache.begin_rounds(ids.shape[1])
+        return logits
+
+    def by_groups(self, width: int, read: Callable[[list[int], int], torch.Tensor]) -> torch.Tensor:
+        """A prompt of `width` columns, in as many passes as is the least work. What its taps saw stays in them, of all rows.
+
+        read: a pass over these rows, from this column on. It returns the logits after it, [rows, 1, V], as this does of all
+        rows, [B, 1, V].
+        """
+        cache, rows = self.cache, list(range(self.cache.rows))
+        apart = self.has_places and not cache.layers and cache.visible is not None and cache.visible.shape[1] == width
+        parts: list[Group] = groups(cache.visible, rows, self.device) if apart else [(rows, 0)]
+        if parts == [(rows, 0)]:
+            return read(rows, 0)
+        logits: torch.Tensor | None = None
+        states: list[torch.Tensor] = []
+        for rows, first in parts:
+            with cache.reading(rows, first):
+                part = read(rows, first)
+            if logits is None:
+                logits = part.new_empty(cache.rows, *part.shape[1:])
+                states = [tap.hidden.new_zeros(cache.rows, width, tap.hidden.shape[-1]) for tap in self.taps]
+            logits[rows] = part
+            for of_all, tap in zip(states, self.taps, strict=True):
+                of_all[rows, first:] = tap.hidden
+        for of_all, tap in zip(states, self.taps, strict=True):
+            tap.hidden = of_all
+        assert logits is not None
         return logits
 
     def __call__(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:

@@ -257,10 +257,8 @@ def test_a_node_is_read_as_its_path_alone(depth, width, padded, seed):
 
     def started() -> tuple[HeadRunner, torch.Tensor]:
         runner = HeadRunner(head, target, 64, first, mask if padded else None)
-        states = runner(text, features)
         # rows of different lengths: the second one has read a column less
-        runner.cache.commit([known, known - 1])
-        return runner, torch.stack([states[0, -1], states[1, -2]])[:, None]
+        return runner, runner.read(text, features, [known, known - 1])[:, None]
 
     with torch.no_grad():
         runner, states = started()

@@ -243,7 +243,7 @@ class EagleDrafting(ChainDrafting):
 
         Rows behind by fewer tokens than others are filled up on the right; the filler is not kept.
         """
-        cache, head = runner.cache, runner.head
+        cache = runner.cache
         features, behind = _joined(self.unread)
         totals = [known + count + self.skipped + 1 for known, count in zip(cache.known, behind, strict=True)]
         if totals != text.lengths:
@@ -252,11 +252,8 @@ class EagleDrafting(ChainDrafting):
         starts = on_device([known + self.skipped + 1 for known in cache.known], text.ids.device)[:, None]
         columns = starts + torch.arange(width, device=text.ids.device)
         tokens = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
-        states = runner(tokens, head.fuse(features))
-        cache.commit(behind)
         self.unread = []
-        last = [row * width + max(count - 1, 0) for row, count in enumerate(behind)]
-        return states.flatten(0, 1).index_select(0, on_device(last, states.device))
+        return runner.read(tokens, runner.head.fuse(features), behind)
 
     def _chain(self, runner: HeadRunner, text: Text, state: torch.Tensor, budget: int) -> Draft:
         device = text.ids.device

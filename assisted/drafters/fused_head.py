@@ -39,11 +39,13 @@ def fused_head(head: EagleHead) -> EagleHead:
     shared = Shared()
     first, *others = head.layers
     layers = [_First(first, shared), *(FusedLayer(layer, shared, True) for layer in others)]
+    layers[-1].is_last = True
     children |= {
         ("layers",): nn.ModuleList(layers),
         ("rotary_emb",): Angles(head.rotary_emb, head.config.of_layer(), head.dtype),
     }
     other = with_children(head, children)
+    other.takes_last_only = True
     return other if _agree(head, other) else with_children(head, {("lm_head",): children[("lm_head",)]})
 
 

@@ -17,6 +17,7 @@ from ..drafts import Draft
 from ..heads.eagle import EagleHead
 from ..host import on_device
 from ..parts import Inject, Tap
+from ..prompts import groups
 from ..runtime import Replayer
 
 __all__ = ["HeadRunner", "Level"]
@@ -68,7 +69,46 @@ class HeadRunner:
         before = (-first[:, 0]).tolist()
         self.cache.padding, self.cache.prompt_padding = before, list(before)
         self.has_places = min(before) >= 0  # a past puts columns further than slots tell
-        self.cache.begin_rounds()
+
+    def read(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Read, and keep, what became text: `counts[b]` columns of row b. Returns the states after them, [B, H].
+
+        tokens: [B, n] int64. states: [B, n, H], from `EagleHead.fuse`. Rows with fewer columns are filled up on the right.
+        """
+        if not self.cache.layers:
+            return self._read_first(tokens, states, counts)
+        states = self(tokens, states)
+        self.cache.commit(list(counts))
+        return _last(states, counts)
+
+    def _read_first(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """The same of the first columns, most of them the prompt's: in passes over rows of similar length."""
+        cache, width = self.cache, tokens.shape[1]
+        state = states[:, 0].clone()
+        for rows, first in groups(cache.visible, cache.running, self.device):
+            columns = torch.arange(first, width, device=self.device)
+            seen = None
+            if cache.visible is not None:
+                hidden = cache.visible[rows, first:].to(self.device)
+                seen = torch.nn.functional.pad(hidden, (0, len(columns) - hidden.shape[1]), value=True)[:, None]
+                # a column of padding sees itself: attention to nothing is not a number
+                own = columns == columns[:, None]
+                seen = None if bool(hidden.all()) else ((columns <= columns[:, None]) & seen) | own
+            own_counts = [counts[row] - first for row in rows]
+            last_only = min(own_counts) == len(columns)
+            with cache.reading(rows, first):
+                made = self.head(
+                    self.head.embed(tokens[rows, first:], self.target),
+                    states[rows, first:],
+                    (columns + self.first[rows]).clamp(min=0),
+                    None if seen is None else seen[:, None],
+                    cache,
+                    last_only,
+                )
+            state[rows] = made[:, 0] if last_only else _last(made, own_counts)
+        cache.begin_rounds()
+        cache.rewind(list(counts))
+        return state
 
     def __call__(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """A step over n columns behind each row's length, each seeing those before it; nothing is kept before `commit`.
@@ -77,8 +117,7 @@ class HeadRunner:
         for rows that don't run.
         """
         self.inject.hidden = states
-        # the first step, over the prompt, makes the slots
-        made = None if self.graphs is None or not self.cache.layers else self.graphs.run(self, tokens, None)
+        made = None if self.graphs is None else self.graphs.run(self, tokens, None)
         return self.eager(tokens) if made is None else made
 
     def eager(self, ids: torch.Tensor, draft: Draft | None = None) -> torch.Tensor:
@@ -175,3 +214,10 @@ class HeadRunner:
 
     def _behind(self) -> torch.Tensor:
         return on_device([self.cache.lengths[row] for row in self.cache.running], self.device)[:, None]
+
+
+def _last(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """[B, n, H] -> [B, H]: those of the last column that counts in each row."""
+    width = states.shape[1]
+    last = [row * width + max(count - 1, 0) for row, count in enumerate(counts)]
+    return states.flatten(0, 1).index_select(0, on_device(last, states.device))

@@ -46,6 +46,7 @@ class TappedModel(CachedModel):
         if len(own) in taps:
             self._taps[len(own)] = children[final_norm] = Tap(model.get_submodule(".".join(final_norm)))
         super().__init__(with_children(model, children), cache, masks)
+        self.last_only = self.last_only and len(own) not in taps
         self.taps = [self._taps[tap] for tap in sorted(self._taps)]
         self.kind = tuple(sorted(self._taps))
         self.kept: tuple[list[int], torch.Tensor | None] = ([], None)  # what the last `commit` was told

@@ -45,6 +45,7 @@ class EagleHead(nn.Module):
     """
 
     d2t: torch.Tensor | None
+    takes_last_only = False  # whether its layers can leave out columns that nobody reads
 
     def __init__(self, config: EagleConfig):
         super().__init__()
@@ -127,8 +128,10 @@ class EagleHead(nn.Module):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
+        last_only: bool = False,
     ) -> torch.Tensor:
-        """One step for every column. Returns the states after it, [B, n, H], which are the next step's `states`.
+        """One step for every column. Returns the states after it, [B, n, H], which are the next step's `states`; [B, 1, H], those
+        of the last column, where no others are wanted.
 
         embeddings: [B, n, H], of token i + 1. states: [B, n, H], of feature i (`fuse`) or what the last step returned.
         position_ids: [B or 1, n] int64, of feature i, ascending from 0 by default. attention_mask: [B or 1, 1, n, m] bool,
@@ -141,6 +144,8 @@ class EagleHead(nn.Module):
             "position_embeddings": self.rotary_emb(states, position_ids),
             "past_key_values": cache,
         }
+        if self.takes_last_only:
+            kwargs["last_only"] = last_only
         first, *others = self.layers
         if self.config.version == 1:
             hidden = first(self.fc(torch.cat([embeddings, states], -1)), **kwargs)
@@ -148,6 +153,7 @@ class EagleHead(nn.Module):
             hidden = first(embeddings, states, **kwargs)
         for layer in others:
             hidden = layer(hidden, **kwargs)
+        hidden = hidden[:, -1:] if last_only else hidden
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def logits(self, states: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:

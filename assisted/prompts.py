@@ -1,0 +1,50 @@
+"""How a batch of prompts of different lengths is read: in groups of similar length, so that little of the padding is computed.
+
+Knows which columns count; nothing of models or slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["Group", "groups"]
+
+Group = tuple[list[int], int]
+"""Rows, ascending, and the first column that counts in one of them."""
+
+_PRICE = 512  # columns that take as long as one more pass does
+_PRICE_CPU = 32
+
+
+def groups(visible: torch.Tensor | None, rows: Sequence[int], device: torch.device) -> list[Group]:
+    """The passes in which these rows of a batch are read with the least work, each from a column of its own to the end.
+
+    visible: [B, n] bool, False where a prompt was padded; None where nowhere. Padding behind a row's first token is read with it.
+    """
+    if visible is None or len(rows) == 1:
+        return [(list(rows), 0 if visible is None else _first(visible, rows)[0])]
+    price = _PRICE_CPU if device.type == "cpu" else _PRICE
+    width = visible.shape[1]
+    ordered = sorted(zip(_first(visible, rows), rows, strict=True), reverse=True)  # the shortest comes first
+    # least work for the first i rows, and where their last group begins
+    best: list[tuple[int, int]] = [(0, 0)]
+    for end in range(1, len(ordered) + 1):
+        longest = width - ordered[end - 1][0]
+        best.append(min((best[i][0] + price + (end - i) * longest, i) for i in range(end)))
+    found: list[Group] = []
+    end = len(ordered)
+    while end:
+        start = best[end][1]
+        found.append((sorted(row for _, row in ordered[start:end]), ordered[end - 1][0]))
+        end = start
+    return found
+
+
+def _first(visible: torch.Tensor, rows: Sequence[int]) -> list[int]:
+    """The first column that counts in each row; the last one in rows where none does."""
+    counts = visible[list(rows)]
+    first = counts.int().argmax(1).where(counts.any(1), visible.shape[1] - 1)
+    found: list[int] = first.tolist()
+    return found

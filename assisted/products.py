@@ -23,6 +23,7 @@ _LARGE = 2**20  # entries from which a product costs more than filling up its co
 _FILLED = 4  # columns up to which such a product is filled: over fewer it takes longer
 _MANY = 32  # columns from which the layout pays for every matrix
 _HINT = 8  # columns that the layout is chosen for
+_TALL = 1.5  # outputs for each input from which a copy for single columns pays
 _ALWAYS = (
     2**30
 )  # bytes of parameters that are always copied; of more only where a quarter of the free memory holds them
@@ -119,6 +120,17 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def _is_tall(weight: torch.Tensor) -> bool:
+    """Whether a copy of a weight pays that is there for single columns alone."""
+    return weight.dtype == torch.float32 and _WIDE <= weight.numel() < _LARGE and len(weight) >= _TALL * weight.shape[1]
+
+
+def _turned(weight: torch.Tensor) -> torch.Tensor:
+    """The same weight, [out, in], with all that one input is multiplied by side by side: where outputs are many, one column
+    takes half as long by it."""
+    return weight.detach().t().contiguous().t()
+
+
 def _times(
     inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, filled: bool, outputs: int
 ) -> torch.Tensor:
@@ -177,7 +189,8 @@ class Product:
             self.packed = _packed(weight)
         # of a large product the joined weight would be a copy too many: over one column its modules run one by one
         read = not self.wide or (weight.dtype == torch.float32 and not self.large)
-        self.weight = weight if read or self.packed is None else None
+        if read or self.packed is None:
+            self.weight = _turned(weight) if len(linear) > 1 or _is_tall(weight) else weight
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., sum of the modules' outputs]."""
@@ -196,7 +209,7 @@ def _many(inputs: torch.Tensor) -> bool:
 
 
 def _alone(inputs: torch.Tensor) -> bool:
-    """Whether this is one column of float32, which torch multiplies faster by the weight as it lies."""
+    """Whether this is one column of float32, which torch multiplies faster by a weight in no layout of oneDNN's."""
     return inputs.dtype == torch.float32 and inputs.shape[:-1].numel() == 1
 
 
@@ -204,12 +217,19 @@ class PackedLinear(nn.Linear):
     """A wide linear module run from a packed copy of its weight, which is the module's own in everything else."""
 
     packed: torch.Tensor
+    turned: torch.Tensor | None
     large: bool
 
     @staticmethod
     def of(module: nn.Linear) -> PackedLinear:
         other: Any = object.__new__(PackedLinear)
-        other.__dict__ = {**module.__dict__, "packed": _packed(module.weight), "large": module.weight.numel() >= _LARGE}
+        weight = module.weight
+        own = {
+            "packed": _packed(weight),
+            "turned": _turned(weight) if _is_tall(weight) else None,
+            "large": weight.numel() >= _LARGE,
+        }
+        other.__dict__ = {**module.__dict__, **own}
         return other
 
     @staticmethod
@@ -219,6 +239,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        if inputs.dtype != self.weight.dtype or _alone(inputs):  # of another type torch says what is wrong
+        if inputs.dtype != self.weight.dtype:  # torch says what is wrong
             return super().forward(inputs)
+        if _alone(inputs):
+            return super().forward(inputs) if self.turned is None else F.linear(inputs, self.turned, self.bias)
         return _times(inputs, self.packed, self.bias, self.large, self.out_features)

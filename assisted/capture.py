@@ -6,16 +6,30 @@ Knows torch and what hangs on to the modules of a model; nothing of slots or dra
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+import torch._inductor.config
+import torch.fx.experimental._config
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-__all__ = ["CudaReplay", "HostRead", "NoHostReads", "Pass", "compiled", "distance", "fingerprint", "obstacle", "wait"]
+__all__ = [
+    "CudaReplay",
+    "HostRead",
+    "NoHostReads",
+    "Pass",
+    "compiled",
+    "compiling",
+    "distance",
+    "fingerprint",
+    "obstacle",
+    "wait",
+]
 
 Pass = Callable[[], list[torch.Tensor]]
 """Something that reads and writes tensors at fixed addresses, and returns others."""
@@ -119,16 +133,36 @@ class NoHostReads(TorchDispatchMode):
 _OWN = ("transformers.", "assisted.")  # whose hooks collect outputs that nobody asks for here, or keep backends quiet
 
 
-def compiled(run: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
-    """The same, compiled at its first call, and for further ones only where sizes of its inputs cannot be left open."""
-    made = torch.compile(run, dynamic=True)
+_FROZEN: dict[str, Any] = {
+    "freezing": True,
+    "max_autotune": True,
+    "max_autotune_gemm_backends": "CPP,ATEN",
+    "autotune_num_choices_displayed": 0,
+    "max_autotune_report_choices_stats": False,
+}
 
-    def call(*inputs: torch.Tensor | None) -> list[torch.Tensor]:
+
+def compiled(run: Callable[..., list[torch.Tensor]], frozen: bool) -> Callable[..., list[torch.Tensor]]:
+    """The same, compiled when it is first called within `compiling`, and again only for sizes that cannot be left open.
+
+    frozen: take weights for constants, and measure which product is the fastest for each. For a CPU.
+    """
+    made: Any = torch.compile(run, dynamic=True, options=dict(_FROZEN) if frozen else None)
+    return made
+
+
+@contextmanager
+def compiling(frozen: bool) -> Iterator[None]:
+    """Meanwhile calls may turn out to need code that is not there. frozen: as `compiled` was told."""
+    with (
         # every model is compiled on its own, which counts as compiling the same code again
-        with torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000):
-            return made(*inputs)
-
-    return call
+        torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000),
+        torch._inductor.config.patch(freezing=frozen),  # type: ignore[attr-defined]  # asked for before the options are read
+        torch.fx.experimental._config.patch(use_duck_shape=False),  # sizes that are equal now need not stay so
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # of the compiler's own making
+        yield
 
 
 def obstacle(model: nn.Module, device: torch.device) -> str | None:

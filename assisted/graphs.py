@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from .cache import SlotCache
 from .capture import CudaReplay, Pass
 from .drafts import Draft
 from .parts import Inject
+from .products import Weights, may_copy
 from .runtime import Runner
 from .shapes import WIDTHS, columns_for, rows_for, slots_for
 
@@ -96,6 +97,7 @@ class Graphs:
         self._confirmed = False
         self._mode = "eager"
         self._open = False  # whether sizes are left open: compiled, and not captured
+        self._frozen: Weights | None = None  # what compiled code takes for constants
         self._compiled: dict[Hashable, tuple[_Run, Inject | None]] = {}
 
     def __reduce__(self) -> Any:
@@ -124,10 +126,13 @@ class Graphs:
         if self.obstacle is not None:
             return
         made_for = (mode, capture.fingerprint(model, runner.model))
-        if made_for != self._made_for:
+        sizes_open = mode == "compile" and runner.device.type != "cuda"
+        tensors = [*model.parameters(), *model.buffers()]
+        frozen = Weights.of(tensors, True) if sizes_open and may_copy(model.parameters()) else None
+        if made_for != self._made_for or not _same(frozen, self._frozen):
             self._drop()
             self._made_for, self.reason, self._mode = made_for, None, mode
-            self._open = mode == "compile" and runner.device.type != "cuda"
+            self._open, self._frozen = sizes_open, frozen
         self._confirmed = False
         if self._arena is not None:
             self._arena.shown = None
@@ -155,7 +160,8 @@ class Graphs:
         try:
             arena = self._hold(cache, top)
             proven = sort in self._proven
-            if self._open and proven and key not in self._captured:
+            fresh = self._open and proven and key not in self._captured
+            if fresh:
                 self._add(key, self._pass(runner, arena, rows, columns, top, tree))
             known = key in self._captured
             by_eager = not (self._confirmed or self._open if known else proven)
@@ -166,11 +172,16 @@ class Graphs:
             if not known:
                 run = self._pass(runner, arena, rows, columns, top, tree)
                 if expected is None or self._mode == "compile":  # a compiler works when it is first called
-                    first = _results(run(), runner, arena, width)
+                    with self._compiling():
+                        first = _results(run(), runner, arena, width)
                     expected = first if expected is None else expected
                 with arena.other_ids():
                     self._add(key, run, tried=proven)
             self._captured.move_to_end(key)
+            if fresh:  # the compiler may find that this size needs a code of its own
+                with self._compiling():
+                    self._captured[key]()
+                self._spend(time.perf_counter() - started)
             if expected is None:
                 self.replays += 1
                 return _results(self._captured[key](), runner, arena, width)
@@ -187,8 +198,7 @@ class Graphs:
             self.replays += 1
             self._proven.add(sort)
             self._confirmed = self._confirmed or by_eager
-            if self._lease is not None:
-                self._lease.once += time.perf_counter() - started - (done - replayed)
+            self._spend(time.perf_counter() - started - (done - replayed))
             return logits
         if known:  # something about the model has changed since the capture
             self._drop()
@@ -211,8 +221,7 @@ class Graphs:
             if key not in self._captured:
                 arena.stay(rows, columns)  # what runs before a capture moves nothing
                 self._add(key, lambda: arena.move(rows, columns))
-                if self._lease is not None:
-                    self._lease.once += time.perf_counter() - started
+                self._spend(time.perf_counter() - started)
             arena.follow(cache, rows, columns, path)
             self._captured[key]()
         except Exception as error:
@@ -220,6 +229,14 @@ class Graphs:
             return False
         self._captured.move_to_end(key)
         return True
+
+    def _compiling(self) -> AbstractContextManager[None]:
+        return capture.compiling(self._frozen is not None) if self._mode == "compile" else nullcontext()
+
+    def _spend(self, seconds: float) -> None:
+        """Seconds of the call that later passes will not need."""
+        if self._lease is not None:
+            self._lease.once += seconds
 
     def _serves(self, cache: SlotCache) -> bool:
         return self.reason is None and self._served is not None and cache is self._served()
@@ -273,7 +290,7 @@ class Graphs:
 
         if self._mode != "compile":
             return run, twin.inject
-        made = self._compiled[runner.kind, tree] = capture.compiled(run), twin.inject
+        made = self._compiled[runner.kind, tree] = capture.compiled(run, self._frozen is not None), twin.inject
         return made
 
     def _add(self, key: Hashable, run: Pass, tried: bool = False) -> None:
@@ -328,6 +345,10 @@ def _results(outputs: list[torch.Tensor], runner: Runner, arena: Arena, width: i
         return logits
     spread = logits.new_zeros(cache.rows, *logits.shape[1:])
     return spread.index_copy_(0, arena.numbers[:running, 2], logits)
+
+
+def _same(one: Weights | None, other: Weights | None) -> bool:
+    return one is other or (one is not None and other is not None and one.same(other))
 
 
 def require_mode(fast: str) -> str:

@@ -135,37 +135,12 @@ def _times(
     inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, filled: bool, outputs: int
 ) -> torch.Tensor:
     """[..., in] -> [..., outputs]. filled: compute at least `_FILLED` columns."""
-    if torch.compiler.is_compiling():
-        made: torch.Tensor = torch.ops.assisted.packed_product(inputs, packed, bias, filled, outputs)
-        return made
-    return _packed_product(inputs, packed, bias, filled, outputs)
-
-
-def _packed_product(
-    inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, filled: bool, outputs: int
-) -> torch.Tensor:
     columns = inputs.shape[:-1].numel()
     if not filled or columns >= _FILLED or columns == 0:
         return torch.ops.mkldnn._linear_pointwise.default(inputs, packed, bias, "none", [], "")
     more = F.pad(inputs.reshape(columns, -1), (0, 0, 0, _FILLED - columns))
     made = torch.ops.mkldnn._linear_pointwise.default(more, packed, bias, "none", [], "")
     return made[:columns].view(*inputs.shape[:-1], outputs)
-
-
-# to a compiler the product is one operation, whose weight it need not understand
-torch.library.define(
-    "assisted::packed_product",
-    "(Tensor inputs, Tensor packed, Tensor? bias, bool filled, int outputs) -> Tensor",
-    tags=torch.Tag.needs_fixed_stride_order,
-)
-torch.library.impl("assisted::packed_product", "CompositeExplicitAutograd", _packed_product)
-
-
-@torch.library.register_fake("assisted::packed_product")
-def _shape_of_product(
-    inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, filled: bool, outputs: int
-) -> torch.Tensor:
-    return inputs.new_empty(*inputs.shape[:-1], outputs)
 
 
 class Product:
@@ -194,6 +169,8 @@ class Product:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., sum of the modules' outputs]."""
+        if self.packed is not None and torch.compiler.is_compiling():
+            return self._for_compiler(inputs)
         if self.packed is not None and (_many(inputs) or (self.wide and not _alone(inputs))):
             return _times(inputs, self.packed, self.bias, self.large, self.outputs)
         if self.weight is not None:
@@ -202,10 +179,14 @@ class Product:
             return self.modules[0](inputs)
         return torch.cat([module(inputs) for module in self.modules], -1)
 
+    def _for_compiler(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The same of the model's own weights, which a compiler that takes them for constants joins and lays out by itself."""
+        weights: list[Any] = [module.weight for module in self.modules]
+        return F.linear(inputs, torch.cat(weights) if len(weights) > 1 else weights[0], self.bias)
+
 
 def _many(inputs: torch.Tensor) -> bool:
-    # compiled code leaves the number of columns open; where a draft is checked there are few
-    return not torch.compiler.is_compiling() and inputs.shape[:-1].numel() >= _MANY
+    return inputs.shape[:-1].numel() >= _MANY
 
 
 def _alone(inputs: torch.Tensor) -> bool:
@@ -239,7 +220,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        if inputs.dtype != self.weight.dtype:  # torch says what is wrong
+        # of another type torch says what is wrong; a compiler lays out weights by itself
+        if inputs.dtype != self.weight.dtype or torch.compiler.is_compiling():
             return super().forward(inputs)
         if _alone(inputs):
             return super().forward(inputs) if self.turned is None else F.linear(inputs, self.turned, self.bias)

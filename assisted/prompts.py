@@ -21,7 +21,7 @@ _PRICE_CPU = 32
 def groups(visible: torch.Tensor | None, rows: Sequence[int], device: torch.device) -> list[Group]:
     """The passes in which these rows of a batch are read with the least work, each from a column of its own to the end.
 
-    visible: [B, n] bool, False where a prompt was padded; None where nowhere. Padding behind a row's first token is read with it.
+    visible: [B, n] bool, False where a prompt was padded; None where nowhere. Padding behind a row's first token is read.
     """
     if visible is None or len(rows) == 1:
         return [(list(rows), 0 if visible is None else _first(visible, rows)[0])]

@@ -4,7 +4,7 @@
 
 Held-out functions cut in the middle: greedy, sampled, eight at a time, and in bfloat16. Beside the pair at several draft
 lengths run the shipped EAGLE head, copies of the text, and this package's loop without drafts, which tells what is gained by
-the way passes are run.
+the way passes are run; "compiled" is fast="compile".
 """
 
 from __future__ import annotations
@@ -65,11 +65,13 @@ COLUMNS = {
 }
 
 
-def contestants(pair: AssistedModelForCausalLM, draft: Any) -> list[Contestant]:
-    """Ours: the loop alone, the draft at several lengths, the head, and two drafters together."""
+def contestants(pair: AssistedModelForCausalLM, draft: Any, compiled: bool) -> list[Contestant]:
+    """Ours: the loop alone, the draft at several lengths, the head, and two drafters together; some with compiled passes."""
 
-    def with_length(name: str, spec: Any, length: Any) -> Contestant:
-        model = AssistedModelForCausalLM.from_models(pair.target, spec, draft_length=length, tokenizer=pair.tokenizer)
+    def with_length(name: str, spec: Any, length: Any, fast: str = "auto") -> Contestant:
+        model = AssistedModelForCausalLM.from_models(
+            pair.target, spec, draft_length=length, tokenizer=pair.tokenizer, fast=fast
+        )
         return of_model(name, model)
 
     found = [with_length("no draft, this loop", "ngram", Never())]
@@ -77,14 +79,19 @@ def contestants(pair: AssistedModelForCausalLM, draft: Any) -> list[Contestant]:
     head = Eagle("zoo:eagle3", tree=False)
     more = {"suffix": "suffix", "EAGLE chain": head, "EAGLE tree": Eagle("zoo:eagle3", tree=True)}
     more |= {"suffix and draft": ["suffix", draft], "suffix and EAGLE chain": ["suffix", head]}
-    return [*found, *(with_length(f"{name}, Adaptive()", spec, Adaptive()) for name, spec in more.items())]
+    found += [with_length(f"{name}, Adaptive()", spec, Adaptive()) for name, spec in more.items()]
+    if compiled:
+        found.append(with_length("no draft, this loop, compiled", "ngram", Never(), "compile"))
+        for name in ("suffix", "EAGLE chain"):
+            found.append(with_length(f"{name}, Adaptive(), compiled", more[name], Adaptive(), "compile"))
+    return found
 
 
 def measure(args: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for title, (rules, batch, dtype) in CASES.items():
         pair, draft = shipped(dtype)
-        own, plain = contestants(pair, draft), plainly(pair, args)
+        own, plain = contestants(pair, draft, not args.no_compile), plainly(pair, args)
         machine = about(pair, prompts=args.prompts, repeats=args.repeats)
         found.setdefault("about", machine)
         rules = replace(rules, repeats=args.repeats)

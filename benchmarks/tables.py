@@ -20,7 +20,9 @@ def arguments(doc: str | None, prompts: int = 16, repeats: int = 3) -> argparse.
     parser.add_argument("--prompts", type=int, default=prompts, help="of each kind (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=repeats, help="timed rounds (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
-    parser.add_argument("--no-compile", action="store_true", help="leave out plain generate with a compiled forward")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave out what has to be compiled first, plain or not"
+    )
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose measured section is rewritten")
     parser.add_argument("--read", type=Path, help="measure nothing, take the figures from this JSON")

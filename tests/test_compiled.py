@@ -7,7 +7,7 @@ import torch
 from architectures import build, half_right, random_ids
 from pairs import BY_NAME
 
-from assisted import AssistedModelForCausalLM, Merged, decoding, products
+from assisted import AssistedModelForCausalLM, Merged, capture, decoding, products
 
 
 @pytest.fixture(autouse=True)
@@ -39,22 +39,23 @@ def says_what_plain_says(model, ids, **kwargs):
 def test_one_code_serves_every_shape(name):
     target = build(BY_NAME[name])
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4, fast="compile")
+    before = codes()
     for length in (9, 30, 5):
         says_what_plain_says(model, random_ids(target, 1, length))
         assert model.totals.accepted > 0
     assert model.graphs.reason is None and model.graphs.replays > 0
     assert model.drafter.graphs.reason is None and model.drafter.graphs.replays > 0
-    made = codes()
     for length, drafted in ((13, 2), (9, 6), (40, 3)):  # other columns and slots
         says_what_plain_says(model, random_ids(target, 1, length), draft_length=drafted)
-    assert codes() == made
+    assert codes() - before <= 4  # of each model one over one column and one over several
     with torch.no_grad():
         target.get_output_embeddings().weight.mul_(-1)  # of which there is a copy
     says_what_plain_says(model, random_ids(target, 1, 9))
 
 
 @pytest.mark.slow
-def test_batches_and_trees():
+def test_batches_and_trees(monkeypatch):
+    monkeypatch.setattr(capture, "_FROZEN", {"freezing": True})  # trying out products takes minutes
     target = build(BY_NAME["llama"])
     drafts = Merged([half_right(target), half_right(target, seed=5)])
     model = AssistedModelForCausalLM.from_models(target, draft=drafts, draft_length=3, fast="compile")

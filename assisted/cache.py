@@ -119,9 +119,8 @@ class SlotCache(Cache):
         self.padding = [0] * rows  # hidden slots of each row, which positions do not count
         self.prompt_padding = [0] * rows  # of these, the prompt's own; shifting adds to them
         self.visible: torch.Tensor | None = None  # [B, prompt] bool, None when nothing is hidden
-        self.start: int | torch.Tensor | None = (
-            None  # where the next forward writes: all rows alike, or [B, n]; None: prompt
-        )
+        # where the next forward writes: all rows alike, or [B, n]; None while the prompt is read
+        self.start: int | torch.Tensor | None = None
         self.places: slice | list[int] = slice(None)  # whose prompt is being read,
         self.first = 0  # from this column on
         self.top = 0

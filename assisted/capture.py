@@ -130,7 +130,8 @@ class NoHostReads(TorchDispatchMode):
         return result
 
 
-_OWN = ("transformers.", "assisted.")  # whose hooks collect outputs that nobody asks for here, or keep backends quiet
+# whose hooks collect outputs that nobody asks for here, or keep backends quiet
+_OWN = ("transformers.", "assisted.quantization")
 
 
 _FROZEN: dict[str, Any] = {
@@ -157,8 +158,9 @@ def compiling(frozen: bool) -> Iterator[None]:
     with (
         # every model is compiled on its own, which counts as compiling the same code again
         torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000),
-        torch._inductor.config.patch(freezing=frozen),  # type: ignore[attr-defined]  # asked for before the options are read
-        torch.fx.experimental._config.patch(use_duck_shape=False),  # sizes that are equal now need not stay so
+        torch._inductor.config.patch(freezing=frozen),  # asked for before the options are read
+        # sizes that are equal now need not stay so
+        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # of the compiler's own making

@@ -72,7 +72,8 @@ class Graphs:
     the eager pass again. Where something fails, the model runs eagerly from then on, and `reason` says why.
 
     Compiled for a CPU, a pass is the same code for all shapes, but for one row or one column, and is compared with the eager
-    pass when that code is made. What changes in a model later is the compiler's to notice.
+    pass when that code is made. Weights are constants of it where they may be copied: when they have changed since, it is made
+    anew. Whatever else changes in a model is the compiler's to notice.
 
     One call at a time replays; another one in another thread runs eagerly meanwhile.
 
@@ -190,15 +191,16 @@ class Graphs:
             logits = _results(self._captured[key](), runner, arena, width)
             capture.wait(arena.device)
         except Exception as error:  # a capture runs somebody's forward in a way that it may not be made for
+            self._spend(time.perf_counter() - started)
             self._give_up(f"{type(error).__name__}: {error}")
             return None
         done = time.perf_counter()
         apart = capture.distance(logits, expected, cache.running)
+        self._spend(time.perf_counter() - started - (done - replayed))
         if apart <= _TOLERANCE.get(logits.dtype, _HALF_TOLERANCE):
             self.replays += 1
             self._proven.add(sort)
             self._confirmed = self._confirmed or by_eager
-            self._spend(time.perf_counter() - started - (done - replayed))
             return logits
         if known:  # something about the model has changed since the capture
             self._drop()
@@ -285,7 +287,7 @@ class Graphs:
         def run(
             ids: torch.Tensor, numbers: torch.Tensor, parents: torch.Tensor | None, visible: torch.Tensor
         ) -> list[torch.Tensor]:
-            logits = twin.with_places(ids, numbers[:, :1], numbers[:, 1:2], parents, visible, visible.shape[1])
+            logits = twin.with_places(ids, numbers[:, :1], numbers[:, 1:2], parents, visible)
             return [logits, *(tap.hidden for tap in twin.taps)]
 
         if self._mode != "compile":

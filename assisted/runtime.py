@@ -60,7 +60,6 @@ class Runner(Protocol):
         first: torch.Tensor,
         parents: torch.Tensor | None,
         visible: torch.Tensor,
-        top: int,
     ) -> torch.Tensor: ...
 
 
@@ -199,15 +198,14 @@ class CachedModel:
         first: torch.Tensor,
         parents: torch.Tensor | None,
         visible: torch.Tensor,
-        top: int,
     ) -> torch.Tensor:
         """The same forward of tensors alone: nothing is read on the host that changes from pass to pass.
 
         ids: [R, n] int64. behind: [R, 1] int64, slots that count in each row. first: [R, 1] int64, position of column 0.
-        parents: [R, n - 1] int64 of a tree, None for chains. visible: [R, top] bool, False where a prompt was padded. top:
-        slots that are looked at, at least n behind the longest row. Returns [R, n, V].
+        parents: [R, n - 1] int64 of a tree, None for chains. visible: [R, top] bool, False where a prompt was padded, of the
+        slots that are looked at: at least n behind the longest row. Returns [R, n, V].
         """
-        width = ids.shape[1]
+        width, top = ids.shape[1], visible.shape[1]
         self.cache.row_index = torch.arange(len(ids), device=self.device)[:, None]
         self.cache.start = behind + torch.arange(width, device=self.device)
         self.cache.top = top

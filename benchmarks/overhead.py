@@ -22,7 +22,7 @@ import torch
 from shipped_pair import Never
 from tables import about, arguments, figures, publish
 
-from assisted import AssistedModelForCausalLM, DraftModel, decoding, modeling
+from assisted import AssistedModelForCausalLM, DraftModel, decoding, seam
 from assisted.bench import Bars, Prompt, Rules, held_out_prompts, pad_token, speedup
 from assisted.bench.grown import load_target
 from assisted.cache import SlotCache
@@ -49,22 +49,23 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
 """By name: what drafts, and how long."""
 CAUSES: dict[str, list[tuple[Any, str]]] = {
     "passes": [
-        (modeling, "_read_prompt"),
+        (seam, "_read_prompt"),
         (CachedModel, "prefill"),
         (CachedModel, "__call__"),
+        (HeadRunner, "_read_first"),
         (HeadRunner, "__call__"),
         (HeadRunner, "level"),
         (HeadRunner, "logits"),
         (EagleHead, "fuse"),
     ],
-    "looking for changed weights": [(modeling, "fused")],
+    "looking for changed weights": [(seam, "fused")],
     "drafting around passes": [(ModelDrafting, "propose"), (EagleDrafting, "propose"), (Lookup, "propose")],
     "the chain of a draft": [(ChainDrafting, "draft_chain")],
     "accepting": [(decoding, "_judge")],
     "learning from the verdict": [(decoding, "_learn")],
     "slots": [(CachedModel, "commit"), (SlotCache, "rewind"), (SlotCache, "commit"), (CachedModel, "run_only")],
     "counting": [(Recorder, "round")],
-    "the loop": [(modeling, "decode")],
+    "the loop": [(seam, "decode")],
     "preparing a call": [(AssistedModelForCausalLM, "generate")],
 }
 """Functions by what their time counts as, without that of the others that they call."""
@@ -92,10 +93,11 @@ class Passes:
                 (HeadRunner, "logits", self.plain),
                 (EagleHead, "fuse", self.plain),
                 (CachedModel, "prefill", self.prompt),
+                (HeadRunner, "_read_first", self.prompt),
             ):
                 stack.enter_context(patch.object(kind, name, self.noting(getattr(kind, name), again)))
-            stack.enter_context(patch.object(modeling, "_extend", self.target(modeling._extend)))
-            stack.enter_context(patch.object(modeling, "_read_prompt", self.reading(modeling._read_prompt)))
+            stack.enter_context(patch.object(seam, "_extend", self.target(seam._extend)))
+            stack.enter_context(patch.object(seam, "_read_prompt", self.reading(seam._read_prompt)))
             yield
 
     def noting(self, method: Callable[..., Any], again: Callable[..., Pass]) -> Callable[..., Any]:

@@ -91,7 +91,7 @@ def measure(args: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for title, (rules, batch, dtype) in CASES.items():
         pair, draft = shipped(dtype)
-        own, plain = contestants(pair, draft, not args.no_compile), plainly(pair, args)
+        own, plain = contestants(pair, draft, batch == 1 and not args.no_compile), plainly(pair, args)
         machine = about(pair, prompts=args.prompts, repeats=args.repeats)
         found.setdefault("about", machine)
         rules = replace(rules, repeats=args.repeats)

@@ -7,7 +7,7 @@ from pairs import CALL, no_fallback
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from assisted import AssistedModelForCausalLM, modeling
+from assisted import AssistedModelForCausalLM, seam
 from assisted.drafters import draft_model
 from assisted.lengths import Confidence
 from assisted.runtime import CachedModel
@@ -58,7 +58,7 @@ def passes(monkeypatch):
         return forward(self, ids, kwargs)
 
     monkeypatch.setattr(CachedModel, "_forward", counted)
-    for module in (modeling, draft_model):  # on a CPU, fused models look positions up, which reads them
+    for module in (seam, draft_model):  # on a CPU, fused models look positions up, which reads them
         monkeypatch.setattr(module, "fused", lambda model: model)
     return seen
 

@@ -8,7 +8,7 @@ from architectures import ARCHITECTURES, build, half_right, random_ids
 from pairs import BY_NAME
 from test_parts import assert_same, snapshot
 
-from assisted import AssistedModelForCausalLM, fused, modeling, products
+from assisted import AssistedModelForCausalLM, fused, products, seam
 from assisted.cache import SlotCache
 from assisted.drafters import draft_model
 from assisted.drafts import Draft
@@ -187,7 +187,7 @@ def test_nothing_is_fused_or_copied_where_that_is_not_wanted(monkeypatch):
     def refused(model):
         raise AssertionError("fused")
 
-    monkeypatch.setattr(modeling, "fused", refused)
+    monkeypatch.setattr(seam, "fused", refused)
     monkeypatch.setattr(draft_model, "fused", refused)
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))

@@ -14,7 +14,7 @@ from pairs import CALL, ENDS, no_fallback, prompt
 from recording import Recording
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_law, p_value, tiny
 
-from assisted import AssistedModelForCausalLM, Eagle, capture, decoding, graphs, modeling, runtime, shapes
+from assisted import AssistedModelForCausalLM, Eagle, capture, decoding, graphs, runtime, seam, shapes
 from assisted.cache import SlotCache
 from assisted.drafters import draft_model, eagle
 from assisted.drafts import Draft
@@ -31,7 +31,7 @@ REPLAY = Graphs._replay
 def _recorded(monkeypatch):
     monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
     monkeypatch.setattr(Graphs, "_replay", lambda self, run, tried: Recording(run))
-    for module in (modeling, draft_model):  # on a CPU, fused models look positions up, which no capture may
+    for module in (seam, draft_model):  # on a CPU, fused models look positions up, which no capture may
         monkeypatch.setattr(module, "fused", lambda model: model)
     monkeypatch.setattr(eagle, "fused_head", lambda head: head)
 

@@ -150,13 +150,12 @@ class HeadRunner:
         first: torch.Tensor,
         parents: torch.Tensor | None,
         visible: torch.Tensor,
-        top: int,
     ) -> torch.Tensor:
         """The same of tensors alone: see `CachedModel.with_places`. Of a chain: parents is None."""
         cache, columns = self.cache, torch.arange(ids.shape[1], device=self.device)
         cache.row_index = torch.arange(len(ids), device=self.device)[:, None]
-        cache.start, cache.top = behind + columns, top
-        slots, own = torch.arange(top, device=self.device), cache.start[:, :, None]
+        cache.start, cache.top = behind + columns, visible.shape[1]
+        slots, own = torch.arange(cache.top, device=self.device), cache.start[:, :, None]
         seen = ((slots < own) & visible[:, None]) | (slots == own)
         states: torch.Tensor = self.head(
             self.head.embed(ids, self.target),

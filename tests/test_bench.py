@@ -20,8 +20,8 @@ from pairs import pair as built
 from pairs import tokenizer as letters
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from assisted import AssistedModelForCausalLM, bench
-from assisted.bench import contestants, held_out, questions
+from assisted import AssistedModelForCausalLM, bench, capture
+from assisted.bench import contestants, held_out, protocol, questions
 from assisted.bench.contestants import Contestant, of_model
 from assisted.bench.measure import default_drafts
 from assisted.bench.prompts import SETS
@@ -217,6 +217,17 @@ def drafted_by_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[in
 
     monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", noted)
     yield proposed
+
+
+def test_what_counts_passes_keeps_them_from_being_captured():
+    """A counter in compiled code would have it compiled anew in every pass."""
+    target = built()[0]
+    assert capture.obstacle(target, target.device) is None
+    hook = target.register_forward_pre_hook(protocol._Counter(), with_kwargs=True)
+    try:
+        assert "has hooks" in str(capture.obstacle(target, target.device))
+    finally:
+        hook.remove()
 
 
 def test_passes_and_drafts_are_counted_alike(

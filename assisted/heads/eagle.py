@@ -130,12 +130,12 @@ class EagleHead(nn.Module):
         cache: Cache | None = None,
         last_only: bool = False,
     ) -> torch.Tensor:
-        """One step for every column. Returns the states after it, [B, n, H], which are the next step's `states`; those of the
-        last column, [B, 1, H], where no others are wanted.
+        """One step for every column. Returns the states after it, [B, n, H], which are the next step's `states`.
 
         embeddings: [B, n, H], of token i + 1. states: [B, n, H], of feature i (`fuse`) or what the last step returned.
         position_ids: [B or 1, n] int64, of feature i, ascending from 0 by default. attention_mask: [B or 1, 1, n, m] bool,
         true where a column may look; None is causal, and only without a cache. cache: of transformers, for one layer each.
+        last_only: return the states of the last column alone, [B, 1, H].
         """
         if position_ids is None:
             position_ids = torch.arange(states.shape[1], device=states.device)[None]

@@ -106,12 +106,14 @@ class Curve:
         for i in range(len(counts) - 2, -1, -1):  # less never takes longer: an outlier that came twice
             seconds[i] = min(seconds[i], seconds[i + 1])
         first, last = counts[0], counts[-1]
-        slope = self.slope * seconds[0]
-        if last > first:
-            slope = max((seconds[-1] - seconds[0]) / (last - first), slope / 10)
+        # one column is run in another way than several: what the second one adds says nothing of the third
+        start = 1 if first == 1 and len(counts) > 1 else 0
+        slope = self.slope * seconds[start]
+        if last > counts[start]:
+            slope = max((seconds[-1] - seconds[start]) / (last - counts[start]), slope / 10)
         else:
             further = (
-                (seen[0] - seconds[0]) / (count - first) for count, seen in self.samples.items() if count > first
+                (seen[0] - seconds[start]) / (count - last) for count, seen in self.samples.items() if count > last
             )
             slope = max(slope, _BELIEVED * min(further, default=0.0))
         filled = [0.0]

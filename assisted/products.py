@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["PackedLinear", "Product", "Weights", "is_touched", "may_copy", "packs"]
+__all__ = ["PackedLinear", "Product", "Weights", "has_hooks", "is_touched", "may_copy", "packs"]
 
 _WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout pays at any number of columns
 _LARGE = 2**20  # entries from which a product costs more than filling up its columns
@@ -24,11 +24,10 @@ _FILLED = 4  # columns up to which such a product is filled: over fewer it takes
 _MANY = 32  # columns from which the layout pays for every matrix
 _HINT = 8  # columns that the layout is chosen for
 _TALL = 1.5  # outputs for each input from which a copy for single columns pays
-_ALWAYS = (
-    2**30
-)  # bytes of parameters that are always copied; of more only where a quarter of the free memory holds them
+_ALWAYS = 2**30  # bytes of parameters that are always copied; more only where a quarter of the free memory holds them
 _WHOLE = 2**26  # bytes of parameters up to which every number is looked at for changes
 _BLOCK = 8  # neighbouring words of 8 bytes that are looked at in each row of larger models
+_RECORDS = "transformers.utils.output_capturing"  # whose hooks hand out hidden states to the calls that ask for them
 
 
 def packs(dtype: torch.dtype) -> bool:
@@ -58,9 +57,18 @@ def _free_memory() -> int:
 def is_touched(module: nn.Module) -> bool:
     """Somebody hangs on to the calls of this module: hooks, a forward of its own, a compiled one, a weight that is more than
     numbers (torchao's)."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
     replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
-    return bool(hooks) or replaced or (type(module) is nn.Linear and is_traceable_wrapper_subclass(module.weight))
+    return has_hooks(module) or replaced or (type(module) is nn.Linear and is_traceable_wrapper_subclass(module.weight))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody is called along with this module.
+
+    Not transformers itself: a call that asked for hidden states or attentions leaves its hooks on a model for good, and they do
+    nothing in any other call.
+    """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", None) != _RECORDS for hook in hooks)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from .drafts import Draft
 from .host import on_device
 from .masks import Masks, column_depths
 from .parts import Inject, Tap
+from .products import has_hooks
 from .prompts import Group, groups
 
 __all__ = [
@@ -282,7 +283,7 @@ class CachedModel:
 def is_untouched(model: PreTrainedModel) -> bool:
     """Whether calling a model's forward does nothing but run it: no hooks (offloading, counting), no replaced forward."""
     outer = (model, model.base_model)
-    return not any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in outer)
+    return not any(has_hooks(m) or "forward" in m.__dict__ for m in outer)
 
 
 @torch.no_grad()

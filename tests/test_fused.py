@@ -91,6 +91,20 @@ def test_leaves_alone_what_somebody_hangs_on_to():
     assert fused.fused(model) is model
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_hidden_states_that_were_once_asked_for(name, monkeypatch):
+    """transformers' hooks stay on a model; they record nothing in other calls, and are no reason to run it slowly."""
+    monkeypatch.setattr(products, "_WIDE", 1)
+    model, ids = build(BY_NAME[name]), torch.arange(3, 9)[None]
+    states = model(ids, output_hidden_states=True).hidden_states
+    assert any(layer._forward_hooks for layer in model.model.layers)
+    made = fused.fused(model)
+    assert made is not model
+    assert torch.allclose(made(ids, use_cache=False).logits, model(ids).logits, atol=ROUNDING)
+    assert len(model(ids, output_hidden_states=True).hidden_states) == len(states)
+
+
 @pytest.mark.quant
 def test_leaves_alone_weights_that_are_more_than_numbers():
     model = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="self:int8-torchao", dtype=torch.float32)

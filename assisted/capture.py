@@ -1,4 +1,5 @@
-"""How a pass is captured, and what stands in the way: a CUDA graph of a function over tensors that stay where they are.
+"""How a pass is captured, and what stands in the way: a CUDA graph, or compiled code, of a function over tensors that stay
+where they are.
 
 Knows torch and what hangs on to the modules of a model; nothing of slots or drafts.
 """
@@ -7,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 __all__ = [
+    "CodeReplay",
     "CudaReplay",
     "HostRead",
     "NoHostReads",
@@ -148,8 +151,80 @@ def compiled(run: Callable[..., list[torch.Tensor]], frozen: bool) -> Callable[.
 
     frozen: take weights for constants, and measure which product is the fastest for each. For a CPU.
     """
-    made: Any = torch.compile(run, dynamic=True, options=dict(_FROZEN) if frozen else None)
+
+    def compile_graph(graph: Any, inputs: Any) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx  # takes a second to import
+
+        code: Any = compile_fx(graph, inputs, config_patches=dict(_FROZEN) if frozen else None)
+
+        def call(*inputs: Any) -> Any:
+            outputs = code(*inputs)
+            if (calls := _CALLS.get()) is not None:
+                calls.append((code, inputs, outputs))
+            return outputs
+
+        return call
+
+    made: Any = torch.compile(run, backend=compile_graph, dynamic=True)
     return made
+
+
+# of the pass that is being checked: the codes that it consists of, what they read and what they returned
+_CALLS: ContextVar[list[tuple[Any, Any, Any]] | None] = ContextVar("calls", default=None)
+
+
+class CodeReplay:
+    """Compiled code over tensors at fixed addresses.
+
+    A compiler looks at everything that its code depends on whenever it is called, which takes as long as some layers of a small
+    model. Here it does when it is told to; what its code read then, it is called with until then.
+
+    run: what was compiled. arguments: the tensors that it is applied to.
+
+    Attributes:
+        checked: whether the compiler has seen to it, and nothing is known to have changed since.
+        ground: the code and what else it read when it last was checked. While these are the same, so is every pass of it.
+    """
+
+    def __init__(self, run: Callable[..., list[torch.Tensor]], arguments: Sequence[torch.Tensor | None]):
+        self._run, self._arguments = run, arguments
+        self.checked = False
+        self.ground: tuple[Any, ...] = ()
+        self._call: tuple[Any, tuple[Any, ...], list[int]] | None = None  # and which of the code's outputs are meant
+
+    def check(self) -> list[torch.Tensor]:
+        """A pass that the compiler sees to."""
+        self.forget()
+        calls: list[tuple[Any, Any, Any]] = []
+        token = _CALLS.set(calls)
+        try:
+            results = self._run(*self._arguments)
+        finally:
+            _CALLS.reset(token)
+        self.checked = True
+        if len(calls) == 1:  # else some of it is no compiled code
+            ((code, inputs, outputs),) = calls
+            places = {id(output): place for place, output in enumerate(outputs)}
+            if all(id(result) in places for result in results):
+                own = {id(argument) for argument in self._arguments}
+                self.ground = (
+                    code,
+                    *(tensor for tensor in inputs if not isinstance(tensor, int) and id(tensor) not in own),
+                )
+                self._call = code, inputs, [places[id(result)] for result in results]
+        return results
+
+    def forget(self) -> None:
+        """Something may have changed: let it be checked before it is run again."""
+        self.checked, self.ground, self._call = False, (), None
+
+    def __call__(self) -> list[torch.Tensor]:
+        """The pass as it was when it last was checked."""
+        if self._call is None:
+            return self._run(*self._arguments)
+        code, inputs, meant = self._call
+        outputs = code(*inputs)
+        return [outputs[place] for place in meant]
 
 
 @contextmanager
@@ -158,6 +233,9 @@ def compiling(frozen: bool) -> Iterator[None]:
     with (
         # every model is compiled on its own, which counts as compiling the same code again
         torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000),
+        torch._dynamo.config.patch(
+            specialize_float=True, specialize_int=True
+        ),  # numbers of a model are part of its code
         torch._inductor.config.patch(freezing=frozen),  # asked for before the options are read
         # sizes that are equal now need not stay so
         torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]

@@ -79,6 +79,8 @@ class _Way:
 
     def changed(self, model: PreTrainedModel, children: _Children) -> PreTrainedModel:
         other = with_children(model, children)
+        if self.weights.sums is not None:
+            other.watched = self.weights.parameters  # whose changes make other modules
         if self.bare:
             other.is_sum_of_parts = other.takes_last_only = True
         return other

@@ -7,15 +7,16 @@ and runs wherever a pass cannot be captured. A CPU has nothing to replay: there 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,9 +24,8 @@ from torch import nn
 from . import capture
 from .arena import Arena
 from .cache import SlotCache
-from .capture import CudaReplay, Pass
+from .capture import CodeReplay, CudaReplay, Pass
 from .drafts import Draft
-from .parts import Inject
 from .products import Weights, may_copy
 from .runtime import Runner
 from .shapes import WIDTHS, columns_for, rows_for, slots_for
@@ -36,12 +36,28 @@ MODES = ("auto", "eager", "graphs", "compile")
 _AHEAD = 4096  # slots reserved at once where a call may need so many; more are reserved as they are needed
 _REMEMBERED = 256  # shapes that were asked for once
 _MOST = 48  # captured passes of a model, the least recently used one goes first
+_MOST_OPEN = 512  # the same where they share one code
 _TOLERANCE = {torch.float32: 3e-3, torch.float64: 3e-3}  # of logits, relative to their spread
 _HALF_TOLERANCE = 0.1
 
 _Run = Callable[..., list[torch.Tensor]]
 
 _log = logging.getLogger(__name__)
+
+
+class _Shape(NamedTuple):
+    """A captured pass: of which runner, places, columns, slots that are looked at, whether over trees."""
+
+    kind: Hashable
+    rows: int
+    columns: int
+    top: int
+    tree: bool
+
+    def sort(self, sizes_open: bool) -> Hashable:
+        """What is the same for passes that are alike: where sizes are open, those that share one code."""
+        # one is a size that a compiler makes code of its own for
+        return (self.kind, self.tree, self.rows == 1, self.columns == 1) if sizes_open else (self.kind, self.tree)
 
 
 @dataclass
@@ -73,7 +89,7 @@ class Graphs:
 
     Compiled for a CPU, a pass is the same code for all shapes, but for one row or one column, and is compared with the eager
     pass when that code is made. Weights are constants of it where they may be copied: when they have changed since, it is made
-    anew. Whatever else changes in a model is the compiler's to notice.
+    anew. Whatever else changes in a model is the compiler's to notice, in the first pass of a shape in every call.
 
     One call at a time replays; another one in another thread runs eagerly meanwhile.
 
@@ -99,7 +115,11 @@ class Graphs:
         self._mode = "eager"
         self._open = False  # whether sizes are left open: compiled, and not captured
         self._frozen: Weights | None = None  # what compiled code takes for constants
-        self._compiled: dict[Hashable, tuple[_Run, Inject | None]] = {}
+        self._compiled: dict[Hashable, _Run] = {}
+        self._grounds: dict[
+            Hashable, tuple[Any, ...]
+        ] = {}  # of sorts of compiled passes: what the checked ones stand on
+        self._sound: set[Hashable] = set()  # sorts of which this call has had a pass checked
 
     def __reduce__(self) -> Any:
         return Graphs, ()  # a copy of a model captures its own
@@ -128,13 +148,15 @@ class Graphs:
             return
         made_for = (mode, capture.fingerprint(model, runner.model))
         sizes_open = mode == "compile" and runner.device.type != "cuda"
-        tensors = [*model.parameters(), *model.buffers()]
+        watched = set(map(id, getattr(runner.model, "watched", ())))  # by those who made the modules that compute
+        tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in watched]
         frozen = Weights.of(tensors, True) if sizes_open and may_copy(model.parameters()) else None
         if made_for != self._made_for or not _same(frozen, self._frozen):
             self._drop()
             self._made_for, self.reason, self._mode = made_for, None, mode
             self._open, self._frozen = sizes_open, frozen
         self._confirmed = False
+        self._sound.clear()
         if self._arena is not None:
             self._arena.shown = None
         runner.graphs = self
@@ -144,56 +166,56 @@ class Graphs:
         cache, width = runner.cache, ids.shape[1]
         if not self._serves(cache):
             return None
-        rows, last = _places(cache)
-        columns = columns_for(width, rows)
-        if columns is None or last + width > runner.context:
+        rows, last = _places(cache, self._open)
+        columns = width if self._open else columns_for(width, rows)
+        if columns is None or columns > WIDTHS[-1] or last + width > runner.context:
             return None
-        columns = width if self._open else columns
-        top = slots_for(last + columns)
+        top = slots_for(last + columns, self._open)
         tree = draft is not None and draft.parents is not None
-        key = runner.kind, rows, columns, top, tree
-        sort: Hashable = runner.kind, tree
-        if self._open:  # one is a size that a compiler makes code of its own for
-            sort = (runner.kind, tree, rows == 1, columns == 1)
+        shape = _Shape(runner.kind, rows, columns, top, tree)
+        sort = shape.sort(self._open)
         if sort not in self._proven and not self._ask(sort):
             return None
         started = time.perf_counter()
+        going_on = None if runner.inject is None else runner.inject.hidden
         try:
             arena = self._hold(cache, top)
             proven = sort in self._proven
-            fresh = self._open and proven and key not in self._captured
+            fresh = self._open and proven and shape not in self._captured
             if fresh:
-                self._add(key, self._pass(runner, arena, rows, columns, top, tree))
-            known = key in self._captured
+                self._add(shape, self._pass(runner, arena, shape))
+            known = shape in self._captured
             by_eager = not (self._confirmed or self._open if known else proven)
             expected = runner.eager(ids, draft) if by_eager else None
             arena.feed(cache, rows, columns, ids, draft)
-            if runner.inject is not None:
-                arena.feed_states(runner.kind, cache, rows, runner.inject.hidden)
+            if going_on is not None:
+                arena.feed_states(runner.kind, cache, rows, going_on)
             if not known:
-                run = self._pass(runner, arena, rows, columns, top, tree)
+                run = self._pass(runner, arena, shape)
                 if expected is None or self._mode == "compile":  # a compiler works when it is first called
                     with self._compiling():
                         first = _results(run(), runner, arena, width)
                     expected = first if expected is None else expected
                 with arena.other_ids():
-                    self._add(key, run, tried=proven)
-            self._captured.move_to_end(key)
+                    self._add(shape, run, tried=proven)
+            self._captured.move_to_end(shape)
             if fresh:  # the compiler may find that this size needs a code of its own
-                with self._compiling():
-                    self._captured[key]()
+                self._replayed(shape)
                 self._spend(time.perf_counter() - started)
             if expected is None:
                 self.replays += 1
-                return _results(self._captured[key](), runner, arena, width)
+                return _results(self._replayed(shape), runner, arena, width)
             capture.wait(arena.device)
             replayed = time.perf_counter()
-            logits = _results(self._captured[key](), runner, arena, width)
+            logits = _results(self._replayed(shape), runner, arena, width)
             capture.wait(arena.device)
         except Exception as error:  # a capture runs somebody's forward in a way that it may not be made for
             self._spend(time.perf_counter() - started)
             self._give_up(f"{type(error).__name__}: {error}")
             return None
+        finally:
+            if runner.inject is not None and going_on is not None:  # a capture goes on from others
+                runner.inject.hidden = going_on
         done = time.perf_counter()
         apart = capture.distance(logits, expected, cache.running)
         self._spend(time.perf_counter() - started - (done - replayed))
@@ -213,7 +235,7 @@ class Graphs:
         cache, arena = runner.cache, self._arena
         if arena is None or not self._serves(cache):
             return False
-        rows, last = _places(cache)
+        rows, last = _places(cache, self._open)
         columns = columns_for(path.shape[1], rows)
         key = ("gather", rows, columns)
         if columns is None or not arena.holds(cache, last + columns):
@@ -231,6 +253,29 @@ class Graphs:
             return False
         self._captured.move_to_end(key)
         return True
+
+    def _replayed(self, shape: _Shape) -> list[torch.Tensor]:
+        """What a captured pass returns."""
+        replay, sort = self._captured[shape], shape.sort(self._open)
+        if not isinstance(replay, CodeReplay):
+            # copies: another replay may write over them, since captured passes share their memory
+            return [output.clone() for output in replay()]
+        if replay.checked and sort in self._sound:
+            return replay()
+        with self._compiling():
+            results = replay.check()
+        if not _identical(replay.ground, self._grounds.get(sort, ())):
+            for key, other in self._captured.items():
+                if (
+                    isinstance(other, CodeReplay)
+                    and isinstance(key, _Shape)
+                    and key.sort(self._open) == sort
+                    and other is not replay
+                ):
+                    other.forget()
+        self._grounds[sort] = replay.ground
+        self._sound.add(sort)
+        return results
 
     def _compiling(self) -> AbstractContextManager[None]:
         return capture.compiling(self._frozen is not None) if self._mode == "compile" else nullcontext()
@@ -263,21 +308,21 @@ class Graphs:
         arena.take(cache)
         return arena
 
-    def _pass(self, runner: Runner, arena: Arena, rows: int, columns: int, top: int, tree: bool) -> Pass:
-        """A pass of this shape over the arena."""
-        run, inject = self._over(runner, arena, tree)
-        ids, numbers, visible = arena.ids[:rows, :columns], arena.numbers[:rows], arena.visible[:rows, :top]
-        parents = arena.parents[:rows, : columns - 1] if tree else None
-        states = None if inject is None else arena.states[runner.kind][:rows, :columns]
+    def _pass(self, runner: Runner, arena: Arena, shape: _Shape) -> Pass:
+        """A pass of this shape over the arena: compiled for a CPU it still has to be checked."""
+        kind, rows, columns, top, tree = shape
+        run = self._over(runner, arena, tree)
+        arguments = (
+            arena.ids[:rows, :columns],
+            arena.numbers[:rows],
+            arena.parents[:rows, : columns - 1] if tree else None,
+            arena.visible[:rows, :top],
+            None if runner.inject is None else arena.states[kind][:rows, :columns],
+        )
+        return CodeReplay(run, arguments) if self._open else functools.partial(run, *arguments)
 
-        def over_these() -> list[torch.Tensor]:
-            with _injected(inject, states):
-                return run(ids, numbers, parents, visible)
-
-        return over_these
-
-    def _over(self, runner: Runner, arena: Arena, tree: bool) -> tuple[_Run, Inject | None]:
-        """What a runner makes of its inputs over the arena's slots, and where it looks for the states that it goes on from."""
+    def _over(self, runner: Runner, arena: Arena, tree: bool) -> _Run:
+        """What a runner makes of its inputs over the arena's slots."""
         known = self._compiled.get((runner.kind, tree))
         if known is not None:
             return known
@@ -285,19 +330,25 @@ class Graphs:
         twin.cache, twin.graphs = arena.slots, None  # the arena's lengths are none of this call
 
         def run(
-            ids: torch.Tensor, numbers: torch.Tensor, parents: torch.Tensor | None, visible: torch.Tensor
+            ids: torch.Tensor,
+            numbers: torch.Tensor,
+            parents: torch.Tensor | None,
+            visible: torch.Tensor,
+            states: torch.Tensor | None,
         ) -> list[torch.Tensor]:
+            if states is not None:
+                twin.inject.hidden = states
             logits = twin.with_places(ids, numbers[:, :1], numbers[:, 1:2], parents, visible)
             return [logits, *(tap.hidden for tap in twin.taps)]
 
         if self._mode != "compile":
-            return run, twin.inject
-        made = self._compiled[runner.kind, tree] = capture.compiled(run, self._frozen is not None), twin.inject
+            return run
+        made = self._compiled[runner.kind, tree] = capture.compiled(run, self._frozen is not None)
         return made
 
     def _add(self, key: Hashable, run: Pass, tried: bool = False) -> None:
         self._captured[key] = self._replay(run, tried or self._mode == "compile")
-        while len(self._captured) > _MOST:
+        while len(self._captured) > (_MOST_OPEN if self._open else _MOST):
             self._captured.popitem(last=False)
 
     def _replay(self, run: Pass, tried: bool) -> Pass:
@@ -314,6 +365,8 @@ class Graphs:
         self._compiled.clear()
         self._asked.clear()
         self._proven.clear()
+        self._sound.clear()
+        self._grounds.clear()
         self._arena = None
         self._confirmed = False
 
@@ -323,30 +376,20 @@ class Graphs:
         self._drop()
 
 
-@contextmanager
-def _injected(inject: Inject | None, hidden: torch.Tensor | None) -> Iterator[None]:
-    """Meanwhile a part goes on from other states."""
-    if inject is None or hidden is None:
-        yield
-        return
-    before, inject.hidden = inject.hidden, hidden
-    try:
-        yield
-    finally:
-        inject.hidden = before
-
-
 def _results(outputs: list[torch.Tensor], runner: Runner, arena: Arena, width: int) -> torch.Tensor:
     """The logits of a replay, [B, n, V], zeros for rows that don't run; the runner's taps hold what they would hold."""
     cache, running = runner.cache, len(runner.cache.running)
-    # copies: another replay may write over them, since captured passes share their memory
-    logits, *states = (output[:running, :width].clone() for output in outputs)
+    logits, *states = (output[:running, :width] for output in outputs)
     for tap, hidden in zip(runner.taps, states, strict=True):
         tap.hidden = hidden
     if cache.running == list(range(cache.rows)):
         return logits
     spread = logits.new_zeros(cache.rows, *logits.shape[1:])
     return spread.index_copy_(0, arena.numbers[:running, 2], logits)
+
+
+def _identical(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
+    return len(one) == len(two) and all(a is b for a, b in zip(one, two, strict=True))
 
 
 def _same(one: Weights | None, other: Weights | None) -> bool:
@@ -360,7 +403,9 @@ def require_mode(fast: str) -> str:
     return fast
 
 
-def _places(cache: SlotCache) -> tuple[int, int]:
+def _places(cache: SlotCache, sizes_open: bool) -> tuple[int, int]:
     """How many places a captured pass is over, and the most slots that count in one of them."""
-    rows = rows_for(len(cache.running), cache.rows)
+    running = len(cache.running)
+    # what is left of a batch does not become a single row, which is a size of its own to a compiler
+    rows = min(max(running, 2), cache.rows) if sizes_open else rows_for(running, cache.rows)
     return rows, max(cache.lengths[row] for row in cache.order[:rows])

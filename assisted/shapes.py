@@ -27,8 +27,13 @@ def columns_for(width: int, rows: int) -> int | None:
     return next((size for size in WIDTHS if size >= width), None)
 
 
-def slots_for(top: int) -> int:
-    """Slots of a captured pass: powers of two, from 1024 on with one step between them."""
+def slots_for(top: int, sizes_open: bool = False) -> int:
+    """Slots of a captured pass: powers of two, from 1024 on with one step between them; of sizes that are left open eighths of
+    a power.
+    """
     power = max(_LEAST, 1 << (top - 1).bit_length())
+    if sizes_open:
+        step = power // 8
+        return -(-top // step) * step
     between = power // 4 * 3
     return between if between > 1024 and top <= between else power

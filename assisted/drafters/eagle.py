@@ -231,9 +231,7 @@ class EagleDrafting(ChainDrafting):
             self.runner = HeadRunner(
                 drafter.drafting_head, call.target.model, call.limit + drafter.most, self.first, mask
             )
-            # on a CPU calling compiled code takes as long as the step of a head
-            if call.lease.mode != "compile" or drafter.head.device.type != "cpu":
-                drafter.graphs.serve(self.runner, drafter.head, call.lease)
+            drafter.graphs.serve(self.runner, drafter.head, call.lease)
             if self.runner.cache.visible is not None:  # whatever the target made of padding, it must be numbers
                 features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)
             self.unread.insert(0, (features, [width] * rows))

@@ -229,12 +229,25 @@ def uniforms(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
 def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One index per row, [..., V] -> [...] int64. The rows need not sum to 1; one without any mass gives index 0.
 
-    An exponential race: with E_x ~ Exp(1), argmax_x p(x) / E_x falls on x with probability p(x) / sum p. Unlike
-    torch.multinomial it checks nothing, hence waits for nothing and cannot raise on the device.
+    Unlike torch.multinomial it checks nothing, hence waits for nothing and cannot raise on the device.
     """
+    return (by_inversion if probabilities.device.type == "cpu" else by_race)(probabilities, generator)
+
+
+def by_race(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """`sample` by an exponential race: with E_x ~ Exp(1), argmax_x p(x) / E_x falls on x with probability p(x) / sum p."""
     race = probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
     # E may round to 0, and 0 / 0 would win the argmax
     return race.where(probabilities > 0, -1).argmax(-1)
+
+
+def by_inversion(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """`sample` by one uniform number: the first x up to which there is more mass than u sum p. Many draws are dear on a CPU."""
+    mass = probabilities.double().cumsum(-1)
+    below_1 = 1 - 2**-52  # u sum p must not round to sum p
+    u = torch.rand((*mass.shape[:-1], 1), generator=generator, dtype=mass.dtype, device=mass.device) * below_1
+    index = torch.searchsorted(mass, u * mass[..., -1:], right=True)[..., 0]
+    return index.where(index < mass.shape[-1], 0)
 
 
 def _drafted(lengths: Tensor, n: int) -> Tensor:

@@ -43,6 +43,9 @@ class Arena:
             self.numbers = numbers(self.rows, 3)  # of each place: slots that count, position of column 0, row
             self.visible = torch.ones(self.rows, capacity, dtype=torch.bool, device=self.device)
             self.path = numbers(self.rows, WIDTHS[-1])  # of a tree: the columns to keep, in order
+        self._lent: list[torch.Tensor | None] = [None] * len(
+            self.slots.layers
+        )  # keys of the call that uses the slots, by layer
         self.states: dict[Hashable, torch.Tensor] = {}  # [rows, columns, D], of parts that go on from hidden states
         self.shown: tuple[int, ...] | None = None  # the order of rows that `visible` is filled for
         self.pool: Any = None  # what the captured passes share their memory in
@@ -58,15 +61,15 @@ class Arena:
     def holds(self, cache: SlotCache, top: int) -> bool:
         """Whether a call's slots are these."""
         return top <= self.capacity and all(
-            layer.keys.data_ptr() == own.keys.data_ptr()
-            for layer, own in zip(cache.slot_layers, self.slots.slot_layers, strict=True)
-            if layer.is_initialized
+            lent is (layer.keys if layer.is_initialized else None)
+            for layer, lent in zip(cache.slot_layers, self._lent, strict=True)
         )
 
     def take(self, cache: SlotCache) -> None:
         """Move a call's slots here. What earlier calls left behind is gone: it might not be a number."""
         held = max(cache.lengths)
-        for layer, own in zip(cache.slot_layers, self.slots.slot_layers, strict=True):
+        self._lent = [None] * len(self._lent)
+        for place, (layer, own) in enumerate(zip(cache.slot_layers, self.slots.slot_layers, strict=True)):
             if not layer.is_initialized:
                 continue
             for name in ("keys", "values"):
@@ -74,6 +77,7 @@ class Arena:
                 store[:, :, :held] = getattr(layer, name)[:, :, :held]
                 store[:, :, held:] = 0
                 setattr(layer, name, store)
+            self._lent[place] = layer.keys
         cache.capacity = self.capacity
         self.shown = None
 

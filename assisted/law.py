@@ -47,6 +47,8 @@ _PREFIX_READING = {
     hf.SuppressTokensAtBeginLogitsProcessor,
 }
 
+_LIKELY = 256  # tokens that a nucleus is looked for in
+
 
 @dataclass(frozen=True)
 class Law:
@@ -111,6 +113,10 @@ class Law:
         draft: Draft,
         nodes: Sequence[int],
     ) -> torch.Tensor:
+        if type(processor) is hf.TopPLogitsWarper and scores.device.type == "cpu":
+            nucleus = _nucleus(processor, scores)
+            if nucleus is not None:
+                return nucleus
         if type(processor) in _PREFIX_FREE:
             return processor(ids[:, :1], scores.flatten(0, 1)).view_as(scores)
         return _by_length(processor, _prefixes(ids, lengths, draft, nodes), scores)
@@ -119,6 +125,22 @@ class Law:
 def probabilities(scores: torch.Tensor) -> torch.Tensor:
     """[..., V] processed scores -> [..., V] float32 probabilities."""
     return torch.softmax(scores, -1)
+
+
+def _nucleus(processor: hf.TopPLogitsWarper, scores: torch.Tensor) -> torch.Tensor | None:
+    """What top-p leaves of scores [..., V], from the likeliest tokens alone; None where these do not hold the nucleus.
+
+    Sorting the whole vocabulary, as the processor does, takes ten times as long.
+    """
+    if scores.shape[-1] <= _LIKELY:
+        return None
+    likely, at = probabilities(scores).topk(_LIKELY, -1)
+    kept = likely.cumsum(-1) - likely < processor.top_p  # those before a token hold less
+    kept[..., : processor.min_tokens_to_keep] = True
+    if bool(kept[..., -1].any()):
+        return None
+    left = scores.gather(-1, at).masked_fill(~kept, processor.filter_value)
+    return torch.full_like(scores, processor.filter_value).scatter_(-1, at, left)
 
 
 def _is_known(processor: LogitsProcessor) -> bool:

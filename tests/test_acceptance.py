@@ -23,6 +23,8 @@ from assisted import acceptance
 from assisted.acceptance import (
     block,
     block_probabilities,
+    by_inversion,
+    by_race,
     emitted_law,
     first_failure,
     last_success,
@@ -539,13 +541,18 @@ def p_value(counts: Tensor, law: Tensor) -> float:
     return float(stats.chisquare(observed[expected > 0].numpy(), expected[expected > 0].numpy()).pvalue)
 
 
-def test_sample_follows_the_law() -> None:
+either_way = pytest.mark.parametrize("sample", [by_race, by_inversion], ids=["race", "inversion"])
+
+
+@either_way
+def test_sample_follows_the_law(sample: Callable[..., Tensor]) -> None:
     law = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     counts = sample(law.expand(200_000, 5), torch.Generator().manual_seed(0)).bincount(minlength=5)
     assert p_value(counts, law.double()) > ALPHA
 
 
-def test_sample_of_unnormalised_rows_of_any_rank() -> None:
+@either_way
+def test_sample_of_unnormalised_rows_of_any_rank(sample: Callable[..., Tensor]) -> None:
     law = torch.tensor([[[0.0, 1e-30], [7.0, 0.0]], [[0.0, 3.0], [0.0, 0.0]]])
     drawn = sample(law)
     assert drawn.dtype == torch.int64
@@ -556,7 +563,23 @@ def test_sample_never_draws_probability_zero_when_the_race_ties() -> None:
     """E = 0 gives 0/0, and argmax prefers NaN."""
     law = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 1.0]])
     with mock.patch.object(torch.Tensor, "exponential_", lambda self, generator=None: self.zero_()):
-        assert (law.gather(-1, sample(law).unsqueeze(-1)) > 0).all()
+        assert (law.gather(-1, by_race(law).unsqueeze(-1)) > 0).all()
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
+def test_inversion_never_draws_probability_zero(u: float) -> None:
+    """Not for the least and the largest number there is, whatever the mass of the row."""
+    generator = torch.Generator().manual_seed(0)
+    law = torch.rand(500, 40, generator=generator).square() * torch.rand(500, 1, generator=generator)
+    law = law.where(torch.rand(law.shape, generator=generator) < 0.3, 0)
+    law[:, 0] = law[:, -1] = 0
+    law = law[law.sum(-1) > 0]
+    with mock.patch.object(torch, "rand", lambda shape, **kwargs: torch.full(shape, u, dtype=kwargs["dtype"])):
+        drawn = by_inversion(law)
+    assert (law.gather(-1, drawn.unsqueeze(-1)) > 0).all()
+    edge = {0.0: 0, 1 - 2**-53: -1}.get(u)
+    if edge is not None:
+        assert drawn.tolist() == [row.nonzero()[edge].item() for row in law]
 
 
 def test_residual() -> None:

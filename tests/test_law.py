@@ -248,3 +248,30 @@ def test_probabilities():
     assert torch.allclose(p.sum(-1), torch.ones(2, 3))
     assert p[0, 0].tolist() == [1.0] + [0.0] * (VOCABULARY - 1)
     assert torch.equal(p.argmax(-1), scores.argmax(-1))
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.95, 0.999])
+@pytest.mark.parametrize("spread", [1.0, 4.0, 12.0])
+@pytest.mark.parametrize("kept", [1, 5, 300])
+def test_a_nucleus_of_a_large_vocabulary(top_p, spread, kept):
+    """What the processor leaves, whether it is found among the likeliest tokens or not; in half precision tokens tie."""
+    warper = hf.TopPLogitsWarper(top_p, min_tokens_to_keep=kept)
+    scores = spread * torch.randn(2, 3, 2000, generator=torch.Generator().manual_seed(1))
+    expected = warper(None, scores.flatten(0, 1)).view_as(scores)
+    found = Law(LogitsProcessorList([warper]), True).node_scores(
+        torch.ones(2, 1), [1, 1], scores, drafted(), [-1, 0, 1]
+    )
+    assert torch.equal(found, expected)
+    halves = scores.bfloat16().float()
+    expected = probabilities(warper(None, halves.flatten(0, 1)).view_as(scores)).sort(-1).values
+    found = Law(LogitsProcessorList([warper]), True).node_scores(
+        torch.ones(2, 1), [1, 1], halves, drafted(), [-1, 0, 1]
+    )
+    assert torch.allclose(probabilities(found).sort(-1).values, expected, atol=1e-7)
+
+
+def test_the_vocabulary_is_not_sorted_for_a_nucleus(monkeypatch):
+    scores = 12 * torch.randn(1, 3, 2000, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(hf.TopPLogitsWarper, "__call__", None)
+    found = law(hf.TopPLogitsWarper).node_scores(torch.ones(1, 1), [1], scores, drafted(), [-1, 0, 1])
+    assert 1 <= found.isfinite().sum(-1).max() < 256

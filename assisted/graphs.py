@@ -37,6 +37,7 @@ _AHEAD = 4096  # slots reserved at once where a call may need so many; more are 
 _REMEMBERED = 256  # shapes that were asked for once
 _MOST = 48  # captured passes of a model, the least recently used one goes first
 _MOST_OPEN = 512  # the same where they share one code
+_FEW = 64  # passes over one column before a code of their own is compiled, where there is one for several
 _TOLERANCE = {torch.float32: 3e-3, torch.float64: 3e-3}  # of logits, relative to their spread
 _HALF_TOLERANCE = 0.1
 
@@ -116,9 +117,11 @@ class Graphs:
         self._open = False  # whether sizes are left open: compiled, and not captured
         self._frozen: Weights | None = None  # what compiled code takes for constants
         self._compiled: dict[Hashable, _Run] = {}
+        self._twins: dict[Hashable, Any] = {}  # the runners that compiled code is made of
         self._grounds: dict[
             Hashable, tuple[Any, ...]
         ] = {}  # of sorts of compiled passes: what the checked ones stand on
+        self._filled_up: dict[Hashable, int] = {}  # passes over one column, by sort
         self._sound: set[Hashable] = set()  # sorts of which this call has had a pass checked
 
     def __reduce__(self) -> Any:
@@ -170,16 +173,17 @@ class Graphs:
         columns = width if self._open else columns_for(width, rows)
         if columns is None or columns > WIDTHS[-1] or last + width > runner.context:
             return None
-        top = slots_for(last + columns, self._open)
         tree = draft is not None and draft.parents is not None
-        shape = _Shape(runner.kind, rows, columns, top, tree)
+        if self._open and width == 1 and self._fills_up(runner, rows, tree):
+            columns = 2
+        shape = _Shape(runner.kind, rows, columns, slots_for(last + columns, self._open), tree)
         sort = shape.sort(self._open)
         if sort not in self._proven and not self._ask(sort):
             return None
         started = time.perf_counter()
         going_on = None if runner.inject is None else runner.inject.hidden
         try:
-            arena = self._hold(cache, top)
+            arena = self._hold(cache, shape.top)
             proven = sort in self._proven
             fresh = self._open and proven and shape not in self._captured
             if fresh:
@@ -200,14 +204,14 @@ class Graphs:
                     self._add(shape, run, tried=proven)
             self._captured.move_to_end(shape)
             if fresh:  # the compiler may find that this size needs a code of its own
-                self._replayed(shape)
+                self._replayed(shape, runner)
                 self._spend(time.perf_counter() - started)
             if expected is None:
                 self.replays += 1
-                return _results(self._replayed(shape), runner, arena, width)
+                return _results(self._replayed(shape, runner), runner, arena, width)
             capture.wait(arena.device)
             replayed = time.perf_counter()
-            logits = _results(self._replayed(shape), runner, arena, width)
+            logits = _results(self._replayed(shape, runner), runner, arena, width)
             capture.wait(arena.device)
         except Exception as error:  # a capture runs somebody's forward in a way that it may not be made for
             self._spend(time.perf_counter() - started)
@@ -254,7 +258,15 @@ class Graphs:
         self._captured.move_to_end(key)
         return True
 
-    def _replayed(self, shape: _Shape) -> list[torch.Tensor]:
+    def _fills_up(self, runner: Runner, rows: int, tree: bool) -> bool:
+        """Whether a pass over one column is run over two: a code of its own is compiled where there are many of them."""
+        one, two = (_Shape(runner.kind, rows, columns, 0, tree).sort(self._open) for columns in (1, 2))
+        if one in self._proven or two not in self._proven:
+            return False
+        self._filled_up[one] = self._filled_up.get(one, 0) + 1
+        return self._filled_up[one] <= _FEW
+
+    def _replayed(self, shape: _Shape, runner: Runner) -> list[torch.Tensor]:
         """What a captured pass returns."""
         replay, sort = self._captured[shape], shape.sort(self._open)
         if not isinstance(replay, CodeReplay):
@@ -262,6 +274,8 @@ class Graphs:
             return [output.clone() for output in replay()]
         if replay.checked and sort in self._sound:
             return replay()
+        twin = self._twins[runner.kind, shape.tree]
+        _renew(twin, runner, twin.cache)  # the model may have become another one of the same kind since the last call
         with self._compiling():
             results = replay.check()
         if not _identical(replay.ground, self._grounds.get(sort, ())):
@@ -327,7 +341,8 @@ class Graphs:
         if known is not None:
             return known
         twin: Any = copy.copy(runner)
-        twin.cache, twin.graphs = arena.slots, None  # the arena's lengths are none of this call
+        _renew(twin, runner, arena.slots)
+        self._twins[runner.kind, tree] = twin
 
         def run(
             ids: torch.Tensor,
@@ -363,10 +378,12 @@ class Graphs:
         """Forget all that was captured."""
         self._captured.clear()
         self._compiled.clear()
+        self._twins.clear()
         self._asked.clear()
         self._proven.clear()
         self._sound.clear()
         self._grounds.clear()
+        self._filled_up.clear()
         self._arena = None
         self._confirmed = False
 
@@ -386,6 +403,12 @@ def _results(outputs: list[torch.Tensor], runner: Runner, arena: Arena, width: i
         return logits
     spread = logits.new_zeros(cache.rows, *logits.shape[1:])
     return spread.index_copy_(0, arena.numbers[:running, 2], logits)
+
+
+def _renew(twin: Any, runner: Runner, slots: SlotCache) -> None:
+    """Let a runner over the arena's slots run what this one runs."""
+    vars(twin).update(vars(runner))
+    twin.cache, twin.graphs = slots, None  # the arena's lengths are none of this call
 
 
 def _identical(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:

@@ -5,9 +5,10 @@ import warnings
 import pytest
 import torch
 from architectures import build, half_right, random_ids
+from methods import random_head
 from pairs import BY_NAME
 
-from assisted import AssistedModelForCausalLM, Merged, capture, decoding, products
+from assisted import AssistedModelForCausalLM, Eagle, Merged, capture, decoding, products
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,57 @@ def test_one_code_serves_every_shape(name):
     says_what_plain_says(model, random_ids(target, 1, 9))
 
 
+def test_the_compiler_looks_once_a_call(monkeypatch):
+    """Other passes of a call are made of what the code read when it was looked at."""
+    checks = []
+    check = capture.CodeReplay.check
+    monkeypatch.setattr(capture.CodeReplay, "check", lambda self: checks.append(self) or check(self))
+    monkeypatch.setattr(capture, "_FROZEN", {"freezing": True})
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3, fast="compile")
+    ids = random_ids(target, 1, 12)
+    for _ in range(3):
+        says_what_plain_says(model, ids)
+    checks.clear()
+    replays = model.graphs.replays
+    says_what_plain_says(model, ids)
+    assert model.graphs.replays - replays > len(checks)
+    assert 2 <= len(checks) <= 4  # one for each code of each model
+
+
+def test_what_changed_since_the_last_call_is_noticed(monkeypatch):
+    """Of a model that runs through its own modules: a number, and what a module is made of."""
+    monkeypatch.setattr(capture, "_FROZEN", {"freezing": True})
+    target = build(BY_NAME["gpt_neox"])
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3, fast="compile")
+    ids = random_ids(target, 1, 12)
+    for _ in range(3):
+        says_what_plain_says(model, ids)
+    before = target.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    target.gpt_neox.layers[0].attention.scaling *= 3
+    assert not target.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0).equal(before)
+    for _ in range(2):
+        says_what_plain_says(model, ids)
+    target.gpt_neox.layers[1].mlp.act = torch.nn.Tanh()
+    for _ in range(2):
+        says_what_plain_says(model, ids)
+    assert model.graphs.reason is None and model.graphs.replays > 0
+
+
+def test_an_eagle_head(monkeypatch):
+    monkeypatch.setattr(capture, "_FROZEN", {"freezing": True})
+    target = build(BY_NAME["llama"])
+    draft = Eagle(random_head(target, 3), tree=False)
+    model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=3, fast="compile")
+    eager = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=3, fast="eager")
+    for length in (9, 5, 12, 9):
+        ids = random_ids(target, 1, length)
+        says_what_plain_says(model, ids)
+        eager.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert model.report.accepted == eager.report.accepted  # the head's drafts are its own
+    assert model.drafter.graphs.reason is None and model.drafter.graphs.replays > 0
+
+
 @pytest.mark.slow
 def test_batches_and_trees(monkeypatch):
     monkeypatch.setattr(capture, "_FROZEN", {"freezing": True})  # trying out products takes minutes
@@ -65,3 +117,6 @@ def test_batches_and_trees(monkeypatch):
     for _ in range(2):
         says_what_plain_says(model, ids, attention_mask=mask)
     assert model.graphs.reason is None and model.graphs.replays > 0
+    before = codes()
+    says_what_plain_says(model, ids, attention_mask=mask, eos_token_id=list(range(5, 20)))  # rows end, one is left
+    assert codes() == before

@@ -37,7 +37,7 @@ _AHEAD = 4096  # slots reserved at once where a call may need so many; more are 
 _REMEMBERED = 256  # shapes that were asked for once
 _MOST = 48  # captured passes of a model, the least recently used one goes first
 _MOST_OPEN = 512  # the same where they share one code
-_FEW = 64  # passes over one column before a code of their own is compiled, where there is one for several
+_FEW = 64  # passes over one column of several rows before a code of their own is compiled, where there is one for more
 _TOLERANCE = {torch.float32: 3e-3, torch.float64: 3e-3}  # of logits, relative to their spread
 _HALF_TOLERANCE = 0.1
 
@@ -88,8 +88,8 @@ class Graphs:
     captured when it comes, and compared with the same pass before its capture. The first replay of every call is compared with
     the eager pass again. Where something fails, the model runs eagerly from then on, and `reason` says why.
 
-    Compiled for a CPU, a pass is the same code for all shapes, but for one row or one column, and is compared with the eager
-    pass when that code is made. Weights are constants of it where they may be copied: when they have changed since, it is made
+    Compiled for a CPU, a pass is the same code for all shapes, but for one row, or one column of several, and is compared with
+    the eager pass when that code is made. Weights are constants of it where they may be copied: when they have changed since, it is made
     anew. Whatever else changes in a model is the compiler's to notice, in the first pass of a shape in every call.
 
     One call at a time replays; another one in another thread runs eagerly meanwhile.
@@ -259,7 +259,9 @@ class Graphs:
         return True
 
     def _fills_up(self, runner: Runner, rows: int, tree: bool) -> bool:
-        """Whether a pass over one column is run over two: a code of its own is compiled where there are many of them."""
+        """Whether a pass over one column is run over two, by code that is there: of one row that takes as long."""
+        if rows == 1:
+            return True
         one, two = (_Shape(runner.kind, rows, columns, 0, tree).sort(self._open) for columns in (1, 2))
         if one in self._proven or two not in self._proven:
             return False

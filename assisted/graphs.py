@@ -89,8 +89,8 @@ class Graphs:
     the eager pass again. Where something fails, the model runs eagerly from then on, and `reason` says why.
 
     Compiled for a CPU, a pass is the same code for all shapes, but for one row, or one column of several, and is compared with
-    the eager pass when that code is made. Weights are constants of it where they may be copied: when they have changed since, it is made
-    anew. Whatever else changes in a model is the compiler's to notice, in the first pass of a shape in every call.
+    the eager pass when that code is made. Weights are constants of it where they may be copied: when they have changed since,
+    it is made anew. Whatever else changes in a model is the compiler's to notice, in the first pass of a sort in every call.
 
     One call at a time replays; another one in another thread runs eagerly meanwhile.
 

@@ -43,9 +43,7 @@ class Arena:
             self.numbers = numbers(self.rows, 3)  # of each place: slots that count, position of column 0, row
             self.visible = torch.ones(self.rows, capacity, dtype=torch.bool, device=self.device)
             self.path = numbers(self.rows, WIDTHS[-1])  # of a tree: the columns to keep, in order
-        self._lent: list[torch.Tensor | None] = [None] * len(
-            self.slots.layers
-        )  # keys of the call that uses the slots, by layer
+        self._lent: list[torch.Tensor | None] = [None] * len(cache.layers)  # the keys of the call that uses the slots
         self.states: dict[Hashable, torch.Tensor] = {}  # [rows, columns, D], of parts that go on from hidden states
         self.shown: tuple[int, ...] | None = None  # the order of rows that `visible` is filled for
         self.pool: Any = None  # what the captured passes share their memory in

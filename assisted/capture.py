@@ -233,9 +233,8 @@ def compiling(frozen: bool) -> Iterator[None]:
     with (
         # every model is compiled on its own, which counts as compiling the same code again
         torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000),
-        torch._dynamo.config.patch(
-            specialize_float=True, specialize_int=True
-        ),  # numbers of a model are part of its code
+        # numbers of a model are part of its code
+        torch._dynamo.config.patch(specialize_float=True, specialize_int=True),
         torch._inductor.config.patch(freezing=frozen),  # asked for before the options are read
         # sizes that are equal now need not stay so
         torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]

@@ -118,9 +118,7 @@ class Graphs:
         self._frozen: Weights | None = None  # what compiled code takes for constants
         self._compiled: dict[Hashable, _Run] = {}
         self._twins: dict[Hashable, Any] = {}  # the runners that compiled code is made of
-        self._grounds: dict[
-            Hashable, tuple[Any, ...]
-        ] = {}  # of sorts of compiled passes: what the checked ones stand on
+        self._grounds: dict[Hashable, tuple[Any, ...]] = {}  # what the checked passes of a sort stand on
         self._filled_up: dict[Hashable, int] = {}  # passes over one column, by sort
         self._sound: set[Hashable] = set()  # sorts of which this call has had a pass checked
 
@@ -259,7 +257,8 @@ class Graphs:
         return True
 
     def _fills_up(self, runner: Runner, rows: int, tree: bool) -> bool:
-        """Whether a pass over one column is run over two, by code that is there: of one row that takes as long."""
+        """Whether a pass over one column is run over two: for one row always, which takes as long; for several where there is
+        code for more columns, and few such passes."""
         if rows == 1:
             return True
         one, two = (_Shape(runner.kind, rows, columns, 0, tree).sort(self._open) for columns in (1, 2))

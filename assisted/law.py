@@ -6,6 +6,7 @@ models, caches or acceptance.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from .drafts import Draft
+from .host import on_device
 from .lossy import LossyTypical
 
 __all__ = ["Law", "probabilities"]
@@ -33,13 +35,13 @@ _PREFIX_FREE = {
     hf.TopPLogitsWarper,
     hf.TypicalLogitsWarper,
 }
+# They forbid to end a text before it is long enough: its length is all they read of it.
+_NOT_YET = {hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor}
 # Functions of a row's own prefix and scores, without memory: they may be asked about a prefix that is only drafted.
 _PREFIX_READING = {
     hf.ExponentialDecayLengthPenalty,
     hf.ForcedBOSTokenLogitsProcessor,
     hf.ForcedEOSTokenLogitsProcessor,
-    hf.MinLengthLogitsProcessor,
-    hf.MinNewTokensLengthLogitsProcessor,
     hf.NoBadWordsLogitsProcessor,
     hf.NoRepeatNGramLogitsProcessor,
     hf.RepetitionPenaltyLogitsProcessor,
@@ -119,7 +121,39 @@ class Law:
                 return nucleus
         if type(processor) in _PREFIX_FREE:
             return processor(ids[:, :1], scores.flatten(0, 1)).view_as(scores)
+        if type(processor) in _NOT_YET:
+            return self._not_yet(processor, lengths, scores, draft, nodes)
         return _by_length(processor, _prefixes(ids, lengths, draft, nodes), scores)
+
+    def _not_yet(
+        self,
+        processor: LogitsProcessor,
+        lengths: list[int],
+        scores: torch.Tensor,
+        draft: Draft,
+        nodes: Sequence[int],
+    ) -> torch.Tensor:
+        """What one of `_NOT_YET` makes of scores [B, k, V], in as many operations for any number of rows and nodes."""
+        if isinstance(processor, hf.MinLengthLogitsProcessor):
+            enough = processor.min_length
+        else:
+            enough = processor.prompt_length_to_skip + processor.min_new_tokens
+        if min(lengths) >= enough:
+            return scores
+        ends = self._ends.get(id(processor))
+        if ends is None:
+            vocabulary = torch.arange(scores.shape[-1], device=scores.device)
+            ends = self._ends[id(processor)] = torch.isin(vocabulary, processor.eos_token_id.to(scores.device))
+        if max(lengths) + draft.width < enough:
+            return scores.masked_fill(ends, -torch.inf)
+        depths = torch.nn.functional.pad(draft.depths(), (1, 0))[:, [node + 1 for node in nodes]]
+        early = on_device(lengths, scores.device)[:, None] + depths.to(scores.device) < enough
+        return scores.masked_fill(early[:, :, None] & ends, -torch.inf)
+
+    @functools.cached_property
+    def _ends(self) -> dict[int, torch.Tensor]:
+        """Which tokens end a text, [V] bool, by processor."""
+        return {}
 
 
 def probabilities(scores: torch.Tensor) -> torch.Tensor:
@@ -146,7 +180,7 @@ def _nucleus(processor: hf.TopPLogitsWarper, scores: torch.Tensor) -> torch.Tens
 def _is_known(processor: LogitsProcessor) -> bool:
     """A function of one row; a repetition penalty may ignore a length of its own in each row, and then it is none."""
     of_the_batch = isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
-    return type(processor) in _PREFIX_FREE | _PREFIX_READING and not of_the_batch
+    return type(processor) in _PREFIX_FREE | _NOT_YET | _PREFIX_READING and not of_the_batch
 
 
 def _prefixes(ids: torch.Tensor, lengths: list[int], draft: Draft, nodes: Sequence[int]) -> list[list[torch.Tensor]]:

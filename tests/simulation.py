@@ -34,6 +34,7 @@ class Pair:
         noise: relative standard deviation of the times that the policy is told.
         outliers: share of them that are ten times as long.
         prompt: the draft's reading of the prompt, before its first draft of a call.
+        start: what a round's first forward of the draft takes besides.
     """
 
     draft: float
@@ -42,6 +43,11 @@ class Pair:
     noise: float = 0.05
     outliers: float = 0.005
     prompt: float = 0.0
+    start: float = 0.0
+
+    def drafting(self, forwards: int) -> float:
+        """So many forwards of the draft."""
+        return forwards * self.draft + (self.start if forwards else 0.0)
 
     def verify(self, columns: int) -> float:
         """A pass over this many columns."""
@@ -134,7 +140,7 @@ def simulate(
         length.unfinished = unfinished
         budget = min(length.budget(), max(tokens - at[row] for row in unfinished) - 1)
         forwards, drafted = _draft(length, budget, texts, at, unfinished, asks)
-        draft_seconds = forwards * pair.draft if asks else 0.0001 * forwards
+        draft_seconds = pair.drafting(forwards) if asks else 0.0001 * forwards
         if forwards and not started:
             draft_seconds, started = draft_seconds + pair.prompt, True
         verify_seconds = pair.verify(1 + max(drafted))
@@ -201,7 +207,7 @@ def _rule(pair: Pair, text: Text, tokens: int, maximum: int, threshold: float, f
             drafted += 1
         accepted = next((k for k in range(drafted) if not text[at + k][1]), drafted)
         at += accepted + 1
-        seconds += forwards * pair.draft + pair.verify(drafted + 1)
+        seconds += pair.drafting(forwards) + pair.verify(drafted + 1)
     return at / seconds
 
 

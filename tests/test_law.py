@@ -8,7 +8,7 @@ from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessorList
 
 from assisted.drafts import Draft
-from assisted.law import _PREFIX_FREE, _PREFIX_READING, Law, probabilities
+from assisted.law import _NOT_YET, _PREFIX_FREE, _PREFIX_READING, Law, probabilities
 
 VOCABULARY = 12
 LENGTHS = [1, 6, 9]  # committed tokens of each row
@@ -115,13 +115,30 @@ def check(kinds, draft, seed=0):
 
 
 def test_every_known_class_is_tried():
-    assert set(KNOWN) == _PREFIX_FREE | _PREFIX_READING
-    assert not _PREFIX_FREE & _PREFIX_READING
+    assert set(KNOWN) == _PREFIX_FREE | _NOT_YET | _PREFIX_READING
+    assert len(KNOWN) == len(_PREFIX_FREE) + len(_NOT_YET) + len(_PREFIX_READING)
 
 
 @by_list
 def test_chains(kinds):
     check(kinds, drafted())
+
+
+@pytest.mark.parametrize("enough", [1, 2, 7, 12, 14, 30])
+@pytest.mark.parametrize("of_the_new", [False, True])
+def test_a_text_may_not_end_before_it_is_long_enough(of_the_new, enough):
+    ends = [EOS, 4, VOCABULARY + 3]  # one that is no token of this vocabulary
+    processor = (
+        hf.MinNewTokensLengthLogitsProcessor(1, enough - 1, ends)
+        if of_the_new
+        else hf.MinLengthLogitsProcessor(enough, ends)
+    )
+    ids, draft, logits = committed(), drafted(), logits_for((), len(LENGTHS), WIDTH + 1)
+    scores = Law(LogitsProcessorList([processor]), False).scores(ids, LENGTHS, logits, draft)
+    for row in range(len(LENGTHS)):
+        for node in range(-1, WIDTH):
+            expected = processor(prefix(ids, draft, row, node)[None], logits[row, node + 1][None])[0]
+            assert torch.equal(scores[row, node + 1], expected)
 
 
 @by_class

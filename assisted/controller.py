@@ -27,7 +27,8 @@ _WARM_UP = (2, 4)  # rounds of a first call that measure the plain cost
 _LOCAL = 0.9  # a round: what a row's tokens took lately, some ten rounds
 _LOST = 0.02  # a row whose draft still stands with no more than this probability proposes nothing
 _DRAFT = 0.15  # guess of a forward of the draft in passes of the target, until one was measured
-_COLUMN = 0.02  # and of what a column adds
+_FORWARD = 0.5  # of what each further one adds, as a share of the first, which also reads what was committed
+_COLUMN = 0.02  # and of what a column adds to a pass
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,8 @@ class _Adaptive(Length):
         costs = policy.costs
         self.known: Known = (
             Known(
-                verify=Curve(policy.maximum + 1, _COLUMN, dict(costs.verify) if costs else None),
-                blocks=Curve(policy.maximum, 0.0),
-                forward=costs.draft if costs else None,
+                verify=Curve(policy.maximum + 1, _COLUMN, dict(costs.verify) if costs else None, one_apart=True),
+                draft=Curve(policy.maximum, _FORWARD, {1: costs.draft, 2: 2 * costs.draft} if costs else None),
                 credit=_COLD_CREDIT,
                 pause=_PAUSE,
             )
@@ -190,7 +190,7 @@ class _Adaptive(Length):
             self.local[row] = (tokens * _LOCAL + count, seconds * _LOCAL + cost)
         known.tokens = known.tokens * MEMORY + committed
         known.seconds = known.seconds * MEMORY + cost
-        if drafting and known.forward is not None:
+        if drafting and known.draft.seconds:
             margin = self.policy.margin if drafted or self.asked else 1.0  # a look that found nothing
             self._settle(self._earned(committed, len(rows)) - margin * cost / plain, cost / plain - 1)
         elif not drafting:
@@ -223,7 +223,7 @@ class _Adaptive(Length):
         known, reliability = self.known, self.known.reliability
         known.asks = self.asked or self.forwards > 1 or bool(known.asks)
         if self.unread <= self.policy.maximum + 1:  # what the draft had to catch up with is no part of a token's cost
-            known.see_draft(seconds, self.forwards, self.asked_for)
+            known.draft.see(self._draft_count(), seconds)
         self.unread = 0.0
         if drafted > self.asked_for:
             known.nodes += (drafted / self.asked_for - known.nodes) / 8
@@ -240,12 +240,14 @@ class _Adaptive(Length):
                 else:
                     reliability.see_chain(position, position < accepted)
 
+    def _draft_count(self) -> int:
+        """What this round's draft is counted by: its forwards, or what was asked for at once."""
+        return self.asked_for if self.known.asks is False else self.forwards
+
     def _draft_cost(self) -> float:
         """Seconds of this round's draft."""
-        known = self.known
-        if known.asks is False and known.blocks.seconds:
-            return known.blocks.at(self.asked_for)
-        return self.forwards * (known.forward or 0.0)
+        draft = self.known.draft
+        return draft.at(self._draft_count()) if draft.seconds else 0.0
 
     def _earned(self, committed: float, rows: int) -> float:
         """Tokens a row that a round with a draft made. The expected number varies less, once it can be relied on."""
@@ -297,7 +299,8 @@ class _Adaptive(Length):
         verify = self.known.verify
         if not verify.seconds:
             return position < self._first_guess()
-        forward = self.known.forward if self.known.forward is not None else _DRAFT * verify.at(1)
+        draft = self.known.draft
+        forward = draft.step if draft.seconds else _DRAFT * verify.at(1)
         # a pass advances all rows: saving time in one of them saves the batch its share
         gain = sum(expected * self.prices[row] for row, expected in gains.items()) / len(self.prices)
         saved, cost, before = gain, forward if drafting else 0.0, verify.at(position + 1)
@@ -325,8 +328,8 @@ class _Adaptive(Length):
             survival *= accept
             value += survival
             cost = known.verify.at(1 + round(known.nodes * tokens))
-            if known.blocks.seconds:
-                cost += known.blocks.at(tokens)
+            if known.draft.seconds:
+                cost += known.draft.at(tokens)
             if value - rate * cost > best_value:
                 best, best_value = tokens, value - rate * cost
         return best

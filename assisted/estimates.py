@@ -44,20 +44,26 @@ class Curve:
         slope: guess of what each one more adds, as a share of the first, until two counts have been seen twice; a single pass
             of a larger one may raise it before.
         known: seconds by count, measured earlier; they hold until two counts have been seen here.
+        one_apart: a count of one is run in another way than several: what the second one adds says nothing of the third.
 
     Attributes:
         seconds: by count, index 0 unused; empty while nothing is known.
+        step: seconds that one more adds, on average of what was seen.
     """
 
-    def __init__(self, longest: int, slope: float, known: Mapping[int, float] | None = None):
+    def __init__(
+        self, longest: int, slope: float, known: Mapping[int, float] | None = None, one_apart: bool = False
+    ):
         self.longest = longest
         self.slope = slope
+        self.one_apart = one_apart
         self.samples: dict[int, deque[float]] = {}
         self.typical: dict[int, float] = {}
         self.last: dict[int, int] = {}  # pass of each count that was the latest
         self.passes = 0
         self.given = known is not None
         self.seconds: list[float] = []
+        self.step = 0.0
         if known:
             self._fill(dict(known))
 
@@ -106,8 +112,7 @@ class Curve:
         for i in range(len(counts) - 2, -1, -1):  # less never takes longer: an outlier that came twice
             seconds[i] = min(seconds[i], seconds[i + 1])
         first, last = counts[0], counts[-1]
-        # one column is run in another way than several: what the second one adds says nothing of the third
-        start = 1 if first == 1 and len(counts) > 1 else 0
+        start = 1 if self.one_apart and first == 1 and len(counts) > 1 else 0
         slope = self.slope * seconds[start]
         if last > counts[start]:
             slope = max((seconds[-1] - seconds[start]) / (last - counts[start]), slope / 10)
@@ -128,7 +133,7 @@ class Curve:
                     i += 1
                 share = (count - counts[i]) / (counts[i + 1] - counts[i])
                 filled.append(seconds[i] + share * (seconds[i + 1] - seconds[i]))
-        self.seconds = filled
+        self.seconds, self.step = filled, slope
 
 
 class Reliability:
@@ -202,12 +207,10 @@ class Known:
 
     Args:
         verify: seconds of a pass of the target by its columns.
-        blocks: seconds of a drafter that proposes a block at once, by the tokens it was asked for.
-        forward: seconds of a forward of the draft, None before one was measured.
+        draft: seconds of a draft by its forwards; of a drafter that proposes a block at once by the tokens it was asked for.
         credit: tokens a row that drafting may still lose before it pauses.
         pause: tokens of the next pause.
         paused: tokens left of this one.
-        forwards: the latest seconds of a forward.
         reliability: of drafted tokens.
         asks: whether the drafter asks before every token; None before its first draft.
         nodes: columns that a block has for each token of its depth, 1 for chains.
@@ -216,12 +219,10 @@ class Known:
     """
 
     verify: Curve
-    blocks: Curve
-    forward: float | None
+    draft: Curve
     credit: float
     pause: float
     paused: float = 0.0
-    forwards: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     reliability: Reliability = field(default_factory=Reliability)
     asks: bool | None = None
     nodes: float = 1.0
@@ -235,29 +236,21 @@ class Known:
         return replace(
             self,
             verify=self.verify.copy(),
-            blocks=self.blocks.copy(),
-            forwards=self.forwards.copy(),
+            draft=self.draft.copy(),
             reliability=self.reliability.copy(),
         )
 
     def costs(self) -> Costs | None:
         """What the passes take; None while that is not known."""
-        if not self.verify.seconds or self.forward is None:
+        if not self.verify.seconds or not self.draft.seconds:
             return None
-        return Costs(tuple(enumerate(self.verify.seconds))[1:], self.forward)
+        return Costs(tuple(enumerate(self.verify.seconds))[1:], self.draft.step)
 
     def speedup(self) -> float | None:
         """Of the recent past against plain decoding, by the costs; None while they are not known."""
-        if self.forward is None or not self.seconds:
+        if not self.draft.seconds or not self.seconds:
             return None
         return self.tokens / self.seconds * self.verify.at(1)
-
-    def see_draft(self, seconds: float, forwards: int, asked_for: int) -> None:
-        """A draft: what it took, and for how many forwards and tokens."""
-        self.forwards.append(seconds / forwards)
-        self.forward = typical(self.forwards)
-        if not self.asks:
-            self.blocks.see(asked_for, seconds)
 
 
 def _prior(bin: int, sampled: bool) -> float:

@@ -25,13 +25,14 @@ SOURCES = {
 }
 WRITTEN = 128  # tokens of each text of the shipped pair
 STEP = Pair(0.12, 0.005, first_column=0.2)  # a pass over two tokens costs more, over more of them hardly
+START = Pair(0.1, 0.02, start=0.3)  # a draft of two tokens costs little more than one of one
 
 
 def text(source, tokens=TOKENS, seed=0):
     return source.text(tokens + 64, seed)
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, STEP], ids=str)
+@pytest.mark.parametrize("pair", [*PAIRS, STEP, START], ids=str)
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_close_to_the_rule_tuned_in_hindsight(source, pair):
     """Within 3% of the best fixed length, threshold or both, and no slower than plain decoding. Where not even hindsight
@@ -44,7 +45,7 @@ def test_close_to_the_rule_tuned_in_hindsight(source, pair):
         assert speedup >= 0.97 * best
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, STEP], ids=str)
+@pytest.mark.parametrize("pair", [*PAIRS, STEP, START], ids=str)
 def test_unsure_laws_that_overlap_are_tried(pair):
     """Of drawn tokens, those of low confidence may be accepted as often as any: nothing is known of them before they are
     proposed. Between the first calls of a pair and the best rule in hindsight lies what is learned on the way."""
@@ -59,10 +60,12 @@ def test_a_hopeless_draft_costs_next_to_nothing(pair):
     short = [simulate(Adaptive(), pair, [text(HOPELESS, 256, seed)], 256, seed).speedup for seed in range(5)]
     assert min(short) >= 0.96
     # each probe of the later pauses is one token, and at least 50 tokens lie between two
-    run = simulate(Adaptive(), Pair(0.6, 0.05), [text(HOPELESS, 1000)], 1000)
-    late = [at for at in run.drafted_at if at > 300]
-    assert late
-    assert all(after - before >= 50 for before, after in itertools.pairwise(late))
+    tokens = text(HOPELESS, 1000)
+    late = [at for at in simulate(Adaptive(), Pair(0.6, 0.05), [tokens], 1000).drafted_at if at > 300]
+    assert len(late) > 5
+    was_right = [at for at in late if tokens[at][1]]  # by chance, after which it is tried again
+    assert len(was_right) <= 1
+    assert all(after - before >= 50 for before, after in itertools.pairwise(late) if before not in was_right)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -83,7 +86,7 @@ def test_a_draft_that_turns_hopeless_is_switched_off():
     assert whole.length.predicted_speedup < 1.03
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, STEP], ids=str)
+@pytest.mark.parametrize("pair", [*PAIRS, STEP, START], ids=str)
 @pytest.mark.parametrize("name", ["switching", "long stretches", "confidence says nothing"])
 def test_a_batch_is_no_slower_than_its_best_fixed_length(name, pair):
     texts = [text(SOURCES[name], 1500, seed) for seed in range(4)]
@@ -243,7 +246,7 @@ def test_a_tree_rejects_nothing_behind_its_last_level():
 
 
 def test_a_curve_fills_in_and_forgets_first_passes():
-    curve = Curve(8, 0.02)
+    curve = Curve(8, 0.02, one_apart=True)
     curve.see(1, 9.0)  # the first pass of a shape
     assert not curve.seconds
     curve.see(1, 1.0)
@@ -261,7 +264,7 @@ def test_a_curve_fills_in_and_forgets_first_passes():
 
 def test_a_single_wide_pass_raises_a_guess_that_is_too_low():
     """Where columns are dear, drafts of many lengths would be lost before two of them had been as long."""
-    curve = Curve(8, 0.02)
+    curve = Curve(8, 0.02, one_apart=True)
     for seconds in (1.0, 1.0):
         curve.see(1, seconds)
     curve.see(5, 3.0)
@@ -279,7 +282,7 @@ def test_a_single_wide_pass_raises_a_guess_that_is_too_low():
 
 def test_one_column_says_little_of_several():
     """It may be run by other kernels: a step from one to two is no slope."""
-    curve = Curve(8, 0.02)
+    curve = Curve(8, 0.02, one_apart=True)
     for count, seconds in ((1, 4.7), (1, 4.7), (2, 7.7), (2, 7.7)):
         curve.see(count, seconds)
     assert [curve.at(n) for n in (1, 2, 7)] == pytest.approx([4.7, 7.7, 7.7 * 1.1])
@@ -290,7 +293,7 @@ def test_one_column_says_little_of_several():
 
 def test_a_count_that_seemed_dear_is_forgotten():
     """Nothing is drafted to that length any more, so that nothing new would be heard of it."""
-    curve = Curve(8, 0.02)
+    curve = Curve(8, 0.02, one_apart=True)
     for count, seconds in ((1, 1.0), (1, 1.0), (2, 1.1), (2, 1.1), (5, 9.0), (5, 9.0)):
         curve.see(count, seconds)
     later = curve.copy()

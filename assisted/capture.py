@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.config
@@ -156,21 +156,51 @@ def compiled(run: Callable[..., list[torch.Tensor]], frozen: bool) -> Callable[.
         from torch._inductor.compile_fx import compile_fx  # takes a second to import
 
         code: Any = compile_fx(graph, inputs, config_patches=dict(_FROZEN) if frozen else None)
-
-        def call(*inputs: Any) -> Any:
-            outputs = code(*inputs)
-            if (calls := _CALLS.get()) is not None:
-                calls.append((code, inputs, outputs))
-            return outputs
-
-        return call
+        return _Code(code)
 
     made: Any = torch.compile(run, backend=compile_graph, dynamic=True)
     return made
 
 
-# of the pass that is being checked: the codes that it consists of, what they read and what they returned
-_CALLS: ContextVar[list[tuple[Any, Any, Any]] | None] = ContextVar("calls", default=None)
+class _Code:
+    """Compiled code that tells what it is called with.
+
+    Attributes:
+        run: the code itself.
+        meant: which of its outputs are results of the pass; None before that was seen.
+    """
+
+    def __init__(self, run: Callable[..., Any]):
+        self.run = run
+        self.meant: list[int] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        watched = _WATCHED.get()
+        if watched is None:
+            return self.run(*inputs)
+        if watched.only_look:
+            watched.calls.append((self, inputs, ()))
+            raise _Seen
+        outputs = self.run(*inputs)
+        watched.calls.append((self, inputs, outputs))
+        return outputs
+
+
+class _Watched(NamedTuple):
+    """The pass that is being checked: the codes that it consists of, what they read and what they returned.
+
+    only_look: stop before the first of them is run.
+    """
+
+    only_look: bool
+    calls: list[tuple[_Code, tuple[Any, ...], Any]]
+
+
+class _Seen(Exception):
+    """What was to be seen has been seen."""
+
+
+_WATCHED: ContextVar[_Watched | None] = ContextVar("watched", default=None)
 
 
 class CodeReplay:
@@ -190,29 +220,37 @@ class CodeReplay:
         self._run, self._arguments = run, arguments
         self.checked = False
         self.ground: tuple[Any, ...] = ()
-        self._call: tuple[Any, tuple[Any, ...], list[int]] | None = None  # and which of the code's outputs are meant
+        self._call: tuple[_Code, tuple[Any, ...]] | None = None
+
+    def look(self) -> None:
+        """Let the compiler see to it, without running it where its code has been run before."""
+        seen = _Watched(True, [])
+        with _watching(seen), suppress(_Seen):
+            self._run(*self._arguments)
+        if seen.calls and seen.calls[0][0].meant is not None:
+            self._rely_on(*seen.calls[0][:2])
+        else:
+            self.check()
 
     def check(self) -> list[torch.Tensor]:
         """A pass that the compiler sees to."""
         self.forget()
-        calls: list[tuple[Any, Any, Any]] = []
-        token = _CALLS.set(calls)
-        try:
+        seen = _Watched(False, [])
+        with _watching(seen):
             results = self._run(*self._arguments)
-        finally:
-            _CALLS.reset(token)
         self.checked = True
-        if len(calls) == 1:  # else some of it is no compiled code
-            ((code, inputs, outputs),) = calls
+        if len(seen.calls) == 1:  # else some of it is no compiled code
+            ((code, inputs, outputs),) = seen.calls
             places = {id(output): place for place, output in enumerate(outputs)}
             if all(id(result) in places for result in results):
-                own = {id(argument) for argument in self._arguments}
-                self.ground = (
-                    code,
-                    *(tensor for tensor in inputs if not isinstance(tensor, int) and id(tensor) not in own),
-                )
-                self._call = code, inputs, [places[id(result)] for result in results]
+                code.meant = [places[id(result)] for result in results]
+                self._rely_on(code, inputs)
         return results
+
+    def _rely_on(self, code: _Code, inputs: tuple[Any, ...]) -> None:
+        own = {id(argument) for argument in self._arguments}
+        read = (tensor for tensor in inputs if not isinstance(tensor, int) and id(tensor) not in own)
+        self.checked, self.ground, self._call = True, (code, *read), (code, inputs)
 
     def forget(self) -> None:
         """Something may have changed: let it be checked before it is run again."""
@@ -222,9 +260,19 @@ class CodeReplay:
         """The pass as it was when it last was checked."""
         if self._call is None:
             return self._run(*self._arguments)
-        code, inputs, meant = self._call
-        outputs = code(*inputs)
-        return [outputs[place] for place in meant]
+        code, inputs = self._call
+        assert code.meant is not None
+        outputs = code.run(*inputs)
+        return [outputs[place] for place in code.meant]
+
+
+@contextmanager
+def _watching(watched: _Watched) -> Iterator[None]:
+    token = _WATCHED.set(watched)
+    try:
+        yield
+    finally:
+        _WATCHED.reset(token)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ _TOLERANCE = {torch.float32: 3e-3, torch.float64: 3e-3}  # of logits, relative t
 _HALF_TOLERANCE = 0.1
 
 _Run = Callable[..., list[torch.Tensor]]
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -202,7 +203,9 @@ class Graphs:
                     self._add(shape, run, tried=proven)
             self._captured.move_to_end(shape)
             if fresh:  # the compiler may find that this size needs a code of its own
-                self._replayed(shape, runner)
+                replay = self._captured[shape]
+                assert isinstance(replay, CodeReplay)
+                self._seen_to(shape, runner, replay, replay.look)
                 self._spend(time.perf_counter() - started)
             if expected is None:
                 self.replays += 1
@@ -269,16 +272,20 @@ class Graphs:
 
     def _replayed(self, shape: _Shape, runner: Runner) -> list[torch.Tensor]:
         """What a captured pass returns."""
-        replay, sort = self._captured[shape], shape.sort(self._open)
+        replay = self._captured[shape]
         if not isinstance(replay, CodeReplay):
             # copies: another replay may write over them, since captured passes share their memory
             return [output.clone() for output in replay()]
-        if replay.checked and sort in self._sound:
+        if replay.checked and shape.sort(self._open) in self._sound:
             return replay()
-        twin = self._twins[runner.kind, shape.tree]
+        return self._seen_to(shape, runner, replay, replay.check)
+
+    def _seen_to(self, shape: _Shape, runner: Runner, replay: CodeReplay, see: Callable[[], _T]) -> _T:
+        """What `see` makes of a compiled pass. What the compiler finds goes for all passes of its sort."""
+        sort, twin = shape.sort(self._open), self._twins[runner.kind, shape.tree]
         _renew(twin, runner, twin.cache)  # the model may have become another one of the same kind since the last call
         with self._compiling():
-            results = replay.check()
+            seen = see()
         if not _identical(replay.ground, self._grounds.get(sort, ())):
             for key, other in self._captured.items():
                 if (
@@ -290,7 +297,7 @@ class Graphs:
                     other.forget()
         self._grounds[sort] = replay.ground
         self._sound.add(sort)
-        return results
+        return seen
 
     def _compiling(self) -> AbstractContextManager[None]:
         return capture.compiling(self._frozen is not None) if self._mode == "compile" else nullcontext()

@@ -23,6 +23,12 @@ def _compiler(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def quickly(monkeypatch):
+    """Without trying out products, which takes minutes where there are many."""
+    monkeypatch.setattr(capture, "_FROZEN", {"freezing": True})
+
+
 def codes():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -34,6 +40,16 @@ def says_what_plain_says(model, ids, **kwargs):
         output = model.generate(ids, **kwargs)
     assert model.report.drafted > 0
     assert output.tolist() == model.generate(ids, assisted=False, **kwargs).tolist()
+
+
+def used(name):
+    """A model with a draft after some calls, and what it was asked."""
+    target = build(BY_NAME[name])
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3, fast="compile")
+    ids = random_ids(target, 1, 12)
+    for _ in range(3):
+        says_what_plain_says(model, ids)
+    return model, ids
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_neox", marks=pytest.mark.slow)])
@@ -54,17 +70,13 @@ def test_one_code_serves_every_shape(name):
     says_what_plain_says(model, random_ids(target, 1, 9))
 
 
+@pytest.mark.usefixtures("quickly")
 def test_the_compiler_looks_once_a_call(monkeypatch):
     """Other passes of a call are made of what the code read when it was looked at."""
     checks = []
     check = capture.CodeReplay.check
     monkeypatch.setattr(capture.CodeReplay, "check", lambda self: checks.append(self) or check(self))
-    monkeypatch.setattr(capture, "_FROZEN", {"freezing": True})
-    target = build(BY_NAME["llama"])
-    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3, fast="compile")
-    ids = random_ids(target, 1, 12)
-    for _ in range(3):
-        says_what_plain_says(model, ids)
+    model, ids = used("llama")
     checks.clear()
     replays = model.graphs.replays
     says_what_plain_says(model, ids)
@@ -72,14 +84,11 @@ def test_the_compiler_looks_once_a_call(monkeypatch):
     assert 2 <= len(checks) <= 4  # one for each code of each model
 
 
-def test_what_changed_since_the_last_call_is_noticed(monkeypatch):
+@pytest.mark.usefixtures("quickly")
+def test_what_changed_since_the_last_call_is_noticed():
     """Of a model that runs through its own modules: a number, and what a module is made of."""
-    monkeypatch.setattr(capture, "_FROZEN", {"freezing": True})
-    target = build(BY_NAME["gpt_neox"])
-    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3, fast="compile")
-    ids = random_ids(target, 1, 12)
-    for _ in range(3):
-        says_what_plain_says(model, ids)
+    model, ids = used("gpt_neox")
+    target = model.target
     before = target.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     target.gpt_neox.layers[0].attention.scaling *= 3
     assert not target.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0).equal(before)
@@ -91,8 +100,8 @@ def test_what_changed_since_the_last_call_is_noticed(monkeypatch):
     assert model.graphs.reason is None and model.graphs.replays > 0
 
 
-def test_an_eagle_head(monkeypatch):
-    monkeypatch.setattr(capture, "_FROZEN", {"freezing": True})
+@pytest.mark.usefixtures("quickly")
+def test_an_eagle_head():
     target = build(BY_NAME["llama"])
     draft = Eagle(trained_head(target, 3), tree=False)
     model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=3, fast="compile")
@@ -107,8 +116,8 @@ def test_an_eagle_head(monkeypatch):
 
 
 @pytest.mark.slow
-def test_batches_and_trees(monkeypatch):
-    monkeypatch.setattr(capture, "_FROZEN", {"freezing": True})  # trying out products takes minutes
+@pytest.mark.usefixtures("quickly")
+def test_batches_and_trees():
     target = build(BY_NAME["llama"])
     drafts = Merged([half_right(target), half_right(target, seed=5)])
     model = AssistedModelForCausalLM.from_models(target, draft=drafts, draft_length=3, fast="compile")
@@ -120,3 +129,25 @@ def test_batches_and_trees(monkeypatch):
     assert model.graphs.reason is None and model.graphs.replays > 0
     says_what_plain_says(model, ids, attention_mask=mask, eos_token_id=list(range(5, 20)))  # rows end, one is left
     assert {shape.rows for shape in model.graphs._captured if isinstance(shape, graphs._Shape)} == {2, 3}
+
+
+@pytest.mark.usefixtures("quickly")
+def test_code_is_looked_at_without_being_run():
+    runs, data = torch.zeros(1), torch.arange(12.0)
+
+    def run(part):
+        runs.add_(1)
+        return [part * 2, part.sum()]
+
+    made = capture.compiled(run, frozen=False)
+    first, second = (capture.CodeReplay(made, [data[:size]]) for size in (8, 5))
+    with capture.compiling(False):
+        first.look()  # of code that was never run nobody knows which of its results are meant
+        assert first.checked and runs == 1
+        second.look()
+        assert second.checked and runs == 1
+    for replay, size in ((second, 5), (first, 8), (second, 5)):
+        data.add_(1)  # it reads what is there now
+        double, total = replay()
+        assert torch.equal(double, data[:size] * 2) and total == data[:size].sum()
+    assert runs == 4

@@ -221,7 +221,10 @@ class _Adaptive(Length):
     def _learn(self, rows: list[tuple[int, int, int]], drafted: int, seconds: float) -> None:
         """Take in what a draft took and what became of it."""
         known, reliability = self.known, self.known.reliability
-        known.asks = self.asked or self.forwards > 1 or bool(known.asks)
+        asks = self.asked or self.forwards > 1 or bool(known.asks)
+        if known.asks is None and not asks:
+            known.draft = Curve(self.policy.maximum, 0.0)  # a block takes about as long for any number of tokens
+        known.asks = asks
         if self.unread <= self.policy.maximum + 1:  # what the draft had to catch up with is no part of a token's cost
             known.draft.see(self._draft_count(), seconds)
         self.unread = 0.0

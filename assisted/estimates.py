@@ -51,9 +51,7 @@ class Curve:
         step: seconds that one more adds, on average of what was seen.
     """
 
-    def __init__(
-        self, longest: int, slope: float, known: Mapping[int, float] | None = None, one_apart: bool = False
-    ):
+    def __init__(self, longest: int, slope: float, known: Mapping[int, float] | None = None, one_apart: bool = False):
         self.longest = longest
         self.slope = slope
         self.one_apart = one_apart
@@ -105,6 +103,13 @@ class Curve:
     def at(self, count: int) -> float:
         """Seconds for this count; the longest known where it is longer. Only once something is known."""
         return self.seconds[min(count, len(self.seconds) - 1)]
+
+    def each(self, by_count: bool) -> float:
+        """Mean seconds of the recent past, of a pass, or of one of what passes are counted by. Only once something is known."""
+        seen = [(count, seconds, len(self.samples[count])) for count, seconds in self.typical.items()]
+        if not seen:  # only earlier
+            return self.seconds[1]
+        return sum(s * n for _, s, n in seen) / sum(n * (count if by_count else 1) for count, _, n in seen)
 
     def _fill(self, known: dict[int, float]) -> None:
         counts = sorted(known)
@@ -244,7 +249,7 @@ class Known:
         """What the passes take; None while that is not known."""
         if not self.verify.seconds or not self.draft.seconds:
             return None
-        return Costs(tuple(enumerate(self.verify.seconds))[1:], self.draft.step)
+        return Costs(tuple(enumerate(self.verify.seconds))[1:], self.draft.each(by_count=self.asks is not False))
 
     def speedup(self) -> float | None:
         """Of the recent past against plain decoding, by the costs; None while they are not known."""

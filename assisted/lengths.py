@@ -21,7 +21,7 @@ class Costs:
 
     Args:
         verify: pairs (columns, seconds of a pass of the target over so many tokens of each row), columns ascending.
-        draft: seconds of a forward of the draft.
+        draft: seconds of a forward of the draft, on average; of a drafter that proposes a block at once, of a block.
     """
 
     verify: tuple[tuple[int, float], ...]

@@ -141,6 +141,16 @@ def test_what_is_measured():
     assert run.length.predicted_speedup == pytest.approx(TOKENS / (run.seconds - pair.prompt), rel=0.15)
 
 
+def test_of_a_draft_its_start_and_each_further_forward_are_measured():
+    length = simulate(Adaptive(), START, [text(Source())], TOKENS).length
+    draft = length.known.draft
+    assert [draft.at(n) for n in (1, 2, 4)] == pytest.approx([START.drafting(n) for n in (1, 2, 4)], rel=0.1)
+    assert draft.step == pytest.approx(0.1, rel=0.1)
+    assert 0.1 < length.costs.draft < 0.4  # on average
+    block = simulate(Adaptive(), PAIRS[1], [text(Source())], TOKENS, asks=False).length
+    assert block.costs.draft == pytest.approx(0.0001, rel=0.1)  # of a whole one
+
+
 def test_nothing_is_predicted_before_costs_are_known():
     length = Adaptive().start()
     assert length.predicted_speedup is None

@@ -235,8 +235,11 @@ class _Adaptive(Length):
             bins = self.bins.get(row, [])
             # behind the first rejection nothing is known; a row that ended in its draft rejected nothing, and a tree has
             # more nodes than levels
-            depth = self.depths.get(row, 0) if self.asked else self.asked_for
-            rejected = accepted < min(length, depth) and committed > accepted
+            if self.asked:
+                depth = min(length, self.depths.get(row, 0))
+            else:  # a row for which nothing was found pays for the columns of the others
+                depth = min(drafted, self.asked_for)
+            rejected = accepted < depth and committed > accepted
             for position in range(accepted + rejected):
                 if position < len(bins):
                     reliability.see(bins[position], position, position < accepted)

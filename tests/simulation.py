@@ -119,13 +119,15 @@ def simulate(
     earlier: Length | None = None,
     asks: bool = True,
     sampled: bool = False,
+    found: float = 1.0,
 ) -> Run:
     """One `generate` over the rows of `texts`, `tokens` new tokens each.
 
     asks: the drafter asks the policy before every token; otherwise it proposes its whole budget at once, for nothing.
     sampled: drafted tokens are drawn.
+    found: how likely a drafter that does not ask is to find anything for a row.
     """
-    rng = random.Random(f"noise {seed}")
+    rng, finds = random.Random(f"noise {seed}"), random.Random(f"finds {seed}")
 
     def taken(seconds: float) -> float:
         return seconds * max(0.2, rng.gauss(1, pair.noise)) * (10 if rng.random() < pair.outliers else 1)
@@ -140,6 +142,8 @@ def simulate(
         length.unfinished = unfinished
         budget = min(length.budget(), max(tokens - at[row] for row in unfinished) - 1)
         forwards, drafted = _draft(length, budget, texts, at, unfinished, asks)
+        if found < 1:
+            drafted = [count if finds.random() < found else 0 for count in drafted]
         draft_seconds = pair.drafting(forwards) if asks else 0.0001 * forwards
         if forwards and not started:
             draft_seconds, started = draft_seconds + pair.prompt, True

@@ -105,6 +105,17 @@ def test_a_drafter_that_proposes_blocks(pair):
     assert simulate(Adaptive(), pair, [text(HOPELESS)], TOKENS, asks=False).speedup >= 0.98
 
 
+def test_a_batch_in_which_few_rows_find_something():
+    """All rows pay for the columns of the longest draft."""
+    pair, source = Pair(0.05, 0.15), SOURCES["one regime"]
+    texts = [text(source, 1500, seed) for seed in range(8)]
+
+    def speedup(policy):
+        return simulate(policy, pair, texts, 1500, asks=False, found=0.3).speedup
+
+    assert speedup(Adaptive()) >= 0.96 * max(1.0, *(speedup(Fixed(n)) for n in (1, 2, 3, 4)))
+
+
 def test_short_calls_profit_from_earlier_ones():
     source, pair = SOURCES["switching"], PAIRS[1]
     cold = warm = 0.0

@@ -98,7 +98,7 @@ def measure(args: Any) -> dict[str, Any]:
         rules = replace(rules, repeats=args.repeats)
         # transformers' assisted generation takes no batches
         others = [*transformers_assisted(pair), *lookups(pair.target)] if batch == 1 else []
-        prompts = read(["code"], pair.tokenizer, 2 * args.prompts if batch > 1 else args.prompts)
+        prompts = read(["code"], pair.tokenizer, 4 * args.prompts if batch > 1 else args.prompts)
         with Bars() as bars:
             measured = point(pair, plain, others, own, prompts, rules, batch, bars)
         found[title] = Result("zoo:target", "zoo:draft", rules, sources(prompts), (measured,), machine).to_dict()

@@ -1,7 +1,8 @@
 """Which drafted tokens are kept, and which token of the target's own follows them.
 
-Knows torch alone: pure functions on tensors, but for `match`; no host-device synchronisation. How p and q are made from logits,
-what an end-of-sequence token means and what is done with the verdict belong to the decoding loop.
+Knows torch alone: pure functions on tensors without host-device synchronisation, but for `match` and `match_tree`, which walk
+on the host. How p and q are made from logits, what an end-of-sequence token means and what is done with the verdict belong to
+the decoding loop.
 
 Notation, after 2211.17192: p is the target's next-token law, q the draft's, x_1 .. x_g the drafted tokens of a row.
 Chains are padded to n columns with a count per row (`lengths`, the g of that row); what lies in the padding has no
@@ -34,40 +35,32 @@ class Verdict:
     """[B] int64: the target's own token after them: the correction, or the bonus when all were kept."""
 
 
-def match(tokens: list[int], choice: list[int]) -> list[int]:
-    """Keep drafted tokens while they are what the target chose itself. Of one row, on the host: what it gets, kept and emitted.
+def match(tokens: list[int], choice: list[int]) -> tuple[range, int]:
+    """Keep drafted tokens while they are what the target chose itself. Of one row, on the host.
 
     tokens: the g drafted ones. choice: at least g + 1, the target's argmax (greedy) or its own draw (sample-match) after each
-    prefix. Lossless for any draft, since the output is read off `choice`; needs no q.
+    prefix. Lossless for any draft, since the output is read off `choice`; needs no q. Returns the places of what is kept, and
+    the target's own token after it.
     """
     # keep x_i while x_i = y_i, and emit y at the first disagreement, or after the last drafted token
     accepted = next((i for i, token in enumerate(tokens) if token != choice[i]), len(tokens))
-    return choice[: accepted + 1]
+    return range(accepted), choice[accepted]
 
 
-def match_tree(tokens: Tensor, parents: Tensor, lengths: Tensor, choice: Tensor) -> tuple[Tensor, Verdict]:
-    """The walk of `match` on a token tree: from the root, descend while the target's choice is a drafted child.
+def match_tree(tokens: list[int], parents: list[int], choice: list[int]) -> tuple[list[int], int]:
+    """The walk of `match` on a token tree, of one row: from the root, descend while the target's choice is a drafted child.
 
-    tokens, parents: [B, n] int64; parents hold node indices, -1 for the children of the last committed token, and come
-    before their children. lengths: [B] int64, nodes per row. choice: [B, n+1] int64, column 0 after the last
-    committed token, column 1+i after node i. Returns the path, [B, n] int64 node indices in order padded with -1, and
-    the verdict.
+    tokens, parents: of the n nodes; parents hold node indices, -1 for the children of the last committed token, and come
+    before their children. choice: at least n + 1, first after the last committed token, 1 + i after node i. Returns the nodes
+    of the path in order, and the target's own token after them.
     """
-    n = tokens.shape[1]
-    slot = torch.arange(n + 1, device=tokens.device)  # 0 is the root, 1+i is node i
-    own, above = slot[1:], (parents + 1).clamp(0, n)
-    # descend from a parent to the child that holds the target's choice there; of twins, to the first
-    agrees = (tokens == choice.gather(1, above)) & (own <= lengths.unsqueeze(1))
-    first = torch.full_like(choice, n + 1).scatter_reduce(1, above, own.where(agrees, n + 1), "amin")
-    # a node is kept iff the way up from it ends at the root, not at one that is not descended to: each step doubles how far
-    # up it looks
-    way = F.pad(above.where(first.gather(1, above) == own, own), (1, 0))
-    for _ in range(n.bit_length()):
-        way = way.gather(1, way)
-    kept = way == 0
-    # at most one child per parent is left
-    last = slot.where(kept, 0).amax(-1)
-    return _in_order(kept[:, 1:]), Verdict(kept[:, 1:].sum(-1), _at(choice, last))
+    path, here = [], -1
+    # a child stands behind its parent, so one pass meets each when its turn comes; of twins, the first
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent == here and token == choice[here + 1]:
+            path.append(node)
+            here = node
+    return path, choice[here + 1]
 
 
 def rejection(
@@ -104,10 +97,11 @@ def rejection_tree(
 ) -> tuple[Tensor, Verdict]:
     """Speculative sampling on a token tree: at each node its children are tried in turn, each against what is left of p.
 
-    tokens, parents, lengths as for `match_tree`, siblings in the order in which they were drawn. p: [B, n+1, V], q:
-    [B, n, V] the law each node was really drawn from, given the path to it and its older siblings: its drafter's own law
-    where siblings were drawn independently, even by different drafters (2305.09781), `taken_out` of it where no token was
-    drawn twice (2402.12374, 2402.14160). Returns the path and the verdict, as `match_tree`.
+    tokens, parents: [B, n] int64, nodes as `match_tree` has them, siblings in the order in which they were drawn. lengths: [B]
+    int64, nodes per row. p: [B, n+1, V], q: [B, n, V] the law each node was really drawn from, given the path to it and its
+    older siblings: its drafter's own law where siblings were drawn independently, even by different drafters (2305.09781),
+    `taken_out` of it where no token was drawn twice (2402.12374, 2402.14160). Returns the path, [B, n] int64 node indices in
+    order padded with -1, and the verdict.
     """
     kept, law, _ = tree_walk(tokens, parents, lengths, p, q, uniforms(q[..., 0], generator))
     return _in_order(kept), Verdict(kept.sum(-1), sample(law, generator))

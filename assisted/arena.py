@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .cache import SlotCache, SlotLayer
+from .cache import Paths, SlotCache, SlotLayer
 from .drafts import Draft
 from .host import pinned
 from .shapes import WIDTHS
@@ -109,11 +109,11 @@ class Arena:
         """Let `move` leave every column where it is."""
         self.path[:rows, :columns] = torch.arange(columns, device=self.device)
 
-    def follow(self, cache: SlotCache, rows: int, columns: int, path: torch.Tensor) -> None:
-        """Let `move` keep the columns of `path`, [B, n] int64, as `SlotCache.commit` takes it."""
+    def follow(self, cache: SlotCache, rows: int, columns: int, path: Paths) -> None:
+        """Let `move` keep the columns of `path`, as `SlotCache.commit` takes it."""
         self._count(cache, rows)
-        self.stay(rows, columns)
-        self.path[:rows, : path.shape[1]] = self._placed(cache, rows, path)
+        table = [[*path[row], *range(len(path[row]), columns)] for row in cache.order[:rows]]
+        self.path[:rows, :columns].copy_(pinned(table, self.device), non_blocking=True)
 
     def move(self, rows: int, columns: int) -> list[torch.Tensor]:
         """Move a tree's accepted columns to where those of a chain would lie."""

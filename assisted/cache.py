@@ -15,7 +15,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from .host import on_device
 
-__all__ = ["SlotCache", "SlotLayer", "unsupported_layers"]
+__all__ = ["Paths", "SlotCache", "SlotLayer", "unsupported_layers"]
+
+Paths = Sequence[Sequence[int]]
+"""By row the columns of a forward along an accepted path of its tree, in order."""
 
 _GROWTH = 512  # slots; a context of unknown length grows by doubling, from here
 
@@ -220,10 +223,10 @@ class SlotCache(Cache):
         spread[self.running] = of_running
         return spread
 
-    def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
+    def commit(self, counts: list[int], path: Paths | None = None) -> None:
         """Keep `counts[b]` of the columns just written; everything behind them is forgotten.
 
-        path: [B, n] int64, the columns to keep in order (a tree's accepted path); None keeps the first ones (a chain).
+        path: the columns to keep, at least as many (of a tree); None keeps the first ones (of a chain).
         """
         if path is not None:
             self._gather(path, counts)
@@ -303,20 +306,19 @@ class SlotCache(Cache):
                 self.lengths = [end] * self.rows
         self.start = max(self.lengths)
 
-    def _gather(self, path: torch.Tensor, counts: list[int]) -> None:
-        """Move the columns of `path` to where those of a chain would lie. Most lie there already: the host looks which do."""
-        columns = path.tolist()
+    def _gather(self, path: Paths, counts: list[int]) -> None:
+        """Move the columns of `path` to where those of a chain would lie. Most lie there already."""
         moves = [
             (place, self.lengths[row] + to, self.lengths[row] + column)
             for place, row in enumerate(self.running)
-            for to, column in enumerate(columns[row][: counts[row]])
+            for to, column in enumerate(path[row][: counts[row]])
             if to != column
         ]
-        if not moves:
-            return
-        place, target, source = on_device(list(zip(*moves, strict=True)), path.device)
-        for layer in self.slot_layers:
-            if layer.is_initialized:
+        layers = [layer for layer in self.slot_layers if layer.is_initialized]
+        if moves and layers:
+            moved = on_device(list(zip(*moves, strict=True)), layers[0].keys.device)
+            for layer in layers:
+                place, target, source = moved.to(layer.keys.device)
                 layer.keys[place, :, target] = layer.keys[place, :, source]
                 layer.values[place, :, target] = layer.values[place, :, source]
 

@@ -14,6 +14,7 @@ import torch
 from . import acceptance
 from .drafters.base import Drafting
 from .drafts import Draft
+from .host import padded
 from .law import Law, probabilities
 from .lengths import Length
 from .report import Recorder
@@ -69,13 +70,13 @@ def decode(
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a round came to, by row: tokens drafted, accepted, committed; and the columns of the forward to keep, [B, n]
-    int64 for a tree, None for chains (the first ones)."""
+    """What a round came to, by row: tokens drafted, accepted, committed; and the columns of the forward to keep, in order, at
+    least as many, for a tree; None for chains (the first ones)."""
 
     drafted: list[int]
     accepted: list[int]
     kept: list[int]
-    path: torch.Tensor | None = None
+    path: list[list[int]] | None = None
 
 
 def _propose(drafting: Drafting | None, text: Text, budget: int) -> tuple[Draft, Drafting | None]:
@@ -109,38 +110,43 @@ def _judge(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> _Outcome
     """Accept and commit, every row on its own."""
     plain = not law.processors and not law.do_sample and not text.keep_scores
     scores = logits if plain else law.scores(text.ids, text.lengths, logits, draft)
-    tokens, lengths, parents = draft.tokens, draft.lengths, draft.parents
-    path = verdict = None
+    tokens, lengths, parents, width = draft.tokens, draft.lengths, draft.parents, draft.width
+    nodes = verdict = None
     if law.lossy is not None:
-        path, verdict = law.lossy.judge(draft, probabilities(scores))
-        path = None if parents is None else path
+        nodes, verdict = law.lossy.judge(draft, probabilities(scores))
     elif law.do_sample and draft.q is not None:
         p = probabilities(scores)
         if parents is None:
             verdict = acceptance.block(tokens, lengths, p, draft.q)
         else:
-            path, verdict = acceptance.rejection_tree(tokens, parents, lengths, p, draft.q)
+            nodes, verdict = acceptance.rejection_tree(tokens, parents, lengths, p, draft.q)
     else:
         choice = acceptance.sample(probabilities(scores)) if law.do_sample else scores.argmax(-1)
-        if parents is not None:
-            path, verdict = acceptance.match_tree(tokens, parents, lengths, choice)
-    # either way the only transfer to the host of a round
     if verdict is None:
-        rows = torch.cat([lengths[:, None], tokens, choice], 1).tolist()
-        new = [acceptance.match(row[1 : 1 + row[0]], row[1 + draft.width :]) for row in rows]
+        told = [choice] if parents is None else [choice, parents]
     else:
-        on_path = tokens if path is None else tokens.gather(1, path.clamp(min=0))
-        rows = torch.cat([torch.stack([lengths, verdict.accepted, verdict.token], 1), on_path], 1).tolist()
-        new = [[*path_tokens[:accepted], token] for _, accepted, token, *path_tokens in rows]
-    if path is not None:
-        path = torch.nn.functional.pad(path + 1, (1, 0)).clamp(min=0)  # column 0 holds the last committed token
-        if text.keep_scores or text.keep_logits:
-            index = path[:, :, None].expand(-1, -1, logits.shape[-1])
-            scores, logits = scores.gather(1, index), logits.gather(1, index)
+        told = [verdict.accepted[:, None], verdict.token[:, None], *([] if nodes is None else [nodes])]
+    # whatever the rule, the only transfer to the host of a round
+    rows = torch.cat([lengths[:, None], tokens, *told], 1).tolist()
+    new, path = [], []
+    for count, *row in rows:
+        drafted, about = row[:width], row[width:]
+        if verdict is not None:
+            accepted, token, *order = about
+            walk = (order or range(width))[:accepted]
+        elif parents is not None:
+            walk, token = acceptance.match_tree(drafted[:count], about[width + 1 :][:count], about)
+        else:
+            walk, token = acceptance.match(drafted[:count], about)
+        new.append([*(drafted[node] for node in walk), token])
+        path.append([0, *(node + 1 for node in walk)])  # column 0 holds the last committed token
+    if parents is not None and (text.keep_scores or text.keep_logits):
+        index = padded(path, logits.device)[:, :, None].expand(-1, -1, logits.shape[-1])
+        scores, logits = scores.gather(1, index), logits.gather(1, index)
     kept = text.extend(new, scores, logits)
     # a row that has ended takes nothing; one that ends in mid-draft takes no more than was kept
     accepted = [min(len(tokens) - 1, count) for tokens, count in zip(new, kept, strict=True)]
-    return _Outcome([row[0] for row in rows], accepted, kept, path)
+    return _Outcome([row[0] for row in rows], accepted, kept, None if parents is None else path)
 
 
 def _judge_in_step(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> _Outcome:
@@ -153,23 +159,25 @@ def _judge_in_step(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> 
     every = torch.arange(rows, device=logits.device)
     accepted = [0] * rows
     column = torch.zeros_like(draft.lengths)  # of the forward, that each row has come to
-    path = []
+    on_host = [0] * rows
+    steps = []  # the columns that they came by
     for _ in range(draft.width + 1):
         ids = text.ids[:, : text.lengths[0]]
         after = logits[every, column]
         scores = law.ordered_scores(ids, after)
         token, child = _choose(scores, draft, column, law.do_sample)
-        agrees = (child > 0).tolist()
+        children = child.tolist()
+        agrees = [child > 0 for child in children]
         free = text.ended if text.pads_ended_rows else [False] * rows  # their tokens no longer matter
         text.extend_in_step(token, scores, after.float())
-        path.append(column)
-        column = child
+        steps.append(on_host)
+        column, on_host = child, children
         accepted = [count + int(a and not f) for count, a, f in zip(accepted, agrees, free, strict=True)]
         free = text.ended if text.pads_ended_rows else [False] * rows
         if text.done or not all(a or f for a, f in zip(agrees, free, strict=True)):
             break
-    kept = [len(path)] * rows
-    return _Outcome(draft.lengths.tolist(), accepted, kept, None if draft.parents is None else torch.stack(path, 1))
+    path = None if draft.parents is None else [list(columns) for columns in zip(*steps, strict=True)]
+    return _Outcome(draft.lengths.tolist(), accepted, [len(steps)] * rows, path)
 
 
 def _choose(
@@ -182,17 +190,19 @@ def _choose(
     width = draft.width
     above = torch.arange(width, device=column.device) if draft.parents is None else draft.parents + 1
     is_next = above == column[:, None]
+    if not do_sample or draft.q is None:
+        choice = acceptance.sample(probabilities(scores)) if do_sample else scores.argmax(-1)
+        drafted = torch.arange(width, device=column.device) < draft.lengths[:, None]
+        held = is_next & drafted & (draft.tokens == choice[:, None])
+        # of twins the first, and column 0 where none holds it
+        return choice, torch.nn.functional.pad(held.int(), (1, 0)).argmax(1)
     # these are a tree of depth 1; no other node can be reached, nor does it hold a token
     tokens, parents = draft.tokens.where(is_next, -1), torch.where(is_next, -1, width)
-    if do_sample and draft.q is not None:
-        p = probabilities(scores)[:, None].expand(-1, width + 1, -1)
-        path, verdict = acceptance.rejection_tree(tokens, parents, draft.lengths, p, draft.q)
-    else:
-        choice = acceptance.sample(probabilities(scores)) if do_sample else scores.argmax(-1)
-        path, verdict = acceptance.match_tree(tokens, parents, draft.lengths, choice[:, None].expand(-1, width + 1))
-    child = torch.nn.functional.pad(path + 1, (0, 1))[:, :1]
-    token = torch.nn.functional.pad(tokens, (1, 0)).gather(1, child)[:, 0]
-    return torch.where(child[:, 0] > 0, token, verdict.token), child[:, 0]
+    p = probabilities(scores)[:, None].expand(-1, width + 1, -1)
+    path, verdict = acceptance.rejection_tree(tokens, parents, draft.lengths, p, draft.q)
+    child = torch.nn.functional.pad(path + 1, (0, 1))[:, 0]
+    token = torch.nn.functional.pad(tokens, (1, 0)).gather(1, child[:, None])[:, 0]
+    return torch.where(child > 0, token, verdict.token), child
 
 
 def _check(target: CachedModel, text: Text, earlier: int) -> None:

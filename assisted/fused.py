@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from .cache import SlotCache
 from .parts import few_ids, with_children
-from .products import PackedLinear, Product, Weights, is_touched, may_copy, packs
+from .products import PackedLinear, Product, Weights, is_touched, looked_over, may_copy, packs
 from .runtime import CachedModel, Masks, is_untouched
 
 __all__ = ["TOLERANCE", "Angles", "FusedLayer", "Norm", "Shared", "fused", "fused_product"]
@@ -108,7 +108,9 @@ def _way(model: PreTrainedModel) -> _Way | None:
         return None
     layers = _layers(model)
     if layers is not None:
-        parameters = (*layers.parameters(), *model.lm_head.parameters())
+        modules, parameters = looked_over(layers, model.lm_head)
+        if any(map(is_touched, modules)):
+            return None
         copied = may_copy(parameters)
         return _Way(
             layers,
@@ -117,15 +119,15 @@ def _way(model: PreTrainedModel) -> _Way | None:
             _agree_in_rounds,
             True,
         )
-    if any(map(is_touched, model.modules())):
+    if any(map(is_touched, looked_over(model)[0])):
         return None
     wide = {name: module for name, module in model.named_modules() if PackedLinear.pays(module)}
-    parameters = tuple(module.weight for module in wide.values())
-    if not wide or not may_copy(parameters):
+    weights = [module.weight for module in wide.values()]
+    if not wide or not may_copy(weights):
         return None
     return _Way(
         next(iter(wide.values())),
-        Weights.of(parameters, True),
+        Weights.of(weights, True),
         lambda: {tuple(name.split(".")): PackedLinear.of(module) for name, module in wide.items()},
         _agree_at_once,
         False,
@@ -329,8 +331,7 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
         return None
     kinds = {type(layer) for layer in layers}
     known = all(kind.__module__.startswith("transformers.models.") and kind.__name__ in _FAMILY for kind in kinds)
-    touched = any(map(is_touched, [*layers.modules(), *model.lm_head.modules()]))
-    return layers if known and not touched and not _is_replaced(model.model, layers) else None
+    return layers if known and not _is_replaced(model.model, layers) else None
 
 
 def _is_replaced(base: Any, layers: nn.ModuleList) -> bool:

@@ -23,7 +23,7 @@ from torch import nn
 
 from . import capture
 from .arena import Arena
-from .cache import SlotCache
+from .cache import Paths, SlotCache
 from .capture import CodeReplay, CudaReplay, Pass
 from .drafts import Draft
 from .products import Weights, may_copy
@@ -235,13 +235,13 @@ class Graphs:
             self._give_up(f"a replay differs from the same pass by {apart:.2g} of the spread of its logits")
         return None  # the eager pass writes once more what the replay has written
 
-    def gather(self, runner: Runner, path: torch.Tensor) -> bool:
+    def gather(self, runner: Runner, path: Paths) -> bool:
         """See `runtime.Replayer`."""
         cache, arena = runner.cache, self._arena
         if arena is None or not self._serves(cache):
             return False
         rows, last = _places(cache, self._open)
-        columns = columns_for(path.shape[1], rows)
+        columns = columns_for(max(map(len, path)), rows)
         key = ("gather", rows, columns)
         if columns is None or not arena.holds(cache, last + columns):
             return False

@@ -6,11 +6,12 @@ does not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["on_device", "pinned"]
+__all__ = ["on_device", "padded", "pinned"]
 
 
 def on_device(values: Any, device: torch.device | str) -> torch.Tensor:
@@ -23,3 +24,9 @@ def on_device(values: Any, device: torch.device | str) -> torch.Tensor:
 def pinned(values: Any, device: torch.device | str) -> torch.Tensor:
     """The same on the host, from where `copy_(..., non_blocking=True)` to the device waits for nothing."""
     return torch.tensor(values, pin_memory=torch.device(device).type == "cuda")
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device | str) -> torch.Tensor:
+    """Rows of any length as [B, longest] int64, filled up with 0."""
+    width = max(map(len, rows))
+    return on_device([[*row, *[0] * (width - len(row))] for row in rows], device)

@@ -42,7 +42,7 @@ class LossyTypical:
 
     def judge(self, draft: Draft, p: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Verdict]:
         """p: [B, n + 1, V], the target's law after the committed text and after each node. Returns the path, [B, n] int64
-        node indices in order padded with -1, and the verdict, as `acceptance.match_tree`."""
+        node indices in order padded with -1, and the verdict, as `acceptance.rejection_tree`."""
         tokens, n = draft.tokens, draft.width
         node, row = torch.arange(n, device=tokens.device), torch.arange(len(tokens), device=tokens.device)
         above = node.expand_as(tokens) if draft.parents is None else draft.parents + 1  # the column that a node follows

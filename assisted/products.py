@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["PackedLinear", "Product", "Weights", "has_hooks", "is_touched", "may_copy", "packs"]
+__all__ = ["PackedLinear", "Product", "Weights", "has_hooks", "is_touched", "looked_over", "may_copy", "packs"]
 
 _WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout pays at any number of columns
 _LARGE = 2**20  # entries from which a product costs more than filling up its columns
@@ -41,9 +41,11 @@ def packs(dtype: torch.dtype) -> bool:
 def may_copy(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether parameters may be copied: on a CPU, in a type that `packs`, and there is room for them."""
     held = list(parameters)
-    size = sum(p.numel() * p.element_size() for p in held)
-    fits = size <= _ALWAYS or size <= _free_memory() // 4
-    return fits and all(p.device.type == "cpu" and packs(p.dtype) for p in held)
+    kinds = {(p.device.type, p.dtype) for p in held}
+    if not all(device == "cpu" and packs(dtype) for device, dtype in kinds):
+        return False
+    size = sum(p.nbytes for p in held)
+    return size <= _ALWAYS or size <= _free_memory() // 4
 
 
 def _free_memory() -> int:
@@ -52,6 +54,20 @@ def _free_memory() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return 0
+
+
+def looked_over(*modules: nn.Module) -> tuple[list[nn.Module], list[torch.Tensor]]:
+    """All modules of these and all their parameters, each once: in one walk, since every call takes it."""
+    found: dict[int, nn.Module] = {}  # by id, which takes half as long as what torch hashes a tensor by
+    parameters: dict[int, torch.Tensor] = {}
+    left = list(reversed(modules))
+    while left:
+        module = left.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            parameters.update((id(p), p) for p in module._parameters.values() if p is not None)
+            left += [child for child in module._modules.values() if child is not None]
+    return list(found.values()), list(parameters.values())
 
 
 def is_touched(module: nn.Module) -> bool:
@@ -67,6 +83,8 @@ def has_hooks(module: nn.Module) -> bool:
     Not transformers itself: a call that asked for hidden states or attentions leaves its hooks on a model for good, and they do
     nothing in any other call.
     """
+    if not module._forward_hooks and not module._forward_pre_hooks:
+        return False
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__module__", None) != _RECORDS for hook in hooks)
 
@@ -91,7 +109,7 @@ class Weights:
         held = tuple(parameters)
         if not copied:
             return Weights(held, None)
-        whole = sum(p.numel() * p.element_size() for p in held) <= _WHOLE
+        whole = sum(p.nbytes for p in held) <= _WHOLE
         sums = [_sum(p.detach(), whole) for p in held]
         return Weights(held, torch.stack(sums), tuple(0 if p.is_inference() else p._version for p in held))
 

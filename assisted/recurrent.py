@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from .cache import SlotCache, SlotLayer, unsupported_layers
+from .cache import Paths, SlotCache, SlotLayer, unsupported_layers
 from .drafts import Draft
 from .runtime import CachedModel, Masks
 
@@ -111,7 +111,7 @@ class RecurrentCache(SlotCache):
         for state in self._states():
             state.zero_()
 
-    def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
+    def commit(self, counts: list[int], path: Paths | None = None) -> None:
         """Keep the first columns of the last forward, in every row the same number; fewer than all undoes it.
 
         Raises ValueError for token trees and ragged rows, RuntimeError where nothing was saved before a forward to undo.
@@ -194,7 +194,7 @@ class RecurrentModel(CachedModel):
             used = [behind + count for count in used]
         return super().__call__(self.ids, None, used)[:, behind:]
 
-    def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
+    def commit(self, counts: list[int], path: Paths | None = None) -> None:
         """As CachedModel, for counts that are equal; no path."""
         kept = self.unread.shape[1] + counts[0]
         self.cache.commit([self.unread.shape[1] + count for count in counts], path)

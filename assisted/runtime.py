@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .cache import SlotCache, unsupported_layers
+from .cache import Paths, SlotCache, unsupported_layers
 from .drafts import Draft
 from .host import on_device
 from .masks import Masks, column_depths
@@ -70,7 +70,7 @@ class Replayer(Protocol):
     def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor | None:
         """What `CachedModel.__call__` returns, None where this pass has to be eager."""
 
-    def gather(self, runner: Runner, path: torch.Tensor) -> bool:
+    def gather(self, runner: Runner, path: Paths) -> bool:
         """Move a tree's accepted columns together, as `SlotCache.commit` does; False where that is left to the slots."""
 
 
@@ -233,8 +233,10 @@ class CachedModel:
         """Let passes be over these rows alone until told otherwise: those that have ended cost time for nothing."""
         self.cache.run_only(rows)
 
-    def commit(self, counts: list[int], path: torch.Tensor | None = None) -> None:
+    def commit(self, counts: list[int], path: Paths | None = None) -> None:
         """Keep `counts[b]` of the columns of the last forward: its first ones, or those of a tree's accepted `path`."""
+        if path is not None and all(column == to for columns in path for to, column in enumerate(columns)):
+            path = None
         moved = path is not None and self.graphs is not None and self.graphs.gather(self, path)
         self.cache.commit(counts, None if moved else path)
 

@@ -114,8 +114,9 @@ def joint(target: Tables) -> Tensor:
 def matched(tokens: Tensor, lengths: Tensor, choice: Tensor) -> acceptance.Verdict:
     """`match` row by row. tokens: [B, n], lengths: [B], choice: [B, n + 1]."""
     rows = zip(tokens.tolist(), lengths.tolist(), choice.tolist(), strict=True)
-    new = [match(row[:length], wanted) for row, length, wanted in rows]
-    return acceptance.Verdict(torch.tensor([len(row) - 1 for row in new]), torch.tensor([row[-1] for row in new]))
+    kept, emitted = zip(*(match(row[:length], wanted) for row, length, wanted in rows), strict=True)
+    assert all(places == range(len(places)) for places in kept)
+    return acceptance.Verdict(torch.tensor(list(map(len, kept))), torch.tensor(emitted))
 
 
 def tv(a: Tensor, b: Tensor) -> float:
@@ -431,13 +432,13 @@ def test_one_hot_laws_are_greedy(rule: str) -> None:
 # match and match_tree
 
 
-def walk(tokens: list[int], parents: list[int], length: int, choice: list[int]) -> tuple[list[int], int]:
-    """match_tree in plain Python, one row."""
+def walk(tokens: list[int], parents: list[int], choice: list[int]) -> tuple[list[int], int]:
+    """match_tree by its definition: level by level, each child looked for among all nodes."""
     path: list[int] = []
     node = -1
     while True:
         wanted = choice[node + 1]
-        child = next((i for i in range(length) if parents[i] == node and tokens[i] == wanted), None)
+        child = next((i for i in range(len(tokens)) if parents[i] == node and tokens[i] == wanted), None)
         if child is None:
             return path, wanted
         path.append(child)
@@ -447,46 +448,29 @@ def walk(tokens: list[int], parents: list[int], length: int, choice: list[int]) 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_match_tree_is_the_plain_walk(data: st.DataObject) -> None:
-    B, n, V = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 9)), data.draw(st.integers(1, 3))
+    n, V = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 3))
     token = st.integers(0, V - 1)
-    junk = st.integers(-3, 12)
-    rows = []
-    for _ in range(B):
-        length = data.draw(st.integers(0, n))
-        tokens = [data.draw(token) for _ in range(length)] + [data.draw(junk) for _ in range(n - length)]
-        parents = [data.draw(st.integers(-1, i - 1)) for i in range(length)]
-        parents += [data.draw(junk) for _ in range(n - length)]
-        rows.append((tokens, parents, length, [data.draw(token) for _ in range(n + 1)]))
-    arguments = [torch.tensor(x, dtype=torch.int64) for x in zip(*rows, strict=True)]
-    path, verdict = match_tree(*arguments)
-    for b, row in enumerate(rows):
-        expected, emitted = walk(*row)
-        assert path[b].tolist() == expected + [-1] * (n - len(expected))
-        assert int(verdict.accepted[b]) == len(expected)
-        assert int(verdict.token[b]) == emitted
-    assert path.dtype == verdict.accepted.dtype == verdict.token.dtype == torch.int64
+    tokens = [data.draw(token) for _ in range(n)]
+    parents = [data.draw(st.integers(-1, i - 1)) for i in range(n)]
+    choice = [data.draw(token) for _ in range(n + 1)]
+    more = [data.draw(token) for _ in range(data.draw(st.integers(0, 2)))]  # after nodes that this row does not have
+    assert match_tree(tokens, parents, choice + more) == walk(tokens, parents, choice)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 8, 9])
 def test_a_chain_is_a_tree(n: int) -> None:
-    B, V = 200, 2
     rng = torch.Generator().manual_seed(n)
-    choice = torch.randint(V, (B, n + 1), generator=rng)
-    tokens = torch.where(torch.rand(B, n, generator=rng) < 0.9, choice[:, :n], 1 - choice[:, :n])
-    lengths = torch.randint(n + 1, (B,), generator=rng)
-    path, tree = match_tree(tokens, torch.arange(-1, n - 1).expand(B, n), lengths, choice)
-    chain = matched(tokens, lengths, choice)
-    assert tree.accepted.equal(chain.accepted) and tree.token.equal(chain.token)
-    node = torch.arange(n)
-    assert path.equal(torch.where(node < chain.accepted.unsqueeze(-1), node, -1))
+    for _ in range(200):
+        choice = torch.randint(2, (n + 1,), generator=rng).tolist()
+        right = (torch.rand(n, generator=rng) < 0.9).tolist()
+        tokens = [chosen if is_right else 1 - chosen for chosen, is_right in zip(choice, right, strict=False)]
+        kept, emitted = match(tokens, choice)
+        assert match_tree(tokens, list(range(-1, n - 1)), choice) == ([*kept], emitted)
 
 
 def test_twins_go_to_the_first() -> None:
     # two roots "1"; only the second has a child, which is then out of reach
-    tokens, parents = torch.tensor([[1, 1, 2]]), torch.tensor([[-1, -1, 1]])
-    path, verdict = match_tree(tokens, parents, torch.tensor([3]), torch.tensor([[1, 2, 2, 0]]))
-    assert path.tolist() == [[0, -1, -1]]
-    assert verdict.accepted.tolist() == [1] and verdict.token.tolist() == [2]
+    assert match_tree([1, 1, 2], [-1, -1, 1], [1, 2, 2, 0]) == ([0], 2)
 
 
 TREES = {
@@ -515,14 +499,11 @@ def test_sample_match_is_lossless(tree: str) -> None:
     draws = all_chains(n + 1, V)
     rows = len(draws)
     weight = chosen(torch.stack(laws).expand(rows, n + 1, V), draws).prod(-1)
-    chain = torch.tensor(tokens, dtype=torch.int64).expand(rows, n)
-    path, verdict = match_tree(
-        chain, torch.tensor(parents, dtype=torch.int64).expand(rows, n), torch.full((rows,), n), draws
-    )
     mass = [torch.zeros(V**k, dtype=torch.float64) for k in range(depth + 1)]
     for b in range(rows):
-        k = int(verdict.accepted[b])
-        output = [*chain[b][path[b, :k]].tolist(), int(verdict.token[b])]
+        path, emitted = match_tree(tokens, parents, draws[b].tolist())
+        k = len(path)
+        output = [*(tokens[node] for node in path), emitted]
         mass[k + 1][prefix(torch.tensor([output]), k + 1, V)] += weight[b]
     assert tv(completed(mass, target), joint(target)) < EXACT
 

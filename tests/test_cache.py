@@ -90,8 +90,8 @@ class Rows:
         width = self.data.draw(st.integers(1, 5))
         numbers = self.forward(width)
         paths = [sorted(self.data.draw(st.sets(st.integers(0, width - 1)))) for _ in numbers]
-        padded = torch.tensor([path + [0] * (width - len(path)) for path in paths])
-        self.cache.commit([len(path) for path in paths], padded)
+        more = [path + [0] * self.data.draw(st.integers(0, 1)) for path in paths]  # columns that do not count
+        self.cache.commit([len(path) for path in paths], more)
         for held, new, path in zip(self.held, numbers, paths, strict=True):
             held += [new[column] for column in path]
 

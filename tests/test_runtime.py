@@ -279,7 +279,7 @@ def test_rows_that_do_not_run_keep_what_they_hold(name):
     for run in (alone, company):
         run.prefill(ids, mask)
     tree = Draft(random_ids(model, 4, 3, seed=5), torch.full((4,), 3), parents=torch.tensor([[-1, -1, 1]] * 4))
-    path = torch.tensor([[0, 2, 3], [0, 1, 1], [0, 2, 2], [0, 1, 0]])
+    path = [[0, 2, 3], [0, 1, 1], [0, 2, 2], [0, 1, 0]]
     for seed, rows in enumerate([[0, 1, 3], [3, 1], [1], [0, 1, 2, 3]]):
         alone.run_only(rows)
         columns = random_ids(model, 4, 4, seed=seed)
@@ -289,7 +289,7 @@ def test_rows_that_do_not_run_keep_what_they_hold(name):
         assert torch.allclose(narrow[rows], wide[rows], atol=1e-4)
         counts = [1 + row % 2 if row in rows else 0 for row in range(4)]
         for run in (alone, company):
-            run.commit(counts, path[:, : max(counts)])
+            run.commit(counts, [columns[: max(counts)] for columns in path])
         assert alone.cache.known == company.cache.known
     config = model.config.get_text_config(decoder=True)
     for one, two in zip(alone.cache.to_dynamic(config).layers, company.cache.to_dynamic(config).layers, strict=True):

@@ -19,7 +19,7 @@ from ..drafts import Draft
 from ..graphs import Graphs
 from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import load_eagle, save_eagle
-from ..host import on_device
+from ..host import on_device, padded
 from ..parts import Layers, few_ids, find_layers, unwrapped
 from ..runtime import Masks, require_rewindable
 from ..text import Text
@@ -208,7 +208,7 @@ class EagleDrafting(ChainDrafting):
         counts, path = target.kept
         features, width = torch.cat(self._states(target), -1), max(counts)
         if path is not None:
-            columns = path[:, :width, None].to(features.device)
+            columns = padded([columns[:width] for columns in path], features.device)[:, :, None]
             features = features.gather(1, columns.expand(-1, -1, features.shape[-1]))
         self.unread.append((features[:, :width], counts))
         if self.text is not None and self.offers:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ..cache import SlotCache
 from ..drafts import Draft
 from ..heads.medusa import MedusaHeads, output_size
+from ..host import on_device
 from ..parts import Layers, find_layers, unwrapped
 from ..runtime import Masks, require_rewindable
 from ..text import Text
@@ -178,10 +179,10 @@ class MedusaDrafting(Drafting):
         assert isinstance(self.call.target, TappedModel)
         counts, path = self.call.target.kept
         hidden = self._seen()
-        columns = torch.tensor(counts, device=hidden.device)[:, None].clamp(min=1) - 1  # ended rows keep nothing
+        last = [max(count, 1) - 1 for count in counts]  # ended rows keep nothing
         if path is not None:
-            columns = path.to(hidden.device).gather(1, columns)
-        self.states = hidden[torch.arange(len(counts), device=hidden.device), columns[:, 0]]
+            last = [columns[place] for columns, place in zip(path, last, strict=True)]
+        self.states = hidden[torch.arange(len(counts), device=hidden.device), on_device(last, hidden.device)]
         self._learn(counts)
 
     def _seen(self) -> torch.Tensor:

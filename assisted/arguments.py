@@ -18,6 +18,7 @@ __all__ = [
     "STORED",
     "add_json_file",
     "add_machine",
+    "add_target",
     "device",
     "int_or_name",
     "loading",
@@ -49,6 +50,13 @@ def add_machine(parser: Any, dtype: str) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help=f"(default: {dtype})")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ..." + DEFAULT)
     parser.add_argument("--threads", type=int, help="of the CPU (default: torch's own choice)")
+
+
+def add_target(parser: argparse.ArgumentParser, group: Any, what: str) -> None:
+    """The target, as the first argument or as `--target`; without either the shipped one. what: it may be, in words."""
+    parser.set_defaults(target="zoo:target")
+    group.add_argument("target", nargs="?", default=argparse.SUPPRESS, help=f"{what} (default: zoo:target)")
+    group.add_argument("--target", dest="target", default=argparse.SUPPRESS, metavar="TARGET", help="the same by name")
 
 
 def int_or_name(value: str) -> int | str:

@@ -487,4 +487,4 @@ attempt(check_3, prompts_needed)
 # - Li and others, *EAGLE-3*: [arXiv 2503.01840](https://arxiv.org/abs/2503.01840)
 # - Oliaro and others, *SuffixDecoding*: [arXiv 2411.04975](https://arxiv.org/abs/2411.04975)
 #
-# This was the last notebook. Now measure your own pair: `assisted bench --target YOURS --draft YOURS`.
+# This was the last notebook. Now measure your own pair: `assisted bench YOURS --draft YOURS`.

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from assisted.arguments import add_json_file, add_machine, device, int_or_name, loading, require_tokenizer, write_json
+from assisted.arguments import (
+    add_json_file,
+    add_machine,
+    add_target,
+    device,
+    int_or_name,
+    loading,
+    require_tokenizer,
+    write_json,
+)
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -24,6 +33,23 @@ def test_what_is_left_out_is_not_handed_on() -> None:
     assert loading(parsed("--device", "cpu")) == {}
     named = parsed("--device", "cpu", "--dtype", "float32", "--draft-length", "3")
     assert loading(named) == {"dtype": "float32", "draft_length": 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        ([], "zoo:target"),
+        (["mine"], "mine"),
+        (["--target", "mine"], "mine"),
+        (["--drafts", "a", "b", "--target", "mine"], "mine"),
+        (["mine", "--drafts", "a", "b"], "mine"),
+    ],
+)
+def test_a_target_comes_first_or_by_name(words: list[str], target: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_target(parser, parser.add_argument_group("the pair"), "a model")
+    parser.add_argument("--drafts", nargs="+")
+    assert parser.parse_args(words).target == target
 
 
 def test_a_number_or_a_name() -> None:

@@ -7,7 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..arguments import DEFAULT, add_json_file, add_machine, int_or_name, loading, typed, use_threads, write_json
+from ..arguments import (
+    DEFAULT,
+    add_json_file,
+    add_machine,
+    add_target,
+    int_or_name,
+    loading,
+    typed,
+    use_threads,
+    write_json,
+)
 
 __all__ = ["add"]
 
@@ -20,7 +30,7 @@ def add(commands: Any) -> None:
     )
     parser.set_defaults(command=_bench)
     pair = parser.add_argument_group("the pair")
-    pair.add_argument("--target", default="zoo:target", help="Hub id, folder, zoo: name or saved pair" + DEFAULT)
+    add_target(parser, pair, "Hub id, folder, zoo: name or saved pair")
     pair.add_argument("--draft", help="a draft model, for transformers as well (default: zoo:draft for zoo:target)")
     pair.add_argument(
         "--drafts",

@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..arguments import DEFAULT, add_json_file, add_machine, device, require_tokenizer, use_threads, write_json
+from ..arguments import (
+    DEFAULT,
+    add_json_file,
+    add_machine,
+    add_target,
+    device,
+    require_tokenizer,
+    use_threads,
+    write_json,
+)
 
 __all__ = ["add"]
 
@@ -18,7 +27,7 @@ def add(commands: Any) -> None:
     )
     doctor.set_defaults(command=_doctor)
     add_json_file(doctor, "found")
-    doctor.add_argument("target", help="Hub id, folder, zoo: name, or grown:SIZE (the shipped target at that size)")
+    add_target(doctor, doctor, "Hub id, folder, zoo: name, or grown:SIZE (the shipped target at that size)")
     doctor.add_argument(
         "--draft",
         action="append",

@@ -52,8 +52,11 @@ CASES = {
     "Greedy, 48 tokens": (Rules(new_tokens=48), 1, torch.float32),
     "Temperature 0.8, top-p 0.95, 128 tokens": (SAMPLED, 1, torch.float32),
     "Batch 8, greedy, 48 tokens": (Rules(new_tokens=48), 8, torch.float32),
+    "Batch 8, temperature 0.8, top-p 0.95, 128 tokens": (SAMPLED, 8, torch.float32),
     "bfloat16, greedy, 48 tokens": (Rules(new_tokens=48), 1, torch.bfloat16),
+    "bfloat16, temperature 0.8, top-p 0.95, 128 tokens": (SAMPLED, 1, torch.bfloat16),
     "bfloat16, batch 8, greedy, 48 tokens": (Rules(new_tokens=48), 8, torch.bfloat16),
+    "bfloat16, batch 8, temperature 0.8, top-p 0.95, 128 tokens": (SAMPLED, 8, torch.bfloat16),
 }
 IN_SHORT = tuple(CASES)[:2]  # of the README
 COLUMNS = {

@@ -292,3 +292,18 @@ def test_the_vocabulary_is_not_sorted_for_a_nucleus(monkeypatch):
     monkeypatch.setattr(hf.TopPLogitsWarper, "__call__", None)
     found = law(hf.TopPLogitsWarper).node_scores(torch.ones(1, 1), [1], scores, drafted(), [-1, 0, 1])
     assert 1 <= found.isfinite().sum(-1).max() < 256
+
+
+def test_the_vocabulary_is_sorted_where_a_nucleus_is_wide_alone(monkeypatch):
+    """Of a batch of drafts some columns nearly always are unsure: the others do not pay for them."""
+    spread = torch.tensor([[12.0, 1.0, 12.0], [1.0, 12.0, 12.0]])[:, :, None]
+    scores = spread * torch.randn(2, 3, 2000, generator=torch.Generator().manual_seed(1))
+    warper, own, sorted_rows = hf.TopPLogitsWarper(0.95), hf.TopPLogitsWarper.__call__, []
+    expected = warper(None, scores.flatten(0, 1)).view_as(scores)
+    monkeypatch.setattr(
+        hf.TopPLogitsWarper, "__call__", lambda self, ids, s: [sorted_rows.append(len(s)), own(self, ids, s)][1]
+    )
+    found = Law(LogitsProcessorList([warper]), True).node_scores(
+        torch.ones(2, 1), [1, 1], scores, drafted(), [-1, 0, 1]
+    )
+    assert torch.equal(found, expected) and sorted_rows == [2]

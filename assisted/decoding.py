@@ -109,7 +109,7 @@ def _give_up(error: Exception) -> None:
 def _judge(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> _Outcome:
     """Accept and commit, every row on its own."""
     plain = not law.processors and not law.do_sample and not text.keep_scores
-    scores = logits if plain else law.scores(text.ids, text.lengths, logits, draft)
+    scores = logits if plain else law.scores(text.ids, text.lengths, logits, draft, text.unfinished)
     tokens, lengths, parents, width = draft.tokens, draft.lengths, draft.parents, draft.width
     nodes = verdict = None
     if law.lossy is not None:

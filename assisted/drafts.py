@@ -44,6 +44,11 @@ class Draft:
         """Columns of the widest row."""
         return self.tokens.shape[1]
 
+    def of_rows(self, rows: list[int]) -> Draft:
+        """The trees of some rows, without q."""
+        parents = None if self.parents is None else self.parents[rows]
+        return Draft(self.tokens[rows], self.lengths[rows], parents=parents)
+
     def depths(self) -> torch.Tensor:
         """Distance of each node from the last committed token, which has depth 0. Returns [B, n] int64."""
         rows, width = self.tokens.shape

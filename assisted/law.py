@@ -10,6 +10,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.generation import logits_process as hf
@@ -49,7 +50,7 @@ _PREFIX_READING = {
     hf.SuppressTokensAtBeginLogitsProcessor,
 }
 
-_LIKELY = 256  # tokens that a nucleus is looked for in
+_LIKELY = (32, 256)  # tokens that a nucleus is looked for among, one after the other
 
 
 @dataclass(frozen=True)
@@ -75,25 +76,51 @@ class Law:
         """The same law without what only committed prefixes may be shown to."""
         return Law(LogitsProcessorList(filter(_is_known, self.processors)), self.do_sample)
 
-    def scores(self, ids: torch.Tensor, lengths: list[int], logits: torch.Tensor, draft: Draft) -> torch.Tensor:
+    def scores(
+        self,
+        ids: torch.Tensor,
+        lengths: list[int],
+        logits: torch.Tensor,
+        draft: Draft,
+        rows: list[int] | None = None,
+    ) -> torch.Tensor:
         """Processed scores after the committed text and after every drafted node.
 
         ids: [B, S] int64 of which row b's first `lengths[b]` are committed. logits: [B, n + 1, V], the first column after
-        the committed text, column i + 1 after node i of `draft`. Returns [B, n + 1, V] float32.
+        the committed text, column i + 1 after node i of `draft`. rows: whose scores matter, None for all; the others keep
+        their logits. Returns [B, n + 1, V] float32.
         """
-        return self.node_scores(ids, lengths, logits, draft, range(-1, draft.width))
+        return self.node_scores(ids, lengths, logits, draft, range(-1, draft.width), rows)
 
-    def last_scores(self, ids: torch.Tensor, lengths: list[int], logits: torch.Tensor, draft: Draft) -> torch.Tensor:
+    def last_scores(
+        self,
+        ids: torch.Tensor,
+        lengths: list[int],
+        logits: torch.Tensor,
+        draft: Draft,
+        rows: list[int] | None = None,
+    ) -> torch.Tensor:
         """Processed scores at the end of a chain under construction. logits: [B, V] after its last token -> [B, V]."""
-        return self.node_scores(ids, lengths, logits[:, None], draft, [draft.width - 1])[:, 0]
+        return self.node_scores(ids, lengths, logits[:, None], draft, [draft.width - 1], rows)[:, 0]
 
     def node_scores(
-        self, ids: torch.Tensor, lengths: list[int], logits: torch.Tensor, draft: Draft, nodes: Sequence[int]
+        self,
+        ids: torch.Tensor,
+        lengths: list[int],
+        logits: torch.Tensor,
+        draft: Draft,
+        nodes: Sequence[int],
+        rows: list[int] | None = None,
     ) -> torch.Tensor:
         """Processed scores after some nodes of a draft under construction, -1 for the committed text alone.
 
         logits: [B, k, V], column i after node `nodes[i]` -> [B, k, V] float32.
         """
+        if rows is not None and len(rows) < len(logits):
+            scores = logits.to(torch.float32, copy=True)
+            own_lengths = [lengths[row] for row in rows]
+            scores[rows] = self.node_scores(ids[rows], own_lengths, logits[rows], draft.of_rows(rows), nodes)
+            return scores
         scores = logits.float()
         for processor in self.processors:
             scores = self._apply(processor, ids, lengths, scores, draft, nodes)
@@ -115,7 +142,7 @@ class Law:
         draft: Draft,
         nodes: Sequence[int],
     ) -> torch.Tensor:
-        if type(processor) is hf.TopPLogitsWarper and scores.device.type == "cpu" and scores.shape[-1] > _LIKELY:
+        if type(processor) is hf.TopPLogitsWarper and scores.device.type == "cpu":
             return _nucleus(processor, ids, scores)
         if type(processor) in _PREFIX_FREE:
             return processor(ids[:, :1], scores.flatten(0, 1)).view_as(scores)
@@ -161,19 +188,27 @@ def probabilities(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _nucleus(processor: hf.TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """What top-p leaves of scores [B, k, V], V > `_LIKELY`: from the likeliest tokens alone, where these hold the nucleus.
+    """What top-p leaves of scores [B, k, V]. The nucleus of a row is looked for among more and more of its likeliest tokens.
 
-    Sorting the whole vocabulary, as the processor does, takes ten times as long.
+    Sorting the whole vocabulary, as the processor does, takes ten times as long; most rows never need it.
     """
-    likely, at = probabilities(scores).topk(_LIKELY, -1)
-    kept = likely.cumsum(-1) - likely < processor.top_p  # those before a token hold less
-    kept[..., : processor.min_tokens_to_keep] = True
-    left = scores.gather(-1, at).masked_fill(~kept, processor.filter_value)
-    found = torch.full_like(scores, processor.filter_value).scatter_(-1, at, left)
-    wider = kept[..., -1]
-    if bool(wider.any()):
-        found[wider] = processor(ids[:, :1], scores[wider])
-    return found
+    flat = scores.flatten(0, 1)
+    law, found = probabilities(flat), torch.empty_like(flat)
+    every = torch.arange(len(flat), device=flat.device)
+    rows: Any = slice(None)  # whose nucleus is not yet found
+    for among in _LIKELY:
+        if among >= flat.shape[-1]:
+            break
+        likely, at = law[rows].topk(among, -1)
+        kept = likely.cumsum(-1) - likely < processor.top_p  # those before a token hold less
+        kept[:, : processor.min_tokens_to_keep] = True
+        left = flat[rows].gather(-1, at).masked_fill(~kept, processor.filter_value)
+        found[rows] = torch.full_like(flat[rows], processor.filter_value).scatter_(-1, at, left)
+        rows = every[rows][kept[:, -1]]
+        if len(rows) == 0:
+            return found.view_as(scores)
+    found[rows] = processor(ids[:, :1], flat[rows])
+    return found.view_as(scores)
 
 
 def _is_known(processor: LogitsProcessor) -> bool:

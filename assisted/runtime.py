@@ -178,7 +178,7 @@ class CachedModel:
         if rows != list(range(cache.rows)):
             ids = ids[rows]
             used = None if used is None else [used[row] for row in rows]
-            draft = None if draft is None or draft.parents is None else _of_rows(draft, rows)
+            draft = None if draft is None or draft.parents is None else draft.of_rows(rows)
         cache.place(width, self.device)
         depths = column_depths(draft, width, self.device)
         kwargs: dict[str, Any] = {}
@@ -305,12 +305,6 @@ def is_sum_of_parts(model: PreTrainedModel) -> bool:
         except (TypeError, AttributeError, ValueError):  # submodules that want to be called in another way
             return False
     return torch.equal(*logits)
-
-
-def _of_rows(draft: Draft, rows: list[int]) -> Draft:
-    """The trees of some rows."""
-    assert draft.parents is not None
-    return Draft(draft.tokens[rows], draft.lengths[rows], parents=draft.parents[rows])
 
 
 def _context(config: Any) -> int:

@@ -294,6 +294,24 @@ def test_the_vocabulary_is_not_sorted_for_a_nucleus(monkeypatch):
     assert 1 <= found.isfinite().sum(-1).max() < 256
 
 
+@pytest.mark.parametrize("kind", [hf.TopPLogitsWarper, hf.RepetitionPenaltyLogitsProcessor])
+def test_rows_that_have_ended_are_no_work(kind, monkeypatch):
+    """They keep their logits; the others get the scores that they have in company."""
+    logits = logits_for((), len(LENGTHS), WIDTH + 1)
+    raw, own = logits.clone(), law(kind)
+    expected = own.scores(committed(), LENGTHS, logits, drafted())
+    for rows in ([0], [2], [0, 2], [1, 2]):
+        found = own.scores(committed(), LENGTHS, logits, drafted(), rows)
+        others = [row for row in range(len(LENGTHS)) if row not in rows]
+        assert torch.equal(found[rows], expected[rows]) and torch.equal(found[others], raw[others])
+    assert torch.equal(logits, raw)
+    seen = []
+    apply = Law._apply
+    monkeypatch.setattr(Law, "_apply", lambda self, *args: [seen.append(len(args[3])), apply(self, *args)][1])
+    own.scores(committed(), LENGTHS, logits, drafted(), [1])
+    assert seen == [1]
+
+
 def test_the_vocabulary_is_sorted_where_a_nucleus_is_wide_alone(monkeypatch):
     """Of a batch of drafts some columns nearly always are unsure: the others do not pay for them."""
     spread = torch.tensor([[12.0, 1.0, 12.0], [1.0, 12.0, 12.0]])[:, :, None]

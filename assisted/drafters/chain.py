@@ -48,7 +48,8 @@ class ChainDrafting(Drafting):
         for position in range(budget):
             scores = logits
             if law.processors or law.do_sample:
-                scores = law.last_scores(text.ids, text.lengths, logits, _chain(text, tokens if law.processors else []))
+                chain = _chain(text, tokens if law.processors else [])
+                scores = law.last_scores(text.ids, text.lengths, logits, chain, text.unfinished)
             score, token = scores.max(-1, keepdim=True)
             best.append(score)
             q = probabilities(scores) if law.do_sample or length.needs_law else None

@@ -205,7 +205,8 @@ def _laws(
     draft = read.draft()
     last = range(draft.width - logits.shape[1], draft.width)  # the committed text alone, before any node was read
     full = head.over_all(logits).to(text.ids.device)
-    return probabilities(law.node_scores(text.ids, text.lengths, full, draft, last)).to(logits.device), None
+    scores = law.node_scores(text.ids, text.lengths, full, draft, last, text.unfinished)
+    return probabilities(scores).to(logits.device), None
 
 
 class _Read:

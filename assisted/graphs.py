@@ -37,7 +37,8 @@ _AHEAD = 4096  # slots reserved at once where a call may need so many; more are 
 _REMEMBERED = 256  # shapes that were asked for once
 _MOST = 48  # captured passes of a model, the least recently used one goes first
 _MOST_OPEN = 512  # the same where they share one code
-_FEW = 64  # passes over one column of several rows before a code of their own is compiled, where there is one for more
+_FEW = 16  # passes over one column of several rows before a code of their own is compiled, where there is one for more,
+_SELDOM = 0.1  # and what share of all passes they must be: compiling takes as long as thousands of them
 _TOLERANCE = {torch.float32: 3e-3, torch.float64: 3e-3}  # of logits, relative to their spread
 _HALF_TOLERANCE = 0.1
 
@@ -120,7 +121,9 @@ class Graphs:
         self._compiled: dict[Hashable, _Run] = {}
         self._twins: dict[Hashable, Any] = {}  # the runners that compiled code is made of
         self._grounds: dict[Hashable, tuple[Any, ...]] = {}  # what the checked passes of a sort stand on
-        self._filled_up: dict[Hashable, int] = {}  # passes over one column, by sort
+        self._filled_up: dict[
+            Hashable, tuple[int, int]
+        ] = {}  # by sort passes over one column, and `replays` before them
         self._sound: set[Hashable] = set()  # sorts of which this call has had a pass checked
 
     def __reduce__(self) -> Any:
@@ -267,8 +270,9 @@ class Graphs:
         one, two = (_Shape(runner.kind, rows, columns, 0, tree).sort(self._open) for columns in (1, 2))
         if one in self._proven or two not in self._proven:
             return False
-        self._filled_up[one] = self._filled_up.get(one, 0) + 1
-        return self._filled_up[one] <= _FEW
+        count, before = self._filled_up.get(one, (0, self.replays))
+        self._filled_up[one] = count + 1, before
+        return count < _FEW or count < _SELDOM * (self.replays - before)
 
     def _replayed(self, shape: _Shape, runner: Runner) -> list[torch.Tensor]:
         """What a captured pass returns."""

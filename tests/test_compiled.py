@@ -1,6 +1,7 @@
 """Passes compiled for a CPU: plain `generate`'s tokens, from code that is made once for all shapes."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from eagle_heads import trained_head, written
 from pairs import BY_NAME
 
 from assisted import AssistedModelForCausalLM, Eagle, Merged, capture, decoding, graphs, products
+from assisted.graphs import Graphs
 
 
 @pytest.fixture(autouse=True)
@@ -151,3 +153,17 @@ def test_code_is_looked_at_without_being_run():
         double, total = replay()
         assert torch.equal(double, data[:size] * 2) and total == data[:size].sum()
     assert runs == 4
+
+
+@pytest.mark.parametrize(("others", "filled_up"), [(0, 16), (4, 16), (20, 400)])
+def test_single_columns_of_several_rows_get_a_code_where_they_are_many(others, filled_up):
+    """others: passes over more columns between two over one."""
+    holder, runner = Graphs(), SimpleNamespace(kind="whole")
+    holder._open = True
+    assert not holder._fills_up(runner, 4, False)  # there is no code that they could share
+    holder._proven.add(graphs._Shape("whole", 4, 2, 0, False).sort(True))
+    count = 0
+    while count < 400 and holder._fills_up(runner, 4, False):
+        count += 1
+        holder.replays += 1 + others
+    assert count == filled_up

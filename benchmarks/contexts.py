@@ -57,6 +57,8 @@ DRAFTS: dict[str, tuple[str, Any]] = {
     "suffix, Adaptive()": ("suffix", None),
 }
 """By name: what drafts, and how long; None is the default length."""
+EAGER = ', fast="eager"'
+"""Behind a name: without copies of weights, of which peak memory is measured as well."""
 WARM_UP = 8  # tokens
 
 
@@ -69,13 +71,13 @@ def long_model(name: str, grown: str | None = None) -> Any:
     return model if grown is None else grow(model, grown)
 
 
-def pairs(target: Any, names: list[str]) -> dict[str, AssistedModelForCausalLM]:
+def pairs(target: Any, names: list[str], fast: str = "auto") -> dict[str, AssistedModelForCausalLM]:
     tokenizer = find_tokenizer(zoo.folder("target"))
     specs = {name: DRAFTS[name] for name in names if name in DRAFTS}
     draft = long_model("draft") if any(spec == "zoo:draft" for spec, _ in specs.values()) else None
     return {
         name: AssistedModelForCausalLM.from_models(
-            target, DraftModel(draft) if spec == "zoo:draft" else spec, length, tokenizer
+            target, DraftModel(draft) if spec == "zoo:draft" else spec, length, tokenizer, fast=fast
         )
         for name, (spec, length) in specs.items()
     }
@@ -285,16 +287,17 @@ def child(args: Any) -> None:
         torch.set_num_threads(args.threads)
     (context,) = args.contexts
     target = long_model("target", args.grown)
-    own = pairs(target, [args.child])
+    name = args.child.removesuffix(EAGER)
+    own = pairs(target, [name], "auto" if name == args.child else "eager")
     call = call_of(Rules(args.new_tokens))
     tokenizer = find_tokenizer(zoo.folder("target"))
     (prompt,) = at_length(read(["code"], tokenizer, 1), tokenizer, context)
-    run = own[args.child].generate if own else target.generate
+    run = own[name].generate if own else target.generate
     short = Prompt(prompt.source, prompt.category, prompt.text, prompt.ids[:, -64:])
     generate(run, short, call, max_new_tokens=WARM_UP)  # what is made once
     Path("/proc/self/clear_refs").write_text("5")
     generate(run, prompt, call)
-    draft = own[args.child].drafter.model if own else None
+    draft = own[name].drafter.model if own else None
     slots = 0
     if draft is not None:
         config = draft.config
@@ -339,7 +342,9 @@ def measure(args: Any) -> dict[str, Any]:
                 found["first"][str(context)] = measure_first(target, own, context, args, bars)
             write_json(args.out, found)  # a long measurement, of which nothing is to be lost
         for context in args.memory:
-            found["memory"][str(context)] = measure_memory(context, [PLAIN, *own], args, bars)
+            found["memory"][str(context)] = measure_memory(
+                context, [PLAIN, *own, *(name + EAGER for name in own)], args, bars
+            )
     return found
 
 

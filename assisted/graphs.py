@@ -121,9 +121,8 @@ class Graphs:
         self._compiled: dict[Hashable, _Run] = {}
         self._twins: dict[Hashable, Any] = {}  # the runners that compiled code is made of
         self._grounds: dict[Hashable, tuple[Any, ...]] = {}  # what the checked passes of a sort stand on
-        self._filled_up: dict[
-            Hashable, tuple[int, int]
-        ] = {}  # by sort passes over one column, and `replays` before them
+        # by sort: passes over one column, and `replays` before them
+        self._filled_up: dict[Hashable, tuple[int, int]] = {}
         self._sound: set[Hashable] = set()  # sorts of which this call has had a pass checked
 
     def __reduce__(self) -> Any:

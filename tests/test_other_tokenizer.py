@@ -262,15 +262,17 @@ def test_q_is_the_law_of_the_draft_on_what_both_can_say(monkeypatch):
     propose = TranslatedDrafting.propose
 
     def kept(self, text, budget):
-        drafts.append((propose(self, text, budget), [row.tokens[:] for row in self.rows]))
-        return drafts[-1][0]
+        grown = text.unfinished  # of rows that have ended nobody asks
+        draft = propose(self, text, budget)
+        drafts.append((draft, {row: self.rows[row].tokens[:] for row in grown}))
+        return draft
 
     monkeypatch.setattr(TranslatedDrafting, "propose", kept)
     model.generate(PROMPT, max_new_tokens=8, do_sample=True, top_k=0, temperature=0.5, num_return_sequences=3)
     for draft, texts in drafts:
         assert draft.q.sum(-1).allclose(torch.ones(()))
         assert draft.q[..., 1].eq(0).all()  # "a", which the draft has no token for
-        for row, tokens in enumerate(texts):
+        for row, tokens in texts.items():
             logits = model.drafter.model(torch.tensor([tokens])).logits[0, -1] / 0.5
             both = torch.softmax(logits[[0, 1, 2, 3]], -1)  # <pad> b c d in its own ids
             torch.testing.assert_close(draft.q[row, 0, [0, 2, 3, 4]], both, atol=1e-4, rtol=1e-4)

@@ -83,43 +83,20 @@ class Law:
         logits: torch.Tensor,
         draft: Draft,
         rows: list[int] | None = None,
+        nodes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Processed scores after the committed text and after every drafted node.
+        """Processed scores after the committed text and after drafted nodes.
 
-        ids: [B, S] int64 of which row b's first `lengths[b]` are committed. logits: [B, n + 1, V], the first column after
-        the committed text, column i + 1 after node i of `draft`. rows: whose scores matter, None for all; the others keep
-        their logits. Returns [B, n + 1, V] float32.
+        ids: [B, S] int64 of which row b's first `lengths[b]` are committed. logits: [B, k, V], column i after node `nodes[i]`
+        of `draft`, -1 for the committed text alone. rows: whose scores matter, None for all; the others keep their logits.
+        nodes: None for the committed text and all nodes in order, k = n + 1. Returns [B, k, V] float32.
         """
-        return self.node_scores(ids, lengths, logits, draft, range(-1, draft.width), rows)
-
-    def last_scores(
-        self,
-        ids: torch.Tensor,
-        lengths: list[int],
-        logits: torch.Tensor,
-        draft: Draft,
-        rows: list[int] | None = None,
-    ) -> torch.Tensor:
-        """Processed scores at the end of a chain under construction. logits: [B, V] after its last token -> [B, V]."""
-        return self.node_scores(ids, lengths, logits[:, None], draft, [draft.width - 1], rows)[:, 0]
-
-    def node_scores(
-        self,
-        ids: torch.Tensor,
-        lengths: list[int],
-        logits: torch.Tensor,
-        draft: Draft,
-        nodes: Sequence[int],
-        rows: list[int] | None = None,
-    ) -> torch.Tensor:
-        """Processed scores after some nodes of a draft under construction, -1 for the committed text alone.
-
-        logits: [B, k, V], column i after node `nodes[i]` -> [B, k, V] float32.
-        """
+        if nodes is None:
+            nodes = range(-1, draft.width)
         if rows is not None and len(rows) < len(logits):
             scores = logits.to(torch.float32, copy=True)
             own_lengths = [lengths[row] for row in rows]
-            scores[rows] = self.node_scores(ids[rows], own_lengths, logits[rows], draft.of_rows(rows), nodes)
+            scores[rows] = self.scores(ids[rows], own_lengths, logits[rows], draft.of_rows(rows), nodes=nodes)
             return scores
         scores = logits.float()
         for processor in self.processors:

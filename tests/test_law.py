@@ -158,11 +158,11 @@ def test_trees(kinds, data):
 
 @by_list
 @pytest.mark.parametrize("width", [0, 1, WIDTH])
-def test_last_scores_are_the_column_of_scores(kinds, width):
+def test_scores_of_the_last_node_are_the_column_of_all(kinds, width):
     ids, draft = committed(), drafted(width=width)
     logits = logits_for(kinds, len(LENGTHS), width + 1)
     whole = law(*kinds).scores(ids, LENGTHS, logits, draft)
-    last = law(*kinds).last_scores(ids, LENGTHS, logits[:, -1], draft)
+    last = law(*kinds).scores(ids, LENGTHS, logits[:, -1:], draft, nodes=[draft.width - 1])[:, 0]
     torch.testing.assert_close(last, whole[:, -1], rtol=0, atol=1e-6, equal_nan=True)
 
 
@@ -254,7 +254,9 @@ def test_half_precision_logits_are_judged_in_float32():
     logits = logits_for((), len(LENGTHS), WIDTH + 1).bfloat16()
     scores = law(hf.TemperatureLogitsWarper).scores(committed(), LENGTHS, logits, drafted())
     assert torch.equal(scores, logits.float() / 0.7)
-    last = law(hf.TemperatureLogitsWarper).last_scores(committed(), LENGTHS, logits[:, -1], drafted())
+    last = law(hf.TemperatureLogitsWarper).scores(committed(), LENGTHS, logits[:, -1:], drafted(), nodes=[WIDTH - 1])[
+        :, 0
+    ]
     assert torch.equal(last, scores[:, -1])
 
 
@@ -275,14 +277,14 @@ def test_a_nucleus_of_a_large_vocabulary(top_p, spread, kept):
     warper = hf.TopPLogitsWarper(top_p, min_tokens_to_keep=kept)
     scores = spread * torch.randn(2, 3, 2000, generator=torch.Generator().manual_seed(1))
     expected = warper(None, scores.flatten(0, 1)).view_as(scores)
-    found = Law(LogitsProcessorList([warper]), True).node_scores(
-        torch.ones(2, 1), [1, 1], scores, drafted(), [-1, 0, 1]
+    found = Law(LogitsProcessorList([warper]), True).scores(
+        torch.ones(2, 1), [1, 1], scores, drafted(), nodes=[-1, 0, 1]
     )
     assert torch.equal(found, expected)
     halves = scores.bfloat16().float()
     expected = probabilities(warper(None, halves.flatten(0, 1)).view_as(scores)).sort(-1).values
-    found = Law(LogitsProcessorList([warper]), True).node_scores(
-        torch.ones(2, 1), [1, 1], halves, drafted(), [-1, 0, 1]
+    found = Law(LogitsProcessorList([warper]), True).scores(
+        torch.ones(2, 1), [1, 1], halves, drafted(), nodes=[-1, 0, 1]
     )
     assert torch.allclose(probabilities(found).sort(-1).values, expected, atol=1e-7)
 
@@ -290,7 +292,7 @@ def test_a_nucleus_of_a_large_vocabulary(top_p, spread, kept):
 def test_the_vocabulary_is_not_sorted_for_a_nucleus(monkeypatch):
     scores = 12 * torch.randn(1, 3, 2000, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(hf.TopPLogitsWarper, "__call__", None)
-    found = law(hf.TopPLogitsWarper).node_scores(torch.ones(1, 1), [1], scores, drafted(), [-1, 0, 1])
+    found = law(hf.TopPLogitsWarper).scores(torch.ones(1, 1), [1], scores, drafted(), nodes=[-1, 0, 1])
     assert 1 <= found.isfinite().sum(-1).max() < 256
 
 
@@ -321,7 +323,7 @@ def test_the_vocabulary_is_sorted_where_a_nucleus_is_wide_alone(monkeypatch):
     monkeypatch.setattr(
         hf.TopPLogitsWarper, "__call__", lambda self, ids, s: [sorted_rows.append(len(s)), own(self, ids, s)][1]
     )
-    found = Law(LogitsProcessorList([warper]), True).node_scores(
-        torch.ones(2, 1), [1, 1], scores, drafted(), [-1, 0, 1]
+    found = Law(LogitsProcessorList([warper]), True).scores(
+        torch.ones(2, 1), [1, 1], scores, drafted(), nodes=[-1, 0, 1]
     )
     assert torch.equal(found, expected) and sorted_rows == [2]

@@ -210,7 +210,7 @@ class Drawn(Drafter, Drafting):
             for depth, above in enumerate(path):
                 ids.scatter_(1, behind[:, None] + depth, draft.tokens[:, above : above + 1])
             logits = self.model(ids).logits[torch.arange(rows), behind - 1 + len(path)]
-            scores = self.law.node_scores(text.ids, text.lengths, logits[:, None], draft, [parent])[:, 0]
+            scores = self.law.scores(text.ids, text.lengths, logits[:, None], draft, nodes=[parent])[:, 0]
             laws.append(probabilities(scores))
             q = torch.stack(laws, 1)
             tokens = torch.nn.functional.pad(draft.tokens, (0, 1))

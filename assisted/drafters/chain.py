@@ -49,7 +49,8 @@ class ChainDrafting(Drafting):
             scores = logits
             if law.processors or law.do_sample:
                 chain = _chain(text, tokens if law.processors else [])
-                scores = law.last_scores(text.ids, text.lengths, logits, chain, text.unfinished)
+                last = [chain.width - 1]
+                scores = law.scores(text.ids, text.lengths, logits[:, None], chain, text.unfinished, last)[:, 0]
             score, token = scores.max(-1, keepdim=True)
             best.append(score)
             q = probabilities(scores) if law.do_sample or length.needs_law else None

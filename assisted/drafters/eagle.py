@@ -208,8 +208,8 @@ class EagleDrafting(ChainDrafting):
         counts, path = target.kept
         features, width = torch.cat(self._states(target), -1), max(counts)
         if path is not None:
-            columns = padded([columns[:width] for columns in path], features.device)[:, :, None]
-            features = features.gather(1, columns.expand(-1, -1, features.shape[-1]))
+            kept = padded([columns[:width] for columns in path], features.device)[:, :, None]
+            features = features.gather(1, kept.expand(-1, -1, features.shape[-1]))
         self.unread.append((features[:, :width], counts))
         if self.text is not None and self.offers:
             learn(self.rates, self.offers, self.text, counts)

@@ -205,7 +205,7 @@ def _laws(
     draft = read.draft()
     last = range(draft.width - logits.shape[1], draft.width)  # the committed text alone, before any node was read
     full = head.over_all(logits).to(text.ids.device)
-    scores = law.node_scores(text.ids, text.lengths, full, draft, last, text.unfinished)
+    scores = law.scores(text.ids, text.lengths, full, draft, text.unfinished, last)
     return probabilities(scores).to(logits.device), None
 
 

@@ -457,6 +457,46 @@ def test_half_precision_is_no_reason_to_refuse(name):
     require_verifiable(build(BY_NAME[name]).to(torch.bfloat16))
 
 
+@over_recurrent
+@pytest.mark.parametrize("scale", [None, 0.02, 0.003], ids=["wide", "as made", "tiny"])
+def test_random_weights_are_no_reason_to_refuse(name, scale):
+    """Where weights are tiny, states hardly count, and what is left of the differences is rounding."""
+    for seed in range(2):
+        model = build(BY_NAME[name], seed)
+        if scale is not None:
+            torch.manual_seed(seed)
+            architecture = BY_NAME[name]
+            config = architecture.make(initializer_range=scale)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=architecture.attention).eval()
+        require_verifiable(model)
+        require_verifiable(model.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("mutant", ["empty", "stale", "zeroed convolution", "noisy"])
+@over_recurrent
+def test_a_forward_that_loses_its_states_is_refused(name, mutant, monkeypatch):
+    """Passes over several tokens only: from an empty state, from one that is not put back, from one that is a little off."""
+    plain = RecurrentModel.__call__
+
+    def broken(self, ids, draft=None, used=None):
+        if mutant == "stale" and ids.shape[1] > 1:
+            logits = plain(self, ids, draft, used)
+            self.cache._saved = [state.clone() for state in self.cache._states()]
+            return logits
+        if ids.shape[1] > 1 and self.cache.lengths[0] > 1 and not self.unread.shape[1]:
+            self.cache.save()
+            for state in self.cache._states():
+                if mutant == "noisy":
+                    state.mul_(1 + 1e-2)
+                elif mutant == "empty" or state.ndim == 3:
+                    state.zero_()
+        return plain(self, ids, draft, used)
+
+    monkeypatch.setattr(RecurrentModel, "__call__", broken)
+    with pytest.raises(ValueError, match="cannot take back rejected tokens: it"):
+        require_verifiable(build(BY_NAME[name]))
+
+
 @pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba", "zamba"])
 def test_a_pass_that_starts_from_an_empty_state_is_found_in_half_precision(name):
     with pytest.raises(ValueError, match=r"^target: .*its pass over several tokens differs"):

@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format docs site-check docs-serve notebooks notebooks-check clean
+.PHONY: help demo test test-all fuzz lint format docs site-check docs-serve notebooks notebooks-check clean
 
 help: ## this list
 	@echo "assisted: exact speculative decoding for Hugging Face models"
@@ -30,6 +30,9 @@ test: $(VENV)/.test ## the tests, without the slow ones and the runs of the note
 
 test-all: $(VENV)/.test ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+fuzz: $(VENV)/.test ## random calls on a target alone and on a pair; ARGS="--minutes 10 --seed 1" for more of them
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(or $(ARGS),--cases 80 --jobs 2)
 
 lint: $(VENV)/.test ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .

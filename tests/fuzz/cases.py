@@ -1,0 +1,186 @@
+"""What the fuzzer tries: a case is a pure function of a seed and a number.
+
+A case holds numbers, strings and names only, so that it prints as Python that makes it again. What the names stand for is in
+arguments.py, drafts.py and edits.py.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from architectures import ARCHITECTURES, RECURRENT, VOCABULARY, WINDOW, Architecture
+from pairs import ENDS
+
+from . import arguments, drafts, edits
+
+__all__ = ["BY_NAME", "Call", "Case", "Edit", "draw"]
+
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + RECURRENT}
+FUSED = ("llama", "mistral", "mistral-window", "qwen2", "qwen3")  # have layers of this package's own: more to get wrong
+ROUTED = ("moe", "mixtral", "gpt_oss", "deepseek", "glm4_moe", "dbrx", "llama4", "minimax", "kimi")
+ROTARY = (*FUSED, "phi3", "olmo2", "granite", "gemma", "stablelm", "starcoder2", "seed_oss", "ernie4_5", "arcee")
+ROWS = (1, 2, 3, 5, 8, 12)  # more cost little, and compare more
+KNOWN = 20  # tokens of the prompts that drafts know
+HEAD = 8  # head_dim of the tiny models
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `generate`.
+
+    Args:
+        lengths: tokens of each row's prompt; of a call that continues, of what is appended to every row (the first counts).
+        seed: of the prompt's tokens.
+        continues: "" begins anew, "text" passes the text so far and no cache, "cache" the text and the returned cache.
+        pads: "left" or "right", where shorter rows are padded; "shown" leaves attention_mask out.
+        prompt: "random", "repeats" a few tokens, or "known": what the corpora and heads of drafts.py begin with.
+        hides: the pads of rows that ended are hidden from the turns that follow.
+        arguments: of `generate`; what `arguments.made` makes of them.
+    """
+
+    lengths: tuple[int, ...]
+    seed: int = 0
+    continues: str = ""
+    pads: str = "left"
+    prompt: str = "random"
+    hides: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of the target between calls: a name of `edits.NAMES`, and what it is drawn from."""
+
+    name: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair, and what is done with it.
+
+    Args:
+        architecture: a name of tests/architectures.py. weights: the seed of its weights. config: overrides.
+        attention: an attention implementation other than the architecture's own.
+        draft: a name of `drafts.NAMES`. draft_length, fast: as for `from_models`.
+        packed: narrow products are packed as wide ones are, which tiny models do not have.
+        steps: calls and edits, in order.
+    """
+
+    architecture: str = "llama"
+    weights: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    attention: str | None = None
+    dtype: str = "float32"
+    draft: str = "draft-model"
+    draft_length: int | str = 4
+    fast: str = "auto"
+    packed: bool = False
+    steps: tuple[Call | Edit, ...] = ()
+
+
+def draw(seed: int, number: int) -> Case:
+    """Case `number` of `seed`. So many cases in turn go over all architectures as there are, and then again."""
+    chance = random.Random(f"{seed}:{number}")
+    names = list(BY_NAME)
+    random.Random(f"{seed}:order:{number // (2 * len(names))}").shuffle(names)
+    architecture = names[number // 2 % len(names)] if number % 2 else chance.choice((*FUSED, *names))
+    about = BY_NAME[architecture]
+    half = chance.random() < 0.06 and not any(name in architecture for name in ROUTED)
+    kinds = {name: weight for name, weight in drafts.NAMES.items() if not (half and name.startswith("self:"))}
+    if about in RECURRENT and chance.random() < 0.9:
+        kinds = {name: kinds[name] for name in drafts.FROM_TEXT}
+    steps = _steps(chance)
+    return Case(
+        architecture,
+        chance.choice((0, 0, 1)),
+        _config(chance, about),
+        "eager" if about.attention == "sdpa" and chance.random() < 0.2 else None,
+        "bfloat16" if half else "float32",
+        chance.choices(list(kinds), list(kinds.values()))[0],
+        chance.choice((1, 2, 3, 4, 4, 5, 6, 8, 12, "adaptive", "adaptive", "confidence", "heuristic", "adaedl")),
+        chance.choices(("auto", "eager"), (5, 1))[0],
+        chance.random() < 0.15,
+        steps,
+    )
+
+
+def _config(chance: random.Random, about: Architecture) -> dict[str, Any]:
+    """Overrides, none most of the time: a model is built for each."""
+    config: dict[str, Any] = {}
+    name = about.name
+    if name in ROTARY and chance.random() < 0.35:
+        config["rope_parameters"] = _rope(chance, longrope=name in (*FUSED, "phi3"))
+        if name == "phi3" and config["rope_parameters"]["rope_type"] not in ("default", "longrope"):
+            del config["rope_parameters"]
+        elif config["rope_parameters"]["rope_type"] == "longrope" and name == "phi3":
+            config["original_max_position_embeddings"] = config["rope_parameters"]["original_max_position_embeddings"]
+    if name in FUSED and chance.random() < 0.15:
+        config["tie_word_embeddings"] = chance.random() < 0.5
+    if name in FUSED and chance.random() < 0.1:
+        config["num_key_value_heads"] = chance.choice((1, 4))
+    if name.endswith("-window") and name != "qwen2-window" and chance.random() < 0.3:
+        config["sliding_window"] = chance.choice((3, WINDOW, 20))
+    if name in ("llama", "gpt2", "opt") and chance.random() < 0.08:
+        config["max_position_embeddings"] = 64
+    return config
+
+
+def _rope(chance: random.Random, longrope: bool) -> dict[str, Any]:
+    kind = chance.choice(("default", "linear", "dynamic", "yarn", "llama3", *(("longrope",) if longrope else ())))
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0}
+    original = chance.choice((16, 32, 48, 64))
+    if kind != "default":
+        rope["factor"] = chance.choice((2.0, 4.0))
+    if kind in ("yarn", "llama3", "longrope", "dynamic"):
+        rope["original_max_position_embeddings"] = original
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * (HEAD // 2), "long_factor": [4.0] * (HEAD // 2)}
+    return rope
+
+
+def _steps(chance: random.Random) -> tuple[Call | Edit, ...]:
+    """One to four calls, with edits between them in a third of the cases."""
+    edited = chance.random() < 0.35
+    found: list[Call | Edit] = []
+    rows = chance.choice(ROWS)
+    for number in range(chance.choice((1, 2, 2, 3)) + edited):
+        if number and edited and chance.random() < 0.8:
+            found.append(Edit(chance.choice(edits.NAMES), chance.randrange(100)))
+        goes_on = number > 0 and chance.random() < 0.6
+        if not goes_on:
+            rows = chance.choice(ROWS)
+        found.append(_call(chance, rows, goes_on))
+    return tuple(found)
+
+
+def _call(chance: random.Random, rows: int, goes_on: bool) -> Call:
+    prompt = chance.choices(("random", "repeats", "known"), (3, 2, 3))[0]
+    if goes_on:
+        lengths: tuple[int, ...] = (chance.choice((0, 1, 1, 3, 6)),)
+    else:
+        longest = KNOWN if prompt == "known" else chance.choice((1, 2, 5, 12, 12, 20, 40, 60))
+        same = prompt == "known" or chance.random() < 0.4
+        lengths = (longest, *(longest if same else chance.randint(1, longest) for _ in range(rows - 1)))
+    ends = chance.choices((None, 2, ENDS, [5, 40]), (4, 3, 2, 1))[0]
+    call: dict[str, Any] = {
+        "use_cache": True,
+        "max_new_tokens": chance.choice((1, 2, 7, 20, 30, 40, 50, 60)),
+        "eos_token_id": ends if ends is None or isinstance(ends, int) else list(ends),
+        "pad_token_id": chance.choices((0, 3), (9, 1))[0],
+    }
+    for _ in range(chance.choices((0, 1, 2, 3), (4, 3, 2, 1))[0]):
+        call |= arguments.drawn(chance, rows, VOCABULARY)
+    return Call(
+        lengths,
+        chance.randrange(1000),
+        ("cache" if chance.random() < 0.6 else "text") if goes_on else "",
+        chance.choices(("left", "right", "shown"), (30, 1, 3))[0],
+        prompt,
+        chance.random() < 0.5,
+        call,
+    )

@@ -1,0 +1,58 @@
+"""The ways to draft that the fuzzer draws from: those of the end-to-end tests, and some more."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from architectures import ARCHITECTURES, build, half_right
+from methods import METHODS, half_heard
+from transformers import PreTrainedModel
+
+from assisted import Combined, DraftModel, NGram, Suffix
+
+__all__ = ["FROM_TEXT", "NAMES", "draft_for"]
+
+_BY_NAME = {method.name: method.draft for method in METHODS}
+
+NAMES: dict[str, int] = {  # and how often each is drawn; those that are trained first take a second
+    **{name: 4 for name in _BY_NAME},
+    "draft-model": 12,
+    "itself": 6,
+    "stranger": 2,
+    "llama": 2,
+    "ngram": 6,
+    "suffix": 8,
+    "recycle": 6,
+    "combined": 5,
+    "combined texts": 4,
+    "self:int8-torchao": 2,
+    "self:int4": 1,
+    "eagle-1, chains": 1,
+    "eagle-3, trees": 1,
+    "medusa": 3,
+    "blockwise": 2,
+}
+FROM_TEXT = ("ngram", "suffix", "suffix tree", "recycle", "combined texts", "llama")  # any target can have these
+_heard = functools.lru_cache(maxsize=8)(half_heard)
+
+
+def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> Any:
+    """What is passed as `draft=`. rebuilt: the same weights in another object, which a draft may be."""
+    if name.startswith("suffix"):
+        tree = {"tree": True, "min_probability": 0.01} if name == "suffix tree" else {}
+        return Suffix(corpus=_heard(target), **tree)
+    if name in _BY_NAME:
+        return _BY_NAME[name](target)
+    if name == "itself":
+        return rebuilt
+    if name == "stranger":
+        other = type(rebuilt)(rebuilt.config)
+        return other.eval()
+    if name == "llama":
+        return build(ARCHITECTURES[0])
+    if name == "combined":
+        return Combined((Suffix(corpus=_heard(target)), DraftModel(half_right(target))))
+    if name == "combined texts":
+        return Combined((NGram(3, 1), Suffix()))
+    return name

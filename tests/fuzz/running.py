@@ -1,0 +1,355 @@
+"""One case, run: every call on the target alone and on the pair, and what differs.
+
+The target alone is a copy of the pair's target, edited alike: what a call does to the pair's target shows. Where two texts
+part, the scores of the target alone are looked up: two tokens closer than rounding are a near-tie and counted apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import random
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from architectures import build, random_ids
+from transformers import PreTrainedModel
+
+from assisted import AssistedModelForCausalLM, decoding, products
+
+from . import arguments, edits
+from .cases import BY_NAME, KNOWN, Call, Case, Edit
+from .drafts import draft_for
+
+__all__ = ["NEAR", "Outcome", "run", "same_text"]
+
+NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.15}  # of the spread of a step's scores; rounding is a tenth of it
+CLOSE = 1e-2  # scores and logits that are returned, in float32
+FEW = 300  # models kept
+
+
+@dataclass
+class Outcome:
+    """What a case came to.
+
+    Args:
+        tokens: compared, of all rows. calls: that were compared. drafted, accepted: of the pair's reports.
+        near_ties: first differences whose two tokens lie closer than rounding. refused: messages of ValueErrors of the pair
+            alone. both_raise: messages where the target alone raises, too. warned: what the pair said of decoding plainly.
+        failures: what differs.
+    """
+
+    number: int | None = None
+    case: Case | None = None
+    tokens: int = 0
+    calls: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    near_ties: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    both_raise: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    minimal: Case | None = None
+
+
+@functools.lru_cache(maxsize=FEW)
+def _target(architecture: str, weights: int, config: str, attention: str | None, dtype: str) -> PreTrainedModel:
+    about = BY_NAME[architecture]
+    if attention is not None:
+        about = replace(about, attention=attention)
+    return build(about, weights, **json.loads(config)).to(getattr(torch, dtype))
+
+
+def _key(case: Case) -> tuple[str, int, str, str | None, str]:
+    return case.architecture, case.weights, json.dumps(case.config, sort_keys=True), case.attention, case.dtype
+
+
+@functools.lru_cache(maxsize=FEW)
+def _draft(name: str, *key: Any) -> Any:
+    target = _target(*key)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return draft_for(name, target, copy.deepcopy(target))
+
+
+def run(case: Case, number: int | None = None) -> Outcome:
+    """Run a case; nothing of it is left behind."""
+    outcome, started = Outcome(number, case), time.perf_counter()
+    undos: list[edits.Undo] = []
+    random.seed(0)
+    torch.manual_seed(0)
+    try:
+        with _settings(case), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _run(case, outcome, undos)
+    except Exception as error:
+        outcome.failures.append(f"the fuzzer itself: {_said(error)}")
+    finally:
+        edits.undo(undos)
+    outcome.seconds = time.perf_counter() - started
+    return outcome
+
+
+@contextlib.contextmanager
+def _settings(case: Case) -> Iterator[None]:
+    wide, check = products._WIDE, decoding.CHECK_INVARIANTS
+    products._WIDE, decoding.CHECK_INVARIANTS = 1 if case.packed else wide, True
+    try:
+        yield
+    finally:
+        products._WIDE, decoding.CHECK_INVARIANTS = wide, check
+
+
+def _run(case: Case, outcome: Outcome, undos: list[edits.Undo]) -> None:
+    alone, target = copy.deepcopy(_target(*_key(case))), copy.deepcopy(_target(*_key(case)))
+    try:
+        draft = _draft(case.draft, *_key(case))
+        if isinstance(draft, PreTrainedModel):
+            draft = copy.deepcopy(draft)
+        pair = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=case.draft_length, fast=case.fast)
+    except ValueError as error:
+        outcome.refused.append(f"at load: {_said(error)}")
+        return
+    except Exception as error:
+        outcome.failures.append(f"at load: {_said(error)}")
+        return
+    talk: _Talk | None = None
+    for step in case.steps:
+        if isinstance(step, Edit):
+            before = len(undos)
+            edits.edit(step.name, step.seed, [alone, target], undos)
+            assert len(undos) <= before + 1
+            continue
+        talk = _Talk.begun(step, alone) if talk is None or not step.continues else talk.gone_on(step, alone)
+        if not _compare(step, talk, alone, pair, outcome):
+            return
+    _unchanged(alone, target, outcome)
+
+
+@dataclass
+class _Talk:
+    """The text so far, its mask (None: left out) and the caches that the last call returned, one of each side."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None
+    caches: tuple[Any, Any] = (None, None)
+
+    @classmethod
+    def begun(cls, call: Call, model: PreTrainedModel) -> _Talk:
+        rows, longest = len(call.lengths), max(call.lengths)
+        ids = random_ids(model, rows, KNOWN, KNOWN) if call.prompt == "known" else _tokens(rows, longest, call.seed)
+        if call.prompt == "repeats":
+            ids = ids[:, : min(7, longest)].repeat(1, longest)[:, :longest]
+        counted = torch.arange(longest) < torch.tensor(call.lengths)[:, None]
+        mask = (counted if call.pads == "right" else counted.flip(1)).long()
+        if call.pads == "shown":
+            return cls(ids, None)
+        return cls(ids.where(mask.bool(), 0), mask)
+
+    def gone_on(self, call: Call, model: PreTrainedModel) -> _Talk:
+        added = call.lengths[0]
+        if call.continues == "cache":
+            added = max(added, 1)
+        ids = torch.cat([self.ids, _tokens(len(self.ids), added, call.seed)], 1)
+        mask = self.mask
+        if mask is not None:
+            new = ids[:, mask.shape[1] :]
+            seen = new != 0 if call.hides else torch.ones_like(new)
+            mask = torch.cat([mask, seen.long()], 1)
+        return _Talk(ids, mask, self.caches if call.continues == "cache" else (None, None))
+
+
+def _tokens(rows: int, length: int, seed: int) -> torch.Tensor:
+    """[rows, length], none of them special, all of them below the smallest vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, 90, (rows, length), generator=generator)
+
+
+def _generate(model: Any, call: Call, talk: _Talk, cache: Any, source: PreTrainedModel, **more: Any) -> Any:
+    """The call on a model. Returns what `generate` returns, and what was streamed."""
+    written = call.arguments | more
+    if cache is not None:
+        written.pop("cache_implementation", None)  # a call has one cache or the other
+    made = arguments.made(written, source, talk.ids)
+    if talk.mask is not None:
+        made["attention_mask"] = talk.mask.clone()
+    if cache is not None:
+        made["past_key_values"] = cache
+    ids = None if "inputs_embeds" in made else talk.ids.clone()
+    torch.manual_seed(0)
+    stream = made.get("streamer")
+    return model.generate(ids, **made), None if stream is None else stream.values
+
+
+def _compare(call: Call, talk: _Talk, alone: PreTrainedModel, pair: Any, outcome: Outcome) -> bool:
+    """Run a call on both and note what differs. Returns whether the talk can go on."""
+    theirs, ours = talk.caches
+    before = copy.deepcopy(theirs)
+    plain = assisted = error = None
+    # a cache is returned with the details, or is the caller's own
+    keeps = not {"embeds", "num_beams", "use_cache", "cache_implementation"} & set(call.arguments)
+    more = {"return_dict_in_generate": True} if keeps else {}
+    try:
+        plain = _generate(alone, call, talk, theirs, alone, **more)
+    except Exception as raised:
+        error = raised
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            assisted = _generate(pair, call, talk, ours, alone, **more)
+        except ValueError as raised:
+            if error is None:
+                outcome.refused.append(_said(raised))
+                return False
+        except Exception as raised:
+            if error is None:
+                outcome.failures.append(f"{_of(call)}: only the pair raises {_said(raised)}")
+                return False
+    outcome.warned += [text for text in map(_warning, caught) if text]
+    if error is not None:
+        if assisted is None:
+            outcome.both_raise.append(_said(error))
+        else:
+            outcome.failures.append(f"{_of(call)}: only the target alone raises {_said(error)}")
+        return False
+    assert plain is not None and assisted is not None
+    outcome.calls += 1
+    if pair.report is not None:
+        outcome.drafted += pair.report.drafted
+        outcome.accepted += pair.report.accepted
+    first, second = (_sequences(result) for result in (plain[0], assisted[0]))
+    prompt = 0 if "embeds" in call.arguments else talk.ids.shape[1]
+    explain = functools.partial(_scores, call, talk, alone, before, more)
+    if not same_text(call, first, second, prompt, explain, outcome, alone.dtype):
+        return False
+    if plain[1] != assisted[1]:
+        outcome.failures.append(f"{_of(call)}: the streams differ: {plain[1]!r:.200} and {assisted[1]!r:.200}")
+        return False
+    for name in ("scores", "logits"):
+        if call.arguments.get(f"output_{name}") and keeps and alone.dtype == torch.float32:
+            _same_details(call, name, plain[0][name], assisted[0][name], first[:, prompt:], outcome)
+    if "embeds" in call.arguments or call.arguments.get("num_return_sequences", 1) > 1:
+        return True  # the text so far stays the prompt
+    talk.ids = first
+    talk.caches = tuple(getattr(result[0], "past_key_values", None) for result in (plain, assisted))  # type: ignore[assignment]
+    return True
+
+
+def _sequences(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.sequences
+
+
+def same_text(
+    call: Call,
+    plain: torch.Tensor,
+    ours: torch.Tensor,
+    prompt: int,
+    explain: Any,
+    outcome: Outcome,
+    dtype: torch.dtype,
+) -> bool:
+    """Note the first difference of each row. Returns whether there is none."""
+    if len(plain) != len(ours):
+        outcome.failures.append(f"{_of(call)}: {len(plain)} rows and {len(ours)}")
+        return False
+    width = min(plain.shape[1], ours.shape[1])
+    wrong = plain[:, :width] != ours[:, :width]
+    differs = [int(row.int().argmax()) if bool(row.any()) else None for row in wrong]
+    pad = call.arguments.get("pad_token_id", 0)
+    for row, position in enumerate(differs):
+        new = plain[row, prompt : width if position is None else position]
+        outcome.tokens += int((new != pad).sum())
+    if all(position is None for position in differs):
+        if plain.shape == ours.shape:
+            return True
+        outcome.failures.append(f"{_of(call)}: {plain.shape[1]} tokens, {ours.shape[1]} by the pair")
+        return False
+    earliest = min(position for position in differs if position is not None)
+    scores = explain()
+    for row, position in enumerate(differs):
+        if position is None:
+            continue
+        here, there = int(plain[row, position]), int(ours[row, position])
+        about = f"{_of(call)}: row {row}, new token {position - prompt}: {here}, by the pair {there}"
+        step = None if scores is None or position < prompt else scores[position - prompt][row].double()
+        if step is None:
+            outcome.failures.append(about)
+            continue
+        spread = step[step.isfinite()].std().item()
+        gap = (step[here] - step[there]).abs().item()
+        told = f"{about} (gap {gap:.3g}, spread {spread:.3g})"
+        near = gap <= NEAR[dtype] * spread and (step.max() - step[here]).item() <= NEAR[dtype] * spread
+        # processors and criteria that see the whole batch carry one row's tie into the others
+        if near or (outcome.near_ties and position > earliest):
+            outcome.near_ties.append(told)
+        else:
+            outcome.failures.append(told)
+    return False
+
+
+def _scores(call: Call, talk: _Talk, alone: PreTrainedModel, cache: Any, more: dict[str, Any]) -> Any:
+    """The scores of the target alone in every step, processed as in the call but not warped for sampling."""
+    arguments = {n: v for n, v in call.arguments.items() if n not in ("do_sample", "top_k", "top_p", "temperature")}
+    returned = arguments.pop("num_return_sequences", 1)
+    greedy = replace(call, arguments=arguments)
+    asked = {"return_dict_in_generate": True, "output_scores": True}
+    try:
+        scores = _generate(alone, greedy, talk, cache, alone, **(more | asked))[0].scores
+    except Exception:
+        return None
+    return [step.repeat_interleave(returned, 0) for step in scores]
+
+
+def _same_details(call: Call, name: str, plain: Any, ours: Any, new: torch.Tensor, outcome: Outcome) -> None:
+    if len(plain) != len(ours):
+        outcome.failures.append(f"{_of(call)}: {len(plain)} {name}, {len(ours)} by the pair")
+        return
+    pad = call.arguments.get("pad_token_id", 0)
+    for number, (one, two) in enumerate(zip(plain, ours, strict=True)):
+        rows = new[:, number] != pad
+        one, two = one[rows].double(), two[rows].double()
+        finite = one.isfinite()
+        same = one.shape == two.shape and bool((finite == two.isfinite()).all())
+        if finite.any() and (not same or (one - two)[finite].abs().max() > CLOSE):
+            outcome.failures.append(f"{_of(call)}: {name} differ in step {number}")
+            return
+
+
+def _unchanged(alone: PreTrainedModel, target: PreTrainedModel, outcome: Outcome) -> None:
+    """A call changes nothing of the caller's model."""
+    for (name, one), two in zip(alone.state_dict().items(), target.state_dict().values(), strict=True):
+        if not torch.equal(one, two):
+            outcome.failures.append(f"the target's {name} was changed")
+    for what in ("config", "generation_config"):
+        if getattr(alone, what).to_dict() != getattr(target, what).to_dict():
+            outcome.failures.append(f"the target's {what} was changed")
+
+
+def _said(error: BaseException) -> str:
+    """An error in one line, with the last two places of this package's that it passed."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/assisted/" in frame.filename]
+    where = (
+        ""
+        if isinstance(error, ValueError)
+        else "".join(f" at {f.filename.rpartition('/')[2]}:{f.lineno}" for f in frames[-2:])
+    )
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}{where}"
+
+
+def _warning(caught: warnings.WarningMessage) -> str | None:
+    text = str(caught.message)
+    return re.sub(r"\d+", "N", text)[:110] if "lainly" in text or "rafting" in text else None
+
+
+def _of(call: Call) -> str:
+    return f"call with lengths {list(call.lengths)}" + (f", continued by {call.continues}" if call.continues else "")

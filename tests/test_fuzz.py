@@ -1,0 +1,123 @@
+"""The fuzzer draws the same cases every time, finds planted defects, and tells near-ties from wrong tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fuzz import edits
+from fuzz.cases import BY_NAME, Call, Case, Edit, draw
+from fuzz.command import main
+from fuzz.minimise import minimised
+from fuzz.running import NEAR, Outcome, run, same_text
+
+from assisted import acceptance, decoding, products, runtime
+
+ARGUMENTS = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
+SOUND = Case(
+    steps=(
+        Call((12, 9, 12), arguments=ARGUMENTS),
+        Call((3,), continues="cache", arguments=ARGUMENTS | {"repetition_penalty": 1.2}),
+        Edit("optimizer_step", 3),
+        Call((9,), arguments=ARGUMENTS | {"streamer": True}),
+    )
+)
+
+
+def test_a_case_is_made_from_its_seed_and_number() -> None:
+    cases = [draw(5, number) for number in range(50)]
+    assert cases == [draw(5, number) for number in range(50)]
+    assert cases != [draw(6, number) for number in range(50)]
+
+
+def test_a_case_prints_as_what_makes_it_again() -> None:
+    for number in range(50):
+        assert eval(repr(draw(0, number))) == draw(0, number)
+
+
+def test_all_architectures_and_edits_are_drawn() -> None:
+    cases = [draw(0, number) for number in range(4 * len(BY_NAME))]
+    assert {case.architecture for case in cases} == set(BY_NAME)
+    drawn = {
+        step.name for case in map(lambda n: draw(1, n), range(800)) for step in case.steps if isinstance(step, Edit)
+    }
+    assert drawn == set(edits.NAMES)
+
+
+def test_a_sound_pair_passes() -> None:
+    outcome = run(SOUND)
+    assert (outcome.failures, outcome.near_ties, outcome.refused, outcome.warned) == ([], [], [], [])
+    assert (outcome.calls, outcome.tokens) == (3, 3 * 20 + 3 * 20 + 20)
+    assert outcome.drafted > outcome.accepted > 0
+
+
+def one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = acceptance.match
+
+    def match(drafted: Any, choice: Any) -> Any:
+        walk, token = sound(drafted, choice)
+        return (range(len(walk) + 1), choice[len(walk) + 1]) if len(walk) < len(drafted) else (walk, token)
+
+    monkeypatch.setattr(decoding.acceptance, "match", match)
+
+
+def stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products.Weights, "same", lambda self, other: True)
+
+
+def a_position_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = runtime.CachedModel._positions
+    monkeypatch.setattr(
+        runtime.CachedModel, "_positions", lambda self, depths, used: sound(self, depths, used) + (depths > 1).long()
+    )
+
+
+@pytest.mark.parametrize("plant", [one_too_many, stale_weights, a_position_too_far], ids=lambda plant: plant.__name__)
+def test_a_planted_defect_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    failures = run(SOUND).failures
+    assert failures and "by the pair" in failures[0]
+
+
+def test_a_failing_case_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_too_many(monkeypatch)
+    smaller = minimised(replace(SOUND, config={"num_key_value_heads": 4}, weights=1, packed=True), "tokens")
+    (call,) = smaller.steps
+    assert isinstance(call, Call)
+    assert len(call.lengths) == 1 and call.arguments["max_new_tokens"] < 20
+    assert (smaller.config, smaller.weights, smaller.packed) == ({}, 0, False)
+
+
+@pytest.mark.parametrize(("factor", "near"), [(0.5, True), (2.0, False)])
+@pytest.mark.parametrize("dtype", NEAR)
+def test_a_near_tie_is_one_within_rounding(dtype: torch.dtype, factor: float, near: bool) -> None:
+    step = torch.randn(1, 96, generator=torch.Generator().manual_seed(0))
+    first = int(step.argmax())
+    other = (first + 1) % 96
+    step[0, other] = step[0, first]
+    step[0, other] -= factor * NEAR[dtype] * step.std()
+    plain, ours = torch.tensor([[7, 8, first]]), torch.tensor([[7, 8, other]])
+    outcome = Outcome()
+    assert not same_text(Call((2,)), plain, ours, 2, lambda: [step], outcome, dtype)
+    assert (len(outcome.near_ties), len(outcome.failures)) == ((1, 0) if near else (0, 1))
+
+
+def test_a_token_that_the_target_cannot_say_is_no_near_tie() -> None:
+    step = torch.zeros(1, 96)
+    step[0, 5], step[0, 6] = 1.0, -float("inf")
+    outcome = Outcome()
+    same_text(Call((1,)), torch.tensor([[7, 5]]), torch.tensor([[7, 6]]), 1, lambda: [step], outcome, torch.float32)
+    assert outcome.failures and not outcome.near_ties
+
+
+def test_the_command_says_what_it_did(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("fuzz.command.draw", lambda seed, number: SOUND)
+    assert main(["--cases", "2", "--seed", "7"]) == 0
+    assert "seed 7: 280 tokens over 1 architectures in 6 calls of 2 cases" in capsys.readouterr().out
+    one_too_many(monkeypatch)
+    assert main(["--cases", "1", "--seed", "7", "--json", "--no-minimise"]) == 1
+    told = capsys.readouterr().out
+    assert json.loads(told[told.index("{\n") :])["failures"][0]["again"] == "--seed 7 --case 0"

@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
 __all__ = ["AssistedConfig"]
 
+_OF_TARGET = frozenset(  # fields that every config has, and that ask for how the target is run
+    {
+        "_attn_implementation_internal",
+        "_experts_implementation_internal",
+        "_name_or_path",
+        "_output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
+_CODE = "modeling_assisted"
+_CODE_FILE = '''\
+"""This folder holds two models that generate together. This file imports the package that reads it, `assisted`.
+
+With `trust_remote_code=True` transformers runs this file. Where `assisted` has been imported, it is not asked for.
+"""
+
+try:
+    from assisted import AssistedConfig, AssistedModelForCausalLM
+except ImportError as error:
+    raise ImportError(
+        "This folder is an assisted model, which is loaded by the Python package `assisted`, and that is not installed here. "
+        "Install it, or load the target alone, an ordinary model, from the subfolder `target`."
+    ) from error
+
+__all__ = ["AssistedConfig", "AssistedModelForCausalLM"]
+'''
+
 
 class AssistedConfig(PretrainedConfig):
     """The configuration of an assisted model.
 
-    Anything it does not hold itself is read from the target's configuration, so that code which asks a model for its
-    vocabulary size or context length gets the target's.
+    Anything it does not hold itself is the target's configuration's, so that code which asks a model for its vocabulary size
+    or context length gets the target's, and code which sets `use_cache` or the kind of attention sets the target's.
 
     Args:
         target: the target's configuration, or its dict form.
@@ -38,6 +68,27 @@ class AssistedConfig(PretrainedConfig):
         self.draft_length = draft_length
         super().__init__(**kwargs)
 
+    def _is_of_target(self, name: str) -> bool:
+        """Whether a field is the target's although this object has one, too."""
+        if name not in _OF_TARGET or self.__dict__.get("target") is None or "_post_init_done" not in self.__dict__:
+            return False
+        return name != "_name_or_path" or bool(
+            self.target._name_or_path
+        )  # read without its model, it has a folder alone
+
+    def __getattribute__(self, key: str) -> Any:
+        if key in _OF_TARGET and self._is_of_target(key):
+            return getattr(self.target, key)
+        return super().__getattribute__(key)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        target = self.__dict__.get("target")
+        lacks = key not in self.__dict__ and not hasattr(type(self), key)
+        if self._is_of_target(key) or (lacks and not key.startswith("_") and hasattr(target, key)):
+            setattr(target, key, value)
+        else:
+            super().__setattr__(key, value)
+
     def __getattr__(self, name: str) -> Any:
         # only asked for what this object lacks
         target = self.__dict__.get("target")
@@ -51,3 +102,19 @@ class AssistedConfig(PretrainedConfig):
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PretrainedConfig:
         """The target's text configuration."""
         return self.target.get_text_config(decoder=decoder, encoder=encoder) if self.target is not None else self
+
+    def to_dict(self) -> dict[str, Any]:
+        """As text, with the file that lets transformers read it where `assisted` was not imported."""
+        classes = {"AutoConfig": "AssistedConfig", "AutoModelForCausalLM": "AssistedModelForCausalLM"}
+        return super().to_dict() | {"auto_map": {auto: f"{_CODE}.{name}" for auto, name in classes.items()}}
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Write config.json, and modeling_assisted.py, which it names."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{_CODE}.py").write_text(_CODE_FILE, encoding="utf-8")
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: transformers would write a copy of this class's code into every folder."""

@@ -15,7 +15,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
-    GenerationMixin,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -23,8 +22,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import drafters, lengths, zoo
 from .adapters import base_path, has_adapter, require_in_layers, save_adapter
+from .checkpoints import write_index
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
+from .forwarding import ForwardsToTarget
 from .graphs import Graphs, Lease, require_mode
 from .lossy import LossyTypical
 from .quantization import memory_bytes, save_quantized
@@ -48,8 +49,10 @@ _HUB_ARGUMENTS = (
 )
 
 
-class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
+class AssistedModelForCausalLM(ForwardsToTarget):
     """A causal LM with a draft: the same answers as the target alone, in fewer passes of the target.
+
+    In everything else it is the target: its modules, weights, hooks and methods, read and changed through this object.
 
     Attributes:
         target: the target model, as it was given or loaded.
@@ -62,7 +65,6 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
     """
 
     config_class = AssistedConfig
-    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
 
     def __init__(
         self,
@@ -73,14 +75,12 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         draft_length: lengths.DraftLength,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        super().__init__(config)
-        self.target = target
-        self.draft_models = torch.nn.ModuleList(drafter.modules)  # registered, so that .to() and .eval() reach them
+        super().__init__(target)
+        self.config = config
         self.spec = spec
         self.drafter = drafter
         self.draft_length = draft_length
         self.tokenizer = tokenizer
-        self.name_or_path = target.name_or_path
         self.report: Report | None = None
         self.length: lengths.Length | None = None
         self._lengths: list[tuple[Any, lengths.Length]] = []  # of earlier calls, the latest last: what they measured
@@ -88,7 +88,7 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self._overridden: set[str] = set()  # settings of which was said that they do not hold
         self.fast = "auto"
         self.graphs = Graphs()
-        self.training = target.training
+        self.made()
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -219,16 +219,14 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
             target=target.config,
             draft=drafters.written(spec),
             draft_length=lengths.to_dict(policy),
-            architectures=[cls.__name__],
+            architectures=[
+                AutoModelForCausalLM.__name__
+            ],  # a name that is looked up in transformers, by its server as well
             dtype=target.dtype,
         )
         model = cls(config, target, spec, drafter, policy, tokenizer)
         model.fast = fast
         return model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The target's forward."""
-        return self.target(*args, **kwargs)
 
     @torch.no_grad()
     def generate(  # type: ignore[override]
@@ -309,6 +307,9 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
             save_adapter(self.target, folder / "target", "target", **kwargs)
         else:
             self.target.save_pretrained(folder / "target", **kwargs)
+        if kwargs.get("is_main_process") is False:
+            return
+        write_index(folder, "target")
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder / "target")
@@ -326,27 +327,12 @@ class AssistedModelForCausalLM(PreTrainedModel, GenerationMixin):
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
 
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """The target's."""
-        return self.target.generation_config
-
-    @generation_config.setter
-    def generation_config(self, value: GenerationConfig) -> None:
-        if "target" in self._modules:  # PreTrainedModel.__init__ sets a default before there is a target
-            self.target.generation_config = value
-
-    def get_input_embeddings(self) -> torch.nn.Module:
-        """The target's."""
-        return self.target.get_input_embeddings()
-
-    def get_output_embeddings(self) -> torch.nn.Module:
-        """The target's."""
-        return self.target.get_output_embeddings()
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The target's."""
-        return self.target.prepare_inputs_for_generation(*args, **kwargs)
+    def _apply(self, fn: Any, recurse: bool = True) -> AssistedModelForCausalLM:
+        """What moves or casts the target moves and casts the draft."""
+        super()._apply(fn, recurse)
+        for module in self.drafter.modules:
+            module._apply(fn, recurse)
+        return self
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the target and the draft as they are stored; what they share counts once.

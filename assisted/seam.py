@@ -139,7 +139,7 @@ class _Seam:
     ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         call = CALL.get()
         call.reached = True
-        reason = _must_be_plain(generation_config)
+        reason = _must_be_plain(self, generation_config)
         if reason is not None:
             warn_plain(reason)
             return super()._sample(  # type: ignore[misc]
@@ -276,8 +276,12 @@ def _require_possible(law: Law, text: Text, target: CachedModel) -> None:
         )
 
 
-def _must_be_plain(generation_config: GenerationConfig) -> str | None:
+def _must_be_plain(seam: Any, generation_config: GenerationConfig) -> str | None:
     """Why a call cannot be assisted although its result can be had plainly."""
+    if "prepare_inputs_for_generation" in seam.__dict__:
+        return "the model's prepare_inputs_for_generation was replaced, as PEFT does for learned prompts"
+    if seam.training and getattr(seam, "is_activation_checkpointing", False):
+        return "in training mode, activation checkpointing leaves no cache to rewind"
     if generation_config.use_cache is False:
         return "use_cache=False leaves no cache to rewind"
     if generation_config.return_dict_in_generate:

@@ -173,4 +173,4 @@ def test_a_pair_of_several_is_saved_with_its_models(tmp_path):
     ids = random_ids(target, 1, 12, seed=3)
     assert again.generate(ids, **CALL).tolist() == model.generate(ids, **CALL).tolist()
     assert again.report.drafted == model.report.drafted
-    assert len(again.draft_models) == 2
+    assert len(again.drafter.modules) == 2

@@ -1,0 +1,37 @@
+"""The index of a pair's folder: which file below it holds which weight of the target.
+
+A Trainer that resumes from a checkpoint reads the weights of its model through this file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+__all__ = ["write_index"]
+
+
+def write_index(folder: Path, target: str) -> None:
+    """Write the index of the weights that lie in the subfolder `target`; none where only an adapter lies there."""
+    own, sharded, single = (
+        folder / SAFE_WEIGHTS_INDEX_NAME,
+        folder / target / SAFE_WEIGHTS_INDEX_NAME,
+        folder / target / SAFE_WEIGHTS_NAME,
+    )
+    if sharded.is_file():
+        files = json.loads(sharded.read_text(encoding="utf-8"))["weight_map"]
+    elif single.is_file():
+        with safe_open(single, framework="pt") as weights:
+            files = dict.fromkeys(weights.keys(), SAFE_WEIGHTS_NAME)
+    else:
+        own.unlink(missing_ok=True)
+        return
+    size = sum((folder / target / name).stat().st_size for name in set(files.values()))
+    index = {
+        "metadata": {"total_size": size},
+        "weight_map": {name: f"{target}/{file}" for name, file in files.items()},
+    }
+    own.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -21,6 +21,10 @@ __all__ = ["PackedLinear", "Product", "Weights", "has_hooks", "is_touched", "loo
 _WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout pays at any number of columns
 _LARGE = 2**20  # entries from which a product costs more than filling up its columns
 _FILLED = 4  # columns up to which such a product is filled: over fewer it takes longer
+_EXACT = 16  # columns up to which every number of them is computed as it is
+_STEPS = 4  # numbers of columns in each doubling above that
+_MOST = 256  # columns up to which the layout is used at once; beyond, torch's own product of float32 is as fast
+_SOONER = 64  # the same of a matrix that is not large
 _MANY = 32  # columns from which the layout pays for every matrix
 _HINT = 8  # columns that the layout is chosen for
 _TALL = 1.5  # outputs for each input from which a copy for single columns pays
@@ -162,11 +166,29 @@ def _times(
 ) -> torch.Tensor:
     """[..., in] -> [..., outputs]. filled: compute at least `_FILLED` columns."""
     columns = inputs.shape[:-1].numel()
-    if not filled or columns >= _FILLED or columns == 0:
+    if columns > _MOST:
+        parts = inputs.reshape(columns, inputs.shape[-1]).split(_MOST)
+        made = torch.cat([_times(part, packed, bias, filled, outputs) for part in parts])
+        return made.view(*inputs.shape[:-1], outputs)
+    more = _width(max(columns, _FILLED) if filled else columns) - columns
+    if more == 0:
         return torch.ops.mkldnn._linear_pointwise.default(inputs, packed, bias, "none", [], "")
-    more = F.pad(inputs.reshape(columns, -1), (0, 0, 0, _FILLED - columns))
-    made = torch.ops.mkldnn._linear_pointwise.default(more, packed, bias, "none", [], "")
+    filled_up = inputs.new_empty(columns + more, inputs.shape[-1])  # what else it holds, nobody reads
+    filled_up[:columns] = inputs.reshape(columns, inputs.shape[-1])
+    made = torch.ops.mkldnn._linear_pointwise.default(filled_up, packed, bias, "none", [], "")
     return made[:columns].view(*inputs.shape[:-1], outputs)
+
+
+def _width(columns: int) -> int:
+    """How many columns are computed of a product over so many.
+
+    For every shape of weight and every number of columns oneDNN keeps half a megabyte, and a thousand of those: over all the
+    lengths of prompts that a server sees, they would take more memory than the model. So numbers of columns are few.
+    """
+    if columns <= _EXACT:
+        return columns
+    step = (1 << (columns - 1).bit_length()) // (2 * _STEPS)
+    return -(-columns // step) * step
 
 
 class Product:
@@ -197,7 +219,7 @@ class Product:
         """[..., D] -> [..., sum of the modules' outputs]."""
         if self.packed is not None and torch.compiler.is_compiling():
             return self._for_compiler(inputs)
-        if self.packed is not None and (_many(inputs) or (self.wide and not _alone(inputs))):
+        if self.packed is not None and _pays(inputs, self.wide, self.large):
             return _times(inputs, self.packed, self.bias, self.large, self.outputs)
         if self.weight is not None:
             return F.linear(inputs, self.weight, self.bias)
@@ -211,13 +233,15 @@ class Product:
         return F.linear(inputs, torch.cat(weights) if len(weights) > 1 else weights[0], self.bias)
 
 
-def _many(inputs: torch.Tensor) -> bool:
-    return inputs.shape[:-1].numel() >= _MANY
+def _pays(inputs: torch.Tensor, wide: bool, large: bool) -> bool:
+    """Whether oneDNN's layout is the faster one over these columns. wide, large: a weight of `_WIDE`, `_LARGE` entries or more.
 
-
-def _alone(inputs: torch.Tensor) -> bool:
-    """Whether this is one column of float32, which torch multiplies faster by a weight in no layout of oneDNN's."""
-    return inputs.dtype == torch.float32 and inputs.shape[:-1].numel() == 1
+    Over one column of float32, or over very many, any layout of torch's own is.
+    """
+    columns = inputs.shape[:-1].numel()
+    if columns < _MANY and not wide:
+        return False
+    return inputs.dtype != torch.float32 or 1 < columns <= (_MOST if large else _SOONER)
 
 
 class PackedLinear(nn.Linear):
@@ -249,6 +273,6 @@ class PackedLinear(nn.Linear):
         # of another type torch says what is wrong; a compiler lays out weights by itself
         if inputs.dtype != self.weight.dtype or torch.compiler.is_compiling():
             return super().forward(inputs)
-        if _alone(inputs):
+        if not _pays(inputs, True, self.large):
             return super().forward(inputs) if self.turned is None else F.linear(inputs, self.turned, self.bias)
         return _times(inputs, self.packed, self.bias, self.large, self.out_features)

@@ -1,10 +1,14 @@
 """Packed products are the modules' own, for any number of columns; a changed weight is noticed."""
 
+import copy
+
 import pytest
 import torch
+from pairs import CALL, pair, prompt
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from assisted import products
+from assisted import AssistedModelForCausalLM, products
 from assisted.products import PackedLinear, Product, Weights, may_copy, packs
 
 TYPES = [torch.float32, torch.bfloat16]
@@ -86,3 +90,50 @@ def test_copies_need_room(monkeypatch):
     for free, fits in ((0, False), (4 * 64 - 1, False), (4 * 64, True)):
         monkeypatch.setattr(products, "_free_memory", lambda free=free: free)
         assert may_copy([torch.zeros(4, 4)]) == fits
+
+
+class Widths(TorchDispatchMode):
+    """Notes the shapes of weights and numbers of columns that oneDNN is asked for: it keeps something for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, int, int]] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function is torch.ops.mkldnn._linear_pointwise.default:
+            inputs = args[0]
+            self.seen.add((inputs.shape[:-1].numel(), inputs.shape[-1], found.shape[-1]))
+        return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_kernels_are_few_whatever_is_multiplied(dtype, monkeypatch):
+    if not packs(dtype):
+        pytest.skip("this processor does not multiply the type")
+    monkeypatch.setattr(products, "_WIDE", 1)
+    modules = [linear(32, 64, dtype=dtype), linear(32, 16, dtype=dtype)]
+    together, packed = Product(modules, True), PackedLinear.of(modules[0])
+    with Widths() as widths:
+        for columns in (*range(1, 80), *range(80, 5000, 67)):
+            inputs = torch.randn(columns, 32).to(dtype)
+            assert torch.allclose(packed(inputs), modules[0](inputs), atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+            together(inputs[None])
+    assert 0 < len({columns for columns, *_ in widths.seen}) <= 32
+
+
+def test_kernels_are_few_over_calls_of_all_shapes(monkeypatch):
+    monkeypatch.setattr(products, "_WIDE", 1)
+    target, _ = pair()
+    model = AssistedModelForCausalLM.from_models(copy.deepcopy(target), "suffix")
+    with Widths() as widths:
+        for call in range(24):
+            inputs = prompt(1 + call % 5, 13 + 5 * call, seed=call)
+            model.generate(
+                inputs.pop("ids"),
+                **inputs,
+                **CALL | {"max_new_tokens": 4},
+                draft_length=1 + call % 9 if call % 2 else None,
+            )
+    assert 0 < len({columns for columns, *_ in widths.seen}) <= 32

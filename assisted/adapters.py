@@ -14,9 +14,10 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers.utils import find_adapter_config_file, is_peft_available
 
+from .files import fields_of
 from .parts import unwrapped
 
-__all__ = ["base_path", "copy_adapter", "has_adapter", "require_in_layers", "save_adapter"]
+__all__ = ["base_path", "copy_adapter", "has_adapter", "require_in_layers", "save_adapter", "trusting"]
 
 _CONFIG = "adapter_config.json"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -38,12 +39,20 @@ def base_path(path: str, role: str, **hub: Any) -> str:
         raise ImportError(f"{role}: a PEFT adapter lies at {path!r}; loading it needs peft: pip install peft")
     if (Path(path) / "config.json").is_file():
         return path
-    base = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    base = fields_of(Path(file)).get("base_model_name_or_path")
+    if base and not isinstance(base, str):
+        raise ValueError(f"{role}: {file}: base_model_name_or_path: {base!r} is no path")
     if not base:
         raise ValueError(
             f"{role}: the adapter at {path!r} does not say which model it belongs to; load both with peft and pass the model"
         )
     return base
+
+
+def trusting(path: str, base: str, **kwargs: Any) -> dict[str, Any]:
+    """Keyword arguments for loading what a path leads to: code comes from where the caller said, never from the base model that
+    an adapter at `path` names."""
+    return kwargs if base == path else {**kwargs, "trust_remote_code": False}
 
 
 def has_adapter(model: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 __all__ = ["AssistedConfig"]
 
@@ -61,8 +61,7 @@ class AssistedConfig(PretrainedConfig):
         **kwargs: Any,
     ):
         if isinstance(target, dict):
-            fields = dict(target)
-            target = AutoConfig.for_model(fields.pop("model_type"), **fields)
+            target = _read(target)
         self.target: Any = target
         self.draft = draft
         self.draft_length = draft_length
@@ -118,3 +117,13 @@ class AssistedConfig(PretrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Nothing: transformers would write a copy of this class's code into every folder."""
+
+
+def _read(fields: dict[str, Any]) -> PretrainedConfig:
+    """A target's config out of its dict form; of a type whose code lies beside the target, the fields alone."""
+    kind = fields.get("model_type")
+    if not isinstance(kind, str):
+        raise ValueError(f"target: model_type: {kind!r} in the config of a saved pair is no type of model")
+    if kind not in CONFIG_MAPPING:
+        return PretrainedConfig.from_dict(fields)
+    return AutoConfig.for_model(kind, **{name: value for name, value in fields.items() if name != "model_type"})

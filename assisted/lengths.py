@@ -309,11 +309,16 @@ def to_dict(policy: DraftLength) -> dict[str, Any] | None:
 
 
 def from_dict(fields: dict[str, Any] | None) -> DraftLength:
-    """The policy that `to_dict` wrote; the default for None. Raises ValueError for an unknown name."""
+    """The policy that `to_dict` wrote; the default for None. Raises ValueError for an unknown name or field."""
     if fields is None:
         return resolve(None)
+    if not isinstance(fields, dict):
+        raise ValueError(f"draft_length: the saved policy should be an object, and is {fields!r}")
     values = dict(fields)
     name = values.pop("policy", None)
     if name not in policies():
         raise ValueError(f"draft_length: this version does not know the saved policy {name!r}; pass draft_length=")
-    return policies()[name](**values)
+    try:
+        return policies()[name](**values)
+    except TypeError as error:
+        raise ValueError(f"draft_length: the saved policy {name!r} cannot be made of {values}: {error}") from error

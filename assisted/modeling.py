@@ -21,10 +21,11 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import drafters, lengths, zoo
-from .adapters import base_path, has_adapter, require_in_layers, save_adapter
+from .adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting
 from .checkpoints import write_index
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
+from .files import inside, loading, require_sound
 from .forwarding import ForwardsToTarget
 from .graphs import Graphs, Lease, require_mode
 from .lossy import LossyTypical
@@ -124,7 +125,12 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
                 arguments but `revision` and `subfolder` are used for the draft as well.
 
-        Raises ValueError for models that do not fit together, OSError where nothing is found.
+        `trust_remote_code=True` holds for what the call names: the target, a saved pair's `target/`, and what `draft=` names.
+        It never reaches a model that only a file names: the draft of a saved pair (to trust it, name it:
+        `draft="FOLDER/draft"`) and the base model of an adapter (load both with peft, and take `from_models`).
+
+        Raises ValueError for models that do not fit together, and for files that are there and broken, naming the file and,
+        where it is known, the field; OSError where nothing is found.
         """
         require_mode(fast)
         if not isinstance(pretrained_model_name_or_path, (str, os.PathLike)) or not str(pretrained_model_name_or_path):
@@ -136,29 +142,38 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         config = kwargs.pop("config", None)
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         for_adapter = {**hub, **(kwargs.get("adapter_kwargs") or {})}
-        base = base_path(path, "target", **for_adapter)
-        if config is None:
-            config = AutoConfig.from_pretrained(base, **hub, **_only(kwargs, "subfolder", "code_revision"))
+        require_sound(path, "target")
+        with loading("target", path):
+            base = base_path(path, "target", **for_adapter)
+            if config is None:
+                own = trusting(path, base, **hub, **_only(kwargs, "subfolder", "code_revision"))
+                config = AutoConfig.from_pretrained(base, **own)
         saved = isinstance(config, AssistedConfig)
-        policy = lengths.resolve(draft_length)
+        policy, is_named = lengths.resolve(draft_length), True
         if saved:
             folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, **_only(hub, *_SNAPSHOT)))
-            path = str(folder / "target")
+            path = str(inside(folder, "target", "target"))
+            require_sound(path, "target")
             base = base_path(path, "target", **for_adapter)
             if draft is None:
-                draft = drafters.read(config.draft, folder)
+                draft, is_named = drafters.read(config.draft, folder), False
             if draft_length is None:
                 policy = lengths.from_dict(config.draft_length)
             kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
         else:
             kwargs["config"] = config
         spec = _with_tokenizer(drafters.parse(draft, draft_quantization), tokenizer, draft_tokenizer)
-        target = AutoModelForCausalLM.from_pretrained(path, *model_args, **_with_dtype(config, kwargs))
+        kwargs = trusting(path, base, **_with_dtype(config, kwargs))
+        with loading("target", path):
+            target = AutoModelForCausalLM.from_pretrained(path, *model_args, **kwargs)
         found = tokenizer or find_tokenizer(path, **hub)
         if found is None and base != path:
-            found = find_tokenizer(base, **hub)
+            found = find_tokenizer(base, **trusting(path, base, **hub))
         for_draft = _only(hub, *(name for name in hub if name != "revision"))
-        return cls._assemble(target, spec, policy, found, path, for_draft, fast)
+        if is_named:
+            return cls._assemble(target, spec, policy, found, path, for_draft, fast)
+        with loading("draft", folder):
+            return cls._assemble(target, spec, policy, found, path, for_draft | {"trust_remote_code": False}, fast)
 
     @classmethod
     def from_models(

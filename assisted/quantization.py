@@ -35,7 +35,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .adapters import base_path, copy_adapter, has_adapter, save_adapter
+from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .parts import unwrapped
 
 __all__ = ["NAMES", "load_quantized", "memory_bytes", "quantize_copy", "resolve", "save_quantized"]
@@ -124,7 +124,9 @@ def load_quantized(
     device_map, kwargs: for `from_pretrained`. Raises ValueError where nothing can be quantized, or everything is already.
     """
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-    config = AutoConfig.from_pretrained(base_path(path, "draft", **hub), **hub)
+    base = base_path(path, "draft", **hub)
+    hub, kwargs = trusting(path, base, **hub), trusting(path, base, **kwargs)
+    config = AutoConfig.from_pretrained(base, **hub)
     if quantization is not None and getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"quantization: the model at {path!r} is quantized already; leave quantization out")
     if quantization is None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .files import fields_of, loading
 
 __all__ = ["Vocabulary", "find_tokenizer", "same_tokens", "shared_tokens"]
 
@@ -21,16 +24,55 @@ _CONTEXTS = ("x", "\n")  # text that others may stand behind; the first that doe
 
 
 def find_tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model, None where a folder has none or a Hub id offers none."""
+    """The tokenizer beside a model, None where a folder has none or a Hub id offers none.
+
+    One that lies there and cannot be read is warned of, once, naming the file, and None as well: `same_tokens` raises where it
+    is needed.
+    """
+    try:
+        return _tokenizer(path, **hub)
+    except ImportError as error:
+        trouble: Exception = error
+    except ValueError as error:
+        trouble = error
+    warnings.warn(f"the tokenizer beside the model is left out: {trouble}", stacklevel=3)
+    return None
+
+
+def _tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase | None:
+    """The same, but raises ValueError, naming the file, for a tokenizer that cannot be read."""
     if not path:
         return None
     folder = Path(path)
-    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    present = [folder / name for name in _TOKENIZER_FILES if (folder / name).exists()]
+    if folder.is_dir() and not present:
         return None
     try:
-        return AutoTokenizer.from_pretrained(path, **hub)
-    except (OSError, ValueError, KeyError, ImportError):  # no tokenizer there, or one this machine cannot build
+        with loading("tokenizer", path):
+            return AutoTokenizer.from_pretrained(path, **hub)
+    except OSError as error:
+        if present:
+            raise ValueError(f"tokenizer: {_broken(present) or error}") from error
         return None
+    except ValueError as error:
+        if not present and not folder.is_dir():
+            return None  # a Hub id with a model and no tokenizer of a kind that is known
+        raise ValueError(f"tokenizer: {found}" if (found := _broken(present)) else str(error)) from error
+
+
+def _broken(files: list[Path]) -> str | None:
+    """The first of a tokenizer's files that cannot be read, and why."""
+    for file in files:
+        try:
+            if file.suffix == ".json":
+                fields_of(file)
+            if file.name == "tokenizer.json":
+                Tokenizer.from_file(str(file))
+        except BaseException as error:  # code in Rust panics with none of Exception's kinds
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            return str(error) if str(file) in str(error) else f"{file} is broken: {error}"
+    return None
 
 
 def same_tokens(
@@ -48,6 +90,9 @@ def same_tokens(
         if sizes[0] == sizes[1]:
             return True
         missing = "tokenizer" if target_tokenizer is None else "draft_tokenizer"
+        path = (target if target_tokenizer is None else draft).name_or_path
+        if Path(path or "-").is_dir():
+            _tokenizer(path)  # one that lies there and is broken is the reason
         raise ValueError(
             f"draft: its vocabulary has {sizes[1]} entries, the target's {sizes[0]}, and without both tokenizers it can't "
             "be told whether one is a padded form of the other or has to be translated. Pass "

@@ -16,9 +16,8 @@ from pairs import pair
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
-from assisted import zoo
+from assisted import files, zoo
 from assisted.drafters import DraftModel, Eagle, parse
-from assisted.heads import kinds
 from assisted.heads.eagle import EagleConfig, EagleHead, unrolled_mask
 from assisted.heads.eagle_formats import load_eagle, save_eagle
 from assisted.heads.files import public_name
@@ -352,7 +351,7 @@ def test_a_folder_of_heads_is_told_from_a_draft_model(name, pickled, tmp_path):
 def test_a_hub_id_is_told_by_what_was_downloaded(tmp_path, monkeypatch):
     folder = write(tmp_path, EAGLE_3, eagle_3())
     assert parse("org/head") == DraftModel("org/head")
-    monkeypatch.setattr(kinds, "try_to_load_from_cache", lambda path, name: str(folder / name))
+    monkeypatch.setattr(files, "try_to_load_from_cache", lambda path, name: str(folder / name))
     assert parse("org/head") == Eagle("org/head")
 
 

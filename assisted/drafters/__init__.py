@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedModel
 
+from ..files import inside, loading
 from ..heads.kinds import kind_of
 from ..parts import unwrapped
 from .base import Call, Drafter, Drafting, Spec, Target
@@ -166,15 +167,27 @@ def with_heads(spec: Spec, drafter: Drafter, folder: str = "draft") -> Iterator[
 
 
 def read(fields: dict[str, Any] | None, folder: Path) -> Spec:
-    """The spec that `written` wrote; draft models lie in `folder`. Raises ValueError for an unknown method."""
+    """The spec that `written` wrote; draft models and heads lie in folders of `folder`.
+
+    Raises ValueError for an unknown method, for fields that it cannot have, and for a folder that leads out of `folder`.
+    """
+    with loading("draft", folder / "config.json"):
+        return _read(fields, folder)
+
+
+def _read(fields: dict[str, Any] | None, folder: Path) -> Spec:
     values = dict(fields or {})
     method = METHODS.get(values.pop("method", ""))
     if method is None:
         raise ValueError(f"draft: this version does not know the saved method {fields!r}; pass draft=")
     if method is DraftModel:
-        return DraftModel(str(folder / values.get("folder", "draft")), values.get("quantization"))
+        named = inside(folder, values.get("folder", "draft"), "draft.folder")
+        return DraftModel(str(named), values.get("quantization"))
     if method in (Combined, Merged):
-        return method(tuple(read(part, folder) for part in values["drafters"]))
+        return method(tuple(_read(part, folder) for part in values["drafters"]))
     if method in _HEADS:
-        values["path"] = str(folder / values["path"])
+        values["path"] = str(inside(folder, values["path"], "draft.path"))
+    unknown = values.keys() - {field.name for field in dataclasses.fields(method)}
+    if unknown:
+        raise ValueError(f"draft: {folder / 'config.json'}: {min(unknown)} is no field of {method.__name__}")
     return method(**values)

@@ -15,9 +15,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import zoo
-from ..adapters import base_path, require_in_layers
+from ..adapters import base_path, require_in_layers, trusting
 from ..cache import SlotCache
 from ..drafts import Draft
+from ..files import loading, require_sound
 from ..fused import fused
 from ..graphs import Graphs, Lease
 from ..host import on_device
@@ -67,7 +68,7 @@ class DraftModel:
             model = _loaded(path, self.quantization, **kwargs)
             tokenizer = self.tokenizer or find_tokenizer(path, **hub)
             if tokenizer is None and (base := base_path(path, "draft", **hub)) != path:
-                tokenizer = find_tokenizer(base, **hub)
+                tokenizer = find_tokenizer(base, **trusting(path, base, **hub))
         else:
             require_in_layers(self.model, "draft")
             model = unwrapped(self.model)  # an adapter's wrapper takes arguments that the loop cannot see
@@ -85,8 +86,10 @@ class DraftModel:
 
 def _loaded(path: str, quantization: Any, **kwargs: Any) -> PreTrainedModel:
     """What lies at a path; an error of whoever looked there says that it was for the draft."""
+    require_sound(path, "draft")
     try:
-        return load_quantized(path, quantization, **kwargs)
+        with loading("draft", path):
+            return load_quantized(path, quantization, **kwargs)
     except OSError as error:
         raise OSError(f"draft: nothing can be loaded from {path!r}, as a folder or a Hub id: {error}") from error
 

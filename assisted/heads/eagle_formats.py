@@ -6,6 +6,7 @@ Knows files, names of tensors and what each convention counts from; the module i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,11 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.activations import ACT2FN
 
+from ..files import fields_of, loading, require_sizes
 from .eagle import EagleConfig, EagleHead, default_taps
-from .files import find_folder, public_name, read_tensors, require_tensors
+from .files import find_file, find_folder, public_name, read_tensors, require_tensors
 
 __all__ = ["load_eagle", "save_eagle"]
 
@@ -25,6 +28,7 @@ _TAPS = "eagle_aux_hidden_state_layer_ids"
 _VERSION = "0.9.0"  # of speculators, whose format is written
 
 Format = Literal["eagle", "speculators"]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHead:
@@ -37,33 +41,84 @@ def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHe
     too many or misshapen.
     """
     folder = find_folder(path, **hub)
-    file = folder / "config.json"
-    if not file.is_file():
+    if not (folder / "config.json").is_file():
         raise ValueError(f"draft: {folder} holds no config.json")
-    fields = json.loads(file.read_text(encoding="utf-8"))
-    tensors = read_tensors(folder, _FILES)
+    with loading("draft", folder):
+        return _load(folder, target)
+
+
+def _load(folder: Path, target: PreTrainedModel) -> EagleHead:
+    """Nothing is allocated before the sizes in config.json are known to be those of the tensors."""
+    try:
+        fields = fields_of(folder / "config.json")
+    except ValueError as error:
+        raise ValueError(f"draft: {error}") from error
+    weights, shapes = find_file(folder, _FILES)
     kind = fields.get("speculators_model_type")
-    if kind is not None:
-        if kind != "eagle3":
-            raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}; only 'eagle3' can be read")
-        config = _of_speculators(fields, tensors, target)
-    else:
-        config = _of_eagle(fields, tensors, target)
-        tensors = {_renamed(name, "midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    if kind is not None and kind != "eagle3":
+        raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}; only 'eagle3' can be read")
+    _require_fields(fields, shapes, folder / "config.json")
+    _require_fields(fields.get("transformer_layer_config") or {}, shapes, folder / "config.json")
+    config = (_of_eagle if kind is None else _of_speculators)(fields, shapes, target)
     size = target.config.get_text_config(decoder=True).vocab_size
     if config.vocab_size != size:
         raise ValueError(f"draft: {folder} was made for a vocabulary of {config.vocab_size}; the target's has {size}")
-    head = EagleHead(config)
-    expected: dict[str, Any] = {name: tensor.shape for name, tensor in head.state_dict().items()}
-    if head.d2t is not None:
+    with torch.device("meta"):
+        outline = EagleHead(config)
+    expected: dict[str, Any] = {name: tensor.shape for name, tensor in outline.state_dict().items()}
+    if outline.d2t is not None:
         expected["t2d"] = (config.vocab_size,)
-    require_tensors(tensors, expected, folder)
+
+    def own(name: str) -> str:
+        return _renamed(name, "midlayer.", "layers.0.") if kind is None else name
+
+    require_tensors({own(name): shape for name, shape in shapes.items()}, expected, folder)
+    head = EagleHead(config)
+    tensors = {own(name): tensor for name, tensor in read_tensors(weights).items()}
     known = tensors.pop("t2d", None)
+    if not tensors["fc.weight"].is_floating_point():
+        raise ValueError(
+            f"draft: {weights} holds fc.weight in {tensors['fc.weight'].dtype}; floating point is expected"
+        )
     head.to(tensors["fc.weight"].dtype)
     head.load_state_dict(tensors)
     if known is not None and not torch.equal(known.bool(), _mask(head)):
         raise ValueError(f"draft: {folder} holds t2d and d2t that name different tokens")
     return head.eval()
+
+
+def _require_fields(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: Path) -> None:
+    """Refuse what config.json says of a layer where it cannot be. Raises ValueError that names the file and the field."""
+
+    def refuse(name: str, expected: str) -> None:
+        raise ValueError(f"draft: {where}: {name}: {fields[name]!r} is not {expected}")
+
+    if not isinstance(fields, dict):
+        raise ValueError(f"draft: {where}: transformer_layer_config: {fields!r} is not an object")
+    try:
+        # an EAGLE-1 head may hold nothing as wide as its vocabulary, which is compared with the target's
+        vocabulary = {"vocab_size": fields.get("vocab_size")}
+        require_sizes(vocabulary, {}, where, exact=True)
+        require_sizes(
+            {name: value for name, value in fields.items() if name not in vocabulary}, shapes, where, exact=True
+        )
+    except ValueError as error:
+        raise ValueError(f"draft: {error}") from error
+    for name in ("rms_norm_eps", "rope_theta"):
+        value = fields.get(name)
+        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+            refuse(name, "a positive number")
+    for name in ("rope_scaling", "rope_parameters", "eagle_config"):
+        if not isinstance(fields.get(name) or {}, dict):
+            refuse(name, "an object")
+    if fields.get("hidden_act") is not None and str(fields["hidden_act"]) not in ACT2FN:
+        refuse("hidden_act", "an activation that transformers knows")
+    if not isinstance(fields.get("layer_types") or [], list):
+        refuse("layer_types", "a list")
+    for part in (fields, fields.get("eagle_config") or {}):
+        taps = part.get(_TAPS)
+        if taps is not None and not (isinstance(taps, list) and taps and all(type(tap) is int for tap in taps)):
+            raise ValueError(f"draft: {where}: {_TAPS}: {taps!r} is not a list of layers")
 
 
 def save_eagle(
@@ -103,7 +158,7 @@ def save_eagle(
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _of_eagle(fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> EagleConfig:
+def _of_eagle(fields: Mapping[str, Any], tensors: Shapes, target: PreTrainedModel) -> EagleConfig:
     """What SafeAILab's and SpecForge's config.json says."""
     version = 3 if any(name.startswith("midlayer.") for name in tensors) else 1
     kind = "qwen3" if any(name.endswith(".q_norm.weight") for name in tensors) else "llama"
@@ -129,9 +184,7 @@ def _of_eagle(fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], ta
     )
 
 
-def _of_speculators(
-    fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: PreTrainedModel
-) -> EagleConfig:
+def _of_speculators(fields: Mapping[str, Any], tensors: Shapes, target: PreTrainedModel) -> EagleConfig:
     inner = fields.get("transformer_layer_config") or {}
     kind = inner.get("model_type", "llama")
     layers = target.config.get_text_config(decoder=True).num_hidden_layers

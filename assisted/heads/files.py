@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from .. import zoo
+from ..files import shapes_of
 
-__all__ = ["find_folder", "public_name", "read_tensors", "require_tensors"]
+__all__ = ["find_file", "find_folder", "public_name", "read_tensors", "require_tensors"]
 
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 
@@ -44,25 +45,32 @@ def public_name(target: PreTrainedModel | None) -> str | None:
     return None if Path(name).exists() else name
 
 
-def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The tensors of the first of these files that is there. Pickled files are read with `weights_only=True`.
+def find_file(folder: Path, names: Sequence[str]) -> tuple[Path, dict[str, tuple[int, ...]]]:
+    """The first of these files that is there, and the shapes of its tensors, of which none is read.
 
-    Raises ValueError where the folder has none of them.
+    Raises ValueError where the folder has none of them, and for a broken one.
     """
     for name in names:
-        file = folder / name
-        if file.is_file():
-            if file.suffix == ".safetensors":
-                return load_file(file)
-            return torch.load(file, map_location="cpu", weights_only=True)
+        if (folder / name).is_file():
+            try:
+                return folder / name, shapes_of(folder / name)
+            except ValueError as error:
+                raise ValueError(f"draft: {error}") from error
     raise ValueError(f"draft: {folder} holds none of {', '.join(names)}")
 
 
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file. Pickled files are read with `weights_only=True`."""
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
 def require_tensors(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, Sequence[int]], where: str | Path
+    found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], where: str | Path
 ) -> None:
     """Refuse a checkpoint that has not exactly these tensors, in these shapes, with a ValueError that names the first that
-    is missing, too many or misshapen."""
+    is missing, too many or misshapen. found, expected: shapes by name."""
     for problem, names in (
         ("lacks", expected.keys() - found.keys()),
         ("has an unknown", found.keys() - expected.keys()),
@@ -71,5 +79,5 @@ def require_tensors(
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(f"draft: {where} {problem} tensor {min(names)}{more}")
     for name, shape in expected.items():
-        if tuple(found[name].shape) != tuple(shape):
-            raise ValueError(f"draft: {where} holds {name} of shape {list(found[name].shape)}; expected {list(shape)}")
+        if tuple(found[name]) != tuple(shape):
+            raise ValueError(f"draft: {where} holds {name} of shape {list(found[name])}; expected {list(shape)}")

@@ -5,15 +5,11 @@ Knows files; reads no weights into memory.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal
 
-import torch
-from huggingface_hub import try_to_load_from_cache
-from safetensors import safe_open
-
 from .. import zoo
+from ..files import fields_of, local_folder, shapes_of
 
 __all__ = ["kind_of"]
 
@@ -26,14 +22,12 @@ def kind_of(path: str | Path) -> Literal["eagle", "medusa"] | None:
     EAGLE-1 heads come with the config of a Llama model of one layer: of such a model the names of the tensors are looked
     at. Raises ValueError for a speculator of a kind that is not known.
     """
-    folder = _local(str(path))
+    folder = local_folder(zoo.resolve(str(path)))
     if folder is None:
         return None
     try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        fields = fields_of(folder / "config.json")
     except (OSError, ValueError):
-        return None
-    if not isinstance(fields, dict):
         return None
     if "medusa_num_heads" in fields or fields.get("model_type") == "medusa":
         return "medusa"
@@ -42,27 +36,14 @@ def kind_of(path: str | Path) -> Literal["eagle", "medusa"] | None:
         if speculator != "eagle3":
             raise ValueError(f"draft: {folder} is a speculator of kind {speculator!r}; only 'eagle3' can be read")
         return "eagle"
-    if "draft_vocab_size" in fields or any("Eagle" in name for name in fields.get("architectures") or ()):
+    if "draft_vocab_size" in fields or "Eagle" in str(fields.get("architectures")):
         return "eagle"
     return "eagle" if fields.get("num_hidden_layers") == 1 and "fc.weight" in _names(folder) else None
 
 
-def _local(path: str) -> Path | None:
-    folder = Path(zoo.resolve(path))
-    if folder.is_dir():
-        return folder
-    try:
-        config = try_to_load_from_cache(path, "config.json")
-    except ValueError:  # no Hub id
-        return None
-    return Path(config).parent if isinstance(config, str) else None
-
-
 def _names(folder: Path) -> set[str]:
-    """The names of a checkpoint's tensors, where they lie in one file."""
-    if (folder / "model.safetensors").is_file():
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            return set(file.keys())
-    if (folder / "pytorch_model.bin").is_file():
-        return set(torch.load(folder / "pytorch_model.bin", map_location="meta", weights_only=True))
+    """The names of a checkpoint's tensors, where they lie in one file. Raises ValueError for a broken one."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return set(shapes_of(folder / name))
     return set()

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from .files import find_folder, public_name, read_tensors, require_tensors
+from ..files import loading
+from .files import find_file, find_folder, public_name, read_tensors, require_tensors
 
 __all__ = ["MedusaHeads", "output_size"]
 
@@ -117,11 +118,21 @@ class MedusaHeads(nn.Module):
         Raises ValueError, naming the tensor, for one that is missing, too many or misshapen.
         """
         folder = find_folder(path, **hub)
-        found = read_tensors(folder, FILES)
-        vllm = any(name.startswith("blocks.") for name in found)
+        with loading("draft", folder):
+            return cls._load(folder, target)
+
+    @classmethod
+    def _load(cls, folder: Path, target: PreTrainedModel | None) -> MedusaHeads:
+        file, shapes = find_file(folder, FILES)
+        vllm = any(name.startswith("blocks.") for name in shapes)
         names = _VLLM if vllm else _MEDUSA
+        heads, layers = names.size(shapes)
+        if heads * layers > max(1, len(shapes)):
+            raise ValueError(
+                f"draft: {file} counts up to {heads} heads of {layers} layers with {len(shapes)} tensors; some are missing"
+            )
+        found = read_tensors(file)
         token_map = found.pop("token_map", None) if vllm else None
-        heads, layers = names.size(found)
         outputs = [name for name in (names.output.format(h=h, n=layers) for h in range(heads)) if name in found]
         first = found.get(names.weight.format(h=0, l=0), torch.empty(0))
         if target is not None:
@@ -129,6 +140,9 @@ class MedusaHeads(nn.Module):
         else:
             size, hidden_size = len(found[outputs[0]]) if outputs else 0, len(first)
         if token_map is not None:
+            known = token_map.ndim == 1 and not token_map.is_floating_point() and len(token_map) > 0
+            if not known or int(token_map.min()) < 0 or (target and int(token_map.max()) >= size):
+                raise ValueError(f"draft: {file} holds a token_map that does not lead to tokens of the target")
             for name in outputs:  # some files keep the rows that are not used
                 found[name] = found[name][token_map] if len(found[name]) == size else found[name]
             size = len(token_map)
@@ -142,7 +156,8 @@ class MedusaHeads(nn.Module):
                 shared_output=vllm and len(outputs) == 1,
                 bias=not vllm or any(name.endswith("bias") for name in found),
             )
-        require_tensors(found, {name: part.shape for name, part in names.of(new).items()}, folder)
+        there = {name: tuple(tensor.shape) for name, tensor in found.items()}
+        require_tensors(there, {name: part.shape for name, part in names.of(new).items()}, folder)
         new.to(first.dtype).to_empty(device="cpu")
         new.token_map = token_map
         with torch.no_grad():

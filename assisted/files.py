@@ -1,0 +1,208 @@
+"""Files that others wrote, looked at before a model is made of them: what is broken is named, and nothing large is allocated.
+
+Knows JSON, the headers of safetensors, and which folders a saved pair may lead to; nothing of drafting. Raises ValueError for
+files that are there and cannot be used; OSError is left to whoever finds nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+
+__all__ = ["fields_of", "inside", "loading", "local_folder", "require_sizes", "require_sound", "shapes_of"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_WIDTHS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "n_embd", "d_model", "ffn_dim", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "draft_vocab_size", "target_hidden_size"),
+)
+_PACKED = 16  # numbers that a quantized checkpoint may hold in one element
+_MOST = 2**31  # of what no tensor tells, such as the context length
+_NUMBERS = (
+    *("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "max_time"),
+    *("length_penalty", "diversity_penalty", "encoder_repetition_penalty", "guidance_scale"),
+)
+_COUNTS = (
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "top_k"),
+    *("no_repeat_ngram_size", "bos_token_id", "pad_token_id", "eos_token_id"),
+)
+_SWITCHES = ("do_sample", "use_cache", "output_scores", "output_logits", "return_dict_in_generate")
+_ABOUT_AN_ARGUMENT = re.compile(r"[a-z_0-9.]+(, [a-z_0-9.]+)*: ")  # how messages of this package begin
+
+
+def fields_of(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises ValueError, naming the file, for anything else."""
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{file} should hold a JSON object, and holds {type(fields).__name__}")
+    return fields
+
+
+def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a checkpoint's file, of which no tensor is read. Raises ValueError, naming the file."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as opened:
+                return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        found = torch.load(file, map_location="meta", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, EOFError, KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{file} is broken: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise ValueError(f"{file} should hold tensors by their names")
+    return {name: tuple(tensor.shape) for name, tensor in found.items()}
+
+
+def require_sizes(fields: Mapping[str, Any], shapes: Shapes, where: str | Path, exact: bool = False) -> None:
+    """Refuse sizes that are none, and those that are beyond what the tensors hold: a model of them would be allocated first.
+
+    Every layer has a tensor, every width is that of some tensor. exact: tensors are as wide as the model, not packed by a
+    quantization, and no size is a list, one for each layer.
+
+    Raises ValueError that names the file and the field.
+    """
+    widest = max((size for shape in shapes.values() for size in shape), default=0)
+    largest = max((math.prod(shape) for shape in shapes.values()), default=0)
+    limits = dict.fromkeys(_LAYERS, len(shapes)) | dict.fromkeys(_WIDTHS, widest if exact else _PACKED * largest)
+    limits["max_position_embeddings"] = _MOST
+    for name in limits.keys() & fields.keys():
+        given = fields[name]
+        for value in given if isinstance(given, list) and not exact else [given]:
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{where}: {name}: {value!r} is no size; a whole number of 1 or more is expected")
+            if value > limits[name] and (shapes or name == "max_position_embeddings"):
+                raise ValueError(
+                    f"{where}: {name}: {value} is more than the checkpoint's tensors hold ({len(shapes)} tensors, up to "
+                    f"{widest} wide)"
+                )
+
+
+def require_sound(path: str | Path, role: str) -> None:
+    """Refuse a model's folder whose files cannot be what they should be, before anything is loaded.
+
+    path: a folder, or a Hub id, of which what was downloaded before is looked at. role: "target" or "draft", for the message.
+
+    Raises ValueError that names the file, and the field where one is wrong.
+    """
+    folder = local_folder(path)
+    if folder is None:
+        return
+    try:
+        configs = {name: fields_of(folder / name) for name in _JSON if (folder / name).is_file()}
+        shapes = _shapes_in(folder)
+        fields = configs.get("config.json", {})
+        for part in (fields, fields.get("text_config")):
+            if isinstance(part, dict):
+                require_sizes(part, shapes, folder / "config.json")
+        _require_kinds(configs.get("generation_config.json", {}), folder / "generation_config.json")
+    except ValueError as error:
+        raise ValueError(f"{role}: {error}") from error
+
+
+_JSON = ("config.json", "generation_config.json", "adapter_config.json")
+
+
+def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of all safetensors of a model, which may be in several files. Raises ValueError for one that is missing or broken."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if (folder / "adapter_model.safetensors").is_file():
+        shapes_of(folder / "adapter_model.safetensors")
+    if single.is_file():
+        return shapes_of(single)
+    if not index.is_file():
+        return {}
+    names = fields_of(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{index}: weight_map: the file of each tensor is expected")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in sorted(set(names.values())):
+        if not (folder / name).is_file():
+            if _is_downloaded(folder):
+                return {}  # other files may not be there yet
+            raise ValueError(f"{index}: weight_map: {name} is missing in {folder}")
+        shapes |= shapes_of(folder / name)
+    return shapes
+
+
+def _require_kinds(fields: Mapping[str, Any], where: Path) -> None:
+    """Refuse values of a generation config that are no numbers where numbers are meant. Raises ValueError."""
+    for names, kinds, what in (
+        (_NUMBERS, (int, float), "a number"),
+        (_COUNTS, (int,), "a whole number"),
+        (_SWITCHES, (bool,), "true or false"),
+    ):
+        for name in fields.keys() & set(names):
+            given = fields[name]
+            several = given if isinstance(given, list) and name == "eos_token_id" else [given]
+            for value in several:
+                wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
+                if value is not None and (wrong or value != value):
+                    raise ValueError(f"{where}: {name}: {value!r} is not {what}")
+
+
+def local_folder(path: str | Path) -> Path | None:
+    """The folder at a path, or where the files of a Hub id lie that were downloaded before; None where there is none."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    try:
+        config = try_to_load_from_cache(str(path), "config.json")
+    except ValueError:  # no Hub id
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _is_downloaded(folder: Path) -> bool:
+    return folder.parent.name == "snapshots"
+
+
+def inside(folder: Path, name: Any, where: str) -> Path:
+    """The folder of this name in a saved pair's folder. where: the field that names it, for the message.
+
+    Files in it may be links, as those of the Hub's cache are; the folder itself may lead nowhere else.
+
+    Raises ValueError for what lies outside, is absolute or no name.
+    """
+    if isinstance(name, str) and name.strip() and not Path(name).is_absolute() and ".." not in Path(name).parts:
+        path, root = (folder / name).resolve(), folder.resolve()
+        if path != root and path.is_relative_to(root):
+            return folder / name
+    raise ValueError(f"{where}: {name!r} leads out of the saved pair's folder {folder}; a folder inside is expected")
+
+
+@contextmanager
+def loading(role: str, path: str | Path) -> Iterator[None]:
+    """Whatever goes wrong in here with the files at a path, as ValueError that names them.
+
+    OSError passes, of a place where nothing lies, and so do ImportError, errors of an unknown keyword and of memory.
+    """
+    try:
+        yield
+    except (OSError, ImportError, torch.OutOfMemoryError):
+        raise
+    except BaseException as error:
+        panics = type(error).__name__ == "PanicException"  # of code in Rust, which tokenizers and safetensors are
+        if not isinstance(error, Exception) and not panics:
+            raise
+        if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+            raise
+        if type(error) is ValueError and _ABOUT_AN_ARGUMENT.match(str(error)):
+            raise
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"{role}: what lies at {str(path)!r} cannot be loaded: {kind}{error}") from error

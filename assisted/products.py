@@ -43,8 +43,10 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 def may_copy(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether parameters may be copied: on a CPU, in a type that `packs`, and there is room for them."""
+    """Whether parameters may be copied: plain numbers on a CPU, in a type that `packs`, and there is room for them."""
     held = list(parameters)
+    if any(map(is_traceable_wrapper_subclass, held)):  # quanto's and torchao's name the dtype that they compute in
+        return False
     kinds = {(p.device.type, p.dtype) for p in held}
     if not all(device == "cpu" and packs(dtype) for device, dtype in kinds):
         return False

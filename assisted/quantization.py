@@ -10,8 +10,10 @@ import copy
 import importlib
 import logging
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -38,7 +40,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .parts import unwrapped
 
-__all__ = ["NAMES", "load_quantized", "memory_bytes", "quantize_copy", "resolve", "save_quantized"]
+__all__ = [
+    "NAMES",
+    "load_quantized",
+    "memory_bytes",
+    "quantize_copy",
+    "resolve",
+    "save_quantized",
+    "without_gradients",
+]
 
 Quantization: TypeAlias = str | dict[str, Any] | QuantizationConfigMixin
 
@@ -206,6 +216,16 @@ def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | Pre
     if not _is_quantized(original):  # else its config says it
         setattr(config, RECORD, model.config.quantization_config.to_dict())
     config.save_pretrained(folder)
+
+
+def without_gradients(*models: nn.Module) -> AbstractContextManager[Any]:
+    """The mode to run models in: inference mode, where tensors are cheaper to make, but no_grad for models with layers of
+    quanto's. Its weights are shells around other tensors, and torch makes no views of a shell in inference mode."""
+    quanto = sys.modules.get("optimum.quanto")  # a process that never imported it has no such layers to look for
+    layer = getattr(quanto, "QModuleMixin", None)
+    if layer is not None and any(isinstance(module, layer) for model in models for module in model.modules()):
+        return torch.no_grad()
+    return torch.inference_mode()
 
 
 def memory_bytes(*models: nn.Module, buffers: bool = True) -> int:

@@ -26,6 +26,7 @@ from .law import Law
 from .lengths import Length
 from .lossy import LossyTypical
 from .parts import unwrapped
+from .quantization import without_gradients
 from .recurrent import has_uncounted_states, held, is_recurrent, slots_for
 from .report import Recorder
 from .runtime import CachedModel, Masks
@@ -148,8 +149,8 @@ class _Seam:
         given = _require_usable(input_ids, model_kwargs)
         details = bool(generation_config.return_dict_in_generate)
         wanted = details or getattr(given, "_is_user_defined", False)
-        # Inside, tensors are cheaper to make; whatever leaves is copied outside, where it is an ordinary tensor.
-        with torch.inference_mode(), self._optimize_model_for_decode():
+        # What is made inside leaves as a copy made outside, where it is an ordinary tensor.
+        with without_gradients(self, *call.model.drafter.modules), self._optimize_model_for_decode():
             text, target = _extend(
                 self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, given, model_kwargs
             )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .quantization import without_gradients
 from .recurrent import RecurrentCache, RecurrentModel, is_recurrent
 from .runtime import Masks, require_decoder, require_rewindable
 
@@ -52,7 +53,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     ids = (torch.arange(7, 31, device=model.device).view(2, 12) * 7919) % size
     prompt, end = 7, 12
     try:
-        with _attributes_kept(model) as changed, torch.inference_mode():
+        with _attributes_kept(model) as changed, without_gradients(model):
             single = _reader(model, ids[:, :prompt])
             one_by_one = []
             for column in range(prompt, end):

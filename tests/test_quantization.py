@@ -54,12 +54,13 @@ def llama(
     inner: int = 128,
     dtype: torch.dtype = torch.float32,
     tie: bool = False,
+    layers: int = 1,
 ) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=inner,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         vocab_size=96,

@@ -1,0 +1,165 @@
+"""Every quantization that has a name, as target and as draft: the text is the target's own, tokens are drafted and accepted.
+
+A draft that fails costs speed only, and is not seen in the text: that is why the counts are looked at.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import no_fallback
+from test_precision import MARGINS, margins
+from test_quantization import MODULES, llama
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, QuantoConfig, TorchAoConfig
+
+from assisted import AssistedModelForCausalLM, zoo
+from assisted.quantization import NAMES, load_quantized, resolve
+
+DTYPES = [torch.float32, torch.bfloat16]
+STEPS = {"int8", "int8 of torchao, activations too"}  # activations are rounded to 8 bits: see `compare`
+CALL: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+PROMPTS = [torch.arange(5, 12)[None], (torch.arange(13)[None] * 17 + 3) % 90, torch.tensor([[9]])]
+
+
+def int8_with_activations() -> TorchAoConfig:
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig
+
+    return TorchAoConfig(Int8DynamicActivationInt8WeightConfig())
+
+
+OTHERS = {  # configs that go by no name of ours
+    "float8 of quanto": ("optimum.quanto", lambda: QuantoConfig(weights="float8")),
+    "nf4, scales quantized": (
+        "bitsandbytes",
+        lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    ),
+    "int8 of torchao, activations too": ("torchao", int8_with_activations),
+}
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return needed(request.param, MODULES[request.param])
+
+
+def needed(name: str, module: str) -> str:
+    """`name`, where its backend is installed. It is not imported: the package has to work before anyone else does so."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        pytest.skip(f"not installed: {module}")
+    return name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers have shapes that every backend takes."""
+    path = tmp_path_factory.mktemp("model")
+    llama(path, hidden=128, inner=256, layers=2)
+    return path
+
+
+def compare(
+    pair: AssistedModelForCausalLM,
+    prompts: list[torch.Tensor],
+    name: str | None = None,
+    mask: torch.Tensor | None = None,
+    drafts: bool = True,
+) -> None:
+    """The pair writes what its target writes alone, from tokens that were drafted and accepted.
+
+    Where activations are rounded to 8 bits, a difference in the last bit of a float32 becomes one of 1/127: near-ties may fall
+    the other way, as in half precision. name: of the target's quantization. drafts: whether some must be accepted.
+    """
+    pair.reset_totals()
+    for ids in prompts:
+        seen = torch.ones_like(ids) if mask is None else mask
+        call = CALL | {"attention_mask": seen}
+        plain = pair.target.generate(ids, **call)
+        with no_fallback():
+            text = pair.generate(ids, draft_length=4, **call)
+        if pair.dtype == torch.float32 and name not in STEPS:
+            assert torch.equal(text, plain)
+            continue
+        for row, padding in zip(text, (1 - seen).sum(1).tolist(), strict=True):
+            with torch.no_grad():
+                found = margins(pair.target, row[None, padding:], ids.shape[1] - padding)
+            assert found.max() <= MARGINS[torch.bfloat16]
+    assert pair.totals.drafted > 0
+    assert pair.totals.accepted > 0 or not drafts
+
+
+def loaded(path: str | Path, quantization: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """A quantized target. Not through AutoModelForCausalLM, for one reason: quanto would start a C++ compiler."""
+    return load_quantized(str(path), quantization, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_as_target(name: str, dtype: torch.dtype, folder: Path) -> None:
+    draft = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    compare(AssistedModelForCausalLM.from_models(loaded(folder, name, dtype), draft=draft), PROMPTS, name)
+
+
+@pytest.mark.parametrize("draft", ["early-exit", "layer-skip", "suffix"])
+def test_as_target_of_drafts_without_a_model(name: str, draft: str, folder: Path) -> None:
+    pair = AssistedModelForCausalLM.from_models(loaded(folder, name, torch.float32), draft=draft)
+    compare(pair, [PROMPTS[0].repeat(1, 3)], name, drafts=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_as_copy_of_the_target(name: str, dtype: torch.dtype, folder: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    compare(AssistedModelForCausalLM.from_models(target, draft=f"self:{name}"), PROMPTS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_as_draft_model(name: str, dtype: torch.dtype, folder: Path) -> None:
+    pair = AssistedModelForCausalLM.from_pretrained(folder, dtype=dtype, draft=folder, draft_quantization=name)
+    compare(pair, PROMPTS)
+
+
+def test_both_quantized_by_one_call(name: str, folder: Path) -> None:
+    pair = AssistedModelForCausalLM.from_pretrained(
+        folder, quantization_config=resolve(name, torch.float32), draft=folder, draft_quantization=name
+    )
+    compare(pair, PROMPTS, name)
+
+
+def test_the_shipped_pair(name: str) -> None:
+    """Weights that were trained, and 16 layers of them."""
+    ids = torch.arange(200, 212)[None]
+    path = zoo.folder("target")
+    compare(AssistedModelForCausalLM.from_models(loaded(path, name, torch.float32), draft="zoo:draft"), [ids], name)
+    compare(AssistedModelForCausalLM.from_pretrained("zoo:target", draft=f"self:{name}"), [ids])
+    compare(AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft", draft_quantization=name), [ids])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("other", OTHERS)
+def test_configs_without_a_name(other: str, dtype: torch.dtype, folder: Path) -> None:
+    module, make = OTHERS[other]
+    needed(other, module)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    compare(AssistedModelForCausalLM.from_models(loaded(folder, make(), dtype), draft=plain), PROMPTS, other)
+    pair = AssistedModelForCausalLM.from_pretrained(folder, dtype=dtype, draft=folder, draft_quantization=make())
+    compare(pair, PROMPTS)
+
+
+def test_batches(name: str, folder: Path) -> None:
+    target = loaded(folder, name, torch.float32)
+    draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = (torch.arange(24).view(3, 8) * 13 + 4) % 90
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    compare(AssistedModelForCausalLM.from_models(target, draft=draft), [ids], name, mask)
+    compare(AssistedModelForCausalLM.from_models(draft, draft=f"self:{name}"), [ids], mask=mask)
+
+
+def test_sampling_without_fused_layers(name: str, folder: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    pair = AssistedModelForCausalLM.from_models(target, draft=f"self:{name}", fast="eager")
+    with no_fallback():
+        pair.generate(PROMPTS[0], **CALL | {"do_sample": True})
+    assert pair.report.accepted > 0

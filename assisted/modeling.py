@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import time
@@ -29,7 +30,7 @@ from .files import inside, loading, require_sound
 from .forwarding import ForwardsToTarget
 from .graphs import Graphs, Lease, require_mode
 from .lossy import LossyTypical
-from .quantization import memory_bytes, save_quantized
+from .quantization import copy_shells, memory_bytes, save_quantized
 from .report import Recorder, Report
 from .seam import CALL, OTHER_MODES, SeamCall, require_own_drafting, seam_of, warn_plain
 from .trial import require_verifiable
@@ -90,6 +91,17 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         self.fast = "auto"
         self.graphs = Graphs()
         self.made()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy is made from: all but what calls have left behind. A copy measures for itself."""
+        return {**self.__dict__, "length": None, "_lengths": []}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AssistedModelForCausalLM:
+        """A pair of copies, which share nothing with these."""
+        other = memo[id(self)] = type(self).__new__(type(self))
+        copy_shells(memo, self.target, *self.drafter.modules)
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return other
 
     @classmethod
     def from_pretrained(  # type: ignore[override]

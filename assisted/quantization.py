@@ -42,6 +42,7 @@ from .parts import unwrapped
 
 __all__ = [
     "NAMES",
+    "copy_shells",
     "load_quantized",
     "memory_bytes",
     "quantize_copy",
@@ -228,6 +229,23 @@ def without_gradients(*models: nn.Module) -> AbstractContextManager[Any]:
     return torch.inference_mode()
 
 
+def copy_shells(memo: dict[int, Any], *models: nn.Module) -> None:
+    """Let `copy.deepcopy`, called with this memo, find copies of the weights that it cannot copy: those of quanto."""
+    for model in models:
+        for weight in model.parameters():
+            if type(weight).__module__.startswith("optimum.quanto"):
+                memo.setdefault(id(weight), nn.Parameter(_shell(weight, memo), requires_grad=weight.requires_grad))
+
+
+def _shell(tensor: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a tensor that may be a shell around others."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return copy.deepcopy(tensor, memo)
+    names, how = tensor.__tensor_flatten__()
+    inner = {name: _shell(getattr(tensor, name), memo) for name in names}
+    return type(tensor).__tensor_unflatten__(inner, how, tensor.size(), tensor.stride())
+
+
 def memory_bytes(*models: nn.Module, buffers: bool = True) -> int:
     """Bytes that the weights, buffers and quantization state of models take as they are stored; what is shared, within a model
     or between them, counts once.
@@ -328,6 +346,9 @@ def _settled(model: PreTrainedModel) -> PreTrainedModel:
 
         if is_extension_available("quanto_cpp") and get_extension("quanto_cpp")._lib is None:
             get_extension("quanto_cpp")._lib = SimpleNamespace(unpack=_unpack)
+    if isinstance(method, TorchAoConfig):
+        for module in model.modules():
+            module.__dict__.pop("extra_repr", None)  # for print() alone, and in a form that cannot be pickled
     if isinstance(method, BitsAndBytesConfig) and method.load_in_8bit:
         model.register_forward_pre_hook(_silence)
         model.register_forward_hook(_unsilence, always_call=True)

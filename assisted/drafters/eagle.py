@@ -127,6 +127,10 @@ class EagleDrafter(Drafter):
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
         self._drafting: tuple[Any, EagleHead] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy is made from: it makes its own fast head."""
+        return {**self.__dict__, "_drafting": None}
+
     @property
     def most(self) -> int:
         """Nodes of a tree, at most."""

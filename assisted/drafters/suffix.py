@@ -5,6 +5,7 @@ Knows a tree of counts a row and the choice between its match lengths; needs no 
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -116,6 +117,15 @@ class SuffixDrafter(Drafter):
         self.corpus = self._tree(corpus)
         self.past: SuffixTree | None = self._tree(()) if spec.remember else None
         self.lock = threading.Lock()  # past outputs: one call may add to them while another one reads
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy is made from: its own lock."""
+        with self.lock:
+            past = copy.deepcopy(self.past)  # another call may go on adding to it
+        return {**self.__dict__, "past": past, "lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, lock=threading.Lock())
 
     def start(self, call: Call) -> SuffixDrafting:
         return SuffixDrafting(self, call)

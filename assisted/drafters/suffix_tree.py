@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["END", "Continuation", "Point", "SuffixTree"]
 
@@ -116,6 +117,10 @@ class SuffixTree:
         self.root.children, self.root.top = {}, []
         self.points: list[Point] = []
 
+    def __reduce__(self) -> Any:
+        """A copy grows from the text again: its nodes lead to each other in circles, deeper than Python calls itself."""
+        return _grown, (self.depth, list(self.text))
+
     def append(self, token: int) -> None:
         """Let the current text grow by a token."""
         text = self.text
@@ -223,3 +228,11 @@ class SuffixTree:
     def _token(self, place: int, ahead: list[int]) -> int:
         """A token of the text, or, beyond its end, of what is proposed behind it: a copy may overlap with itself."""
         return self.text[place] if place < len(self.text) else ahead[place - len(self.text)]
+
+
+def _grown(depth: int, text: list[int]) -> SuffixTree:
+    """The tree of these texts, each of which ends with END, but the last."""
+    tree = SuffixTree(depth)
+    for token in text:
+        tree.end() if token == END else tree.append(token)
+    return tree

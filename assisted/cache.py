@@ -88,7 +88,8 @@ class SlotLayer(CacheLayerMixin):
             self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
 
     def get_seq_length(self) -> int:
-        return self.filled if self.slots.start is None else max(self.slots.lengths)
+        slots = self.slots  # in rounds a model asks for the rows that run: others may be longer
+        return self.filled if slots.start is None else max(slots.lengths[row] for row in slots.running)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -119,7 +120,7 @@ class SlotCache(Cache):
         self.lengths = [0] * rows
         self.order = list(range(rows))
         self.running = list(self.order)  # the rows that forwards are over, as they lie
-        self.padding = [0] * rows  # hidden slots of each row, which positions do not count
+        self.padding = [0] * rows  # slots of each row that positions do not count: hidden ones, as a rule
         self.prompt_padding = [0] * rows  # of these, the prompt's own; shifting adds to them
         self.visible: torch.Tensor | None = None  # [B, prompt] bool, None when nothing is hidden
         # where the next forward writes: all rows alike, or [B, n]; None while the prompt is read
@@ -178,14 +179,18 @@ class SlotCache(Cache):
         if top > self.capacity:
             self.capacity = max(top, min(self.limit, max(2 * self.capacity, top + _GROWTH)))
 
-    def begin_rounds(self, read: int = 0) -> None:
+    def begin_rounds(self, read: int = 0, positions: Sequence[int] | None = None) -> None:
         """The prompt is read: from here on every row has its own length.
 
-        read: columns of the prompt, for a model without attention layers, whose slots can't tell.
+        read: columns of the prompt, for a model without attention layers, whose slots can't tell. positions: of the last column
+        in each row, where they are not counted from what `hide` was told (a column that is hidden itself has position 0).
         """
         filled = max((layer.filled for layer in self.slot_layers), default=read)
         self.lengths = [filled] * self.rows
         self.start = filled
+        if positions is not None:
+            self.padding = [filled - 1 - position for position in positions]
+            self.prompt_padding = list(self.padding)
 
     def place(self, width: int, device: torch.device) -> None:
         """Announce a forward over `width` columns: they go behind each row's length."""

@@ -14,7 +14,7 @@ import torch
 from . import acceptance
 from .drafters.base import Drafting
 from .drafts import Draft
-from .host import padded
+from .host import on_device, padded
 from .law import Law, probabilities
 from .lengths import Length
 from .report import Recorder
@@ -53,14 +53,18 @@ def decode(
         drafts = drafting is not None and budget > 0
         draft, drafting = _propose(drafting, text, budget)
         drafted, once_drafted = time.perf_counter(), target.spent_once()
-        used = [0 if ended else 1 + draft.width for ended in text.ended]
+        proposed, used = draft, None
+        if judge is _judge:
+            used = [0 if ended else 1 + draft.width for ended in text.ended]
+        elif text.padded_rows:  # the padding is read into their KV, as plain decoding reads it
+            draft = draft.with_chains(text.padded_rows, text.padding)
         logits = target(torch.cat([text.last_tokens(), draft.tokens], 1), draft, used).to(text.ids.device)
         outcome = judge(draft, logits, law, text)
         target.commit(outcome.kept, outcome.path)
         # what a capture takes says nothing of what the next round will
         drafting_once, verifying_once = once_drafted - once, target.spent_once() - once_drafted
         seconds = (drafted - started - drafting_once, time.perf_counter() - drafted - verifying_once)
-        drafting = _learn(drafting, draft, logits, outcome.accepted)
+        drafting = _learn(drafting, proposed, logits, outcome.accepted)
         counts = [(outcome.drafted[row], outcome.accepted[row], outcome.kept[row]) for row in unfinished]
         recorder.round(counts, *seconds, drafts)
         length.observe(counts, *seconds)
@@ -153,29 +157,32 @@ def _judge_in_step(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> 
     """Accept and commit a token at a time, all rows together, for as long as every row agrees with its draft.
 
     Processors, criteria and streamers see what plain decoding shows them: each committed prefix once, in order. Exact
-    for any of them; a batch accepts what its least lucky row accepts.
+    for any of them; a batch accepts what its least lucky row accepts. Rows that have ended follow their chain of padding; a
+    row that ends here ends the block, since what was drafted after its end is no padding.
     """
-    rows = text.rows
+    rows, before = text.rows, text.padded_rows
     every = torch.arange(rows, device=logits.device)
+    padded = on_device([row in before for row in range(rows)], logits.device) if before else None
     accepted = [0] * rows
     column = torch.zeros_like(draft.lengths)  # of the forward, that each row has come to
     on_host = [0] * rows
     steps = []  # the columns that they came by
-    for _ in range(draft.width + 1):
+    for step in range(draft.width + 1):
         ids = text.ids[:, : text.lengths[0]]
         after = logits[every, column]
         scores = law.ordered_scores(ids, after)
         token, child = _choose(scores, draft, column, law.do_sample)
+        if padded is not None:
+            child = child.masked_fill(padded, step + 1)
         children = child.tolist()
-        agrees = [child > 0 for child in children]
-        free = text.ended if text.pads_ended_rows else [False] * rows  # their tokens no longer matter
         text.extend_in_step(token, scores, after.float())
         steps.append(on_host)
         column, on_host = child, children
-        accepted = [count + int(a and not f) for count, a, f in zip(accepted, agrees, free, strict=True)]
-        free = text.ended if text.pads_ended_rows else [False] * rows
-        if text.done or not all(a or f for a, f in zip(agrees, free, strict=True)):
+        accepted = [count + int(node > 0) for count, node in zip(accepted, children, strict=True)]
+        if text.done or not all(children) or text.padded_rows != before:
             break
+    for row in before:
+        accepted[row] = 0
     path = None if draft.parents is None else [list(columns) for columns in zip(*steps, strict=True)]
     return _Outcome(draft.lengths.tolist(), accepted, [len(steps)] * rows, path)
 

@@ -49,6 +49,15 @@ class Draft:
         parents = None if self.parents is None else self.parents[rows]
         return Draft(self.tokens[rows], self.lengths[rows], parents=parents)
 
+    def with_chains(self, rows: list[int], token: int) -> Draft:
+        """The same draft, but with a chain of one token, as long as the draft is wide, in some rows; their q means nothing."""
+        tokens, lengths = self.tokens.clone(), self.lengths.clone()
+        tokens[rows], lengths[rows] = token, self.width
+        parents = None if self.parents is None else self.parents.clone()
+        if parents is not None:
+            parents[rows] = torch.arange(-1, self.width - 1, device=parents.device)
+        return Draft(tokens, lengths, self.q, parents)
+
     def depths(self) -> torch.Tensor:
         """Distance of each node from the last committed token, which has depth 0. Returns [B, n] int64."""
         rows, width = self.tokens.shape

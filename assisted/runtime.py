@@ -251,7 +251,8 @@ class CachedModel:
         """Positions left behind the longest of these texts before the model's context ends."""
         # aligned rows lie side by side, those that have ended too
         aligned = 0 if self.masks.trees else max(self.cache.lengths) + 1
-        return self.context - max(*lengths, aligned)
+        ahead = max(0, -min(self.cache.padding))  # of the slots, where a caller's positions began later
+        return self.context - max(*lengths, aligned) - ahead
 
     def _positions(self, depths: torch.Tensor, used: list[int] | None) -> torch.Tensor:
         """Positions of the forward just placed, [B, n]. Columns that do not matter have one that every model knows."""

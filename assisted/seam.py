@@ -81,8 +81,6 @@ def require_own_drafting(config: GenerationConfig | None, own: GenerationConfig 
                 f"{name}: a setting of transformers' own drafting, which does not run here; see draft_length and the "
                 "draft specs, or pass assisted=False"
             )
-    if given.get("position_ids") is not None:
-        raise ValueError("position_ids: counted from attention_mask here; leave them out, or pass assisted=False")
 
 
 @dataclass
@@ -152,7 +150,15 @@ class _Seam:
         # What is made inside leaves as a copy made outside, where it is an ordinary tensor.
         with without_gradients(self, *call.model.drafter.modules), self._optimize_model_for_decode():
             text, target = _extend(
-                self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, given, model_kwargs
+                self,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                given,
+                model_kwargs,
+                wanted,
             )
             if wanted:
                 _read_to_the_end(target, text)
@@ -182,8 +188,12 @@ def _extend(
     streamer: Any,
     given: DynamicCache,
     model_kwargs: dict[str, Any],
+    wanted: bool,
 ) -> tuple[Text, CachedModel]:
-    """Read the prompt and run the loop. Returns the finished text and the target with the KV of it."""
+    """Read the prompt and run the loop. Returns the finished text and the target with the KV of it.
+
+    wanted: whether a caller gets the KV, that of the prompt's padding included.
+    """
     call = CALL.get()
     if is_recurrent(seam):
         require_verifiable(seam)  # again, for a target that was moved or cast
@@ -211,8 +221,9 @@ def _extend(
         _require_possible(law, text, target)
     call.model.graphs.serve(target, seam, call.lease)
     started = time.perf_counter()
-    logits = _read_prompt(target, input_ids, generation_config, model_kwargs)
-    cache.begin_rounds(input_ids.shape[1])
+    logits = _read_prompt(target, input_ids, generation_config, model_kwargs, wanted)
+    positions = model_kwargs.get("position_ids")  # plain decoding counts on from the last ones
+    cache.begin_rounds(input_ids.shape[1], None if positions is None else _last_positions(positions, text.rows))
     call.recorder.verify_seconds = time.perf_counter() - started
     own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
     drafting = drafter.start(Call(own_mask, law.for_draft(), length, text.max_length, target, call.lease))
@@ -236,9 +247,12 @@ def _seam_class(target_class: Any) -> type:
 
 
 def _read_prompt(
-    target: CachedModel, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    target: CachedModel, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], whole: bool
 ) -> torch.Tensor:
-    """The logits after the prompt, [B, 1, V], read the way the target's own `generate` reads it."""
+    """The logits after the prompt, [B, 1, V], read the way the target's own `generate` reads it.
+
+    whole: read the padding in front of short prompts, too, whose KV nothing but a caller's next turn may look at.
+    """
     seam: Any = target.model
 
     tensors = {name: value for name, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
@@ -252,7 +266,7 @@ def _read_prompt(
         return output.logits[:, -1:].to(input_ids.device)
 
     try:
-        if not by_column:  # a caller's past, whose mask is longer
+        if whole or not by_column:  # the mask of a caller's past is longer
             return read(list(range(len(input_ids))), 0)
         return target.by_groups(input_ids.shape[1], read)
     except IndexError as error:
@@ -262,6 +276,11 @@ def _read_prompt(
                 f"input_ids: the prompt has {input_ids.shape[1]} tokens, the target's context ends at {limit}"
             ) from error
         raise
+
+
+def _last_positions(positions: torch.Tensor, rows: int) -> list[int]:
+    """The position of each row's last column. positions: [B or 1, any] int64."""
+    return positions[:, -1].expand(rows).tolist()
 
 
 def _require_possible(law: Law, text: Text, target: CachedModel) -> None:

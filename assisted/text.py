@@ -83,6 +83,16 @@ class Text:
         return [row for row, ended in enumerate(self.ended) if not ended]
 
     @property
+    def padding(self) -> int:
+        """The token that fills rows that have ended."""
+        return self.pad_token or 0
+
+    @property
+    def padded_rows(self) -> list[int]:
+        """The rows that take padding while others grow: none where ended rows go on until all have ended."""
+        return [row for row, ended in enumerate(self.ended) if ended] if self.pads_ended_rows else []
+
+    @property
     def in_step(self) -> bool:
         """Rows must stay equally long: some criterion or the streamer looks at the whole batch, or at its clock."""
         if self.rows == 1:
@@ -120,7 +130,7 @@ class Text:
         """Commit one token to every row at once, as plain decoding does. tokens: [B] int64; scores, logits: [B, V]."""
         if self.pads_ended_rows:
             ended = on_device(self.ended, tokens.device)
-            tokens = tokens.where(~ended, torch.full_like(tokens, self.pad_token or 0))
+            tokens = tokens.where(~ended, torch.full_like(tokens, self.padding))
         length = self.lengths[0]
         self.ids[:, length] = tokens
         self.lengths = [length + 1] * self.rows
@@ -139,7 +149,7 @@ class Text:
         if min(self.lengths) < longest:
             columns = torch.arange(longest, device=ids.device)
             behind = columns >= torch.tensor(self.lengths, device=ids.device)[:, None]
-            ids.masked_fill_(behind, self.pad_token or 0)
+            ids.masked_fill_(behind, self.padding)
         return ids
 
     def stacked(self, kept: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:

@@ -337,7 +337,6 @@ def test_impossible_draft_lengths_are_refused(length: Any) -> None:
         {"custom_generate": lambda *args, **kwargs: None},
         {"synced_gpus": True},
         {"inputs_embeds": torch.zeros(1, 4, 32)},
-        {"position_ids": torch.arange(12)[None] + 5},
         {"draft_lenght": 3},
         {"pixel_values": torch.zeros(1, 3, 8, 8)},
         {"cache_implementation": "static"},

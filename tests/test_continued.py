@@ -1,0 +1,280 @@
+"""Continued turns: text and KV cache are those of plain `generate`, turn after turn, for every architecture.
+
+Batches whose rows end early, the padding after their ends visible or hidden in the next turn, rows of their own lengths and
+rows in lockstep. Each turn goes on from the cache that the last one returned.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from pairs import CALL, ENDS, ROUNDING, no_fallback
+from transformers import DynamicCache, PreTrainedModel
+
+from assisted import AssistedModelForCausalLM, decoding
+from assisted.drafters.base import Call, Drafter, Drafting
+from assisted.drafts import Draft
+from assisted.text import Text
+
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + RECURRENT}
+FILLER = 50  # what is drafted for rows that have ended: no padding
+
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+
+
+class Guided(Drafter):
+    """Drafts what plain decoding says, with mistakes; in trees where the target reads them, with a wrong twin before each node.
+
+    known: [B, n] int64, the plain output, prompt included.
+    """
+
+    def __init__(self, known: torch.Tensor, width: int = 4, trees: bool = False):
+        self.known, self.width, self.trees = known, width, trees
+
+    def start(self, call: Call) -> Drafting:
+        return GuidedDrafting(self, self.trees and call.target.masks.trees and not call.target.in_step)
+
+
+class GuidedDrafting(Drafting):
+    def __init__(self, drafter: Guided, trees: bool):
+        self.drafter, self.trees = drafter, trees
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        width = min(self.drafter.width, budget)
+        known = torch.nn.functional.pad(self.drafter.known, (0, width), value=FILLER)
+        tokens = torch.full((text.rows, width), FILLER)
+        for row in text.unfinished:
+            start = text.lengths[row]
+            tokens[row] = known[row, start : start + width]
+            for column in range(width):
+                if (3 * (start + column) + 5 * row) % 7 == 0:
+                    tokens[row, column] = (tokens[row, column] + 1) % 40 + 50
+        lengths = torch.tensor([0 if ended else width for ended in text.ended])
+        if not self.trees:
+            return Draft(tokens, lengths)
+        twins = torch.stack([(tokens + 7) % 40 + 50, tokens], 2).flatten(1)
+        parents = torch.tensor([2 * (column // 2) - 1 for column in range(2 * width)])
+        return Draft(twins, 2 * lengths, parents=parents.expand_as(twins).contiguous())
+
+
+class Listener:
+    """A streamer, which has to see every row's token at once."""
+
+    def put(self, value: torch.Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def same_scores(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores
+
+
+def never(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros(len(ids), dtype=torch.bool)
+
+
+MODES: dict[str, Any] = {
+    "own lengths": dict,
+    "max_time": lambda: {"max_time": 1000.0},
+    "processor": lambda: {"logits_processor": [same_scores]},
+    "criterion": lambda: {"stopping_criteria": [never]},
+    "streamer": lambda: {"streamer": Listener()},
+    "penalty": lambda: {"repetition_penalty": 1.3},
+}
+
+
+@functools.cache
+def target_of(name: str, attention: str | None = None) -> tuple[PreTrainedModel, AssistedModelForCausalLM]:
+    target = build(BY_NAME[name])
+    if attention is not None:
+        target.set_attn_implementation(attention)
+    return target, AssistedModelForCausalLM.from_models(target, draft="ngram", draft_length=4)
+
+
+def states(layer: Any) -> list[torch.Tensor]:
+    found = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+    return [s for s in (*found, getattr(layer, "keys", None), getattr(layer, "values", None)) if s is not None]
+
+
+def require_same_cache(ours: DynamicCache, plain: DynamicCache) -> None:
+    """The same kind of layers with the same contents: every row, padding included."""
+    assert ours.get_seq_length() == plain.get_seq_length()
+    for index, (layer, reference) in enumerate(zip(ours.layers, plain.layers, strict=True)):
+        assert type(layer) is type(reference)
+        for mine, theirs in zip(states(layer), states(reference), strict=True):
+            assert mine.shape == theirs.shape
+            assert not mine.is_inference()
+            apart = (mine - theirs).abs().flatten(1).amax(1) / max(1.0, theirs.abs().max().item())
+            assert apart.max() < 10 * ROUNDING, f"layer {index}, by row: {apart.tolist()}"
+
+
+def turns(name: str, mode: str, hidden: list[bool], trees: bool = False, attention: str | None = None) -> None:
+    """Three turns of a padded batch, over the cache that each returns. hidden: whether the padding after the ends of the last
+    turn is hidden in the next one."""
+    target, model = target_of(name, attention)
+    ids = random_ids(target, 4, 12, seed=3)
+    mask = (torch.arange(12) >= 2 * torch.arange(4)[:, None]).long()
+    ids = ids.where(mask.bool(), CALL["pad_token_id"])
+    free = target.generate(ids, attention_mask=mask, **CALL, **MODES[mode]())
+    eos = [*ENDS, int(free[0, 15]), int(free[2, 17])]  # so that rows end apart in any case
+    caches: list[DynamicCache | None] = [None, None]
+    uneven = False
+    accepted = 0
+    for turn in range(3):
+        call = CALL | {"max_new_tokens": 12, "eos_token_id": eos, "return_dict_in_generate": True}
+        call |= {"attention_mask": mask, "use_cache": True}
+        plain = target.generate(ids, past_key_values=caches[0], **call, **MODES[mode]())
+        model.drafter = Guided(plain.sequences, trees=trees)
+        with no_fallback():
+            ours = model.generate(ids, past_key_values=caches[1], draft_length=4, **call, **MODES[mode]())
+        assert ours.sequences.tolist() == plain.sequences.tolist(), f"turn {turn}"
+        require_same_cache(ours.past_key_values, plain.past_key_values)
+        assert model.report is not None
+        accepted += model.report.accepted
+        caches = [plain.past_key_values, ours.past_key_values]
+        if turn == 2:
+            break
+        new = plain.sequences[:, ids.shape[1] :]
+        ends = torch.isin(new, torch.tensor(eos)).int().cumsum(1)
+        after = ends - torch.isin(new, torch.tensor(eos)).int() > 0  # [B, new], the padding
+        uneven = uneven or bool(after.any())
+        more = random_ids(target, 4, 5, seed=turn)
+        seen = (~after).long() if hidden[turn] else torch.ones_like(new)
+        mask = torch.cat([mask, seen, torch.ones_like(more)], 1)
+        ids = torch.cat([plain.sequences, more], 1)
+    assert uneven
+    assert accepted > 0
+
+
+# pure states tell no length, and neither here nor plainly does a turn go on from them
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "mamba2"])
+@pytest.mark.parametrize(
+    ("mode", "hidden"), [("own lengths", [True, False]), ("processor", [False, True])], ids=["own lengths", "lockstep"]
+)
+def test_three_turns_of_a_batch(name: str, mode: str, hidden: list[bool]) -> None:
+    turns(name, mode, hidden)
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "processor"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
+def test_three_turns_of_chains_and_trees(name: str, mode: str, trees: bool) -> None:
+    turns(name, mode, [False, True], trees)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gemma3", "bloom", "qwen3_next"])
+def test_long_padding_in_front_is_handed_back_as_well(name: str) -> None:
+    """Prompts are read in groups, which saves their padding, but not where its KV is handed back: a next turn may see it."""
+    target, model = target_of(name)
+    ids = random_ids(target, 4, 100, seed=3)
+    call = CALL | {"attention_mask": (torch.arange(100) >= torch.tensor([0, 90, 80, 85])[:, None]).long()}
+    call |= {"return_dict_in_generate": True}
+    caches: list[DynamicCache | None] = [None, None]
+    for _ in range(2):
+        plain = target.generate(ids, past_key_values=caches[0], **call)
+        model.drafter = Guided(plain.sequences)
+        with no_fallback():
+            ours = model.generate(ids, past_key_values=caches[1], draft_length=4, **call)
+        assert ours.sequences.tolist() == plain.sequences.tolist()
+        require_same_cache(ours.past_key_values, plain.past_key_values)
+        caches = [plain.past_key_values, ours.past_key_values]
+        ids = torch.cat([plain.sequences, random_ids(target, 4, 5, seed=4)], 1)
+        call["attention_mask"] = torch.ones_like(ids)
+
+
+# --- prompts that are hidden elsewhere than on the left
+
+HIDDEN = {
+    "right": [[1] * 12, [1] * 9 + [0] * 3, [1] * 6 + [0] * 6, [1] * 11 + [0]],
+    "holes": [[1] * 12, [1] * 5 + [0] * 3 + [1] * 4, [0] * 2 + [1] * 3 + [0] + [1] * 6, [1, 0] * 5 + [1, 1]],
+    "both": [[0] * 2 + [1] * 8 + [0] * 2, [1] * 4 + [0] * 4 + [1] * 2 + [0] * 2, [0] * 11 + [1], [1] + [0] * 11],
+}
+
+
+@pytest.mark.parametrize("mode", ["own lengths", "processor"])
+@pytest.mark.parametrize("rows", [slice(1, 2), slice(0, 4)], ids=["one row", "four rows"])
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gemma3", "mistral-window", "bloom", "mpt", "qwen3_next"])
+def test_padding_on_the_right_and_holes(name: str, hidden: str, rows: slice, mode: str) -> None:
+    """Positions go on from that of the last column, whatever it is: of hidden ones it is 0."""
+    target, model = target_of(name)
+    ids, mask = random_ids(target, 4, 12, seed=3)[rows], torch.tensor(HIDDEN[hidden])[rows]
+    call = CALL | {"max_new_tokens": 16, "attention_mask": mask, "use_cache": True, "return_dict_in_generate": True}
+    free = target.generate(ids, **call, **MODES[mode]())
+    call["eos_token_id"] = [*ENDS, int(free.sequences[0, 18])]
+    plain = target.generate(ids, **call, **MODES[mode]())
+    model.drafter = Guided(plain.sequences)
+    with no_fallback():
+        ours = model.generate(ids, draft_length=4, **call, **MODES[mode]())
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    require_same_cache(ours.past_key_values, plain.past_key_values)
+
+
+@pytest.mark.parametrize("draft", ["half-right", "self", "ngram", "suffix", "recycle", "early-exit:1", "layer-skip"])
+def test_drafters_read_prompts_that_are_hidden_anywhere(draft: str) -> None:
+    target, _ = target_of("llama")
+    given = {"half-right": half_right(target), "self": target}.get(draft, draft)
+    model = AssistedModelForCausalLM.from_models(target, draft=given, draft_length=4)
+    ids = random_ids(target, 4, 12, seed=3)
+    for hidden in HIDDEN.values():
+        call = CALL | {"attention_mask": torch.tensor(hidden)}
+        plain = target.generate(ids, **call)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*[Pp]lainly.*")  # that a draft is slow may be said
+            assert model.generate(ids, **call).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "bloom"])
+def test_positions_of_the_callers(name: str) -> None:
+    target, model = target_of(name)
+    ids = random_ids(target, 3, 12, seed=3)
+    call = CALL | {"position_ids": torch.arange(12) + torch.tensor([[0], [7], [20]])}
+    plain = target.generate(ids, **call)
+    model.drafter = Guided(plain)
+    with no_fallback():
+        assert model.generate(ids, draft_length=4, **call).tolist() == plain.tolist()
+
+
+# --- rows that have ended, longer than those that go on
+
+
+class OneRow(GuidedDrafting):
+    """Drafts for the first row alone, and nothing once that has ended."""
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        if text.ended[0]:
+            return Draft.empty(text.rows)
+        draft = super().propose(text, budget)
+        return Draft(draft.tokens, torch.tensor([draft.width] + [0] * (text.rows - 1)))
+
+
+class ForOneRow(Guided):
+    def start(self, call: Call) -> Drafting:
+        return OneRow(self, False)
+
+
+@pytest.mark.parametrize("fast", ["auto", "eager"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
+def test_a_row_that_ended_is_longer_than_the_rest(name: str, attention: str, fast: str) -> None:
+    """The last row to run, one token a pass and nothing hidden, has masks of its own slots."""
+    target, model = target_of(name, attention)
+    ids = random_ids(target, 3, 8, seed=1)
+    text = target.generate(ids, **CALL)
+    end = next(int(token) for token in text[0, 16:] if token not in text[0, 8:16] and token not in text[2, 8:])
+    call = CALL | {"eos_token_id": [end]}
+    plain = target.generate(ids, **call)
+    model.drafter, model.fast = ForOneRow(plain), fast
+    with no_fallback():
+        assert model.generate(ids, draft_length=4, **call).tolist() == plain.tolist()
+    model.fast = "auto"

@@ -49,8 +49,8 @@ def test_one_successor_makes_a_chain():
 
 def drafting_of(nodes=6, successors=2, vocabulary=12, mask=None, trees=True):
     where = call(mask)
-    where.target.masks.trees = trees
-    return RecyclingDrafting(RecyclingDrafter(nodes, successors, vocabulary), where)
+    where.target.masks.trees, where.vocab_size = trees, vocabulary
+    return RecyclingDrafting(RecyclingDrafter(nodes, successors), where)
 
 
 def logits_for(*rows, vocabulary=12):

@@ -171,6 +171,19 @@ def test_what_propagates_leaves_everything_as_it_was(which: str, error: BaseExce
     assert assistedly(longer, past_key_values=cache, **call).tolist() == plain.tolist()
 
 
+@pytest.mark.parametrize("more", [4, -2])
+@pytest.mark.parametrize("draft", [half_right, lambda target: "recycle"], ids=["draft-model", "recycle"])
+def test_a_target_that_is_resized_between_two_calls(draft: Any, more: int) -> None:
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, draft=draft(target), draft_length=4)
+    target.resize_token_embeddings(VOCABULARY + more)
+    for sampled in ({}, {"do_sample": True, "top_k": 1}):
+        with no_fallback():
+            ours = model.generate(prompt()["ids"].clamp(max=VOCABULARY + more - 1), **(CALL | sampled))
+        assert ours.tolist() == target.generate(prompt()["ids"].clamp(max=VOCABULARY + more - 1), **CALL).tolist()
+        assert model.report is not None and model.report.drafted > 0
+
+
 def test_a_criterion_that_raises_is_heard() -> None:
     def criterion(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
         if input_ids.shape[1] > 16:

@@ -62,6 +62,11 @@ class Call:
     target: CachedModel
     lease: Lease = field(default_factory=Lease)
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the target's logits, in this call: a target may be resized between two."""
+        return self.target.model.config.get_text_config(decoder=True).vocab_size
+
 
 class Drafting:
     """The state of one drafter during one `generate`."""

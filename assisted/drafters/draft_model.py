@@ -75,12 +75,12 @@ class DraftModel:
             folder = model.name_or_path
             tokenizer = self.tokenizer or (find_tokenizer(folder) if Path(folder).is_dir() else None)
         require_rewindable(model, "draft")
-        size = target.model.config.get_text_config(decoder=True).vocab_size
         same = same_tokens(target.model, model, target.tokenizer, tokenizer)
         if same or tokenizer is None or target.tokenizer is None:
-            return ModelDrafter(model, size, tokenizer)
+            return ModelDrafter(model, tokenizer)
         from .other_tokenizer import TranslatedDrafter  # it builds on this module
 
+        size = target.model.config.get_text_config(decoder=True).vocab_size
         return TranslatedDrafter(model, size, tokenizer, target.tokenizer)
 
 
@@ -99,15 +99,13 @@ class ModelDrafter(Drafter):
 
     Args:
         model: the draft, not changed. Its vocabulary is the target's, up to padding rows at the end.
-        vocab_size: columns of the target's logits.
         tokenizer: the draft's own, saved beside it; None where none was found.
     """
 
     model: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         self.model = model
-        self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.masks = Masks.of(model)
         self.graphs = Graphs()
@@ -140,6 +138,7 @@ class ModelDrafting(ChainDrafting):
         super().__init__(call)
         self.drafter = drafter
         self.readable: int = drafter.model.config.get_text_config(decoder=True).vocab_size  # tokens that it can read
+        self.size = call.vocab_size
         self.runner: CachedModel | None = None
         self.proposed: Draft | None = None  # while it waits for its verdict
         self.committed: list[int] = []  # columns read of the committed text; those behind them hold the draft
@@ -205,11 +204,11 @@ class ModelDrafting(ChainDrafting):
 
     def _fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
         """[B, V'] draft logits -> [B, V] in the target's vocabulary, on the text's device."""
-        return _resized(logits.to(text.ids.device), self.drafter.vocab_size)
+        return _resized(logits.to(text.ids.device), self.size)
 
     def _readable(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids the draft has an embedding for: padding rows of the target's vocabulary read as the draft's last entry."""
-        return ids if self.readable >= self.drafter.vocab_size else ids.clamp(max=self.readable - 1)
+        return ids if self.readable >= self.size else ids.clamp(max=self.readable - 1)
 
 
 def _resized(logits: torch.Tensor, size: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ class TranslatedDrafter(ModelDrafter):
         tokenizer: PreTrainedTokenizerBase,
         target_tokenizer: PreTrainedTokenizerBase,
     ):
-        super().__init__(model, vocab_size, tokenizer)
+        super().__init__(model, tokenizer)
         own_size = model.config.get_text_config(decoder=True).vocab_size
         self.translation = Translation(Vocabulary(target_tokenizer, vocab_size), Vocabulary(tokenizer, own_size))
         self.ways: tuple[str, ...] = (TEXT, TOKENS)

@@ -38,5 +38,4 @@ class QuantizedSelf:
 
         Raises ImportError naming the extra where the backend is missing, ValueError for an unknown name.
         """
-        size = target.model.config.get_text_config(decoder=True).vocab_size
-        return ModelDrafter(quantize_copy(target.model, self.quantization), size)
+        return ModelDrafter(quantize_copy(target.model, self.quantization))

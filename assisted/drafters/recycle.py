@@ -65,7 +65,7 @@ class TokenRecycling:
     def load(self, target: Target, **kwargs: object) -> RecyclingDrafter:
         """Nothing to load."""
         nodes = self.nodes or (NODES_CPU if target.model.device.type == "cpu" else NODES)
-        return RecyclingDrafter(nodes, self.successors, target.model.config.get_text_config(decoder=True).vocab_size)
+        return RecyclingDrafter(nodes, self.successors)
 
 
 class RecyclingDrafter(Drafter):
@@ -73,12 +73,10 @@ class RecyclingDrafter(Drafter):
 
     Args:
         nodes, successors: of the tree and of each token.
-        vocab_size: of the target.
     """
 
-    def __init__(self, nodes: int, successors: int, vocab_size: int):
+    def __init__(self, nodes: int, successors: int):
         self.nodes, self.successors = nodes, successors
-        self.vocab_size = vocab_size
 
     def start(self, call: Call) -> RecyclingDrafting:
         return RecyclingDrafting(self, call)
@@ -128,7 +126,7 @@ class RecyclingDrafting(Drafting):
 
     def __init__(self, drafter: RecyclingDrafter, call: Call):
         self.nodes, self.successors = drafter.nodes, drafter.successors
-        self.nothing = drafter.vocab_size  # the table's last row
+        self.nothing = call.vocab_size  # the table's last row
         self.call = call
         self.trees = call.target.masks.trees
         self.text: Text | None = None

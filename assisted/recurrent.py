@@ -76,6 +76,7 @@ class RecurrentCache(SlotCache):
         self.layers = [self._own(layer) for layer in DynamicCache(config=config).layers]
         self.width = 0  # columns of the last forward
         self._saved: list[torch.Tensor] = []
+        self._saved_lengths: list[int] = []
         self.is_saved = False  # whether what is saved are the states as they are now
 
     @classmethod
@@ -105,6 +106,13 @@ class RecurrentCache(SlotCache):
         for saved, state in zip(self._saved, states, strict=True):
             saved.copy_(state)
         self.is_saved = True
+        self._saved_lengths = list(self.lengths)
+
+    def go_back(self) -> None:
+        """Let states and slots hold what they held when they were saved last."""
+        for saved, state in zip(self._saved, self._states(), strict=True):
+            state.copy_(saved)
+        self.lengths, self.is_saved = list(self._saved_lengths), True
 
     def forget(self) -> None:
         """Set the states to zero."""

@@ -9,7 +9,7 @@ import torch
 from architectures import ARCHITECTURES, RECURRENT, REFUSED, build, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from methods import METHODS
+from methods import METHODS, Method
 from pairs import CALL, ENDS, no_fallback
 from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_law, p_value
 from test_sampling import NEW_TOKENS as SAMPLED
@@ -195,9 +195,16 @@ def test_scores_and_a_streamer(name):
     assert streamer.tokens == plain.sequences[0, : 9 + CALL["max_new_tokens"]].tolist()
 
 
+QUANTIZED = [Method("self", lambda target: "self:int8-torchao"), Method("self, roughly", lambda target: "self:int4")]
+COMBINED = Method("combined", lambda target: ["suffix", "self:int4"])
+
+
 @over_recurrent
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", [*METHODS, *QUANTIZED, COMBINED], ids=lambda method: method.name)
 def test_every_method_serves_it_exactly_or_refuses(name, method):
+    if method in [*QUANTIZED, COMBINED]:
+        pytest.importorskip("torchao")
+        pytest.importorskip("optimum.quanto")
     target, _ = model_of(name)
     try:
         model = AssistedModelForCausalLM.from_models(target, draft=method.draft(target), draft_length=4)
@@ -210,6 +217,8 @@ def test_every_method_serves_it_exactly_or_refuses(name, method):
         with no_fallback():
             ours = model.generate(ids[rows], **kwargs)
         assert ours.tolist() == target.generate(ids[rows], **kwargs).tolist()
+    assert model.totals.drafted > 0
+    assert model.totals.accepted > 0 or method not in QUANTIZED
 
 
 # --- caches of the caller

@@ -24,6 +24,7 @@ from ..graphs import Graphs, Lease
 from ..host import on_device
 from ..parts import unwrapped
 from ..quantization import load_quantized
+from ..recurrent import RecurrentCache, is_recurrent
 from ..runtime import CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
 from ..text import Text
 from ..vocabulary import find_tokenizer, same_tokens
@@ -124,7 +125,7 @@ class ModelDrafter(Drafter):
         return runner
 
     def start(self, call: Call) -> Drafting:
-        return ModelDrafting(self, call)
+        return (RecurrentDrafting if is_recurrent(self.model) else ModelDrafting)(self, call)
 
 
 class ModelDrafting(ChainDrafting):
@@ -173,11 +174,13 @@ class ModelDrafting(ChainDrafting):
 
     def _catch_up_prompt(self, text: Text) -> CachedModel:
         if self.runner is None:
-            cache = SlotCache(text.rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
-            self.runner = self.drafter.runner(cache, self.call.lease)
+            self.runner = self.drafter.runner(self._slots(text.rows), self.call.lease)
             prompt = text.ids[:, : text.prompt_length]
             self.runner.prefill(self._readable(prompt), self.call.attention_mask)
         return self.runner
+
+    def _slots(self, rows: int) -> SlotCache:
+        return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
 
     def _read_committed(self, runner: CachedModel, text: Text) -> torch.Tensor:
         """Read what was committed since the last round, at least one token a row. Returns the logits after it, [B, V].
@@ -209,6 +212,42 @@ class ModelDrafting(ChainDrafting):
     def _readable(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids the draft has an embedding for: padding rows of the target's vocabulary read as the draft's last entry."""
         return ids if self.readable >= self.size else ids.clamp(max=self.readable - 1)
+
+
+class RecurrentDrafting(ModelDrafting):
+    """The same with a draft that keeps states, for a target that does: rows are in lockstep.
+
+    Invariant between rounds: slots and states hold what the last round had read of the committed text. Drafted tokens are
+    forgotten at once, and those that became text are read with the next round's first pass.
+    """
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        runner = self._catch_up_prompt(text)
+        budget = min(budget, runner.room(text.lengths) - 1)
+        if budget < 1:
+            return Draft.empty(text.rows, text.ids.device)
+        cache = runner.cache
+        assert isinstance(cache, RecurrentCache)
+        width = text.lengths[0] - cache.known[0]
+        logits = runner(self._readable(text.ids[:, text.lengths[0] - width : text.lengths[0]]))[:, -1]
+        cache.commit([width] * text.rows)
+        cache.save()
+
+        def read(tokens: torch.Tensor) -> torch.Tensor:
+            logits = runner(self._readable(tokens))[:, -1]
+            cache.commit([1] * text.rows)
+            return self._fitted(logits, text)
+
+        try:
+            return self.draft_chain(text, budget, self._fitted(logits, text), read)
+        finally:
+            cache.go_back()
+
+    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+        """Nothing is left of the draft."""
+
+    def _slots(self, rows: int) -> SlotCache:
+        return RecurrentCache(rows, self.call.limit, self.drafter.model.config.get_text_config(decoder=True))
 
 
 def _resized(logits: torch.Tensor, size: int) -> torch.Tensor:

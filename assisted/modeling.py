@@ -30,6 +30,7 @@ from .files import inside, loading, require_sound
 from .forwarding import ForwardsToTarget
 from .graphs import Graphs, Lease, require_mode
 from .lossy import LossyTypical
+from .parts import device_of
 from .quantization import copy_shells, memory_bytes, save_quantized
 from .report import Recorder, Report
 from .seam import CALL, OTHER_MODES, SeamCall, require_own_drafting, seam_of, warn_plain
@@ -240,7 +241,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
     ) -> AssistedModelForCausalLM:
         require_in_layers(target, "target")
         require_verifiable(target)
-        placed = {} if target.device.type == "cpu" else {"device_map": {"": target.device}}
+        device = device_of(target)
+        placed = {} if device.type == "cpu" else {"device_map": {"": device}}
         drafter = spec.load(Target(target, tokenizer, path), dtype=target.dtype, **placed, **hub)
         config = AssistedConfig(
             target=target.config,

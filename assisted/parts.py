@@ -23,6 +23,7 @@ __all__ = [
     "Recorder",
     "Tap",
     "back",
+    "device_of",
     "dressed",
     "few_ids",
     "find_layers",
@@ -181,8 +182,10 @@ def _own_forward(module: nn.Module, other: nn.Module) -> dict[str, Any]:
         forward = getattr(forward, "_torchdynamo_orig_callable", forward)
         if not isinstance(forward, MethodType):
             raise ValueError(f"the forward of {type(module).__name__} was replaced by {forward!r}")
-        own = MethodType(forward.__func__, other)
-        found["forward"] = own if hook is None else functools.partial(_hooked, hook, other, own)
+        own: Any = MethodType(forward.__func__, other)
+        if hook is not None:  # with the signature of what it runs: whoever calls it asks which arguments it takes
+            own = functools.update_wrapper(functools.partial(_hooked, hook, other, own), own)
+        found["forward"] = own
     return found
 
 
@@ -212,10 +215,20 @@ def find_layers(model: PreTrainedModel) -> Layers:
     raise ValueError(f"{type(model).__name__} does not run through a list of {count} layers, one after the other")
 
 
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model computes. accelerate keeps offloaded weights on the meta device; its hooks know where they are needed."""
+    device: torch.device = model.device
+    if device.type != "meta":
+        return device
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    found = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((torch.device(place) for place in found if place is not None), device)
+
+
 def few_ids(model: PreTrainedModel, count: int = 4) -> torch.Tensor:
     """Some tokens to try a model on, [1, count] int64."""
     size = model.config.get_text_config(decoder=True).vocab_size
-    return (size // 2 + torch.arange(count, device=model.device))[None] % size
+    return (size // 2 + torch.arange(count, device=device_of(model)))[None] % size
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .cache import Paths, SlotCache, unsupported_layers
 from .drafts import Draft
 from .host import on_device
 from .masks import Masks, column_depths
-from .parts import Inject, Tap
+from .parts import Inject, Tap, device_of
 from .products import has_hooks
 from .prompts import Group, groups
 
@@ -105,7 +105,7 @@ class CachedModel:
         self.last_only: bool = getattr(model, "takes_last_only", False)  # of a prompt's columns nobody reads the others
         self.cache = cache
         self.masks = masks
-        self.device = model.device
+        self.device = device_of(model)
         parameters = inspect.signature(model.forward).parameters
         self.context = _context(model.config.get_text_config(decoder=True))
         self._takes_cache = "past_key_values" if "past_key_values" in parameters else "cache_params"
@@ -296,7 +296,7 @@ def is_sum_of_parts(model: PreTrainedModel) -> bool:
     parts = all(hasattr(base, name) for name in ("embed_tokens", "rotary_emb", "layers", "norm"))
     if not parts or not hasattr(model, "lm_head") or not masks.trees or len(masks.windows) > 1:
         return False
-    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(8, device=device_of(model))[None] % model.config.get_text_config(decoder=True).vocab_size
     logits = []
     for bare in (False, True):
         runner = CachedModel(model, SlotCache(1, ids.shape[1]), masks, bare)

@@ -1,0 +1,53 @@
+"""Targets whose weights lie on a disk, or beside the device, until accelerate fetches them: text and drafts are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import build, half_right, random_ids
+from pairs import BY_NAME, CALL
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from assisted import AssistedModelForCausalLM, LayerSkip
+
+accelerate = pytest.importorskip("accelerate")
+DRAFTS = {
+    "default": lambda: None,
+    "early-exit": lambda: "early-exit:1",
+    "layer-skip": lambda: LayerSkip(0.25, window=8, every=1),
+    "draft model": lambda: half_right(fresh(), noise=0.1),
+}
+
+
+def fresh() -> PreTrainedModel:
+    return build(BY_NAME["llama"], num_hidden_layers=3)
+
+
+def on_disk(folder: Path) -> PreTrainedModel:
+    return accelerate.disk_offload(fresh(), str(folder / "weights"), execution_device=torch.device("cpu"))
+
+
+def beside(folder: Path) -> PreTrainedModel:
+    return accelerate.cpu_offload(fresh(), execution_device=torch.device("cpu"))
+
+
+def partly_on_disk(folder: Path) -> PreTrainedModel:
+    fresh().save_pretrained(folder / "model")
+    places = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "model.layers.0"], "cpu")
+    places |= {"model.layers.1": "disk", "model.layers.2": "disk"}
+    return AutoModelForCausalLM.from_pretrained(
+        folder / "model", device_map=places, offload_folder=str(folder / "weights")
+    )
+
+
+@pytest.mark.parametrize("place", [on_disk, beside, partly_on_disk], ids=lambda place: place.__name__)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_offloaded_targets(draft: str, place, tmp_path: Path) -> None:
+    ids = random_ids(fresh(), 1, 12, seed=1)
+    call = CALL | {"attention_mask": torch.ones_like(ids)}
+    pair = AssistedModelForCausalLM.from_models(place(tmp_path), draft=DRAFTS[draft](), draft_length=4)
+    assert pair.generate(ids, **call).tolist() == fresh().generate(ids, **call).tolist()
+    assert pair.report.drafted > 0
+    assert pair.report.accepted > 0 or draft == "default"

@@ -84,6 +84,9 @@ class Length:
         steps took.
         """
 
+    def end(self) -> None:
+        """The call is over. What was measured is kept for later ones; whatever else belongs to the call is let go here."""
+
 
 class DraftLength(Protocol):
     """What a caller passes as `draft_length`: immutable, shared between calls."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -40,6 +41,7 @@ from .vocabulary import find_tokenizer
 __all__ = ["AssistedModelForCausalLM"]
 
 _KINDS = 16  # of calls, whose measurements are remembered
+_BOOKS = threading.Lock()  # what calls in several threads leave to a model
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _HUB_ARGUMENTS = (
     "cache_dir",
@@ -290,7 +292,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             raise ValueError("lossy_typical: plain decoding accepts nothing; leave it out, or pass assisted=True")
         recorder = Recorder()
         lease = Lease(require_mode(self.fast))
-        start_length = functools.partial(self._start_length, policy)
+        lengths_started: list[tuple[Any, lengths.Length]] = []
+        start_length = functools.partial(self._start_length, policy, lengths_started)
         call = SeamCall(self, start_length, self._warn_overridden, recorder, lease, lossy_typical)
         started = time.perf_counter()
         if assisted:
@@ -300,6 +303,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             finally:
                 CALL.reset(token)
                 call.lease.over = True
+                for _, length in lengths_started:
+                    length.end()
             if not call.reached:
                 warn_plain("this generation mode is neither greedy nor sampling")
         else:
@@ -308,14 +313,18 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             prompt = inputs if inputs is not None else kwargs.get("input_ids")
             _count_plain(recorder, output, 0 if prompt is None else prompt.shape[1])
         recorder.seconds = time.perf_counter() - started
-        self._recorded.add(recorder)
+        with _BOOKS:
+            self._recorded.add(recorder)
+            for kind, length in lengths_started:
+                self._lengths = [*(entry for entry in self._lengths if entry[0] != kind), (kind, length)][-_KINDS:]
         self.report = recorder.report()
         return output
 
     @property
     def totals(self) -> Report:
         """Counts over all calls since the last `reset_totals`."""
-        return self._recorded.report()
+        with _BOOKS:
+            return self._recorded.report()
 
     def reset_totals(self) -> None:
         """Start counting anew."""
@@ -370,13 +379,19 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """
         return memory_bytes(self.target, *self.drafter.modules, buffers=return_buffers)
 
-    def _start_length(self, policy: lengths.DraftLength, rows: int, do_sample: bool) -> lengths.Length:
-        """The policy's memory for a call. It may build on what the last call of its kind measured: as many rows, greedy or
-        sampled, on the same device."""
+    def _start_length(
+        self,
+        policy: lengths.DraftLength,
+        started: list[tuple[Any, lengths.Length]],
+        rows: int,
+        do_sample: bool,
+    ) -> lengths.Length:
+        """The policy's memory for a call, added to `started` with its kind. It may build on what the last call of its kind
+        measured that is over: as many rows, greedy or sampled, on the same device."""
         kind = (policy, rows, do_sample, self.target.device)
         found = next((entry for entry in self._lengths if entry[0] == kind), None)
         length = self.drafter.start_length(policy, None if found is None else found[1])
-        self._lengths = [*(entry for entry in self._lengths if entry is not found), (kind, length)][-_KINDS:]
+        started.append((kind, length))
         self.length = length
         return length
 

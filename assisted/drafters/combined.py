@@ -169,6 +169,11 @@ class CombinedLength(Length):
             said = None if self.chosen.drafting is None else self.chosen.drafting.expected
             self.chosen.learn(mean, mean if said is None else said, draft_seconds + verify_seconds)
 
+    def end(self) -> None:
+        for member in self.members:
+            member.drafting = None  # which holds the slots of its models
+            member.length.end()
+
 
 class CombinedDrafting(Drafting):
     """Who drafts this round."""

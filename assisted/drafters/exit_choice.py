@@ -6,7 +6,6 @@ Knows numbers: acceptances and costs by layer. How they are measured is the draf
 from __future__ import annotations
 
 import statistics
-from collections import deque
 
 from .chain import predicted_speedup
 
@@ -39,7 +38,7 @@ class ExitChoice:
         self.layer = given or max(1, count // 4)
         self.hits = [0.0] * count
         self.trials = [0.0] * count
-        self.costs: deque[tuple[int, float]] = deque(maxlen=COSTS)
+        self.costs: tuple[tuple[int, float], ...] = ()  # made anew: another thread may be reading them
         self.drafted: float | None = None  # tokens of a draft, on average
         self.rounds = 0
         self.measurements = 0
@@ -67,7 +66,9 @@ class ExitChoice:
 
     def learn_cost(self, layer: int, cost: float) -> None:
         """A drafted token of this exit took `cost` passes of the whole target."""
-        self.costs.append((layer, min(cost, 0.99)))  # more is noise or hopeless: fewer layers are never dearer
+        self.costs = (*self.costs, (layer, min(cost, 0.99)))[
+            -COSTS:
+        ]  # more is noise or hopeless: fewer layers are never dearer
 
     def acceptance(self, layer: int) -> float:
         """The estimated acceptance rate; 0.5 where nothing is known."""
@@ -78,10 +79,11 @@ class ExitChoice:
 
         Fewer layers than measured are not taken for cheaper, layer by layer, than the measured ones.
         """
-        if not self.costs:
+        costs = self.costs
+        if not costs:
             return layer / self.count
         found = []
-        for measured, cost in self.costs:
+        for measured, cost in costs:
             line = cost + (1 - cost) * (layer - measured) / (self.count - measured)
             found.append(line if layer > measured else max(line, cost * layer / measured))
         return statistics.median(found)

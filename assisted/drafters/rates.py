@@ -87,7 +87,8 @@ class Rates:
 
     def _fitted(self) -> tuple[list[float], list[float]]:
         """For each cell, base and slope of its rate over the probability."""
-        if self._lines is None:
+        lines = self._lines  # another thread may learn meanwhile
+        if lines is None:
             base, slope = [], []
             of_all = [sum(self._right[cell::_CELLS]) for cell in range(_CELLS)]
             seen_of_all = [sum(self._seen[cell::_CELLS]) + _POOLED for cell in range(_CELLS)]
@@ -95,8 +96,8 @@ class Rates:
                 lean = _OWN / seen_of_all[cell % _CELLS] / (seen + _OWN)
                 base.append(right / (seen + _OWN) + lean * of_all[cell % _CELLS])
                 slope.append(lean * _POOLED)
-            self._lines = base, slope
-        return self._lines
+            lines = self._lines = base, slope
+        return lines
 
 
 def _cell(probability: float, rank: int, level: int) -> int:

@@ -55,12 +55,17 @@ class SkipSearch:
 
     def candidate(self) -> frozenset[int]:
         """The next set to try: one sublayer more or less."""
-        if not self._turn:
+        turn = self._turn
+        try:
+            changed = turn.pop()
+        except IndexError:  # not asked for before: another thread may take the last one
             if not self._changed:
                 self.gap = min(2 * self.gap, max(self.gap, LONGEST_GAP))
             self._changed = False
-            self._turn = self._random.sample(range(len(self.shares)), len(self.shares))
-        return self.skipped ^ {self._turn.pop()}
+            turn = self._random.sample(range(len(self.shares)), len(self.shares))
+            changed = turn.pop()
+            self._turn = turn
+        return self.skipped ^ {changed}
 
     def judge(self, candidate: frozenset[int], hits: int, current_hits: int, tokens: int) -> None:
         """Take the candidate where it predicts a higher speedup. hits, current_hits: tokens that it and the set in use get

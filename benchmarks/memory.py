@@ -1,0 +1,105 @@
+"""Resident memory of one process over many calls of ever new shapes: plain `generate`, this package, and its `fast="eager"`.
+
+    python benchmarks/memory.py --out benchmarks/memory.json --docs docs/benchmarks.md
+
+Each way runs in a process of its own, all make the same calls: prompt lengths, batch sizes, draft lengths and numbers of new
+tokens are drawn at random. The shipped target, float32, greedy; what drafts is the default, "suffix".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tables import about, figures, publish
+
+from assisted import AssistedModelForCausalLM
+
+WAYS = {"plain": "plain `generate`", "eager": '`fast="eager"`', "auto": "default"}
+EVERY = 10  # calls between two readings
+
+
+def resident() -> float:
+    """MiB of this process; where the system does not tell, the most it has had."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def readings(way: str, calls: int, longest: int) -> list[float]:
+    """Before the first call and after every tenth."""
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", dtype=torch.float32)
+    pair.fast = "auto" if way == "plain" else way
+    size = pair.config.get_text_config().vocab_size
+    numbers = random.Random(0)
+    found = [resident()]
+    for call in range(1, calls + 1):
+        rows, length = numbers.choice((1, 1, 1, 2, 3, 4)), numbers.randint(2, longest)
+        new, draft_length = numbers.randint(2, 5), numbers.choice((None, None, 2, 4, 7))
+        ids = torch.randint(5, size, (rows, length), generator=torch.Generator().manual_seed(call))
+        others: dict[str, Any] = {"assisted": False} if way == "plain" else {"draft_length": draft_length}
+        pair.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **others)
+        if call % EVERY == 0:
+            found.append(resident())
+            print(f"{way}: {call} calls, {found[-1]:.0f} MiB", file=sys.stderr)
+    return [round(reading, 1) for reading in found]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", dtype=torch.float32)
+    command = [sys.executable, __file__, "--calls", str(args.calls), "--longest", str(args.longest)]
+    command += ["--threads", str(args.threads)] if args.threads else []
+    runs = {way: subprocess.Popen([*command, "--way", way], stdout=subprocess.PIPE, text=True) for way in WAYS}
+    found = {way: json.loads(run.communicate()[0].splitlines()[-1]) for way, run in runs.items()}
+    return {"about": about(pair, calls=args.calls, longest=args.longest, every=EVERY), "mebibytes": found}
+
+
+def markdown(found: dict[str, Any]) -> str:
+    about, curves = found["about"], found["mebibytes"]
+    last = about["calls"] // about["every"]
+    shown = sorted({0, 1, *(last * tenth // 10 for tenth in (1, 2, 4, 5, 6, 8, 10))})
+    lines = [
+        f"`python benchmarks/memory.py`: {about['calls']} calls of the shipped target, prompts of 2 to {about['longest']} "
+        "tokens, 1 to 4 rows, 2 to 5 new tokens, draft lengths 2, 4, 7 and adaptive, all drawn at random; float32, threads: "
+        f"{about['threads']}, torch {about['torch']}, {about['processor']}. Resident set, MiB.",
+        "",
+        "| after calls | "
+        + " | ".join(str(place * about["every"]) for place in shown)
+        + " | growth over the last half |",
+        "|---" * (len(shown) + 2) + "|",
+    ]
+    for way, curve in curves.items():
+        growth = curve[last] / curve[last // 2] - 1
+        cells = " | ".join(f"{curve[place]:.0f}" for place in shown)
+        lines.append(f"| {WAYS[way]} | {cells} | {growth:.1%} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=1000, help="(default: %(default)s)")
+    parser.add_argument("--longest", type=int, default=64, help="prompt, in tokens (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose measured section is rewritten")
+    parser.add_argument("--read", type=Path, help="measure nothing, take the figures from this JSON")
+    parser.add_argument("--way", choices=list(WAYS), help="run this one here and print its readings as JSON")
+    args = parser.parse_args()
+    if args.way is None:
+        publish(markdown(figures(args, measure)), args.docs, "memory")
+        return
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    print(json.dumps(readings(args.way, args.calls, args.longest)))
+
+
+if __name__ == "__main__":
+    main()

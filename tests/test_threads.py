@@ -1,0 +1,176 @@
+"""Several threads on one pair: every text is plain `generate`'s, whatever drafts, and one thread's failure is its own."""
+
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from architectures import build, half_right, random_ids
+from methods import METHODS, Method
+from pairs import BY_NAME, CALL, tokenizer
+from transformers import TextIteratorStreamer
+
+from assisted import AssistedModelForCausalLM, Combined, Suffix
+from assisted.drafters import exit_choice, rates, skip_search
+
+THREADS = 4
+TURNS = 2
+OTHERS = [
+    Method("combined", lambda target: Combined(["suffix", half_right(target)])),
+    Method("suffix that remembers", lambda target: Suffix(remember=True)),
+]
+SOME = [method for method in METHODS if method.name in ("draft-model", "early-exit", "suffix", "medusa")]
+
+
+@pytest.fixture(autouse=True)
+def _often():
+    """Threads take turns a thousand times as often as usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def in_threads(work):
+    """What `work` returns, or raises, for each of several numbers, in as many threads that start together."""
+    found = [None] * THREADS
+    together = threading.Barrier(THREADS)
+
+    def run(number):
+        together.wait()
+        try:
+            found[number] = work(number)
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def check(target, model, draft_length=None):
+    """Every thread writes what plain `generate` writes, calls of one row and of two, and nobody fell back."""
+    prompts = [random_ids(target, 1 + number % 2, 9 + number, seed=number) for number in range(THREADS)]
+    plain = [target.generate(ids, attention_mask=torch.ones_like(ids), **CALL).tolist() for ids in prompts]
+    model.reset_totals()
+
+    def work(number):
+        ids = prompts[number]
+        call = CALL | {"attention_mask": torch.ones_like(ids), "draft_length": draft_length}
+        return [model.generate(ids, **call).tolist() for _ in range(TURNS)]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*([Pp]lainly|go on).*")
+        found = in_threads(work)
+    assert found == [[text] * TURNS for text in plain]
+    written = sum(len(text) * (len(text[0]) - ids.shape[1]) for ids, text in zip(prompts, plain, strict=True))
+    assert model.totals.new_tokens == TURNS * written
+
+
+@pytest.mark.parametrize("method", METHODS + OTHERS, ids=lambda m: m.name)
+def test_every_draft_in_four_threads(method):
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, method.draft(target))
+    check(target, model)
+    check(target, model, draft_length=3)
+
+
+@pytest.mark.quant
+@pytest.mark.parametrize("draft", ["self:int8", "self:nf4"])
+def test_quantized_drafts_in_four_threads(draft):
+    from assisted import zoo
+
+    model = AssistedModelForCausalLM.from_pretrained(zoo.folder("draft"), draft=draft, dtype=torch.float32)
+    check(model.target, model)
+
+
+def test_another_tokenizer_in_four_threads():
+    target = build(BY_NAME["llama"])
+    size = target.config.vocab_size
+    other = tokenizer(size, first='"')
+    model = AssistedModelForCausalLM.from_models(
+        target, half_right(target), 3, tokenizer=tokenizer(size), draft_tokenizer=other
+    )
+    check(target, model)
+
+
+def test_streamers_in_threads():
+    target = build(BY_NAME["llama"])
+    own = tokenizer(target.config.vocab_size)
+    model = AssistedModelForCausalLM.from_models(target, half_right(target), tokenizer=own)
+    prompts = [random_ids(target, 1, 9, seed=number) for number in range(THREADS)]
+    plain = [target.generate(ids, **CALL)[0, 9:] for ids in prompts]
+
+    def work(number):
+        streamer = TextIteratorStreamer(own, skip_prompt=True, timeout=60)
+        writer = threading.Thread(target=model.generate, args=(prompts[number],), kwargs=CALL | {"streamer": streamer})
+        writer.start()
+        text = "".join(streamer)
+        writer.join()
+        return text
+
+    assert in_threads(work) == [own.decode(ids) for ids in plain]
+
+
+class Stopped(BaseException):
+    """As KeyboardInterrupt, no Exception."""
+
+
+class Stops:
+    """A streamer that ends its call."""
+
+    def __init__(self):
+        self.left = 5
+
+    def put(self, value):
+        self.left -= 1
+        if self.left == 0:
+            raise Stopped
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("method", SOME, ids=lambda m: m.name)
+def test_a_thread_that_is_stopped_stops_alone(method):
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, method.draft(target))
+    prompts = [random_ids(target, 1, 9, seed=number) for number in range(THREADS)]
+    plain = [target.generate(ids, **CALL).tolist() for ids in prompts]
+
+    def work(number):
+        for _ in range(TURNS):
+            text = model.generate(prompts[number], streamer=Stops() if number == 0 else None, **CALL).tolist()
+        return text
+
+    found = in_threads(work)
+    assert isinstance(found[0], Stopped) and found[1:] == plain[1:]
+    assert model.generate(prompts[0], **CALL).tolist() == plain[0]
+
+
+def test_what_is_learned_may_be_read_meanwhile():
+    """Figures that the calls of one pair share."""
+    choice, known = exit_choice.ExitChoice(8), rates.Rates()
+    search = skip_search.SkipSearch([0.1] * 3, 0.4, [0, 1, 2], 1)
+
+    def work(number):
+        for _ in range(300):
+            choice.learn_cost(1 + number, 0.3)
+            choice.cost(3)
+            known.learn([((0.5, 0.2), 0, (True, False))])
+            known.at([0.5, 0.1])
+            search.candidate()
+
+    assert in_threads(work) == [None] * THREADS
+
+
+def test_calls_leave_their_slots_to_nobody():
+    """What a call measured is kept for later ones; what it held is not."""
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, Combined(["suffix", half_right(target)]))
+    model.generate(random_ids(target, 1, 9), **CALL)
+    assert all(member.drafting is None for member in model.length.members)

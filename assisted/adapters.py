@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from transformers.utils import find_adapter_config_file, is_peft_available
 from .files import fields_of
 from .parts import unwrapped
 
-__all__ = ["base_path", "copy_adapter", "has_adapter", "require_in_layers", "save_adapter", "trusting"]
+__all__ = [
+    "base_path",
+    "copy_adapter",
+    "has_adapter",
+    "mixes_adapters",
+    "require_in_layers",
+    "save_adapter",
+    "trusting",
+]
 
 _CONFIG = "adapter_config.json"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -58,6 +67,14 @@ def trusting(path: str, base: str, **kwargs: Any) -> dict[str, Any]:
 def has_adapter(model: nn.Module) -> bool:
     """Whether some module of a model is an adapter's, switched on or off."""
     return any(type(module).__module__.startswith("peft.") for module in model.modules())
+
+
+def mixes_adapters(model: nn.Module) -> bool:
+    """Whether each row of a batch has an adapter of its own (`adapter_names`), which PEFT tells the layers by their hooks."""
+    if "peft" not in sys.modules:
+        return False
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
 def require_in_layers(model: nn.Module, role: str) -> None:

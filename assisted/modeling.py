@@ -34,7 +34,7 @@ from .lossy import LossyTypical
 from .parts import device_of
 from .quantization import copy_shells, memory_bytes, save_quantized
 from .report import Recorder, Report
-from .seam import CALL, OTHER_MODES, SeamCall, require_own_drafting, seam_of, warn_plain
+from .seam import CALL, MIXED, OTHER_MODES, SeamCall, require_own_drafting, seam_of, warn_plain
 from .trial import require_verifiable
 from .vocabulary import find_tokenizer
 
@@ -290,6 +290,9 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             require_own_drafting(generation_config, self.generation_config, kwargs)
         if lossy_typical is not None and not assisted:
             raise ValueError("lossy_typical: plain decoding accepts nothing; leave it out, or pass assisted=True")
+        if assisted and kwargs.get("adapter_names") is not None:
+            warn_plain(MIXED)
+            assisted = False
         recorder = Recorder()
         lease = Lease(require_mode(self.fast))
         lengths_started: list[tuple[Any, lengths.Length]] = []

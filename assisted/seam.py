@@ -18,6 +18,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from .adapters import mixes_adapters
 from .decoding import decode
 from .drafters import Call
 from .fused import fused
@@ -33,7 +34,7 @@ from .runtime import CachedModel, Masks
 from .text import Text
 from .trial import require_verifiable
 
-__all__ = ["CALL", "OTHER_MODES", "SeamCall", "require_own_drafting", "seam_of", "warn_plain"]
+__all__ = ["CALL", "MIXED", "OTHER_MODES", "SeamCall", "require_own_drafting", "seam_of", "warn_plain"]
 
 OTHER_MODES = {  # and what stands for them here, where something does
     "assistant_model": "make the pair with draft=THE MODEL",
@@ -54,6 +55,7 @@ _OTHER_SETTINGS = (  # of transformers' own drafting, without effect here
     "assistant_ensemble_weight",
     "max_matching_ngram_size",
 )
+MIXED = "adapter_names gives every row an adapter of its own"
 _CACHES = ("past_key_values", "cache_params")
 _TEXT_INPUTS = {"input_ids", "attention_mask", "logits_to_keep", "use_cache", "position_ids", *_CACHES}
 
@@ -300,6 +302,8 @@ def _must_be_plain(seam: Any, generation_config: GenerationConfig) -> str | None
     """Why a call cannot be assisted although its result can be had plainly."""
     if "prepare_inputs_for_generation" in seam.__dict__:
         return "the model's prepare_inputs_for_generation was replaced, as PEFT does for learned prompts"
+    if mixes_adapters(seam):
+        return MIXED
     if seam.training and getattr(seam, "is_activation_checkpointing", False):
         return "in training mode, activation checkpointing leaves no cache to rewind"
     if generation_config.use_cache is False:

@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all fuzz lint format docs site-check docs-serve notebooks notebooks-check clean
+.PHONY: help demo test test-all fuzz lint format docs site-check docs-serve notebooks notebooks-check clients-check clients-run clean
 
 help: ## this list
 	@echo "assisted: exact speculative decoding for Hugging Face models"
@@ -26,10 +26,10 @@ demo: $(VENV)/.demo ## draft and target write held-out code together, then a tab
 	@$(BIN)/assisted demo $(ARGS)
 
 test: $(VENV)/.test ## the tests, without the slow ones and the runs of the notebooks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not notebooks" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not notebooks and not clients" $(ARGS)
 
-test-all: $(VENV)/.test ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+test-all: $(VENV)/.test ## all tests but those of other people's programs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not clients" $(ARGS)
 
 fuzz: $(VENV)/.test ## random calls on a target alone and on a pair; ARGS="--minutes 10 --seed 1" for more of them
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(or $(ARGS),--cases 80 --jobs 2)
@@ -58,14 +58,23 @@ notebooks: $(VENV)/.notebooks ## run the notebooks and write them with their out
 notebooks-check: $(VENV)/.test $(VENV)/.notebooks ## run the notebooks, write nothing; a cell has 5 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m notebooks --durations=13 $(ARGS) tests/test_notebooks.py
 
+clients-check: ## other people's programs with a pair, in .venv-clients; writes the page "Works with"
+	@$(MAKE) --no-print-directory VENV=.venv-clients clients-run
+
+clients-run: $(VENV)/.clients
+	@mkdir -p build
+	@status=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients --junitxml=build/clients.xml $(ARGS) tests/test_clients.py || status=$$?; \
+	$(BIN)/python tests/works_with.py build/clients.xml docs/integrations/works-with.md && exit $$status
+
 clean: ## remove the virtual environment and everything built
-	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-clients site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find assisted tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp file per extra (or comma-separated extras): .venv/.test says that `.[test]` is installed.
-$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.notebooks: $(VENV)/.%: $(VENV)/.torch pyproject.toml constraints.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.notebooks $(VENV)/.clients: $(VENV)/.%: $(VENV)/.torch pyproject.toml constraints.txt constraints-clients.txt
 	@echo "Installing assisted[$*] ..."
-	@$(PIP) install --quiet -c constraints.txt -e ".[$*]"
+	@$(PIP) install --quiet -c constraints.txt -c constraints-clients.txt -e ".[$*]"
 	@touch $@
 
 # torch first and alone, so that a failing download of the one large wheel says so by itself.

@@ -1,7 +1,7 @@
 """Other people's programs with a pair where they expect a model: the same result as with the target alone.
 
-Each test is a row of the page "Works with": its docstring says what is checked. `make clients-check` installs the programs, runs
-this file and writes the page.
+Each test is a row of the page "Works with": its docstring says what is checked. `make clients-check` installs the programs,
+runs this file and writes the page.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def adapter(target: Any, tmp_path: Path) -> Path:
 
 @client("peft")
 def test_peft_around_a_pair(pair: Any, target: Any, tokenizer: Any, adapter: Path) -> None:
-    """`PeftModel.from_pretrained(pair, ...)`, `get_peft_model(pair, ...)`, saved adapters"""
+    """`PeftModel.from_pretrained(pair, FOLDER)`, and the adapter saved again"""
     peft = pytest.importorskip("peft")
     inputs = batch(tokenizer)
     plain = text_of(peft.PeftModel.from_pretrained(target, adapter).eval(), inputs)
@@ -231,7 +231,7 @@ def test_peft_around_a_pair(pair: Any, target: Any, tokenizer: Any, adapter: Pat
 
 @client("peft")
 def test_peft_in_a_pair(pair: Any, target: Any, tokenizer: Any, adapter: Path) -> None:
-    """`pair.load_adapter`, `add_adapter`, `set_adapter`, `disable_adapters`"""
+    """`pair.load_adapter`, `set_adapter`, `disable_adapters`, `enable_adapters`"""
     inputs = batch(tokenizer)
     without = text_of(target, inputs)
     for model in (target, pair):
@@ -240,6 +240,9 @@ def test_peft_in_a_pair(pair: Any, target: Any, tokenizer: Any, adapter: Path) -
     assert text_of(pair, inputs) == text_of(target, inputs) != without
     pair.disable_adapters()
     assert text_of(pair, inputs) == without
+    pair.enable_adapters()
+    pair.set_adapter("one")
+    assert text_of(pair, inputs) == text_of(target, inputs)
 
 
 @client("peft")
@@ -251,14 +254,16 @@ def test_peft_mixed_batches(pair: Any, target: Any, tokenizer: Any, adapter: Pat
     with pytest.warns(UserWarning, match="adapter_names"):
         assert text_of(peft.PeftModel.from_pretrained(pair, adapter).eval(), inputs, adapter_names=names) == plain
     other = AutoModelForCausalLM.from_pretrained(zoo.folder("target"))
-    around = AssistedModelForCausalLM.from_models(peft.PeftModel.from_pretrained(other, adapter).eval(), draft="zoo:draft")
+    around = AssistedModelForCausalLM.from_models(
+        peft.PeftModel.from_pretrained(other, adapter).eval(), draft="zoo:draft"
+    )
     with pytest.warns(UserWarning, match="adapter_names"):
         assert text_of(around, inputs, adapter_names=names) == plain
 
 
 @client("peft")
 def test_peft_learned_prompts(pair: Any, target: Any, tokenizer: Any) -> None:
-    """prompt tuning around a pair, decoded plainly with a warning"""
+    """`get_peft_model(pair, PromptTuningConfig(...))`, decoded plainly with a warning"""
     peft = pytest.importorskip("peft")
     inputs = batch(tokenizer, PROMPTS[:1])
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

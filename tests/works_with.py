@@ -2,12 +2,13 @@
 
     python tests/works_with.py JUNIT.xml PAGE.md
 
-Reads what pytest wrote on tests/test_clients.py, and the docstrings of the tests there.
+Reads what pytest wrote on tests/test_clients.py, and the docstrings of the tests there; writes the table of the page.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from importlib.metadata import PackageNotFoundError, version
@@ -15,44 +16,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).with_name("test_clients.py")
 PACKAGES = {"transformers serve": "transformers"}  # of a client that is part of one
-PAGE = """# Works with
-
-A pair is a `PreTrainedModel`: other programs take it for its target. Each was run with the shipped pair and with the target alone, and the results were
-compared: the same text, token for token, and drafts that were used.
-
-<!-- written by `make clients-check` out of tests/test_clients.py -->
-
-{table}
-
-Tried with transformers {transformers}, torch {torch} and Python {python}.
-
-## How to put a pair in
-
-- **A program that takes a model object** gets the pair: `HFLM(pretrained=pair)`, `outlines.from_transformers(pair, tokenizer)`, `pipeline(model=pair)`,
-  `GRPOTrainer(model=pair)`, `get_peft_model(pair, config)`.
-- **A program that takes a path** gets the folder of a [saved pair](../howto/save-and-push.md), and `trust_remote_code=True` where it does not import `assisted`.
-
-## A server
-
-The server is transformers' own. A saved pair is served as any model is:
-
-```bash
-pip install "transformers[serving]"
-transformers serve my-pair --trust-remote-code
-```
-
-It speaks OpenAI's chat protocol under `http://localhost:8000/v1`, streamed or not. Without `--continuous-batching` it answers one request after the other, with
-drafts; with it, requests share plain forward passes.
-
-## Training
-
-A Trainer sees the target's `forward` and its weights under their own names. Its checkpoints are saved pairs, from which `resume_from_checkpoint` and
-`from_pretrained` both read. Adapters go into the target alone, never into the draft.
-
-Between two steps a pair writes what the weights as they are would write. Drafts from the text (`"suffix"`, `"ngram"`) and from the target's own layers
-(`"early-exit"`, `"layer-skip"`) follow the weights. A draft model and a quantized copy stay as they were made: as the target moves away from them, fewer of
-their tokens are accepted, and the text is still the target's.
-"""
+BLOCK = re.compile(r"(?<=<!-- clients: written by `make clients-check` -->\n).*?(?=\n<!-- end of clients -->)", re.S)
 
 
 def tests() -> list[tuple[str, str, str]]:
@@ -95,14 +59,15 @@ def table(results: dict[str, str]) -> str:
     return "\n".join(rows)
 
 
+def block(results: dict[str, str]) -> str:
+    """What stands between the markers of the page."""
+    python = ".".join(map(str, sys.version_info[:2]))
+    tried = f"Tried with transformers {version('transformers')}, torch {version('torch')} and Python {python}."
+    return f"\n{table(results)}\n\n{tried}\n"
+
+
 if __name__ == "__main__":
     report, page = map(Path, sys.argv[1:])
-    page.write_text(
-        PAGE.format(
-            table=table(outcomes(report)),
-            transformers=version("transformers"),
-            torch=version("torch"),
-            python=".".join(map(str, sys.version_info[:2])),
-        ),
-        encoding="utf-8",
-    )
+    written, count = BLOCK.subn(lambda _: block(outcomes(report)), page.read_text(encoding="utf-8"))
+    assert count == 1, f"{page} has no place for the table"
+    page.write_text(written, encoding="utf-8")

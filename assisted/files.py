@@ -38,7 +38,10 @@ _COUNTS = (
     *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "top_k"),
     *("no_repeat_ngram_size", "bos_token_id", "pad_token_id", "eos_token_id"),
 )
-_SWITCHES = ("do_sample", "use_cache", "output_scores", "output_logits", "return_dict_in_generate")
+_SWITCHES = (
+    *("do_sample", "use_cache", "output_scores", "output_logits", "return_dict_in_generate"),
+    *("output_attentions", "output_hidden_states"),
+)
 _ABOUT_AN_ARGUMENT = re.compile(r"[a-z_0-9.]+(, [a-z_0-9.]+)*: ")  # how messages of this package begin
 
 

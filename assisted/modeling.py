@@ -31,7 +31,7 @@ from .files import inside, loading, require_sound
 from .forwarding import ForwardsToTarget
 from .graphs import Graphs, Lease, require_mode
 from .lossy import LossyTypical
-from .parts import device_of
+from .parts import device_of, uncompiled
 from .quantization import copy_shells, memory_bytes, save_quantized
 from .report import Recorder, Report
 from .seam import CALL, MIXED, OTHER_MODES, SeamCall, require_own_drafting, seam_of, warn_plain
@@ -204,7 +204,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """Wrap models that are already loaded. Neither is changed.
 
         Args:
-            target: a decoder-only causal LM.
+            target: a decoder-only causal LM. One that `torch.compile` returned is taken without it: `fast="compile"` compiles
+                what is run here.
             draft: a causal LM, with a PEFT adapter around it or without, or anything that `from_pretrained` takes as draft.
             draft_length: as for `from_pretrained`.
             tokenizer: the target's. With the draft's it tells a padded vocabulary from another one, and translates.
@@ -217,6 +218,13 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if not hasattr(target, "forward"):
             raise ValueError(
                 f"target: a loaded causal LM is expected, got {target!r}; from_pretrained takes Hub ids and folders"
+            )
+        target = uncompiled(target)
+        if getattr(target, "_compiled_call_impl", None) is not None:
+            warnings.warn(
+                "target: it was compiled in place (target.compile()), and is compiled again for every width of a pass that "
+                'drafting brings. Leave that out: fast="compile" compiles what is run here.',
+                stacklevel=2,
             )
         spec = _with_tokenizer(drafters.parse(draft, draft_quantization), tokenizer, draft_tokenizer)
         folder = target.name_or_path if Path(target.name_or_path or "-").is_dir() else None

@@ -30,6 +30,7 @@ __all__ = [
     "front",
     "hidden_of",
     "tapped",
+    "uncompiled",
     "unwrapped",
     "with_children",
 ]
@@ -41,7 +42,13 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 def unwrapped(model: Any) -> Any:
     """The model that an adapter's wrapper is put around, and runs; the model itself without one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = uncompiled(model)
+    return uncompiled(model.get_base_model()) if hasattr(model, "get_base_model") else model
+
+
+def uncompiled(model: Any) -> Any:
+    """The model that `torch.compile(model)` is put around; the model itself without it."""
+    return getattr(model, "_orig_mod", model)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ..files import loading, require_sound
 from ..fused import fused
 from ..graphs import Graphs, Lease
 from ..host import on_device
-from ..parts import unwrapped
+from ..parts import uncompiled, unwrapped
 from ..quantization import load_quantized
 from ..recurrent import RecurrentCache, is_recurrent
 from ..runtime import CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
@@ -55,6 +55,7 @@ class DraftModel:
     def __post_init__(self) -> None:
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
+        object.__setattr__(self, "model", uncompiled(self.model))
         if isinstance(self.model, str) and not self.model.strip():
             raise ValueError("draft: the path is empty; name a Hub id or a folder, or leave draft out")
 

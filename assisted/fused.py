@@ -19,12 +19,14 @@ from transformers import PreTrainedModel
 
 from .cache import SlotCache
 from .parts import few_ids, with_children
-from .products import PackedLinear, Product, Weights, is_touched, looked_over, may_copy, packs
+from .products import PackedLinear, Product, may_copy, packs
 from .runtime import CachedModel, Masks, is_untouched
+from .sources import Modules, Source, Weights, is_touched, looked_over
 
 __all__ = ["TOLERANCE", "Angles", "FusedLayer", "Norm", "Shared", "fused", "fused_product"]
 
 _FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+_KNOWN = ("transformers.", "assisted.")  # packages whose rotary embeddings are what their `rope_type` says
 _TABLE = 2**13  # positions whose angles are looked up
 TOLERANCE = {
     torch.float32: 1e-3,
@@ -36,17 +38,18 @@ def fused(model: PreTrainedModel) -> PreTrainedModel:
     """The same model in fewer operations where it is known how; with faster products where those are wide; otherwise the model
     itself.
 
-    Its logits differ from the model's by rounding alone, as those of passes of different widths do. What is copied of the
-    weights is kept from call to call, and made anew when the model's own have changed.
+    Its logits differ from the model's by rounding alone, as those of passes of different widths do. What is copied is kept from
+    call to call. Everything it was made from (weights, attributes, code) is compared with the model at every call, and it is
+    made anew when any of that has changed.
     """
     way = _way(model)
     if way is None:
         return model
     made = _MADE.get(way.key)
-    if made is None or not made.weights.same(way.weights):
+    if made is None or not made.source.same(way.source):
         children = way.make()
         same = way.agrees(model, way.changed(model, children))
-        made = _MADE[way.key] = _Made(way.weights, children if same else None)
+        made = _MADE[way.key] = _Made(way.source, children if same else None)
     return model if made.children is None else way.changed(model, made.children)
 
 
@@ -65,22 +68,22 @@ class _Way:
 
     Args:
         key: a module of the model that is the same from call to call.
-        weights: what it is made from.
+        source: what it is made from, as that is now.
         make: the modules that take the place of the model's.
         agrees: whether two models say the same of a few tokens, but for rounding.
         bare: what is made is the sum of its parts, for `CachedModel`.
     """
 
     key: nn.Module
-    weights: Weights
+    source: Source
     make: Callable[[], _Children]
     agrees: Callable[[PreTrainedModel, PreTrainedModel], bool]
     bare: bool
 
     def changed(self, model: PreTrainedModel, children: _Children) -> PreTrainedModel:
         other = with_children(model, children)
-        if self.weights.sums is not None:
-            other.watched = self.weights.parameters  # whose changes make other modules
+        if self.source.weights.checksums is not None:
+            other.watched = self.source.weights.tensors  # whose changes make other modules
         if self.bare:
             other.is_sum_of_parts = other.takes_last_only = True
         return other
@@ -90,7 +93,7 @@ class _Way:
 class _Made:
     """What takes the place of a model's modules; None where it did not turn out to be the same."""
 
-    weights: Weights
+    source: Source
     children: _Children | None
 
 
@@ -99,7 +102,7 @@ _MADE: weakref.WeakKeyDictionary[nn.Module, _Made] = weakref.WeakKeyDictionary()
 
 def _way(model: PreTrainedModel) -> _Way | None:
     """How this model can be run faster; None where it can't, or somebody hangs on to its modules."""
-    if model.training or not is_untouched(model):
+    if model.training or not is_untouched(model) or torch.is_autocast_enabled(model.device.type):
         return None
     # in half precision packed products round otherwise, as those of another width do: only where they make up for it
     if model.dtype != torch.float32 and not (
@@ -108,13 +111,14 @@ def _way(model: PreTrainedModel) -> _Way | None:
         return None
     layers = _layers(model)
     if layers is not None:
-        modules, parameters = looked_over(layers, model.lm_head)
+        base: Any = model.model
+        modules, parameters = looked_over(layers, model.lm_head, base.rotary_emb)
         if any(map(is_touched, modules)):
             return None
         copied = may_copy(parameters)
         return _Way(
             layers,
-            Weights.of(parameters, copied),
+            _source(model, [*modules, base], parameters, copied),
             lambda: _fused_children(model, layers, copied),
             _agree_in_rounds,
             True,
@@ -127,10 +131,23 @@ def _way(model: PreTrainedModel) -> _Way | None:
         return None
     return _Way(
         next(iter(wide.values())),
-        Weights.of(weights, True),
+        _source(model, list(wide.values()), weights, True),
         lambda: {tuple(name.split(".")): PackedLinear.of(module) for name, module in wide.items()},
         _agree_at_once,
         False,
+    )
+
+
+def _source(model: Any, modules: list[nn.Module], parameters: list[torch.Tensor], copied: bool) -> Source:
+    """What is read of a model: these modules, and the code of those that call them."""
+    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+    around = (type(model), type(model.base_model))
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    return Source(
+        Modules.of(modules, around, attention),
+        Weights.of(parameters, copied),
+        # angles are looked up on a CPU only
+        Weights.of(buffers, all(buffer.device.type == "cpu" for buffer in buffers)),
     )
 
 
@@ -250,8 +267,10 @@ class Angles(nn.Module):
     def __init__(self, rotary: nn.Module, config: Any, dtype: torch.dtype):
         super().__init__()
         self.rotary = [rotary]  # in a list: it is the model's
-        kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        known = min(config.max_position_embeddings, _TABLE) if kind in ("default", "linear", "llama3") else 0
+        kind = getattr(rotary, "rope_type", "default")
+        # of others the angles may depend on more than the position
+        fixed = kind in ("default", "linear", "llama3") and type(rotary).__module__.startswith(_KNOWN)
+        known = min(config.max_position_embeddings, _TABLE) if fixed else 0
         self.whole = known == config.max_position_embeddings  # every position of the context is in the table
         self.table = None if known == 0 else self._angles(torch.zeros(1, dtype=dtype), torch.arange(known)[None])
 

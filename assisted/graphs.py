@@ -26,9 +26,10 @@ from .arena import Arena
 from .cache import Paths, SlotCache
 from .capture import CodeReplay, CudaReplay, Pass
 from .drafts import Draft
-from .products import Weights, may_copy
+from .products import may_copy
 from .runtime import Runner
 from .shapes import WIDTHS, columns_for, rows_for, slots_for
+from .sources import Modules, Weights
 
 __all__ = ["MODES", "Graphs", "Lease", "require_mode"]
 
@@ -110,6 +111,7 @@ class Graphs:
         self._lease: Lease | None = None
         self._served: weakref.ref[SlotCache] | None = None  # the slots of the call that holds the lease
         self._made_for: Any = None
+        self._inner: Modules | None = None
         self._arena: Arena | None = None
         self._captured: OrderedDict[Hashable, Pass] = OrderedDict()
         self._asked: set[Hashable] = set()
@@ -151,13 +153,15 @@ class Graphs:
         if self.obstacle is not None:
             return
         made_for = (mode, capture.fingerprint(model, runner.model))
+        inner = Modules.of([module for module in model.modules() if module is not model], (type(model),))
         sizes_open = mode == "compile" and runner.device.type != "cuda"
         watched = set(map(id, getattr(runner.model, "watched", ())))  # by those who made the modules that compute
         tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in watched]
         frozen = Weights.of(tensors, True) if sizes_open and may_copy(model.parameters()) else None
-        if made_for != self._made_for or not _same(frozen, self._frozen):
+        same = made_for == self._made_for and self._inner is not None and self._inner.same(inner)
+        if not same or not _same(frozen, self._frozen):
             self._drop()
-            self._made_for, self.reason, self._mode = made_for, None, mode
+            self._made_for, self._inner, self.reason, self._mode = made_for, inner, None, mode
             self._open, self._frozen = sizes_open, frozen
         self._confirmed = False
         self._sound.clear()

@@ -1,4 +1,4 @@
-"""Matrix products over a few columns on a CPU, and whether what was copied of a model's weights still is what they are.
+"""Matrix products over a few columns on a CPU, from copies of the weights in a faster layout.
 
 Verifying multiplies three to ten columns, for which torch's own choice of kernel is two to five times slower than the
 memory: here wide weights are kept in oneDNN's layout as well. Knows linear modules; nothing of layers, slots or drafts.
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["PackedLinear", "Product", "Weights", "has_hooks", "is_touched", "looked_over", "may_copy", "packs"]
+__all__ = ["PackedLinear", "Product", "may_copy", "packs"]
 
 _WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout pays at any number of columns
 _LARGE = 2**20  # entries from which a product costs more than filling up its columns
@@ -29,9 +27,6 @@ _MANY = 32  # columns from which the layout pays for every matrix
 _HINT = 8  # columns that the layout is chosen for
 _TALL = 1.5  # outputs for each input from which a copy for single columns pays
 _ALWAYS = 2**30  # bytes of parameters that are always copied; more only where a quarter of the free memory holds them
-_WHOLE = 2**26  # bytes of parameters up to which every number is looked at for changes
-_BLOCK = 8  # neighbouring words of 8 bytes that are looked at in each row of larger models
-_RECORDS = "transformers.utils.output_capturing"  # whose hooks hand out hidden states to the calls that ask for them
 
 
 def packs(dtype: torch.dtype) -> bool:
@@ -60,90 +55,6 @@ def _free_memory() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return 0
-
-
-def looked_over(*modules: nn.Module) -> tuple[list[nn.Module], list[torch.Tensor]]:
-    """All modules of these and all their parameters, each once: in one walk, since every call takes it."""
-    found: dict[int, nn.Module] = {}  # by id, which takes half as long as what torch hashes a tensor by
-    parameters: dict[int, torch.Tensor] = {}
-    left = list(reversed(modules))
-    while left:
-        module = left.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            parameters.update((id(p), p) for p in module._parameters.values() if p is not None)
-            left += [child for child in module._modules.values() if child is not None]
-    return list(found.values()), list(parameters.values())
-
-
-def is_touched(module: nn.Module) -> bool:
-    """Somebody hangs on to the calls of this module: hooks, a forward of its own, a compiled one, a weight that is more than
-    numbers (torchao's)."""
-    replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
-    return has_hooks(module) or replaced or (type(module) is nn.Linear and is_traceable_wrapper_subclass(module.weight))
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody is called along with this module.
-
-    Not transformers itself: a call that asked for hidden states or attentions leaves its hooks on a model for good, and they do
-    nothing in any other call.
-    """
-    if not module._forward_hooks and not module._forward_pre_hooks:
-        return False
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(getattr(hook, "__module__", None) != _RECORDS for hook in hooks)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The parameters that something was made from, and what they held then, where they were copied.
-
-    Up to 64 MiB that is the sum of each, of its bytes taken as whole numbers. Of larger models it is a sum over 64 neighbouring
-    bytes of every row, other columns in each: it changes with every row, column, head or matrix that is written to, and is read
-    in a fraction of a pass. What torch counts of writes is compared as well; writes through `.data` are not counted.
-    """
-
-    parameters: tuple[torch.Tensor, ...]
-    sums: torch.Tensor | None
-    writes: tuple[int, ...] = ()
-
-    @staticmethod
-    @torch.no_grad()
-    def of(parameters: Iterable[torch.Tensor], copied: bool) -> Weights:
-        """copied: look at the numbers, too."""
-        held = tuple(parameters)
-        if not copied:
-            return Weights(held, None)
-        whole = sum(p.nbytes for p in held) <= _WHOLE
-        sums = [_sum(p.detach(), whole) for p in held]
-        return Weights(held, torch.stack(sums), tuple(0 if p.is_inference() else p._version for p in held))
-
-    def same(self, other: Weights) -> bool:
-        """Whether what was made of one serves for the other."""
-        if len(self.parameters) != len(other.parameters) or self.writes != other.writes:
-            return False
-        if any(one is not two for one, two in zip(self.parameters, other.parameters, strict=True)):
-            return False
-        if self.sums is None or other.sums is None:
-            return self.sums is other.sums
-        return torch.equal(self.sums, other.sums)
-
-
-def _sum(weight: torch.Tensor, whole: bool) -> torch.Tensor:
-    """Of all numbers; or of some of each row, of a matrix that is large enough."""
-    if not weight.is_contiguous() or weight.dim() == 0 or weight.shape[-1] * weight.element_size() % 8:
-        return weight.double().sum().view(torch.int64)
-    words = weight.view(torch.int64)
-    blocks = words.shape[-1] // _BLOCK
-    if whole or weight.dim() != 2 or blocks < 2:
-        return words.sum()
-    rows, width = words.shape
-    turns = rows // blocks  # of so many rows, each looked at one block further than the last
-    step = (width + _BLOCK, 1)
-    found = words.as_strided((turns, blocks, _BLOCK), (blocks * width, *step)).sum()
-    found += words.as_strided((rows - turns * blocks, _BLOCK), step, turns * blocks * width).sum()
-    return found + words[::blocks, blocks * _BLOCK :].sum()
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ from .drafts import Draft
 from .host import on_device
 from .masks import Masks, column_depths
 from .parts import Inject, Tap, device_of
-from .products import has_hooks
 from .prompts import Group, groups
+from .sources import has_hooks
 
 __all__ = [
     "CachedModel",

@@ -6,7 +6,7 @@ from eagle_heads import random_head
 from pairs import ROUNDING, pair
 
 from assisted.drafters import fused_head as module
-from assisted.drafters.fused_head import fused_head, state_of
+from assisted.drafters.fused_head import fused_head, source_of
 from assisted.drafters.head_runner import HeadRunner
 from assisted.fused import FusedLayer
 
@@ -84,9 +84,9 @@ def test_one_that_turned_out_to_be_another_is_not_used(monkeypatch):
 
 def test_a_weight_that_is_written_into_shows():
     head = random_head(pair()[0], 3)
-    before = state_of(head)
-    assert state_of(head) == before
+    before = source_of(head)
+    assert source_of(head).same(before)
     with torch.no_grad():
         head.layers[0].mlp.gate_proj.weight[0, 0] += 1
-    assert state_of(head) != before
-    assert state_of(head.to(torch.float64)) != before
+    assert not source_of(head).same(before)
+    assert not source_of(head.to(torch.float64)).same(before)

@@ -22,11 +22,12 @@ from ..heads.eagle_formats import load_eagle, save_eagle
 from ..host import on_device, padded
 from ..parts import Layers, few_ids, find_layers, unwrapped
 from ..runtime import Masks, require_rewindable
+from ..sources import Source
 from ..text import Text
 from .base import Call, Drafter, Target
 from .chain import ChainDrafting
 from .eagle_tree import Limits, Offers, grow, learn
-from .fused_head import fused_head, state_of
+from .fused_head import fused_head, source_of
 from .head_runner import HeadRunner
 from .rates import Rates
 from .tapped import TappedModel, find_final_norm
@@ -125,7 +126,7 @@ class EagleDrafter(Drafter):
         self.tree, self.top_k, self.nodes = tree, top_k, nodes
         self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
-        self._drafting: tuple[Any, EagleHead] | None = None
+        self._drafting: tuple[Source, EagleHead] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy is made from: it makes its own fast head."""
@@ -139,9 +140,9 @@ class EagleDrafter(Drafter):
     @property
     def drafting_head(self) -> EagleHead:
         """The head in the form in which it is fastest to run."""
-        state = state_of(self.head)
-        if self._drafting is None or self._drafting[0] != state:
-            self._drafting = state, fused_head(self.head)
+        source = source_of(self.head)
+        if self._drafting is None or not self._drafting[0].same(source):
+            self._drafting = source, fused_head(self.head)
         return self._drafting[1]
 
     @property

@@ -13,18 +13,18 @@ from torch import nn
 from ..fused import TOLERANCE, Angles, FusedLayer, Norm, Shared, fused_product
 from ..heads.eagle import EagleHead
 from ..parts import with_children
-from ..products import Weights, is_touched, may_copy
+from ..products import may_copy
+from ..sources import Modules, Source, Weights, is_touched
 
-__all__ = ["fused_head", "state_of"]
+__all__ = ["fused_head", "source_of"]
 
 
-def state_of(head: EagleHead) -> tuple[Any, ...]:
-    """What a fused head was made from; it serves while this is equal. What was written into a weight shows in its sum."""
-    if head.device.type != "cpu":
-        return head.device, head.dtype
-    weights = Weights.of(head.parameters(), True)
-    assert weights.sums is not None
-    return head.device, head.dtype, weights.writes, *weights.sums.tolist()
+def source_of(head: EagleHead) -> Source:
+    """What a fused head is made from; one that was made from the same serves."""
+    on_host = head.device.type == "cpu"
+    return Source(
+        Modules.of(head.modules()), Weights.of(head.parameters(), on_host), Weights.of(head.buffers(), on_host)
+    )
 
 
 def fused_head(head: EagleHead) -> EagleHead:

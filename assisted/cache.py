@@ -270,9 +270,15 @@ class SlotCache(Cache):
         """How many columns of each row's text (prompt padding included) are held."""
         return [n - p + q for n, p, q in zip(self.lengths, self.padding, self.prompt_padding, strict=True)]
 
+    @property
+    def unpadded(self) -> list[int]:
+        """How many columns of each row's text are held, padding not counted."""
+        return [length - hidden for length, hidden in zip(self.lengths, self.padding, strict=True)]
+
     def positions(self, device: torch.device) -> torch.Tensor:
         """The position of the next token of every running row, padding not counted. Returns [rows, 1] int64."""
-        return on_device([self.lengths[row] - self.padding[row] for row in self.running], device)[:, None]
+        counts = self.unpadded
+        return on_device([counts[row] for row in self.running], device)[:, None]
 
     def mask(self, width: int, device: torch.device) -> torch.Tensor | None:
         """The 2-D mask of a right-aligned forward over `width` columns, [B, top] int64; None when nothing is hidden."""

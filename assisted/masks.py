@@ -5,7 +5,6 @@ Knows transformers' configs and drafts; nothing of slots or of how a pass is run
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .drafts import Draft
+from .signatures import takes
 
 __all__ = ["Masks", "column_depths"]
 
@@ -46,7 +46,7 @@ class Masks:
             and not _counts_slots(config)
             and kinds <= {"full_attention", "sliding_attention"}
             and getattr(config, "attention_chunk_size", None) is None
-            and "position_ids" in inspect.signature(model.forward).parameters
+            and takes(model, "position_ids")
         )
         windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
         return Masks(trees=readable, windows=windows, additive=attention == "eager")

@@ -191,7 +191,7 @@ class RecurrentModel(CachedModel):
             raise ValueError(
                 "draft: recurrent layers read chains, not token trees; look at masks.trees before drafting"
             )
-        if self.unread.shape[1] > _LAG:
+        if self.unread.shape[1] > _LAG or self._would_straddle():
             self.catch_up()
         behind = self.unread.shape[1]
         self.ids = torch.cat([self.unread, ids.to(self.device)], 1)
@@ -201,6 +201,14 @@ class RecurrentModel(CachedModel):
         if used is not None:
             used = [behind + count for count in used]
         return super().__call__(self.ids, None, used)[:, behind:]
+
+    def _would_straddle(self) -> bool:
+        """Whether the columns to be read again are turned in another way than the new ones."""
+        if self.change is None:
+            return False
+        new = max(self._first_positions())
+        room = self.change.room(new - self.unread.shape[1])
+        return room is not None and room <= self.unread.shape[1]
 
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
         """As CachedModel, for counts that are equal; no path."""

@@ -6,7 +6,6 @@ class.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
@@ -21,6 +20,9 @@ from .host import on_device
 from .masks import Masks, column_depths
 from .parts import Inject, Tap, device_of
 from .prompts import Group, groups
+from .rope import Change, change_of
+from .shapes import WIDTHS
+from .signatures import generate_passes, takes
 from .sources import has_hooks
 
 __all__ = [
@@ -93,6 +95,7 @@ class CachedModel:
     """
 
     in_step = False  # whether all rows of a batch must keep the same number of columns
+    change: Change | None = None  # of the model's angles, where this call may come to it
     graphs: Replayer | None = None  # what runs its passes, None for the eager path below
     lease: Spending | None = None  # of the call, where it says how much of its time was spent once and for all
     kind: Hashable = "whole"  # tells apart the runners of a call that share slots
@@ -106,11 +109,15 @@ class CachedModel:
         self.cache = cache
         self.masks = masks
         self.device = device_of(model)
-        parameters = inspect.signature(model.forward).parameters
         self.context = _context(model.config.get_text_config(decoder=True))
-        self._takes_cache = "past_key_values" if "past_key_values" in parameters else "cache_params"
-        self._takes_positions = "position_ids" in parameters
-        self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._takes_cache = "past_key_values" if takes(model, "past_key_values") else "cache_params"
+        self._takes_positions = takes(model, "position_ids")
+        # a model that `generate` tells no positions counts them itself, padding included
+        self._counts_padding = self._takes_positions and not generate_passes(model, "position_ids")
+        self._takes_logits_to_keep = takes(model, "logits_to_keep")
+        change = change_of(model)
+        if change is not None and cache.limit + WIDTHS[-1] > change.position:
+            self.change, self.in_step = change, True
 
     def prefill(self, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Read a prompt, [B, P] int64, in the model's own way. Returns the logits after it, [B, 1, V]."""
@@ -226,8 +233,9 @@ class CachedModel:
 
     @property
     def has_places(self) -> bool:
-        """Whether passes can be run by `with_places`: those that take 2-D masks, or states, cannot."""
-        return self.masks.trees and not self.cache.right_aligned and not self.in_step
+        """Whether passes can be run by `with_places`: those that take 2-D masks, or states, cannot; nor those whose columns
+        beyond the last one that counts would change something."""
+        return self.masks.trees and not self.cache.right_aligned and not self.in_step and not self._counts_padding
 
     def run_only(self, rows: list[int]) -> None:
         """Let passes be over these rows alone until told otherwise: those that have ended cost time for nothing."""
@@ -248,15 +256,22 @@ class CachedModel:
         return 0.0 if self.lease is None else self.lease.once
 
     def room(self, lengths: list[int]) -> int:
-        """Positions left behind the longest of these texts before the model's context ends."""
+        """Positions left behind the longest of these texts before the model's context ends, or its angles change."""
         # aligned rows lie side by side, those that have ended too
         aligned = 0 if self.masks.trees else max(self.cache.lengths) + 1
         ahead = max(0, -min(self.cache.padding))  # of the slots, where a caller's positions began later
-        return self.context - max(*lengths, aligned) - ahead
+        room = self.context - max(*lengths, aligned) - ahead
+        own = None if self.change is None else self.change.room(max(self._first_positions()))
+        return room if own is None else min(room, own)
+
+    def _first_positions(self) -> list[int]:
+        """The position of the next token of every running row."""
+        counts = self.cache.known if self._counts_padding else self.cache.unpadded
+        return [counts[row] for row in self.cache.running]
 
     def _positions(self, depths: torch.Tensor, used: list[int] | None) -> torch.Tensor:
         """Positions of the forward just placed, [B, n]. Columns that do not matter have one that every model knows."""
-        positions = self.cache.positions(self.device) + depths
+        positions = on_device(self._first_positions(), self.device)[:, None] + depths
         if used is None or self.cache.top <= self.context:
             return positions
         return positions.masked_fill(depths >= on_device(used, self.device)[:, None], 0)

@@ -19,6 +19,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .adapters import mixes_adapters
+from .cache import SlotCache
 from .decoding import decode
 from .drafters import Call
 from .fused import fused
@@ -28,8 +29,9 @@ from .lengths import Length
 from .lossy import LossyTypical
 from .parts import unwrapped
 from .quantization import without_gradients
-from .recurrent import has_uncounted_states, held, is_recurrent, slots_for
+from .recurrent import has_uncounted_states, held, slots_for
 from .report import Recorder
+from .rope import change_of, reads_anew_at
 from .runtime import CachedModel, Masks
 from .text import Text
 from .trial import require_verifiable
@@ -140,7 +142,9 @@ class _Seam:
     ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         call = CALL.get()
         call.reached = True
-        reason = _must_be_plain(self, generation_config)
+        reason = _must_be_plain(self, generation_config) or _reads_anew(
+            self, input_ids, generation_config, model_kwargs
+        )
         if reason is not None:
             warn_plain(reason)
             return super()._sample(  # type: ignore[misc]
@@ -149,8 +153,11 @@ class _Seam:
         given = _require_usable(input_ids, model_kwargs)
         details = bool(generation_config.return_dict_in_generate)
         wanted = details or getattr(given, "_is_user_defined", False)
+        drafter = call.model.drafter
+        keeps = any(change_of(model) is not None for model in (self, *drafter.models))  # new tensors, of its angles
         # What is made inside leaves as a copy made outside, where it is an ordinary tensor.
-        with without_gradients(self, *call.model.drafter.modules), self._optimize_model_for_decode():
+        mode = torch.no_grad() if keeps else without_gradients(self, *drafter.modules)
+        with mode, self._optimize_model_for_decode():
             text, target = _extend(
                 self,
                 input_ids,
@@ -197,8 +204,7 @@ def _extend(
     wanted: whether a caller gets the KV, that of the prompt's padding included.
     """
     call = CALL.get()
-    if is_recurrent(seam):
-        require_verifiable(seam)  # again, for a target that was moved or cast
+    require_verifiable(seam)  # again, for a target that was moved, cast or patched
     masks = Masks.of(seam)
     attention_mask = model_kwargs.get("attention_mask")
     law = Law(logits_processor, generation_config.do_sample, call.lossy)
@@ -245,7 +251,17 @@ def seam_of(target: PreTrainedModel) -> Any:
 
 @functools.cache
 def _seam_class(target_class: Any) -> type:
-    return type(target_class.__name__, (_Seam, target_class), {"__module__": target_class.__module__})
+    prepare = target_class.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)  # `generate` looks at its signature
+    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The target's. Where it would have a long prompt read into a cache of its own (Phi-3's does), slots take its place."""
+        inputs: dict[str, Any] = prepare(self, *args, **kwargs)
+        cache = kwargs.get("past_key_values")
+        return inputs | {"past_key_values": cache} if isinstance(cache, SlotCache) else inputs
+
+    own = {"__module__": target_class.__module__, "prepare_inputs_for_generation": prepare_inputs}
+    return type(target_class.__name__, (_Seam, target_class), own)
 
 
 def _read_prompt(
@@ -312,6 +328,20 @@ def _must_be_plain(seam: Any, generation_config: GenerationConfig) -> str | None
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(generation_config, name):
                 return f"{name}=True asks for the states of one-token passes"
+    return None
+
+
+def _reads_anew(
+    model: Any, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """Why a call cannot be assisted in which the target would drop its cache on the way."""
+    limit = reads_anew_at(model)
+    if limit is None or change_of(model) is None:
+        return None
+    past, length = model_kwargs.get(_cache_name(model_kwargs)), input_ids.shape[1]
+    read = 0 if past is None else past.get_seq_length()
+    if length < limit < generation_config.max_length or (length >= limit and 0 < read < limit):
+        return f"this model reads its text anew at {limit} tokens, where its rotary embedding changes"
     return None
 
 

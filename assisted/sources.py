@@ -64,8 +64,8 @@ def has_hooks(module: nn.Module) -> bool:
 class Weights:
     """The tensors that something was made from, and checksums of what they held then, where they were copied.
 
-    A vector's checksum is the vector. A matrix is read as integers: of each row the sum, of each column four sums of its entries
-    times a number of their row. These change when entries trade places as well as when one is written to, through
+    A vector's checksum is the vector. A matrix is read as integers: of each row the sum, of each column four sums of its
+    entries times a number of their row. These change when entries trade places as well as when one is written to, through
     `.data` too, which torch's own version counters do not see. All numbers are read, at about the speed of the memory.
     """
 
@@ -165,9 +165,7 @@ class Source:
     def same(self, other: Source) -> bool:
         """Whether what was made of one serves for the other."""
         return (
-            self.modules.same(other.modules)
-            and self.buffers.same(other.buffers)
-            and self.weights.same(other.weights)
+            self.modules.same(other.modules) and self.buffers.same(other.buffers) and self.weights.same(other.weights)
         )
 
 

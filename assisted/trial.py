@@ -1,7 +1,8 @@
-"""Whether a target with recurrent layers can be verified at all: tried on a few tokens, refused with what was found.
+"""Whether a target can be verified at all: tried on a few tokens, refused with what was found.
 
-Knows how such a target is run (recurrent.py). Some forwards start from an empty state, or compute something else, when they
-get several tokens at once; new architectures appear all the time, so none is listed here.
+Knows how targets are run (runtime.py, recurrent.py). Some forwards ignore positions, masks or the cache that they are given,
+start from an empty state, or compute something else when they get several tokens at once. Architectures that the tests run
+over need no trial; every model with states, every other class and every replaced forward gets one.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .cache import SlotCache
+from .drafts import Draft
 from .quantization import without_gradients
 from .recurrent import RecurrentCache, RecurrentModel, is_recurrent
-from .runtime import Masks, require_decoder, require_rewindable
+from .runtime import CachedModel, Masks, require_decoder, require_rewindable
 
-__all__ = ["require_verifiable"]
+__all__ = ["TESTED", "require_verifiable"]
 
 _ROUNDING = 3e-4  # of the logits' spread, in float32
 _HALF_ROUNDING = 0.1  # in half precision
@@ -26,25 +29,92 @@ _LEAST_ROUNDING = 16  # steps of the dtype at the logits' size; 1 to 4 were meas
 _TRIED: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
-def require_verifiable(model: PreTrainedModel) -> None:
-    """Refuse a target that can't take back tokens, neither by a length nor by a copy of its states.
+_NAMES = (
+    "apertus arcee biogpt codegen cohere cohere2 dbrx deepseek_v2 deepseek_v3 diffllama ernie4_5 exaone4 falcon gemma gemma2 "
+    "gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe "
+    "helium hunyuan_v1_dense jetmoe llama llama4_text minimax_m2 ministral mistral mixtral mpt nanochat nemotron olmo olmo2 "
+    "olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 "
+    "bloom xglm"
+)
+TESTED = frozenset(_NAMES.split())
+"""Model types of transformers whose text the tests compare with plain `generate`'s, token by token."""
 
-    A model with states is tried on a few tokens, once for each device and dtype: some forwards start over from an empty
-    state, or compute something else, when there are several tokens. Raises ValueError that says what was found.
+
+def require_verifiable(model: PreTrainedModel) -> None:
+    """Refuse a target whose passes over several tokens are not what the same tokens are one by one.
+
+    A model is tried on a few tokens, once for each device and dtype, unless it is one of `TESTED` as transformers wrote it.
+    Raises ValueError that says what was found.
     """
-    if not is_recurrent(model):
+    recurrent = is_recurrent(model)
+    if not recurrent:
         require_rewindable(model, "target")
-        return
+        if _is_tested(model):
+            return
     require_decoder(model, "target")
     tried = _TRIED.setdefault(model.base_model, {})
-    key = (model.device, model.dtype)
+    forward, replaced = type(model).forward, vars(model).get("forward")
+    key = (model.device, model.dtype, id(forward), id(replaced))
     if key not in tried:
-        tried[key] = _obstacle(model)
+        tried[key] = _obstacle(model) if recurrent else _obstacle_of_slots(model)
     if tried[key]:
+        what = "keeps a recurrent state and " if recurrent else ""
         raise ValueError(
-            f"target: {type(model).__name__} keeps a recurrent state and cannot take back rejected tokens: {tried[key]}. "
+            f"target: {type(model).__name__} {what}cannot take back rejected tokens: {tried[key]}. "
             "Generate with the model itself, or choose another target."
         )
+
+
+def _is_tested(model: PreTrainedModel) -> bool:
+    """Whether a model runs code of transformers that the tests run over."""
+    made = getattr(type(model).forward, "__module__", "")
+    known = model.config.get_text_config(decoder=True).model_type in TESTED
+    return known and made.startswith("transformers.models.") and "forward" not in vars(model)
+
+
+def _obstacle_of_slots(model: PreTrainedModel) -> str | None:
+    """Why a model without states can't be verified over slots, None when it can. Tried on rows of 7 and 5 tokens, which grow by
+    other numbers of tokens, and on a token tree where its masks allow one."""
+    size = model.config.get_text_config(decoder=True).vocab_size
+    ids = (torch.arange(7, 31, device=model.device).view(2, 12) * 7919) % size
+    try:
+        with without_gradients(model):
+            # each row alone, without a cache: nothing of what is tried takes part
+            expected = torch.cat([_logits(model, row[None]) for row in ids])
+            masks = Masks.of(model)
+            runner = CachedModel(model, SlotCache(2, 32, right_aligned=not masks.trees), masks)
+            found = [(runner.prefill(ids[:, :5], None)[:, -1], expected[:, 4])]
+            found.append((runner(ids[:, 5:8]), expected[:, 5:8]))
+            runner.commit([1, 3])
+            columns = torch.stack([ids[0, 6:9], ids[1, 8:11]])
+            wanted = torch.stack([expected[0, 6:9], expected[1, 8:11]])
+            found.append((runner(columns), wanted))
+            if masks.trees:
+                # the last two columns both follow the first one
+                tree = Draft(columns[:, 1:], torch.tensor([2, 2]), parents=torch.tensor([[-1, -1], [-1, -1]]))
+                paths = [torch.cat([ids[row, :end], columns[row, 2:]])[None] for row, end in ((0, 7), (1, 9))]
+                beside = torch.cat([_logits(model, path)[:, -1:] for path in paths])
+                found.append((runner(columns, tree), torch.cat([wanted[:, :2], beside], 1)))
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"reading on from its cache fails ({type(error).__name__}: {error})"
+    half = model.dtype not in (torch.float32, torch.float64)
+    limit = _HALF_ROUNDING if half else _ROUNDING
+    for logits, wanted in found:
+        apart = (_difference(logits.float(), wanted, robust=half) / wanted.std()).item()
+        if not apart <= limit:  # NaN included
+            return (
+                "its passes over several tokens differ from the same tokens read at once without a cache "
+                f"(by {apart:.2g} of the spread of its logits; up to {limit:.2g} could be rounding)"
+            )
+    return None
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Of every token of a text, [1, n, V] float32."""
+    made: torch.Tensor = model(input_ids=ids, use_cache=False, return_dict=True).logits
+    return made.float()
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:

@@ -112,8 +112,8 @@ def whole_forward(model: Any) -> None:
     """The class of the whole model computes something else."""
 
     class Inverted(type(model)):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            output = super().forward(*args, **kwargs)
+        def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(input_ids, attention_mask, position_ids, **kwargs)
             output.logits = -output.logits
             return output
 

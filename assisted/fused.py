@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from .cache import SlotCache
@@ -140,7 +141,8 @@ def _way(model: PreTrainedModel) -> _Way | None:
 
 def _source(model: Any, modules: list[nn.Module], parameters: list[torch.Tensor], copied: bool) -> Source:
     """What is read of a model: these modules, and the code of those that call them."""
-    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+    found = (buffer for module in modules for buffer in module._buffers.values() if buffer is not None)
+    buffers = [buffer for buffer in found if not is_traceable_wrapper_subclass(buffer)]  # of modules that are called
     around = (type(model), type(model.base_model))
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     return Source(

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .adapters import mixes_adapters
@@ -59,7 +60,15 @@ _OTHER_SETTINGS = (  # of transformers' own drafting, without effect here
 )
 MIXED = "adapter_names gives every row an adapter of its own"
 _CACHES = ("past_key_values", "cache_params")
-_TEXT_INPUTS = {"input_ids", "attention_mask", "logits_to_keep", "use_cache", "position_ids", *_CACHES}
+_TEXT_INPUTS = {
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "logits_to_keep",
+    "use_cache",
+    "position_ids",
+    *_CACHES,
+}
 
 
 def _set_by(given: GenerationConfig | None, own: GenerationConfig | None) -> dict[str, Any]:
@@ -142,7 +151,8 @@ class _Seam:
     ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         call = CALL.get()
         call.reached = True
-        reason = _must_be_plain(self, generation_config) or _reads_anew(
+        _require_prompt(input_ids, model_kwargs)
+        reason = _must_be_plain(self, generation_config, model_kwargs) or _reads_anew(
             self, input_ids, generation_config, model_kwargs
         )
         if reason is not None:
@@ -150,7 +160,7 @@ class _Seam:
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
-        given = _require_usable(input_ids, model_kwargs)
+        given = model_kwargs[_cache_name(model_kwargs)]
         details = bool(generation_config.return_dict_in_generate)
         wanted = details or getattr(given, "_is_user_defined", False)
         drafter = call.model.drafter
@@ -174,10 +184,7 @@ class _Seam:
         if streamer is not None:
             streamer.end()
         if wanted:
-            windowed = given.layer_class_to_replicate is None
-            given.layers = target.cache.to_dynamic(
-                self.config.get_text_config(decoder=True) if windowed else None
-            ).layers
+            _hand_back(target, given, self.config.get_text_config(decoder=True))
         if not details:
             return text.output()
         return GenerateDecoderOnlyOutput(
@@ -195,7 +202,7 @@ def _extend(
     stopping_criteria: Any,
     generation_config: Any,
     streamer: Any,
-    given: DynamicCache,
+    given: DynamicCache | StaticCache,
     model_kwargs: dict[str, Any],
     wanted: bool,
 ) -> tuple[Text, CachedModel]:
@@ -218,7 +225,11 @@ def _extend(
         keep_scores=bool(details and generation_config.output_scores),
         keep_logits=bool(details and generation_config.output_logits),
     )
-    cache = slots_for(seam, given, text.rows, text.max_length + held(given), masks)
+    embeddings = model_kwargs.get("inputs_embeds")  # of a prompt that the text may repeat
+    width = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
+    past = given if isinstance(given, DynamicCache) else None
+    limit = text.max_length + max(0, width - input_ids.shape[1]) + (0 if past is None else held(past))
+    cache = slots_for(seam, past, text.rows, limit, masks)
     cache.hide(attention_mask)
     model_kwargs[_cache_name(model_kwargs)] = cache
     length = call.start_length(text.rows, law.do_sample)
@@ -231,9 +242,11 @@ def _extend(
     started = time.perf_counter()
     logits = _read_prompt(target, input_ids, generation_config, model_kwargs, wanted)
     positions = model_kwargs.get("position_ids")  # plain decoding counts on from the last ones
-    cache.begin_rounds(input_ids.shape[1], None if positions is None else _last_positions(positions, text.rows))
+    cache.begin_rounds(width, None if positions is None else _last_positions(positions, text.rows))
     call.recorder.verify_seconds = time.perf_counter() - started
-    own_mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+    own_mask = None
+    if attention_mask is not None and input_ids.shape[1] <= attention_mask.shape[1]:
+        own_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]
     drafting = drafter.start(Call(own_mask, law.for_draft(), length, text.max_length, target, call.lease))
     decode(target, drafting, text, law, length, logits, call.recorder)
     call.recorder.row_tokens = list(text.row_tokens)
@@ -314,7 +327,7 @@ def _require_possible(law: Law, text: Text, target: CachedModel) -> None:
         )
 
 
-def _must_be_plain(seam: Any, generation_config: GenerationConfig) -> str | None:
+def _must_be_plain(seam: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
     """Why a call cannot be assisted although its result can be had plainly."""
     if "prepare_inputs_for_generation" in seam.__dict__:
         return "the model's prepare_inputs_for_generation was replaced, as PEFT does for learned prompts"
@@ -328,6 +341,32 @@ def _must_be_plain(seam: Any, generation_config: GenerationConfig) -> str | None
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(generation_config, name):
                 return f"{name}=True asks for the states of one-token passes"
+    for name, value in model_kwargs.items():
+        if name not in _TEXT_INPUTS and value is not None and not isinstance(value, bool):
+            return f"{name} is more than text, which is all that is drafted for"
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions.ndim != 2:
+        return f"position_ids of {positions.ndim} dimensions do not count one text"
+    name = _cache_name(model_kwargs)
+    return _cannot_rewind(model_kwargs.get(name), name, bool(generation_config.return_dict_in_generate))
+
+
+def _cannot_rewind(cache: Any, name: str, handed_back: bool) -> str | None:
+    """Why slots cannot take the place of a cache, None where they can.
+
+    A static cache that nobody holds is a matter of where keys and values are stored. Rounded ones make another text, and what
+    is kept off the device was not to lie on it.
+    """
+    kind = type(cache).__name__
+    if getattr(cache, "offloading", False):
+        return f"{name}: a {kind} that is offloaded saves memory which drafting would need"
+    if type(cache) is StaticCache and not getattr(cache, "_is_user_defined", False):
+        kept = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+        return f"{name}: a {kind} with states is not filled here" if kept and handed_back else None
+    if type(cache) is not DynamicCache:
+        return f"{name}: a {kind} cannot be rewound here; a DynamicCache can, and so can no cache_implementation at all"
+    if has_uncounted_states(cache):
+        return f"{name}: states without keys and values don't say how many tokens they have read"
     return None
 
 
@@ -345,26 +384,10 @@ def _reads_anew(
     return None
 
 
-def _require_usable(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> DynamicCache:
-    """Refuse what drafting cannot honour. Returns the caller's cache, or the empty one that `generate` made."""
-    for name, value in model_kwargs.items():
-        if name not in _TEXT_INPUTS and value is not None and not isinstance(value, bool):
-            raise ValueError(f"{name}: only text can be assisted (input_ids and attention_mask); pass assisted=False")
-    if input_ids.shape[1] == 0:
+def _require_prompt(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Refuse a prompt of no tokens and no embeddings."""
+    if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("input_ids: the prompt is empty; give at least one token, such as the tokenizer's bos_token")
-    name = _cache_name(model_kwargs)
-    cache = model_kwargs.get(name)
-    if cache is None or type(cache) is not DynamicCache or cache.offloading:
-        raise ValueError(
-            f"{name}: a {type(cache).__name__} cannot be rewound here; pass a DynamicCache (or no "
-            "cache_implementation), or assisted=False"
-        )
-    if has_uncounted_states(cache):
-        raise ValueError(
-            f"{name}: states without keys and values don't say how many tokens they have read; pass the whole text as "
-            "input_ids and no cache, or assisted=False"
-        )
-    return cache
 
 
 def _cache_name(model_kwargs: dict[str, Any]) -> str:
@@ -382,6 +405,17 @@ def _read_to_the_end(target: CachedModel, text: Text) -> None:
         cache.rewind([known - length + shortest for known, length in zip(cache.known, text.lengths, strict=True)])
         target(text.output()[:, shortest - 1 : longest - 1])
         cache.commit([longest - shortest] * text.rows)
+
+
+def _hand_back(target: CachedModel, given: DynamicCache | StaticCache, config: Any) -> None:
+    """Fill the cache that a caller gave, or gets, with what the target's slots hold."""
+    if isinstance(given, DynamicCache):
+        windowed = given.layer_class_to_replicate is None
+        given.layers = target.cache.to_dynamic(config if windowed else None).layers
+        return
+    for index, layer in enumerate(target.cache.to_dynamic(None).layers):
+        if layer.is_initialized:
+            given.update(layer.keys, layer.values, index)
 
 
 def warn_plain(reason: str) -> None:

@@ -271,17 +271,6 @@ def test_a_callers_cache_is_gone_on_with(name):
     assert model.report.accepted > 0
 
 
-def test_states_that_tell_no_length_are_refused():
-    target, model = model_of("mamba2")
-    cache = DynamicCache(config=target.config)
-    ids = random_ids(target, 1, 9)
-    plain = target.generate(ids, **CALL)
-    model.drafter = Oracle(plain, mostly)
-    assert model.generate(ids, cache_params=cache, **CALL).tolist() == plain.tolist()
-    with pytest.raises(ValueError, match=r"^cache_params: states"):
-        model.generate(ids, cache_params=cache, **CALL)
-
-
 # --- sampling
 
 

@@ -176,8 +176,11 @@ class ModelDrafting(ChainDrafting):
     def _catch_up_prompt(self, text: Text) -> CachedModel:
         if self.runner is None:
             self.runner = self.drafter.runner(self._slots(text.rows), self.call.lease)
-            prompt = text.ids[:, : text.prompt_length]
-            self.runner.prefill(self._readable(prompt), self.call.attention_mask)
+            if text.prompt_length:
+                prompt = text.ids[:, : text.prompt_length]
+                self.runner.prefill(self._readable(prompt), self.call.attention_mask)
+            else:  # of embeddings, which are the target's own
+                self.runner.cache.begin_rounds()
         return self.runner
 
     def _slots(self, rows: int) -> SlotCache:

@@ -23,6 +23,7 @@ from .text import Text
 
 __all__ = ["CHECK_INVARIANTS", "decode"]
 
+_PACKAGE = __name__.split(".")[0]
 CHECK_INVARIANTS = False  # tests switch it on: every round then checks that slots and text agree
 
 
@@ -51,7 +52,7 @@ def decode(
         length.unfinished = unfinished
         budget = min(length.budget(), text.room - 1, room - 1)
         drafts = drafting is not None and budget > 0
-        draft, drafting = _propose(drafting, text, budget)
+        draft, drafting = _propose(drafting, text, budget, logits.shape[-1])
         drafted, once_drafted = time.perf_counter(), target.spent_once()
         proposed, used = draft, None
         if judge is _judge:
@@ -83,11 +84,20 @@ class _Outcome:
     path: list[list[int]] | None = None
 
 
-def _propose(drafting: Drafting | None, text: Text, budget: int) -> tuple[Draft, Drafting | None]:
-    """The next draft. A drafter that fails costs speed, never the answer: the rest is decoded plainly."""
+def _propose(drafting: Drafting | None, text: Text, budget: int, vocabulary: int) -> tuple[Draft, Drafting | None]:
+    """The next draft. A drafter that fails costs speed, never the answer: the rest is decoded plainly.
+
+    What drafters of other packages propose is checked: this package's own are tested, and looking at values waits for the
+    device.
+    """
     if drafting is not None and budget > 0:
         try:
-            return drafting.propose(text, budget), drafting
+            draft = drafting.propose(text, budget)
+            if type(drafting).__module__.split(".")[0] != _PACKAGE:
+                if not isinstance(draft, Draft):
+                    raise TypeError(f"propose: a Draft is expected, got {type(draft).__name__}")
+                draft = draft.checked(text.rows, vocabulary, text.ids.device)
+            return draft, drafting
         except Exception as error:
             # The drafter is somebody's model on somebody's device: whatever it raises, the target can go on.
             _give_up(error)

@@ -44,6 +44,40 @@ class Draft:
         """Columns of the widest row."""
         return self.tokens.shape[1]
 
+    def checked(self, rows: int, vocabulary: int, device: torch.device) -> Draft:
+        """The same draft, if it can be one: what a drafter of somebody else's may have made wrong would fail in the target, or
+        change its text. Looks at values, so it waits for the device.
+
+        Raises TypeError for dtypes, ValueError for shapes, devices and values.
+        """
+        parts = {"tokens": self.tokens, "lengths": self.lengths, "parents": self.parents, "q": self.q}
+        shapes: dict[str, tuple[int, ...]] = {"tokens": (rows, self.width), "lengths": (rows,)}
+        shapes |= {"parents": (rows, self.width), "q": (rows, self.width, vocabulary)}
+        for name, tensor in parts.items():
+            if tensor is None and name in ("parents", "q"):
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name}: a tensor is expected, got {type(tensor).__name__}")
+            if tensor.shape != shapes[name]:
+                raise ValueError(f"{name}: shape {list(shapes[name])} is expected, got {list(tensor.shape)}")
+            if tensor.dtype != torch.int64 and not (name == "q" and tensor.is_floating_point()):
+                raise TypeError(
+                    f"{name}: {'a floating dtype' if name == 'q' else 'int64'} is expected, got {tensor.dtype}"
+                )
+            if tensor.device != device:
+                raise ValueError(f"{name}: on {device} is expected, got {tensor.device}")
+        if not bool(((self.lengths >= 0) & (self.lengths <= self.width)).all()):
+            raise ValueError(f"lengths: from 0 to {self.width} are possible, got {self.lengths.tolist()}")
+        if not bool(((self.tokens >= 0) & (self.tokens < vocabulary)).all()):
+            raise ValueError(f"tokens: ids from 0 to {vocabulary - 1} are possible, got {self.tokens.tolist()}")
+        columns = torch.arange(self.width, device=device)
+        if self.parents is not None and not bool(((self.parents >= -1) & (self.parents < columns)).all()):
+            raise ValueError(f"parents: -1 or an earlier column is expected, got {self.parents.tolist()}")
+        counts = columns < self.lengths[:, None]
+        if self.q is not None and not bool(_is_distribution(self.q)[counts].all()):
+            raise ValueError("q: each row has to be a distribution: numbers from 0 on that add up to 1")
+        return self
+
     def of_rows(self, rows: list[int]) -> Draft:
         """The trees of some rows, without q."""
         parents = None if self.parents is None else self.parents[rows]
@@ -96,3 +130,9 @@ class Draft:
             path.append(int(self.tokens[row, node]))
             node = int(self.parents[row, node])
         return path[::-1]
+
+
+def _is_distribution(q: torch.Tensor) -> torch.Tensor:
+    """Which of [..., V] are distributions, but for rounding. Returns [...] bool, False for what is not a number."""
+    tolerance = 1e-3 if q.dtype in (torch.float32, torch.float64) else 0.05
+    return (q >= 0).all(-1) & ((q.float().sum(-1) - 1).abs() <= tolerance)

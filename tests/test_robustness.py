@@ -424,7 +424,6 @@ def test_drafting_that_a_config_chooses_runs_where_it_is_asked_for() -> None:
         {"num_beams": 3, "num_return_sequences": 2},
         {"num_beams": 2, "return_dict_in_generate": True, "output_scores": True},
         {"use_cache": False},
-        {"cache_implementation": "offloaded"},
         {"output_hidden_states": True, "return_dict_in_generate": True},
         {"output_attentions": True, "return_dict_in_generate": True},
     ],

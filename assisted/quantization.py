@@ -47,6 +47,7 @@ __all__ = [
     "memory_bytes",
     "quantize_copy",
     "resolve",
+    "rounds_by_pass",
     "save_quantized",
     "without_gradients",
 ]
@@ -60,6 +61,8 @@ HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "toke
 # What the CPU kernels need; elsewhere they raise, or worse. Applied on every device, so that a draft is the same everywhere.
 FOUR_BIT_OUT, FOUR_BIT_IN = 32, 64  # bitsandbytes packs 32 rows together and scales blocks of 64 along a row
 QUANTO_INT8_IN = 16  # other widths crash the process in bfloat16
+
+_SCALED_BY_PASS = ("torch.ao.nn.quantized.dynamic.", "torch.nn.quantized.dynamic.")
 
 
 def _four_bit(kind: str) -> Callable[[torch.dtype], QuantizationConfigMixin]:
@@ -217,6 +220,21 @@ def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | Pre
     if not _is_quantized(original):  # else its config says it
         setattr(config, RECORD, model.config.quantization_config.to_dict())
     config.save_pretrained(folder)
+
+
+def rounds_by_pass(model: nn.Module) -> str | None:
+    """Why what a model computes for one token depends on the other tokens of its pass; None where it does not.
+
+    Dynamic quantization that scales the activations of a whole pass by their largest one: torch's own, and torchao's with
+    `PerTensor`. Scales per token do not depend on the pass.
+    """
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(_SCALED_BY_PASS):
+            return f"{name} quantizes its inputs by the largest number of a pass"
+        activations = getattr(module._parameters.get("weight"), "act_quant_kwargs", None)
+        if type(getattr(activations, "granularity", None)).__name__ == "PerTensor":
+            return f"{name} quantizes its inputs with one scale for a whole pass"
+    return None
 
 
 def without_gradients(*models: nn.Module) -> AbstractContextManager[Any]:

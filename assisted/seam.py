@@ -29,7 +29,7 @@ from .law import Law
 from .lengths import Length
 from .lossy import LossyTypical
 from .parts import unwrapped
-from .quantization import without_gradients
+from .quantization import rounds_by_pass, without_gradients
 from .recurrent import has_uncounted_states, held, slots_for
 from .report import Recorder
 from .rope import change_of, reads_anew_at
@@ -335,6 +335,8 @@ def _must_be_plain(seam: Any, generation_config: GenerationConfig, model_kwargs:
         return MIXED
     if seam.training and getattr(seam, "is_activation_checkpointing", False):
         return "in training mode, activation checkpointing leaves no cache to rewind"
+    if (why := rounds_by_pass(seam)) is not None:
+        return f"{why}: a pass over several tokens rounds them otherwise than one by one"
     if generation_config.use_cache is False:
         return "use_cache=False leaves no cache to rewind"
     if generation_config.return_dict_in_generate:

@@ -163,3 +163,24 @@ def test_sampling_without_fused_layers(name: str, folder: Path) -> None:
     with no_fallback():
         pair.generate(PROMPTS[0], **CALL | {"do_sample": True})
     assert pair.report.accepted > 0
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torch.ao.quantization is deprecated", "ignore:.*quantize_dynamic", "ignore::DeprecationWarning"
+)
+@pytest.mark.parametrize("how", ["torch", "torchao"])
+def test_scales_of_a_whole_pass_are_decoded_plainly(how: str) -> None:
+    target = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.float32)
+    if how == "torch":
+        target = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
+    else:
+        needed("torchao", "torchao")
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, PerTensor, quantize_
+
+        quantize_(target, Int8DynamicActivationInt8WeightConfig(granularity=PerTensor()))
+    model = AssistedModelForCausalLM.from_models(target, draft="recycle", draft_length=4)
+    for ids in PROMPTS[:2]:
+        with pytest.warns(UserWarning, match=r"Decoding plainly.*quantizes its inputs"):
+            assisted = model.generate(ids, **CALL)
+        assert assisted.tolist() == target.generate(ids, **CALL).tolist()
+        assert model.report is not None and model.report.drafted == 0

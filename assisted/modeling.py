@@ -24,6 +24,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import drafters, lengths, zoo
 from .adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting
+from .admission import MIXED, OTHER_MODES, require_own_drafting, warn_plain
 from .checkpoints import write_index
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
@@ -34,7 +35,7 @@ from .lossy import LossyTypical
 from .parts import device_of, uncompiled
 from .quantization import copy_shells, memory_bytes, save_quantized
 from .report import Recorder, Report
-from .seam import CALL, MIXED, OTHER_MODES, SeamCall, require_own_drafting, seam_of, warn_plain
+from .seam import CALL, SeamCall, seam_of
 from .trial import require_verifiable
 from .vocabulary import find_tokenizer
 

@@ -48,6 +48,8 @@ class Draft:
         """The same draft, if it can be one: what a drafter of somebody else's may have made wrong would fail in the target, or
         change its text. Looks at values, so it waits for the device.
 
+        rows: of the batch. vocabulary: ids that the target knows. device: of the text.
+
         Raises TypeError for dtypes, ValueError for shapes, devices and values.
         """
         parts = {"tokens": self.tokens, "lengths": self.lengths, "parents": self.parents, "q": self.q}

@@ -30,6 +30,7 @@ from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
 from .files import inside, loading, require_sound
 from .forwarding import ForwardsToTarget
+from .gguf import load_gguf, named_in, read_config, unmarked
 from .graphs import Graphs, Lease, require_mode
 from .lossy import LossyTypical
 from .parts import device_of, uncompiled
@@ -124,7 +125,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
 
         Args:
             pretrained_model_name_or_path: Hub id, folder or `zoo:` name of the target, or of a PEFT adapter, which is loaded
-                with its base model; or a saved pair.
+                with its base model; or a GGUF file; or a saved pair.
             draft: what drafts: a Hub id, a folder, `"zoo:draft"`, `"self:nf4"`, or a spec object. Left out, a saved pair
                 brings its own, and any other target drafts from its own text: `"suffix"`.
             draft_quantization: how a draft named by a path is quantized: a name of `assisted.quantization.NAMES` or a
@@ -139,7 +140,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 wrote them, and copies nothing; "compile" also compiles them, which takes up to minutes before the first
                 tokens. All give the same tokens in float32. See the page "How a pass is run".
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
-                arguments but `revision` and `subfolder` are used for the draft as well.
+                arguments but `revision` and `subfolder` are used for the draft as well. `gguf_file` names the target's GGUF
+                file in a folder or Hub repository; its weights are unpacked.
 
         `trust_remote_code=True` holds for what the call names: the target, a saved pair's `target/`, and what `draft=` names.
         It never reaches a model that only a file names: the draft of a saved pair (to trust it, name it:
@@ -154,15 +156,20 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 f"pretrained_model_name_or_path: {pretrained_model_name_or_path!r} is no path; give a Hub id or a folder, "
                 "or wrap a model that is loaded with from_models"
             )
-        path = zoo.resolve(str(pretrained_model_name_or_path))
+        path, gguf_file = zoo.resolve(str(pretrained_model_name_or_path)), kwargs.pop("gguf_file", None)
+        if gguf_file is None:
+            path, gguf_file = named_in(path)
         config = kwargs.pop("config", None)
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         for_adapter = {**hub, **(kwargs.get("adapter_kwargs") or {})}
-        require_sound(path, "target")
+        if gguf_file is None:
+            require_sound(path, "target")
         with loading("target", path):
             base = base_path(path, "target", **for_adapter)
-            if config is None:
-                own = trusting(path, base, **hub, **_only(kwargs, "subfolder", "code_revision"))
+            own = trusting(path, base, **hub, **_only(kwargs, "subfolder", "code_revision"))
+            if gguf_file is not None:
+                config = read_config(base, gguf_file, config, **own)
+            elif config is None:
                 config = AutoConfig.from_pretrained(base, **own)
         saved = isinstance(config, AssistedConfig)
         policy, is_named = lengths.resolve(draft_length), True
@@ -180,9 +187,14 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             kwargs["config"] = config
         spec = _with_tokenizer(drafters.parse(draft, draft_quantization), tokenizer, draft_tokenizer)
         kwargs = trusting(path, base, **_with_dtype(config, kwargs))
-        with loading("target", path):
-            target = AutoModelForCausalLM.from_pretrained(path, *model_args, **kwargs)
-        found = tokenizer or find_tokenizer(path, **hub)
+        of_file: dict[str, Any] = {}
+        if gguf_file is not None:
+            target = load_gguf(path, gguf_file, "target", *model_args, **kwargs)
+            of_file = {"gguf_file": gguf_file, **_only(kwargs, "subfolder")}
+        else:
+            with loading("target", path):
+                target = AutoModelForCausalLM.from_pretrained(path, *model_args, **kwargs)
+        found = tokenizer or find_tokenizer(path, **hub, **of_file)
         if found is None and base != path:
             found = find_tokenizer(base, **trusting(path, base, **hub))
         for_draft = _only(hub, *(name for name in hub if name != "revision"))
@@ -353,10 +365,12 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         hub = {name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "token") if name in kwargs}
-        if has_adapter(self.target):
-            save_adapter(self.target, folder / "target", "target", **kwargs)
+        target = self.target
+        if has_adapter(target):
+            save_adapter(target, folder / "target", "target", **kwargs)
         else:
-            self.target.save_pretrained(folder / "target", **kwargs)
+            target = unmarked(target)
+            target.save_pretrained(folder / "target", **kwargs)
         if kwargs.get("is_main_process") is False:
             return
         write_index(folder, "target")
@@ -373,7 +387,10 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder / name)
         self.config.draft_length = lengths.to_dict(self.draft_length)
-        self.config.save_pretrained(folder)
+        config = copy.copy(self.config)
+        if target is not self.target:
+            config.target = target.config
+        config.save_pretrained(folder)
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
 

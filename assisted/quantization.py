@@ -38,6 +38,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
+from .gguf import unmarked
 from .parts import unwrapped
 
 __all__ = [
@@ -164,6 +165,7 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
         raise ValueError(
             "quantization: the model has an adapter; merge it (merge_and_unload()), or draft in another way"
         )
+    model = unmarked(model)
     if _is_quantized(model):
         raise ValueError("quantization: the model is quantized already; quantize a copy of the original")
     if any(weight.is_meta for weight in model.parameters()):
@@ -205,6 +207,7 @@ def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | Pre
                 "draft: a quantized model with an adapter cannot be saved; name both by the adapter's path"
             )
         return
+    model = unmarked(model)
     if not _is_quantized(model):
         model.save_pretrained(folder)
         return

@@ -45,7 +45,7 @@ def _tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase | Non
         return None
     folder = Path(path)
     present = [folder / name for name in _TOKENIZER_FILES if (folder / name).exists()]
-    if folder.is_dir() and not present:
+    if folder.is_dir() and not present and "gguf_file" not in hub:
         return None
     try:
         with loading("tokenizer", path):

@@ -20,6 +20,7 @@ from ..cache import SlotCache
 from ..drafts import Draft
 from ..files import loading, require_sound
 from ..fused import fused
+from ..gguf import load_gguf, named_in
 from ..graphs import Graphs, Lease
 from ..host import on_device
 from ..parts import uncompiled, unwrapped
@@ -39,8 +40,9 @@ class DraftModel:
     """A small causal LM drafts: `"Qwen/Qwen3-0.6B"`, a folder, `"zoo:draft"`, or a model already loaded.
 
     Args:
-        model: Hub id, folder or `zoo:` name; or a PreTrainedModel, also one that PEFT put an adapter around.
-        quantization: one of `assisted.quantization.NAMES`, a transformers quantization config, or None (default).
+        model: Hub id, folder, GGUF file or `zoo:` name; or a PreTrainedModel, also one that PEFT put an adapter around.
+        quantization: one of `assisted.quantization.NAMES`, a transformers quantization config, or None (default). A GGUF file
+            takes none.
         tokenizer: the draft's tokenizer, where it does not lie beside the model.
     """
 
@@ -68,7 +70,8 @@ class DraftModel:
         if isinstance(self.model, str):
             path = zoo.resolve(self.model)
             model = _loaded(path, self.quantization, **kwargs)
-            tokenizer = self.tokenizer or find_tokenizer(path, **hub)
+            path, gguf_file = named_in(path)
+            tokenizer = self.tokenizer or find_tokenizer(path, **hub, **({"gguf_file": gguf_file} if gguf_file else {}))
             if tokenizer is None and (base := base_path(path, "draft", **hub)) != path:
                 tokenizer = find_tokenizer(base, **trusting(path, base, **hub))
         else:
@@ -88,6 +91,13 @@ class DraftModel:
 
 def _loaded(path: str, quantization: Any, **kwargs: Any) -> PreTrainedModel:
     """What lies at a path; an error of whoever looked there says that it was for the draft."""
+    folder, gguf_file = named_in(path)
+    if gguf_file is not None:
+        if quantization is not None:
+            raise ValueError(
+                f"draft_quantization: {path!r} is a GGUF file, quantized when it was written; leave it out"
+            )
+        return load_gguf(folder, gguf_file, "draft", **kwargs)
     require_sound(path, "draft")
     try:
         with loading("draft", path):

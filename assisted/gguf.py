@@ -1,0 +1,139 @@
+"""Models in GGUF files: which paths name one, how it is loaded, and how a model that came from one can be saved.
+
+Knows transformers' `gguf_file` and the mark that it leaves on a model; nothing of drafting, nor of the format itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PretrainedConfig, PreTrainedModel
+from transformers.integrations.gguf import read_gguf_metadata
+from transformers.utils import cached_file, is_gguf_available
+
+from .files import loading
+
+__all__ = ["load_gguf", "named_in", "read_config", "unmarked"]
+
+_HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+
+
+def named_in(path: str) -> tuple[str, str | None]:
+    """The folder and the file of a path that leads to a GGUF file; any other path, and None."""
+    file = Path(path)
+    if file.suffix != ".gguf" or not file.is_file():
+        return path, None
+    return str(file.parent), str(file.absolute())  # transformers takes a bare name for a file of the working directory
+
+
+def read_config(path: str, gguf_file: Any, config: PretrainedConfig | None = None, **hub: Any) -> PretrainedConfig:
+    """The configuration that a GGUF file in a folder or a Hub repository describes.
+
+    config: one that is taken instead. hub: for `AutoConfig.from_pretrained`.
+
+    Raises ValueError where it is no file's name, where a saved pair lies at the path, and for a broken file; ImportError that
+    names the extra where the package that reads it is missing; OSError where there is no such file.
+    """
+    if not isinstance(gguf_file, (str, os.PathLike)) or not str(gguf_file):
+        raise ValueError(f"gguf_file: {gguf_file!r} is no file; give the name of a .gguf file in the model's folder")
+    if (config.model_type if config is not None else _type_beside(path, **hub)) == "assisted":
+        raise ValueError(
+            f"gguf_file: a saved pair lies at {path!r}, and its target is not in a GGUF file; leave gguf_file out"
+        )
+    if config is not None:
+        return config
+    with _reading("target", path, gguf_file):
+        found: PretrainedConfig = AutoConfig.from_pretrained(path, gguf_file=gguf_file, **hub)
+    return found
+
+
+def load_gguf(path: str, gguf_file: str, role: str, *model_args: Any, **kwargs: Any) -> PreTrainedModel:
+    """`AutoModelForCausalLM.from_pretrained(path, gguf_file=...)`, an ordinary model: its weights are unpacked, unless a
+    `quantization_config` asks to keep them as they are in the file.
+
+    role: "target" or "draft", for the message. model_args, kwargs: for `from_pretrained`. Raises as `read_config` does.
+    """
+    if kwargs.get("quantization_config") is None:
+        kwargs["quantization_config"] = GgufConfig(dequantize=True)
+    with _reading(role, path, gguf_file):
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        config = kwargs.get("config") or AutoConfig.from_pretrained(path, gguf_file=gguf_file, **hub)
+        _require_layers(config, cached_file(path, gguf_file, **hub), role)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, *model_args, gguf_file=gguf_file, **kwargs)
+    if not _is_packed(model):
+        _unmark(model)
+    return model
+
+
+def unmarked(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that can be saved: this one, or, where transformers marks it as quantized only since it came from a GGUF file,
+    another with the same modules and weights and without the mark.
+
+    Raises ValueError for one whose weights are still packed as they were in the file.
+    """
+    if not isinstance(getattr(model.config, "quantization_config", None), GgufConfig):
+        return model
+    if _is_packed(model):
+        raise ValueError(
+            "gguf_file: this model keeps its weights packed as they are in the GGUF file, and transformers cannot write them; "
+            "load it with quantization_config=GgufConfig(dequantize=True)"
+        )
+    other = copy.copy(model)
+    other.config = copy.deepcopy(model.config)
+    _unmark(other)
+    return other
+
+
+def _type_beside(path: str, **hub: Any) -> Any:
+    """The type of model that config.json names, None where there is none: a GGUF file needs none, and one is not asked."""
+    try:
+        return PretrainedConfig.get_config_dict(path, **hub)[0].get("model_type")
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+
+
+def _require_layers(config: PretrainedConfig, file: str, role: str) -> None:
+    """Refuse more layers than a file has tensors: they would be made first, empty. Raises ValueError."""
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
+    tensors = len(read_gguf_metadata(file)[1])
+    if not isinstance(layers, int) or not 0 < layers <= tensors:
+        raise ValueError(f"{role}: {file}: block_count: {layers!r} layers, and the file holds {tensors} tensors")
+
+
+def _unmark(model: PreTrainedModel) -> None:
+    for name in ("hf_quantizer", "quantization_method"):
+        model.__dict__.pop(name, None)
+    model.config.__dict__.pop("quantization_config", None)
+    model.is_quantized = False
+
+
+def _is_packed(model: PreTrainedModel) -> bool:
+    return any(type(module).__module__.startswith("transformers.integrations.gguf") for module in model.modules())
+
+
+@contextmanager
+def _reading(role: str, path: str, gguf_file: str | os.PathLike[str]) -> Iterator[None]:
+    """As `loading`, and a missing package is said as how to install it."""
+    try:
+        with loading(role, os.path.join(path, gguf_file)):
+            yield
+    except ImportError as error:
+        if _is_installed():
+            raise
+        raise ImportError(
+            f"gguf_file: reading {str(gguf_file)!r} needs the package gguf: pip install 'assisted[gguf]'"
+        ) from error
+
+
+def _is_installed() -> bool:
+    try:
+        importlib.import_module("gguf")
+    except ImportError:
+        return False
+    return bool(is_gguf_available())

@@ -1,0 +1,178 @@
+"""Targets and drafts in GGUF files: the text is that of transformers' own reading of the file, and a pair can be saved."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import write_llama
+from pairs import no_fallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+from assisted import AssistedModelForCausalLM, DraftModel
+
+pytest.importorskip("gguf", reason="needs the `gguf` extra")
+
+CALL: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+PROMPT = "ab cab ab cab ab cab ab "
+KINDS = ["F32", "Q8_0"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp(request.param) / "target.gguf", request.param)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("one") / "target.gguf", "Q8_0")
+
+
+def plainly(file: Path) -> torch.Tensor:
+    """What transformers writes without this package."""
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).generate(**prompt(file), **CALL)
+
+
+def prompt(file: Path) -> Any:
+    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)(PROMPT, return_tensors="pt")
+
+
+def compare(pair: AssistedModelForCausalLM, file: Path) -> None:
+    with no_fallback():
+        output = pair.generate(**prompt(file), **CALL, draft_length=4)
+    assert output.tolist() == plainly(file).tolist()
+    assert pair.report is not None
+    assert pair.report.accepted > 0
+
+
+def test_a_target_in_a_file(file: Path) -> None:
+    pair = AssistedModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    assert isinstance(pair.tokenizer("ab").input_ids, list)  # its tokenizer lies in the same file
+    compare(pair, file)
+
+
+def test_the_path_of_a_file(file: Path) -> None:
+    compare(AssistedModelForCausalLM.from_pretrained(file), file)
+
+
+def test_a_draft_in_another_folder_gets_no_file(file: Path, tmp_path: Path) -> None:
+    same = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    AssistedModelForCausalLM.from_models(same).save_pretrained(tmp_path / "pair")
+    draft = shutil.move(tmp_path / "pair" / "target", tmp_path / "draft")
+    compare(AssistedModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, draft=str(draft)), file)
+
+
+@pytest.mark.parametrize("spec", ["path", "object", "loaded"])
+def test_a_draft_in_a_file(file: Path, spec: str, tmp_path: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    draft = {"path": str(file), "object": DraftModel(file), "loaded": loaded}[spec]
+    pair = AssistedModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, draft=draft)
+    compare(pair, file)
+    pair.save_pretrained(tmp_path)
+    compare(AssistedModelForCausalLM.from_pretrained(tmp_path), file)
+    assert _is_marked(loaded)  # a caller's model is not changed
+
+
+def _is_marked(model: PreTrainedModel) -> bool:
+    return model.is_quantized and isinstance(model.config.quantization_config, GgufConfig)
+
+
+@pytest.mark.parametrize("given", ["named", "loaded"])
+def test_a_saved_pair_reads_back(file: Path, given: str, tmp_path: Path) -> None:
+    if given == "named":
+        pair = AssistedModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    else:
+        pair = AssistedModelForCausalLM.from_models(
+            AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name),
+            tokenizer=AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name),
+        )
+    pair.save_pretrained(tmp_path)
+    assert _is_marked(pair.target) is (given == "loaded")
+    assert "gguf" not in (tmp_path / "config.json").read_text() + (tmp_path / "target" / "config.json").read_text()
+    again = AssistedModelForCausalLM.from_pretrained(tmp_path)
+    compare(again, file)
+    text = PROMPT + " Zoë\n"
+    assert again.tokenizer is not None
+    assert again.tokenizer(text).input_ids == pair.tokenizer(text).input_ids
+    with pytest.raises(ValueError, match="gguf_file"):
+        AssistedModelForCausalLM.from_pretrained(tmp_path, gguf_file="target.gguf")
+
+
+@pytest.mark.quant
+@pytest.mark.parametrize("given", ["named", "loaded"])
+def test_a_quantized_copy_of_a_target_in_a_file(one: Path, given: str) -> None:
+    pytest.importorskip("torchao")
+    if given == "named":
+        pair = AssistedModelForCausalLM.from_pretrained(one, draft="self:int8-torchao")
+    else:
+        target = AutoModelForCausalLM.from_pretrained(one.parent, gguf_file=one.name)
+        pair = AssistedModelForCausalLM.from_models(target, draft="self:int8-torchao")
+    compare(pair, one)
+
+
+def test_dtype_and_config_are_passed_on(one: Path) -> None:
+    pair = AssistedModelForCausalLM.from_pretrained(
+        one.parent, gguf_file=one.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    assert pair.dtype == torch.bfloat16
+    assert not pair.target.is_quantized
+
+
+def test_what_cannot_be_honoured(one: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="draft_quantization"):
+        AssistedModelForCausalLM.from_pretrained(one, draft=str(one), draft_quantization="nf4")
+    for wrong in ("", 3):
+        with pytest.raises(ValueError, match="gguf_file"):
+            AssistedModelForCausalLM.from_pretrained(one.parent, gguf_file=wrong)
+    with pytest.raises(OSError, match=r"none\.gguf"):
+        AssistedModelForCausalLM.from_pretrained(one.parent, gguf_file="none.gguf")
+
+
+@pytest.mark.parametrize("kept", [0, 3, 20, 200, 2000, 0.5, 0.9, -1])
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_broken_files_are_named(one: Path, role: str, kept: float, tmp_path: Path) -> None:
+    data = one.read_bytes()
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
+    with pytest.raises((ValueError, OSError), match=r"broken\.gguf"):
+        if role == "target":
+            AssistedModelForCausalLM.from_pretrained(tmp_path, gguf_file="broken.gguf")
+        else:
+            AssistedModelForCausalLM.from_pretrained(one, draft=str(broken))
+
+
+@pytest.mark.parametrize("field", ["block_count", "embedding_length", "attention.head_count", "vocab_size"])
+@pytest.mark.parametrize("value", [0, 2**31 - 1, 2**32 - 1])
+def test_sizes_that_the_file_does_not_hold(one: Path, field: str, value: int, tmp_path: Path) -> None:
+    data, key = one.read_bytes(), f"llama.{field}".encode()
+    at = data.index(key) + len(key) + 4  # behind the kind of number
+    (tmp_path / "broken.gguf").write_bytes(data[:at] + value.to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(ValueError, match=r"broken\.gguf"):
+        AssistedModelForCausalLM.from_pretrained(tmp_path, gguf_file="broken.gguf")
+
+
+def test_a_missing_package_is_named_with_its_extra(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"assisted\[gguf\]"):
+        AssistedModelForCausalLM.from_pretrained(one.parent, gguf_file=one.name)
+
+
+def test_packed_weights_are_not_written(one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.gguf.utils import GgufLinear
+
+    target = AutoModelForCausalLM.from_pretrained(one.parent, gguf_file=one.name)
+    pair = AssistedModelForCausalLM.from_models(target)
+    target.lm_head = GgufLinear(64, 260, 8)
+    with pytest.raises(ValueError, match=r"gguf_file.*dequantize=True"):
+        pair.save_pretrained(tmp_path)
+
+
+def test_nothing_is_said_of_what_is_as_it_should_be(one: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AssistedModelForCausalLM.from_pretrained(one.parent, gguf_file=one.name)

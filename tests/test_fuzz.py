@@ -14,7 +14,7 @@ from fuzz.command import main
 from fuzz.minimise import minimised
 from fuzz.running import NEAR, Outcome, run, same_text
 
-from assisted import acceptance, decoding, products, runtime
+from assisted import acceptance, decoding, runtime, sources
 
 ARGUMENTS = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
 SOUND = Case(
@@ -65,7 +65,7 @@ def one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products.Weights, "same", lambda self, other: True)
+    monkeypatch.setattr(sources.Source, "same", lambda self, other: True)
 
 
 def a_position_too_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .adapters import mixes_adapters
+from .masks import Masks
 from .quantization import rounds_by_pass
 from .recurrent import has_uncounted_states
 from .rope import change_of, reads_anew_at
@@ -113,12 +114,16 @@ def must_be_plain(
     if positions is not None and positions.ndim != 2:
         return f"position_ids of {positions.ndim} dimensions do not count one text"
     name = cache_name(model_kwargs)
-    reason = _cannot_rewind(model_kwargs.get(name), name, bool(generation_config.return_dict_in_generate))
+    by_masks = Masks.of(seam).trees
+    reason = _cannot_rewind(model_kwargs.get(name), name, bool(generation_config.return_dict_in_generate), by_masks)
     return reason or _reads_anew(seam, input_ids, generation_config, model_kwargs)
 
 
-def _cannot_rewind(cache: Any, name: str, handed_back: bool) -> str | None:
+def _cannot_rewind(cache: Any, name: str, handed_back: bool, by_masks: bool) -> str | None:
     """Why slots cannot take the place of a cache, None where they can.
+
+    handed_back: to the caller, who may look at what it holds of padding, too. by_masks: the model reads 4-D masks; others
+    (ALiBi) leave something else of padding in a static cache.
 
     A static cache that nobody holds is a matter of where keys and values are stored. Rounded ones make another text, and what
     is kept off the device was not to lie on it.
@@ -127,8 +132,10 @@ def _cannot_rewind(cache: Any, name: str, handed_back: bool) -> str | None:
     if getattr(cache, "offloading", False):
         return f"{name}: a {kind} that is offloaded saves memory which drafting would need"
     if type(cache) is StaticCache and not getattr(cache, "_is_user_defined", False):
-        kept = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
-        return f"{name}: a {kind} with states is not filled here" if kept and handed_back else None
+        states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+        return (
+            f"{name}: a {kind} of this model is not filled here" if handed_back and (states or not by_masks) else None
+        )
     if type(cache) is not DynamicCache:
         return f"{name}: a {kind} cannot be rewound here; a DynamicCache can, and so can no cache_implementation at all"
     if has_uncounted_states(cache):

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from .cache import SlotCache
 from .drafts import Draft
+from .parts import device_of
 from .quantization import without_gradients
 from .recurrent import RecurrentCache, RecurrentModel, is_recurrent
 from .runtime import CachedModel, Masks, require_decoder, require_rewindable
@@ -54,7 +55,7 @@ def require_verifiable(model: PreTrainedModel) -> None:
     require_decoder(model, "target")
     tried = _TRIED.setdefault(model.base_model, {})
     forward, replaced = type(model).forward, vars(model).get("forward")
-    key = (model.device, model.dtype, id(forward), id(replaced))
+    key = (device_of(model), model.dtype, id(forward), id(replaced))
     if key not in tried:
         tried[key] = _obstacle(model) if recurrent else _obstacle_of_slots(model)
     if tried[key]:
@@ -69,14 +70,18 @@ def _is_tested(model: PreTrainedModel) -> bool:
     """Whether a model runs code of transformers that the tests run over."""
     made = getattr(type(model).forward, "__module__", "")
     known = model.config.get_text_config(decoder=True).model_type in TESTED
-    return known and made.startswith("transformers.models.") and "forward" not in vars(model)
+    own = vars(model)
+    # accelerate puts a forward of its own around the model's, which moves inputs and weights
+    inner = own.get("_old_forward") if "_hf_hook" in own else own.get("forward")
+    unchanged = inner is None or getattr(inner, "__func__", None) is type(model).forward
+    return known and made.startswith("transformers.models.") and unchanged
 
 
 def _obstacle_of_slots(model: PreTrainedModel) -> str | None:
     """Why a model without states can't be verified over slots, None when it can. Tried on rows of 7 and 5 tokens, which grow by
     other numbers of tokens, and on a token tree where its masks allow one."""
     size = model.config.get_text_config(decoder=True).vocab_size
-    ids = (torch.arange(7, 31, device=model.device).view(2, 12) * 7919) % size
+    ids = (torch.arange(7, 31, device=device_of(model)).view(2, 12) * 7919) % size
     try:
         with without_gradients(model):
             # each row alone, without a cache: nothing of what is tried takes part
@@ -120,7 +125,7 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 def _obstacle(model: PreTrainedModel) -> str | None:
     """Why a model can't go on exactly from a copy of its states, None when it can. Tried on 12 tokens of two rows."""
     size = model.config.get_text_config(decoder=True).vocab_size
-    ids = (torch.arange(7, 31, device=model.device).view(2, 12) * 7919) % size
+    ids = (torch.arange(7, 31, device=device_of(model)).view(2, 12) * 7919) % size
     prompt, end = 7, 12
     try:
         with _attributes_kept(model) as changed, without_gradients(model):

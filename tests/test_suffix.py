@@ -3,6 +3,7 @@
 import itertools
 import warnings
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -322,7 +323,7 @@ def test_a_saved_model_without_a_draft_model(draft, tmp_path):
 
 
 def test_specs():
-    assert read(written(Suffix(corpus=["text"], max_match=9)), None) == Suffix(max_match=9)  # the corpus is not saved
+    assert read(written(Suffix(corpus=["text"], max_match=9)), Path()) == Suffix(max_match=9)  # the corpus is not saved
     for wrong in ({"max_match": 0}, {"min_probability": 0}, {"per_match": 0}, {"nodes": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Suffix(**wrong)

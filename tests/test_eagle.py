@@ -499,8 +499,10 @@ def test_a_head_that_changes_is_run_as_it_is():
 
 
 def test_the_head_belongs_to_the_model():
+    """What a pair's modules() shows a Trainer is the target; moves and sizes are the head's, too."""
     model = assisted(3)
-    assert any(part is learned(3) for part in model.modules())
+    assert any(part is learned(3) for part in model.drafter.modules)
+    assert not any(part is learned(3) for part in model.modules())
     own = sum(p.numel() * p.element_size() for p in learned(3).parameters())
     assert model.get_memory_footprint() >= pair()[0].get_memory_footprint() + own
 

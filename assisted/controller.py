@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .drafts import Round
 from .estimates import MEMORY, Curve, Known, confidence_bin
 from .lengths import Costs, Length
 
@@ -81,6 +82,9 @@ class _Adaptive(Length):
             else earlier.known.copy()
         )
         self.local: dict[int, tuple[float, float]] = {}  # by row: tokens and seconds of its last rounds
+        self.unfinished: Sequence[int] = ()  # rows of the round that is on
+        self.drawn = False  # drafted tokens are drawn, as `go_on` was told last
+        self.sized_by_drafter = False
         self.unread = float("inf")  # tokens that the draft has not read, the prompt at first
         self.observed = True
         self.proposing = torch.tensor(())  # [B] bool, as `go_on` said last
@@ -105,8 +109,12 @@ class _Adaptive(Length):
     def predicted_speedup(self) -> float | None:  # type: ignore[override]
         return self.known.speedup()
 
-    def budget(self) -> int:
+    def leave_size(self) -> None:
+        self.sized_by_drafter = True
+
+    def budget(self, unfinished: Sequence[int]) -> int:
         known = self.known
+        self.unfinished = unfinished
         if not self.observed:  # the last round was another drafter's
             known.paused = max(0.0, known.paused - 1)
         self.observed = False
@@ -124,17 +132,17 @@ class _Adaptive(Length):
             self.asked_for = self._first_guess() if known.asks is None else self._best_block()
         return self.asked_for
 
-    def go_on(self, position: int, q: torch.Tensor) -> torch.Tensor:
+    def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:
         reliability = self.known.reliability
         confidences = q.amax(-1).tolist()
-        self.asked = True
+        self.asked, self.drawn = True, drawn
         if position == 0:
-            self._enter(len(confidences))
+            self._enter()
         before, gains = len(self.survival), {}
         for row, survival in self.survival.items():
             if survival > 0:
                 bin, bins = confidence_bin(confidences[row]), self.bins[row]
-                accept = reliability.accept(bin, position, self.sampled)
+                accept = reliability.accept(bin, position, drawn)
                 if bins:
                     reliability.see_following(bins[-1], accept)
                 bins.append(bin)
@@ -155,7 +163,7 @@ class _Adaptive(Length):
         else:  # the drafter has no law to tell
             accept = self.known.reliability.chain(position + 1)
             if position == 1:
-                self._enter(1)
+                self._enter()
                 self.survival = dict.fromkeys(self.survival, accept[0])
             follow = accept[position]
         gains = {row: survival * follow for row, survival in self.survival.items()}
@@ -166,18 +174,18 @@ class _Adaptive(Length):
         self.forwards += 1
         return True
 
-    def observe(self, rows: list[tuple[int, int, int]], draft_seconds: float, verify_seconds: float) -> None:
-        known = self.known
+    def observe(self, round: Round) -> None:
+        known, rows = self.known, round.unfinished
         self.observed = True
-        committed = sum(row[2] for row in rows) / len(rows)
-        drafted = max(row[0] for row in rows)
-        known.verify.see(1 + drafted, verify_seconds)
+        committed = round.mean(round.kept)
+        drafted = max(round.drafted[row] for row in rows)
+        known.verify.see(1 + drafted, round.verify_seconds)
         if drafted == 0:
             known.plain_at = known.rounds
         # a budget may also have come to nothing because the text had no room for a draft
         drafting = self.asked_for > 0 and (drafted > 0 or self.asked or known.asks is False)
         if drafting:
-            self._learn(rows, drafted, draft_seconds)
+            self._learn(round, drafted)
         self.unread += committed
         if not known.verify.seconds:
             return
@@ -185,9 +193,9 @@ class _Adaptive(Length):
         if drafting:
             cost += self._draft_cost()
         shorter = (1 - MEMORY) / (1 - _LOCAL)
-        for row, (_, _, count) in zip(self._rows(len(rows)), rows, strict=False):
+        for row in rows:
             tokens, seconds = self.local.get(row, (known.tokens * shorter, known.seconds * shorter))
-            self.local[row] = (tokens * _LOCAL + count, seconds * _LOCAL + cost)
+            self.local[row] = (tokens * _LOCAL + round.kept[row], seconds * _LOCAL + cost)
         known.tokens = known.tokens * MEMORY + committed
         known.seconds = known.seconds * MEMORY + cost
         if drafting and known.draft.seconds:
@@ -207,39 +215,34 @@ class _Adaptive(Length):
         tokens, seconds = self.local.get(row, (known.tokens, known.seconds))
         return min(known.verify.at(1), seconds / tokens) if tokens else known.verify.at(1)
 
-    def _rows(self, count: int) -> Sequence[int]:
-        """The rows that still grow; all of them, where nobody said."""
-        return range(count) if self.unfinished is None else self.unfinished
+    def _enter(self) -> None:
+        """Begin a draft."""
+        self.survival = dict.fromkeys(self.unfinished, 1.0)
+        self.prices = {row: self._price(row) for row in self.unfinished}
+        self.bins = {row: [] for row in self.unfinished}
 
-    def _enter(self, rows: int) -> None:
-        """Begin a draft for a batch of so many rows."""
-        unfinished = self._rows(rows)
-        self.survival = dict.fromkeys(unfinished, 1.0)
-        self.prices = {row: self._price(row) for row in unfinished}
-        self.bins = {row: [] for row in unfinished}
-
-    def _learn(self, rows: list[tuple[int, int, int]], drafted: int, seconds: float) -> None:
-        """Take in what a draft took and what became of it."""
+    def _learn(self, round: Round, drafted: int) -> None:
+        """Take in what a draft took and what became of it. drafted: nodes of the longest row."""
         known, reliability = self.known, self.known.reliability
         asks = self.asked or self.forwards > 1 or bool(known.asks)
         if known.asks is None and not asks:
             known.draft = Curve(self.policy.maximum, 0.0)  # a block takes about as long for any number of tokens
         known.asks = asks
         if self.unread <= self.policy.maximum + 1:  # what the draft had to catch up with is no part of a token's cost
-            known.draft.see(self._draft_count(), seconds)
+            known.draft.see(self._draft_count(), round.draft_seconds)
         self.unread = 0.0
         if drafted > self.asked_for:
             known.nodes += (drafted / self.asked_for - known.nodes) / 8
         reliability.round += 1
-        for row, (length, accepted, committed) in zip(self._rows(len(rows)), rows, strict=False):
-            bins = self.bins.get(row, [])
-            # behind the first rejection nothing is known; a row that ended in its draft rejected nothing, and a tree has
-            # more nodes than levels
+        deepest = max(round.depths[row] for row in round.unfinished)
+        for row in round.unfinished:
+            bins, accepted = self.bins.get(row, []), round.accepted[row]
+            # behind the first rejection nothing is known; a row that ended in its draft rejected nothing
             if self.asked:
-                depth = min(length, self.depths.get(row, 0))
+                depth = min(round.depths[row], self.depths.get(row, 0))
             else:  # a row for which nothing was found pays for the columns of the others
-                depth = min(drafted, self.asked_for)
-            rejected = accepted < depth and committed > accepted
+                depth = min(deepest, self.asked_for)
+            rejected = accepted < depth and round.kept[row] > accepted
             for position in range(accepted + rejected):
                 if position < len(bins):
                     reliability.see(bins[position], position, position < accepted)
@@ -286,7 +289,7 @@ class _Adaptive(Length):
         for row, gain in gains.items():
             worth = gain * self.prices[row]
             total += worth
-            following += worth * reliability.following(self.bins[row][-1], self.sampled)
+            following += worth * reliability.following(self.bins[row][-1], self.drawn)
         return following / total if total > 0 else 0.0
 
     def _rate(self) -> float:

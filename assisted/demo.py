@@ -1,7 +1,7 @@
 """`assisted demo`, drawn: a pair completes code it never saw, then a table of what that cost.
 
-Knows rich and the terminal. What is drafted and what is kept it sees through a drafter that wraps the model's own; the
-figures come from bench/brief.py.
+Knows rich and the terminal. What is drafted and what is kept it sees in the model's rounds; the figures come from
+bench/brief.py.
 """
 
 from __future__ import annotations
@@ -15,19 +15,14 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from . import zoo
 from .bench import Prompt, Result, Row, brief, held_out_prompts
-from .cache import SlotCache
 from .controller import Adaptive
-from .drafters import Call, Drafter, Drafting
-from .drafts import Draft
-from .lengths import Confidence, DraftLength, Length
+from .drafts import Draft, Round
+from .lengths import Confidence
 from .modeling import AssistedModelForCausalLM
 from .quantization import memory_bytes
-from .runtime import CachedModel, Masks
-from .text import Text
 
 try:
     from rich.box import SIMPLE_HEAD
@@ -92,11 +87,10 @@ def show(
 
 
 @dataclass
-class Watch(Drafter):
-    """Sees one row's `generate` from both sides: what is drafted, as the drafter, what is committed, as the streamer.
+class Watch:
+    """Sees one row's `generate` from both sides: its rounds, and what is committed, as the streamer.
 
     Args:
-        drafter: the one that really drafts.
         draw: called with this object whenever something changed.
 
     Attributes:
@@ -105,7 +99,6 @@ class Watch(Drafter):
         struck: drafted tokens that the target has just rejected.
     """
 
-    drafter: Drafter
     draw: Callable[[Watch], None] = lambda watch: None
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
@@ -113,18 +106,6 @@ class Watch(Drafter):
     struck: list[int] = field(default_factory=list)
     _arrived: list[int] = field(default_factory=list)  # committed, but not yet known whose they are
     _reading: bool = True  # the first tokens that a streamer gets are the prompt
-
-    def __post_init__(self) -> None:
-        self.model = self.drafter.model
-
-    def start(self, call: Call) -> Drafting:
-        return _Watched(self, self.drafter.start(call))
-
-    def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
-        return self.drafter.start_length(policy, earlier)
-
-    def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> CachedModel:
-        return self.drafter.run_target(model, cache, masks)
 
     def put(self, tokens: torch.Tensor) -> None:
         if not self._reading:
@@ -135,12 +116,12 @@ class Watch(Drafter):
         self._settle(len(self._arrived), by_draft=False)
         self.draw(self)
 
-    def proposed(self, tokens: list[int]) -> None:
-        self._settle(len(self._arrived), by_draft=False)
-        self.pencil = tokens
+    def see(self, round: Round) -> None:
+        """Draw a round in two steps: the draft, and what became of it."""
+        new, accepted = round.kept[0], round.accepted[0]
+        self._settle(len(self._arrived) - new, by_draft=False)
+        self.pencil = _first_path(round.draft)
         self.draw(self)
-
-    def judged(self, accepted: int) -> None:
         pairs = zip(self.pencil, self._arrived[:accepted], strict=False)
         self.struck = self.pencil[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
         self.pencil = []
@@ -154,21 +135,6 @@ class Watch(Drafter):
         self.tokens += self._arrived[:count]
         self.drafted += [by_draft] * count
         self._arrived = self._arrived[count:]
-
-
-class _Watched(Drafting):
-    def __init__(self, watch: Watch, drafting: Drafting):
-        self.watch = watch
-        self.drafting = drafting
-
-    def propose(self, text: Text, budget: int) -> Draft:
-        draft = self.drafting.propose(text, budget)
-        self.watch.proposed(_first_path(draft))
-        return draft
-
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
-        self.drafting.observe(draft, logits, accepted)
-        self.watch.judged(accepted[0])
 
 
 def _first_path(draft: Draft) -> list[int]:
@@ -210,7 +176,7 @@ def _draw_live(console: Console, model: AssistedModelForCausalLM, prompt: Prompt
     before, _, start = prompt.text.rpartition("\n")
     console.print(f"\n{prompt.source}, continued\n")
     console.print(Styled(before, READ), soft_wrap=True)
-    watch = Watch(model.drafter)
+    watch = Watch()
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:
 
@@ -240,7 +206,7 @@ def _watched_generate(model: AssistedModelForCausalLM, watch: Watch, prompt: Pro
     ids = prompt.ids.to(model.target.device)
     # drawing takes time, which a length that goes by the clock would blame on the draft
     length = Confidence() if isinstance(model.draft_length, Adaptive) else model.draft_length
-    model.drafter = watch
+    model.watch = watch.see
     try:
         model.generate(
             ids,
@@ -251,7 +217,7 @@ def _watched_generate(model: AssistedModelForCausalLM, watch: Watch, prompt: Pro
             draft_length=length,
         )
     finally:
-        model.drafter = watch.drafter
+        model.watch = None
 
 
 def _pieces(tokenizer: Any, tokens: list[int]) -> list[str]:

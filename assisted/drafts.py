@@ -1,15 +1,16 @@
-"""What a drafter proposes: a token tree per row, of which a chain is the plain case.
+"""What a drafter proposes, a token tree per row, and what became of it: the two objects that a draft-verify step passes on.
 
 Knows tensors alone: nothing of models, caches or how a proposal is judged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Draft"]
+__all__ = ["Draft", "Round", "levels"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,18 @@ class Draft:
             the drafter has none. Siblings then stand in the order in which they were drawn.
         parents: [B, n] int64, the column of each node's parent, -1 for children of the last committed token and for
             filler. None says that every row is a chain.
+        expected: how many of the tokens are expected to be accepted, on average over the unfinished rows; None where the
+            drafter has no estimate before the target has seen them.
+        member: of a drafter made of several, the number of the one whose draft this is; then its own member, if it is
+            made of several itself.
     """
 
     tokens: torch.Tensor
     lengths: torch.Tensor
     q: torch.Tensor | None = None
     parents: torch.Tensor | None = None
+    expected: float | None = None
+    member: tuple[int, ...] = ()
 
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu") -> Draft:
@@ -43,6 +50,10 @@ class Draft:
     def width(self) -> int:
         """Columns of the widest row."""
         return self.tokens.shape[1]
+
+    def is_that_of(self, proposed: Draft | None) -> bool:
+        """Whether this is what was proposed, by whatever drafters it was handed on."""
+        return proposed is not None and self.tokens is proposed.tokens
 
     def checked(self, rows: int, vocabulary: int, device: torch.device) -> Draft:
         """The same draft, if it can be one: what a drafter of somebody else's may have made wrong would fail in the target, or
@@ -132,6 +143,79 @@ class Draft:
             path.append(int(self.tokens[row, node]))
             node = int(self.parents[row, node])
         return path[::-1]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft-verify step: a draft, the target's forward pass over it, and what became text. The drafter, the draft length
+    policy and the report all get this one object.
+
+    Args:
+        draft: what was proposed; empty where nothing was.
+        logits: [B, n + 1, V], the target's: column 0 after the last token of the text, column i + 1 after node i.
+        unfinished: the rows that had not ended before.
+        asked: whether a drafter was asked for a draft; it may have had none.
+        drafted: nodes of each row.
+        depths: levels of each row's tree, which is the length of a chain.
+        accepted: how many tokens of each row's draft became text.
+        kept: tokens that were added to each row, the target's own included; 0 for rows that had ended, unless rows are in
+            lockstep.
+        path: of each row the columns of `logits` that its new tokens were taken from, in order, at least as many; None for
+            chains, whose columns are the first ones.
+        draft_seconds, verify_seconds: what drafting and all the rest took.
+    """
+
+    draft: Draft
+    logits: torch.Tensor
+    unfinished: Sequence[int]
+    asked: bool
+    drafted: list[int]
+    depths: list[int]
+    accepted: list[int]
+    kept: list[int]
+    path: list[list[int]] | None = None
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+    @staticmethod
+    def counted(
+        rows: Sequence[tuple[int, int, int]],
+        draft_seconds: float = 0.0,
+        verify_seconds: float = 0.0,
+        asked: bool = True,
+    ) -> Round:
+        """A round of chains of which nothing but numbers is known, to try a draft length policy with: tokens drafted, accepted
+        and kept in each row."""
+        drafted, accepted, kept = (list(numbers) for numbers in zip(*rows, strict=True))
+        nothing = torch.empty(len(rows), 1, 0)
+        return Round(
+            draft=Draft.empty(len(rows)),
+            logits=nothing,
+            unfinished=range(len(rows)),
+            asked=asked,
+            drafted=drafted,
+            depths=drafted,
+            accepted=accepted,
+            kept=kept,
+            draft_seconds=draft_seconds,
+            verify_seconds=verify_seconds,
+        )
+
+    def columns(self, row: int) -> Sequence[int]:
+        """The columns of `logits` that a row's new tokens were taken from."""
+        return range(self.kept[row]) if self.path is None else self.path[row][: self.kept[row]]
+
+    def mean(self, counts: list[int]) -> float:
+        """Of the unfinished rows."""
+        return sum(counts[row] for row in self.unfinished) / len(self.unfinished)
+
+
+def levels(parents: Sequence[int]) -> int:
+    """How deep a row's tree is. parents: of its nodes, -1 for the first level."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths, default=0)
 
 
 def _is_distribution(q: torch.Tensor) -> torch.Tensor:

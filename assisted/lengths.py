@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .drafts import Round
+
 __all__ = ["AdaEDL", "Confidence", "Costs", "DraftLength", "Fixed", "Heuristic", "Length", "resolve"]
 
 
@@ -40,7 +42,8 @@ class Costs:
 
 
 class Length:
-    """A policy at work during one `generate`. What it does not override, it does not care about."""
+    """A policy at work during one `generate`. What it does not override, it does not care about. All that it is told comes as
+    arguments: nobody sets its attributes."""
 
     needs_law = False
     """Whether `go_on` looks at the law; a policy that does not spares the draft a softmax and a synchronisation."""
@@ -48,41 +51,36 @@ class Length:
     predicted_speedup: float | None = None
     """Against plain decoding, for the draft lengths it chooses; None where nothing is predicted."""
 
-    unfinished: Sequence[int] | None = None
-    """The rows of the batch that still grow, as the loop says before every round; None where nobody said."""
-
     costs: Costs | None = None
     """What was measured of the two models, where a policy does; None before."""
 
-    sampled: bool = False
-    """Drafted tokens are drawn from the draft's law and accepted as often as it overlaps with the target's: also where neither
-    is sure of a token, these may be nearly the same. Set by the drafter."""
+    def leave_size(self) -> None:
+        """The drafter weighs by `costs` how much of the budget pays: the policy is to say only how deep it may go, and whether.
+        Called before the first round, by drafters that do."""
 
-    sized_by_drafter: bool = False
-    """The drafter weighs by `costs` how much of the budget pays: the policy says only how deep it may go, and whether."""
+    def budget(self, unfinished: Sequence[int]) -> int:
+        """The most tokens to draft this round; 0 decodes one token plainly. Called once, at the start of every round.
 
-    def budget(self) -> int:
-        """The most tokens to draft this round; 0 decodes one token plainly. Called once, at the start of every round."""
+        unfinished: the rows of the batch that still grow.
+        """
         raise NotImplementedError
 
     def another(self, position: int) -> bool:
         """Whether to run the draft for one more token, at `position` (0-based, at least 1). Asked before its forward."""
         return True
 
-    def go_on(self, position: int, q: torch.Tensor) -> torch.Tensor:
+    def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:
         """Which rows propose a token at `position` (0-based). Asked before it is drawn from q, and only if `needs_law`.
 
-        q: [B, V] float32, the draft's law there. Returns [B] bool, on q's device or, where it was decided there, on the host.
-        Rows that said no once are not asked again.
+        q: [B, V] float32, the draft's law there. drawn: the token is drawn from q and accepted as often as q overlaps with
+        the target's law: also where neither is sure of a token, these may be nearly the same. Otherwise it is the likeliest
+        one of each row. Returns [B] bool, on q's device or, where it was decided there, on the host. Rows that said no once
+        are not asked again.
         """
         return q.new_ones(len(q), dtype=torch.bool)
 
-    def observe(self, rows: list[tuple[int, int, int]], draft_seconds: float, verify_seconds: float) -> None:
-        """What became of the round; called after every one, those without a draft included.
-
-        rows: tokens drafted, accepted and committed in each unfinished row. draft_seconds, verify_seconds: what the two
-        steps took.
-        """
+    def observe(self, round: Round) -> None:
+        """What became of the round; called after every one, those without a draft included."""
 
     def end(self) -> None:
         """The call is over. What was measured is kept for later ones; whatever else belongs to the call is let go here."""
@@ -210,7 +208,7 @@ class _Fixed(Length):
     def __init__(self, policy: Fixed):
         self.policy = policy
 
-    def budget(self) -> int:
+    def budget(self, unfinished: Sequence[int]) -> int:
         return self.policy.tokens
 
 
@@ -220,10 +218,10 @@ class _Confidence(Length):
     def __init__(self, policy: Confidence):
         self.policy = policy
 
-    def budget(self) -> int:
+    def budget(self, unfinished: Sequence[int]) -> int:
         return self.policy.maximum
 
-    def go_on(self, position: int, q: torch.Tensor) -> torch.Tensor:
+    def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:
         if position == 0:  # one token is always proposed
             return super().go_on(position, q)
         return q.amax(-1) >= self.policy.threshold
@@ -234,13 +232,14 @@ class _Heuristic(Length):
         self.policy = policy
         self.tokens: int = earlier.tokens if isinstance(earlier, _Heuristic) else policy.start_tokens
 
-    def budget(self) -> int:
+    def budget(self, unfinished: Sequence[int]) -> int:
         return self.tokens
 
-    def observe(self, rows: list[tuple[int, int, int]], draft_seconds: float, verify_seconds: float) -> None:
-        if not any(drafted for drafted, _, _ in rows):
+    def observe(self, round: Round) -> None:
+        rows = round.unfinished
+        if not any(round.drafted[row] for row in rows):
             return
-        full = all(accepted == drafted for drafted, accepted, _ in rows)
+        full = all(round.accepted[row] == round.depths[row] for row in rows)
         self.tokens = min(self.tokens + 2, self.policy.maximum) if full else max(1, self.tokens - 1)
 
 
@@ -253,21 +252,21 @@ class _AdaEDL(Length):
         self.threshold: float = earlier.threshold if known else policy.threshold  # type: ignore[union-attr]
         self.acceptance: float | None = earlier.acceptance if known else None  # type: ignore[union-attr]
 
-    def budget(self) -> int:
+    def budget(self, unfinished: Sequence[int]) -> int:
         return self.policy.maximum
 
-    def go_on(self, position: int, q: torch.Tensor) -> torch.Tensor:
+    def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:
         if position == 0:  # one token is always proposed
             return super().go_on(position, q)
         entropy = torch.special.entr(q).sum(-1)
         return 1 - (self.policy.gamma * entropy).sqrt() >= self.threshold
 
-    def observe(self, rows: list[tuple[int, int, int]], draft_seconds: float, verify_seconds: float) -> None:
-        drafted = sum(row[0] for row in rows)
+    def observe(self, round: Round) -> None:
+        drafted = round.mean(round.depths)
         if drafted == 0:
             return
         policy = self.policy
-        rate = sum(row[1] for row in rows) / drafted
+        rate = round.mean(round.accepted) / drafted
         past = rate if self.acceptance is None else self.acceptance
         self.acceptance = policy.acceptance_memory * past + (1 - policy.acceptance_memory) * rate
         step = policy.step if self.acceptance < policy.acceptance else -policy.step

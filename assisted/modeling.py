@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from .admission import MIXED, OTHER_MODES, require_own_drafting, warn_plain
 from .checkpoints import write_index
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
+from .drafts import Round
 from .files import inside, loading, require_sound
 from .forwarding import ForwardsToTarget
 from .gguf import load_gguf, named_in, read_config, unmarked
@@ -93,13 +95,14 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         self._lengths: list[tuple[Any, lengths.Length]] = []  # of earlier calls, the latest last: what they measured
         self._recorded = Recorder()
         self._overridden: set[str] = set()  # settings of which was said that they do not hold
+        self.watch: Callable[[Round], None] | None = None
         self.fast = "auto"
         self.graphs = Graphs()
         self.made()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy is made from: all but what calls have left behind. A copy measures for itself."""
-        return {**self.__dict__, "length": None, "_lengths": []}
+        return {**self.__dict__, "length": None, "_lengths": [], "watch": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AssistedModelForCausalLM:
         """A pair of copies, which share nothing with these."""
@@ -314,7 +317,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if assisted and kwargs.get("adapter_names") is not None:
             warn_plain(MIXED)
             assisted = False
-        recorder = Recorder()
+        recorder = Recorder(self.watch)
         lease = Lease(require_mode(self.fast))
         lengths_started: list[tuple[Any, lengths.Length]] = []
         start_length = functools.partial(self._start_length, policy, lengths_started)

@@ -1,12 +1,15 @@
 """What a `generate` did, and how it is shown.
 
-Knows counts and seconds. `Recorder` collects during the loop; `Report` is what a caller reads afterwards.
+Knows counts and seconds. `Recorder` collects during the loop, round by round; `Report` is what a caller reads afterwards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from .drafts import Round
 
 __all__ = ["Recorder", "Report"]
 
@@ -21,7 +24,8 @@ class Report:
             what plain decoding would need one of for each token.
         drafted: tokens proposed.
         accepted: proposed tokens that became output.
-        acceptance_by_position: share accepted of the tokens drafted first, second, ... in their round.
+        acceptance_by_position: how often the draft was right about the first, the second, ... token of its round, of the
+            times when it had one there; of a token tree, with any node of that depth.
         seconds: the whole call.
         draft_seconds: spent drafting.
         verify_seconds: spent in the target's forwards, prompt included; 0 for a call with `assisted=False`, whose passes are
@@ -85,8 +89,12 @@ class Report:
 
 @dataclass
 class Recorder:
-    """Counts during a `generate`; `add` merges another one for totals."""
+    """Counts during a `generate`; `add` merges another one for totals.
 
+    watch: is shown every round, for those who draw or measure.
+    """
+
+    watch: Callable[[Round], None] | None = None
     seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -95,36 +103,39 @@ class Recorder:
     plain_tokens: int = 0
     assisted_tokens: int = 0
     target_passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
     predicted_speedup: float | None = None
     row_tokens: list[int] = field(default_factory=list)
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
-    def round(
-        self, counts: list[tuple[int, int, int]], draft_seconds: float, verify_seconds: float, drafting: bool = True
-    ) -> None:
-        """One round: tokens drafted, accepted and committed in each unfinished row, and what the two steps took.
-
-        drafting: whether a draft was asked for; it may have come to nothing.
-        """
-        kept = sum(row[2] for row in counts)
-        self.target_passes += len(counts)
-        self.draft_seconds += draft_seconds
-        self.verify_seconds += verify_seconds
-        _count(self.drafted_at, [row[0] for row in counts])
-        _count(self.accepted_at, [row[1] for row in counts])
+    def see(self, round: Round) -> None:
+        """Count a round."""
+        rows = round.unfinished
+        kept = sum(round.kept[row] for row in rows)
+        drafted = sum(round.drafted[row] for row in rows)
+        self.target_passes += len(rows)
+        self.draft_seconds += round.draft_seconds
+        self.verify_seconds += round.verify_seconds
+        self.drafted += drafted
+        self.accepted += sum(round.accepted[row] for row in rows)
+        _count(self.drafted_at, (round.depths[row] for row in rows))
+        _count(self.accepted_at, (round.accepted[row] for row in rows))
         self.tokens += kept
-        if drafting:
+        if round.asked:
             self.assisted_tokens += kept
-        if not any(row[0] for row in counts):
+        if drafted == 0:
             self.plain_tokens += kept
-            self.plain_seconds += verify_seconds
+            self.plain_seconds += round.verify_seconds
+        if self.watch is not None:
+            self.watch(round)
 
     def add(self, other: Recorder) -> None:
         """Merge the counts of another call."""
         for name in ("seconds", "draft_seconds", "verify_seconds", "plain_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("tokens", "plain_tokens", "assisted_tokens", "target_passes"):
+        for name in ("tokens", "plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.row_tokens += other.row_tokens
         for mine, theirs in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):
@@ -137,8 +148,8 @@ class Recorder:
         return Report(
             new_tokens=sum(self.row_tokens),
             target_passes=self.target_passes,
-            drafted=sum(self.drafted_at),
-            accepted=sum(self.accepted_at),
+            drafted=self.drafted,
+            accepted=self.accepted,
             acceptance_by_position=tuple(a / d for a, d in zip(accepted_at, self.drafted_at, strict=True)),
             seconds=self.seconds,
             draft_seconds=self.draft_seconds,
@@ -150,7 +161,7 @@ class Recorder:
         )
 
 
-def _count(at: list[int], rows: list[int]) -> None:
+def _count(at: list[int], rows: Iterable[int]) -> None:
     """Add one at positions 0 .. k-1 for each k in rows."""
     for k in rows:
         at += [0] * (k - len(at))

@@ -10,7 +10,7 @@ the way passes are run; "compiled" is fast="compile".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,22 +29,9 @@ from assisted.bench import (
     sources,
     transformers_assisted,
 )
+from assisted.bench.recording import Never
 from assisted.controller import Adaptive
-from assisted.lengths import Confidence, Fixed, Length
-
-
-class Nothing(Length):
-    def budget(self) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class Never:
-    """This package's loop without drafts: what is gained by the way passes are run, not by drafting."""
-
-    def start(self, earlier: Length | None = None) -> Length:
-        return Nothing()
-
+from assisted.lengths import Confidence, Fixed
 
 LENGTHS = (Adaptive(), Fixed(4), Confidence(0.4, 8))
 SAMPLED = Rules(new_tokens=128, temperature=0.8, top_p=0.95)

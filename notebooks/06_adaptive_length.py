@@ -38,6 +38,7 @@ from transformers.utils import logging as transformers_logging
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.controller import Adaptive
+from assisted.drafts import Round
 from assisted.lengths import Confidence, Fixed, Heuristic, Length
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
@@ -120,10 +121,10 @@ assert [by_hand(TOY, 1.5, price) for price in (0.06, 0.32, 0.65)] == [4, 3, 0]
 # of the draft, and here it is honest: a token with confidence 0.8 is right in 80% of the cases. Rules speak the library's language, so that the
 # library's own can be put in as well:
 #
-# - `budget()`: the most tokens of this round, 0 for a plain pass;
-# - `go_on(position, q)`: the draft has run, its law is q: propose a token drawn from it?
+# - `budget(unfinished)`: the most tokens of this round, 0 for a plain pass; the argument names the rows of the batch that still grow;
+# - `go_on(position, q, drawn)`: the draft has run, its law is q: propose a token drawn from it? (With `drawn` false: its likeliest one.)
 # - `another(position)`: run the draft once more?
-# - `observe(...)`: what became of the round.
+# - `observe(round)`: what became of the round: tokens drafted, accepted and kept in each row, and the seconds it took.
 
 
 # %%
@@ -143,7 +144,7 @@ def simulate(policy, words, draft, column=0.02):
     rule, at, time, drafted_all, accepted_all = policy.start(None), 0, 0.0, 0, 0
     end = len(words) - 32
     while at < end:
-        budget, drafted, forwards = rule.budget(), 0, 0
+        budget, drafted, forwards = rule.budget([0]), 0, 0
         while drafted < budget:
             forwards += 1
             if rule.needs_law and not bool(rule.go_on(drafted, law(words[at + drafted][0]))[0]):
@@ -154,7 +155,7 @@ def simulate(policy, words, draft, column=0.02):
         agreed = [agrees for _, agrees in words[at : at + drafted]]
         accepted = agreed.index(False) if False in agreed else drafted
         spent = forwards * draft, 1 + column * drafted
-        rule.observe([(drafted, accepted, accepted + 1)], *spent)
+        rule.observe(Round.counted([(drafted, accepted, accepted + 1)], *spent))
         at, time = at + accepted + 1, time + sum(spent)
         drafted_all, accepted_all = drafted_all + drafted, accepted_all + accepted
     return at / time, drafted_all, accepted_all
@@ -190,11 +191,11 @@ class Renewal(Length):
         """In units of time, what a token with this chance is worth."""
         return chance * min(1.0, self.time / self.tokens)  # it never costs more than a plain pass
 
-    def budget(self):
+    def budget(self, unfinished):
         self.survival, self.off = 1.0, max(0, self.off - 1)
         return 0 if self.off else self.maximum
 
-    def go_on(self, position, q):
+    def go_on(self, position, q, drawn=False):
         self.last = float(q.max())
         self.survival *= self.last
         if position == 0 and self.worth(self.survival) < self.draft + self.column:
@@ -204,9 +205,9 @@ class Renewal(Length):
     def another(self, position):
         return self.worth(self.survival * self.last) > self.draft + self.column
 
-    def observe(self, rows, draft_seconds, verify_seconds):
-        self.tokens = 0.99 * self.tokens + rows[0][2]
-        self.time = 0.99 * self.time + draft_seconds + verify_seconds
+    def observe(self, round):
+        self.tokens = 0.99 * self.tokens + round.kept[0]
+        self.time = 0.99 * self.time + round.draft_seconds + round.verify_seconds
 
 
 WORDS = text(4000)
@@ -229,10 +230,10 @@ class Threshold(Length):
     def start(self, earlier=None):
         return Threshold()
 
-    def budget(self):
+    def budget(self, unfinished):
         return 8
 
-    def go_on(self, position, q):
+    def go_on(self, position, q, drawn=False):
         return (q.amax(-1) >= 0.4) | torch.tensor(position == 0)
 
 

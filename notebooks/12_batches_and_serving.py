@@ -269,7 +269,7 @@ print("tokens per pass by draft length:", {g: round(value, 2) for g, value in pe
 
 # %%
 class Nothing(Length):
-    def budget(self):
+    def budget(self, unfinished):
         return 0
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from assisted.controller import Adaptive
+from assisted.drafts import Draft, Round
 from assisted.lengths import AdaEDL, Confidence, DraftLength, Fixed, Heuristic, Length
 
 VOCABULARY = 16
@@ -133,38 +134,38 @@ def simulate(
         return seconds * max(0.2, rng.gauss(1, pair.noise)) * (10 if rng.random() < pair.outliers else 1)
 
     length = policy.start(earlier)
-    length.sampled = sampled
     at = [0] * len(texts)
     run = Run(0, 0.0, length, float(tokens))
     started = False
     while any(count < tokens for count in at):
         unfinished = [row for row, count in enumerate(at) if count < tokens]
-        length.unfinished = unfinished
-        budget = min(length.budget(), max(tokens - at[row] for row in unfinished) - 1)
-        forwards, drafted = _draft(length, budget, texts, at, unfinished, asks)
+        budget = min(length.budget(unfinished), max(tokens - at[row] for row in unfinished) - 1)
+        forwards, drafted = _draft(length, budget, texts, at, unfinished, asks, sampled)
         if found < 1:
             drafted = [count if finds.random() < found else 0 for count in drafted]
         draft_seconds = pair.drafting(forwards) if asks else 0.0001 * forwards
         if forwards and not started:
             draft_seconds, started = draft_seconds + pair.prompt, True
         verify_seconds = pair.verify(1 + max(drafted))
-        rows = []
+        counts = {"drafted": drafted, "depths": drafted, "accepted": [0] * len(at), "kept": [0] * len(at)}
         if any(drafted):
             run.drafted_at.append(at[unfinished[0]])
         for row in unfinished:
             accepted = next((k for k in range(drafted[row]) if not texts[row][at[row] + k][1]), drafted[row])
             kept = min(accepted + 1, tokens - at[row])
-            rows.append((drafted[row], min(accepted, kept), kept))
+            counts["accepted"][row], counts["kept"][row] = min(accepted, kept), kept
             at[row] += kept
             run.tokens += kept
             run.drafted += drafted[row]
         run.seconds += draft_seconds + verify_seconds
-        length.observe(rows, taken(draft_seconds), taken(verify_seconds))
+        seconds = {"draft_seconds": taken(draft_seconds), "verify_seconds": taken(verify_seconds)}
+        nothing = Draft.empty(len(at))
+        length.observe(Round(nothing, torch.empty(len(at), 1, 0), unfinished, budget > 0, **counts, **seconds))
     return run
 
 
 def _draft(
-    length: Length, budget: int, texts: Sequence[Text], at: list[int], unfinished: list[int], asks: bool
+    length: Length, budget: int, texts: Sequence[Text], at: list[int], unfinished: list[int], asks: bool, drawn: bool
 ) -> tuple[int, list[int]]:
     """How many forwards the draft ran and how many tokens it proposes in each row."""
     drafted = [0] * len(texts)
@@ -176,7 +177,7 @@ def _draft(
     for position in range(budget):
         if length.needs_law:
             ahead = [text[min(place + position, len(text) - 1)][0] for text, place in zip(texts, at, strict=True)]
-            wanted = length.go_on(position, laws(ahead)).tolist()
+            wanted = length.go_on(position, laws(ahead), drawn).tolist()
             going = [a and b for a, b in zip(going, wanted, strict=True)]
             if not any(going):
                 return position + 1, drafted

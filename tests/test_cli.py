@@ -435,8 +435,8 @@ def test_a_watch_sees_what_happened(pair: AssistedModelForCausalLM) -> None:
     from assisted import demo
 
     seen: list[tuple[list[int], list[int], list[int]]] = []
-    watch = demo.Watch(pair.drafter, lambda w: seen.append((list(w.tokens), list(w.pencil), list(w.struck))))
-    pair.drafter = watch  # type: ignore[assignment]
+    watch = demo.Watch(lambda w: seen.append((list(w.tokens), list(w.pencil), list(w.struck))))
+    pair.watch = watch.see
     ids = pair.tokenizer(PROMPT, return_tensors="pt").input_ids
     output = pair.generate(ids, max_new_tokens=24, do_sample=False, streamer=watch)
     report = pair.report

@@ -1,5 +1,7 @@
 """Several drafters for one target: who drafts, what is learned, what one that fails costs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from architectures import build, half_right, random_ids
@@ -9,10 +11,8 @@ from assisted import AssistedModelForCausalLM, Combined, DraftModel, Merged, Qua
 from assisted.drafters import parse, read, written
 from assisted.drafters.base import Drafting
 from assisted.drafters.combined import CombinedDrafting, CombinedLength, Member
-from assisted.drafts import Draft
+from assisted.drafts import Draft, Round
 from assisted.lengths import Fixed
-
-ROW = torch.zeros(1, 1, 9)
 
 
 @pytest.fixture(autouse=True)
@@ -41,26 +41,30 @@ class Chain(Drafting):
         if self.error:
             raise self.error
         tokens = torch.tensor([self.tokens[:budget]], dtype=torch.int64)
-        return Draft(tokens, torch.tensor([tokens.shape[1]]))
+        return Draft(tokens, torch.tensor([tokens.shape[1]]), expected=self.expected)
 
-    def observe(self, draft, logits, accepted):
+    def observe(self, round):
         self.seen += 1
 
 
 def combined(*chains):
-    return CombinedDrafting(CombinedLength([Member(Fixed(8).start(), chain) for chain in chains]))
+    """The length and the drafting of a call."""
+    length = CombinedLength([Member(Fixed(8).start()) for _ in chains])
+    return length, CombinedDrafting(length.members, chains)
 
 
-def rounds(drafting, accepted, count=1, verify_seconds=1.0):
+def rounds(both, accepted, count=1, verify_seconds=1.0):
     """Propose and judge `count` times; accepted: of a proposed width. Returns the widths proposed."""
+    length, drafting = both
     widths = []
     for _ in range(count):
-        draft = drafting.propose(OneRow(), drafting.length.budget())
+        draft = drafting.propose(OneRow(), length.budget([0]))
         taken = accepted(draft.width)
-        drafting.observe(draft, ROW, [taken])
-        chosen = drafting.length.chosen
-        seconds = 0.0 if chosen is None else chosen.drafting.seconds
-        drafting.length.observe([(draft.width, taken, taken + 1)], seconds, verify_seconds)
+        seconds = drafting.draftings[draft.member[0]].seconds if draft.member else 0.0
+        counted = Round.counted([(draft.width, taken, taken + 1)], seconds, verify_seconds)
+        round = replace(counted, draft=draft)
+        drafting.observe(round)
+        length.observe(round)
         widths.append(draft.width)
     return widths
 
@@ -110,7 +114,7 @@ def test_one_that_fails_is_left_out_and_the_last_one_raises():
     assert bad.asked == 1
     good.error = RuntimeError("none left")
     with pytest.raises(RuntimeError, match="none left"):
-        drafting.propose(OneRow(), 8)
+        drafting[1].propose(OneRow(), 8)
 
 
 def test_what_was_learned_goes_on_in_the_next_call():

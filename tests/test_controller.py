@@ -1,5 +1,6 @@
 """The adaptive draft length: what it makes of a simulated pair, what it learns, when it gives up and when it tries again."""
 
+import dataclasses
 import itertools
 import json
 from itertools import islice
@@ -13,6 +14,7 @@ from simulation import HOPELESS, PAIRS, Pair, Source, laws, oracle, simulate
 from assisted import AssistedModelForCausalLM
 from assisted.bench import held_out_prompts
 from assisted.controller import Adaptive
+from assisted.drafts import Round
 from assisted.estimates import Curve, Reliability, confidence_bin
 from assisted.lengths import Confidence, Costs, Fixed, from_dict, to_dict
 
@@ -26,6 +28,8 @@ SOURCES = {
 WRITTEN = 128  # tokens of each text of the shipped pair
 STEP = Pair(0.12, 0.005, first_column=0.2)  # a pass over two tokens costs more, over more of them hardly
 START = Pair(0.1, 0.02, start=0.3)  # a draft of two tokens costs little more than one of one
+
+ONE = (0,)  # the rows of a batch of one
 
 
 def text(source, tokens=TOKENS, seed=0):
@@ -166,7 +170,7 @@ def test_nothing_is_predicted_before_costs_are_known():
     length = Adaptive().start()
     assert length.predicted_speedup is None
     assert length.costs is None
-    assert length.budget() == 1
+    assert length.budget(ONE) == 1
 
 
 def test_costs_are_saved_with_the_policy():
@@ -177,13 +181,13 @@ def test_costs_are_saved_with_the_policy():
     assert length.costs == costs
     # what a forward costs is known from the first round on: nothing is drafted that can't pay
     dear = Adaptive(costs=Costs(((1, 1.0), (2, 1.1)), 5.0)).start()
-    dear.budget()
+    dear.budget(ONE)
     dear.go_on(0, laws([0.9]))
     assert not dear.another(1)
     # and is forgotten as soon as this machine's own is
     for _ in range(8):
-        length.observe([(0, 0, 1)], 0.0, 7.0)
-        length.observe([(1, 1, 2)], 0.0, 8.0)
+        length.observe(Round.counted([(0, 0, 1)], 0.0, 7.0))
+        length.observe(Round.counted([(1, 1, 2)], 0.0, 8.0))
     assert dict(length.costs.verify)[1] == 7.0
 
 
@@ -192,13 +196,13 @@ def learned(rows=1, confidence=0.9, rounds=60):
     length = Adaptive().start()
     for _ in range(rounds):
         drafted = 0
-        for position in range(length.budget()):
+        for position in range(length.budget(range(rows))):
             if position and not length.another(position):
                 break
             if not length.go_on(position, laws([confidence] * rows)).any():
                 break
             drafted += 1
-        length.observe([(drafted, drafted, drafted + 1)] * rows, 0.1 * (drafted + 1), 1 + 0.05 * drafted)
+        length.observe(Round.counted([(drafted, drafted, drafted + 1)] * rows, 0.1 * (drafted + 1), 1 + 0.05 * drafted))
     return length
 
 
@@ -206,7 +210,7 @@ def test_it_decides_from_laws_before_a_token_is_drawn():
     """Two rounds whose laws and history agree go the same way, whatever was drawn: only laws and committed counts come in.
     A low law in one row does not stop the others."""
     length = learned(rows=3)
-    assert length.budget() == 16
+    assert length.budget(range(3)) == 16
     assert length.go_on(0, laws([0.9, 0.9, 0.9])).tolist() == [True] * 3
     assert length.another(1)
     assert length.go_on(1, laws([0.9, 0.07, 0.9])).tolist() in ([True] * 3, [True, False, True])
@@ -216,10 +220,10 @@ def test_it_decides_from_laws_before_a_token_is_drawn():
 
 def test_rows_that_ended_are_left_out():
     length = learned(rows=3)
-    length.unfinished = [1]
-    length.budget()
+    length.budget([1])
     assert length.go_on(0, laws([0.9, 0.9, 0.9])).tolist() == [False, True, False]
-    length.observe([(1, 1, 2)], 0.1, 1.05)
+    three = Round.counted([(0, 0, 0), (1, 1, 2), (0, 0, 0)], 0.1, 1.05)
+    length.observe(dataclasses.replace(three, unfinished=[1]))
 
 
 def test_a_good_draft_goes_deep_and_a_plain_pass_is_measured_again():
@@ -231,7 +235,7 @@ def test_a_good_draft_goes_deep_and_a_plain_pass_is_measured_again():
 def test_rounds_of_other_drafters_wear_a_pause_off():
     length = simulate(Adaptive(), PAIRS[1], [text(HOPELESS)], TOKENS).length
     length.known.paused = 3.0
-    assert [length.budget() for _ in range(5)][-1] > 0
+    assert [length.budget(ONE) for _ in range(5)][-1] > 0
 
 
 CHEAP = Costs(((1, 1.0), (17, 1.01)), 0.0)  # whatever is drafted pays
@@ -240,15 +244,15 @@ CHEAP = Costs(((1, 1.0), (17, 1.01)), 0.0)  # whatever is drafted pays
 def test_positions_behind_a_rejection_are_not_counted():
     length = Adaptive(costs=CHEAP).start()
     length.known.asks = True
-    length.budget()
+    length.budget(ONE)
     assert length.go_on(0, laws([0.85])).all()
     for position in (1, 2):
         assert length.another(position)
         assert length.go_on(position, laws([0.85])).all()
     seen = length.known.reliability.cells
-    length.observe([(3, 1, 2)], 0.3, 1.0)
+    length.observe(Round.counted([(3, 1, 2)], 0.3, 1.0))
     assert seen[confidence_bin(0.85)][:2] == (1.0, 2.0)  # one accepted, one rejected, the third unknown
-    length.observe([(3, 1, 1)], 0.3, 1.0)  # the row ended in its draft: nothing was rejected
+    length.observe(Round.counted([(3, 1, 1)], 0.3, 1.0))  # the row ended in its draft: nothing was rejected
     assert seen[confidence_bin(0.85)][0] == pytest.approx(1.99)
     assert seen[confidence_bin(0.85)][1] == pytest.approx(2.98)
 
@@ -256,12 +260,13 @@ def test_positions_behind_a_rejection_are_not_counted():
 def test_a_tree_rejects_nothing_behind_its_last_level():
     length = Adaptive(costs=CHEAP).start()
     length.known.asks = True
-    length.budget()
+    length.budget(ONE)
     assert length.go_on(0, laws([0.85])).all()
     length.another(1)
     length.survival = dict.fromkeys(length.survival, 0.0)
     assert not length.go_on(1, laws([0.3])).any()  # no second level
-    length.observe([(5, 1, 2)], 0.3, 1.0)  # of five nodes one was accepted, as many as a path has
+    tree = dataclasses.replace(Round.counted([(5, 1, 2)], 0.3, 1.0), depths=[1])
+    length.observe(tree)  # of five nodes one was accepted, as many as a path has
     assert length.known.reliability.cells[confidence_bin(0.85)][:2] == (1.0, 1.0)
     assert confidence_bin(0.3) not in length.known.reliability.cells
 

@@ -22,7 +22,7 @@ from assisted.bench.findings import advice, bottlenecks, told
 from assisted.bench.forecast import Drafts, Expected, Token, expect, half_as_wrong, marks, tree_columns
 from assisted.bench.laws import Laws, Written, compare
 from assisted.bench.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
-from assisted.bench.recording import Never, Recorded, Round, watched
+from assisted.bench.recording import Never, Recorded, Step
 from assisted.bench.statistics import Interval
 from assisted.bench.trials import starts
 from assisted.cli import main
@@ -94,7 +94,7 @@ def test_trees_are_seen_by_their_levels() -> None:
     prompts = [random_ids(target, 1, 10, seed=seed) for seed in range(3)]
     for ids in prompts:
         policy.begin()
-        output = watched(model, policy).generate(ids, draft_length=policy, **(CALL | {"max_new_tokens": 40}))
+        output = model.generate(ids, draft_length=policy, **(CALL | {"max_new_tokens": 40}))
         assert torch.equal(output, model.generate(ids, assisted=False, **(CALL | {"max_new_tokens": 40})))
     rounds = [one for call in policy.calls for one in call if one.drafted]
     assert any(one.levels and max(one.levels) > 1 for one in rounds)
@@ -108,12 +108,12 @@ def test_trees_are_seen_by_their_levels() -> None:
 
 def test_marks() -> None:
     rounds = [
-        Round(4, 4, 2, 3, 0, 0),  # two agree, the third does not
-        Round(4, 4, 4, 5, 0, 0),  # all agree; what follows is taken to agree as well
-        Round(1, 3, 1, 2, 0, 0),  # a block, shorter than it might have been: two of it left
-        Round(1, 0, 0, 1, 0, 0),  # nothing proposed
-        Round(1, 9, 1, 2, 0, 0, (3, 4, 2)),  # a tree, three deep
-        Round(1, 2, 2, 2, 0, 0),  # the text ends in the draft
+        Step(4, 4, 2, 3, 0, 0),  # two agree, the third does not
+        Step(4, 4, 4, 5, 0, 0),  # all agree; what follows is taken to agree as well
+        Step(1, 3, 1, 2, 0, 0),  # a block, shorter than it might have been: two of it left
+        Step(1, 0, 0, 1, 0, 0),  # nothing proposed
+        Step(1, 9, 1, 2, 0, 0, (3, 4, 2)),  # a tree, three deep
+        Step(1, 2, 2, 2, 0, 0),  # the text ends in the draft
     ]
     expected = [*[AGREED] * 2, WRONG, *[AGREED] * 5, AGREED, Token(False, 2), Token(False, 0)]
     expected += [AGREED, Token(False, 2), AGREED, AGREED]

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from assisted.controller import Adaptive
+from assisted.drafts import Round
 from assisted.lengths import AdaEDL, Confidence, Costs, Fixed, Heuristic, from_dict, policies, resolve, to_dict
 
 COSTS = Costs(((1, 0.004), (2, 0.005)), 0.001)
+
+ONE = (0,)  # the rows of a batch of one
 
 
 class Own:
@@ -93,7 +96,7 @@ def test_values_that_cannot_be(make, message):
     ],
 )
 def test_the_borders_are_inside(policy):
-    assert policy.start().budget() >= 1
+    assert policy.start().budget(ONE) >= 1
 
 
 @pytest.mark.parametrize(
@@ -132,10 +135,10 @@ def law_of(*largest):
 
 def test_fixed_always_goes_on():
     length = Fixed(3).start()
-    assert length.budget() == 3
+    assert length.budget(ONE) == 3
     assert not length.needs_law
-    length.observe([(3, 0, 1), (3, 0, 1)], 1.0, 1.0)
-    assert length.budget() == 3
+    length.observe(Round.counted([(3, 0, 1), (3, 0, 1)], 1.0, 1.0))
+    assert length.budget(ONE) == 3
     assert length.another(2)
     assert length.go_on(1, law_of(0.25, 1.0)).tolist() == [True, True]
 
@@ -143,10 +146,10 @@ def test_fixed_always_goes_on():
 @pytest.mark.parametrize(("threshold", "goes_on"), [(0.0, [1, 1, 1, 1]), (0.5, [0, 1, 1, 1]), (1.0, [0, 0, 0, 1])])
 def test_confidence_stops_below_its_threshold(threshold, goes_on):
     length = Confidence(threshold, maximum=6).start()
-    assert length.budget() == 6
+    assert length.budget(ONE) == 6
     assert length.needs_law
-    length.observe([(6, 0, 1)], 1.0, 1.0)
-    assert length.budget() == 6
+    length.observe(Round.counted([(6, 0, 1)], 1.0, 1.0))
+    assert length.budget(ONE) == 6
     q = law_of(0.25, 0.5, 0.75, 1.0)  # each row on its own
     assert length.go_on(0, q).all()  # one token is always proposed
     for position in (1, 5):
@@ -158,35 +161,35 @@ def test_the_heuristic_takes_two_more_or_one_less():
     assert not length.needs_law
     budgets = []
     for rows in ([(3, 3, 4)], [(5, 5, 6)], [(6, 5, 6)], [(0, 0, 1)], [(5, 5, 6), (5, 4, 5)], *[[(4, 0, 1)]] * 5):
-        length.observe(rows, 1.0, 1.0)
-        budgets.append(length.budget())
+        length.observe(Round.counted(rows, 1.0, 1.0))
+        budgets.append(length.budget(ONE))
     assert budgets == [5, 6, 5, 5, 4, 3, 2, 1, 1, 1]  # a plain round says nothing; every row's draft must be accepted
-    assert Heuristic(start_tokens=3, maximum=6).start(length).budget() == 1
-    assert Heuristic().start().budget() == 5
+    assert Heuristic(start_tokens=3, maximum=6).start(length).budget(ONE) == 1
+    assert Heuristic().start().budget(ONE) == 5
 
 
 def test_adaedl_stops_below_a_bound_that_follows_the_acceptance():
     length = AdaEDL(gamma=0.2, threshold=0.5, step=0.05, maximum=7).start()
-    assert length.budget() == 7
+    assert length.budget(ONE) == 7
     assert length.needs_law
     certain, even, uniform = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4])
     q = torch.stack([certain, even, uniform])
     # 1 - sqrt(0.2 H): H = 0, log 2, log 4 give 1, 0.63, 0.47
     assert length.go_on(1, q).tolist() == [True, True, False]
     assert length.go_on(0, q).all()  # one token is always proposed
-    length.observe([(0, 0, 1)], 1.0, 1.0)
+    length.observe(Round.counted([(0, 0, 1)], 1.0, 1.0))
     assert length.threshold == 0.5
-    length.observe([(4, 0, 1)], 1.0, 1.0)
+    length.observe(Round.counted([(4, 0, 1)], 1.0, 1.0))
     assert length.threshold == pytest.approx(0.5 + 0.1 * 0.05)
-    length.observe([(4, 4, 5)], 1.0, 1.0)  # the average is at 0.5, below 0.9 still
+    length.observe(Round.counted([(4, 4, 5)], 1.0, 1.0))  # the average is at 0.5, below 0.9 still
     assert length.threshold == pytest.approx(0.5 + 0.2 * 0.05)
     for _ in range(30):
-        length.observe([(4, 0, 1)], 1.0, 1.0)
+        length.observe(Round.counted([(4, 0, 1)], 1.0, 1.0))
     assert length.go_on(1, q).tolist() == [True, False, False]
     later = AdaEDL().start(length)
     assert later.threshold == length.threshold
     for _ in range(300):
-        length.observe([(4, 4, 5), (2, 2, 3)], 1.0, 1.0)
+        length.observe(Round.counted([(4, 4, 5), (2, 2, 3)], 1.0, 1.0))
     assert length.threshold == 0
     assert length.go_on(1, q).all()
 

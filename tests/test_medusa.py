@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,10 +63,9 @@ def test_the_state_of_another_column_loses_their_acceptance(monkeypatch):
     right = medusa.MedusaDrafting.observe
     for by in (-1, 1):
 
-        def shifted(self, draft, *args, by=by):
-            target = self.call.target
-            target.kept = [(count + by - 1) % (1 + draft.width) + 1 for count in target.kept[0]], None
-            right(self, draft, *args)
+        def shifted(self, round, by=by):
+            kept = [(count + by - 1) % (1 + round.draft.width) + 1 for count in round.kept]
+            right(self, replace(round, kept=kept))
 
         model = pair(target, knowing(target, text, ids.shape[1] - 1), tree=False)
         with monkeypatch.context() as patched, no_fallback():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import LogitsProcessorList
 from assisted import AssistedModelForCausalLM, Suffix, TokenRecycling, decoding
 from assisted.drafters import parse, recycle
 from assisted.drafters.recycle import RANKS, RecyclingDrafter, RecyclingDrafting, shape
+from assisted.drafts import Round
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +65,12 @@ def logits_for(*rows, vocabulary=12):
     return logits
 
 
+def seen(draft, logits):
+    """The round of a draft, as far as a table learns from it."""
+    counts = [(0, 0, 1)] * len(logits)
+    return replace(Round.counted(counts), draft=draft, logits=logits)
+
+
 def test_the_prompts_own_successors_are_known_the_most_recent_first():
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
     drafting = drafting_of(mask=mask)
@@ -72,7 +80,7 @@ def test_the_prompts_own_successors_are_known_the_most_recent_first():
     assert drafting.table[7].tolist() == [-1, -1]  # padding
     assert draft.tokens.tolist() == [[3, 2], [6, 9]]
     assert draft.parents.tolist() == [[-1, -1], [-1, -1]]
-    assert drafting.expected == pytest.approx(RANKS[0] + RANKS[1])
+    assert draft.expected == pytest.approx(RANKS[0] + RANKS[1])
 
 
 def test_every_verified_node_leaves_its_successors():
@@ -82,12 +90,11 @@ def test_every_verified_node_leaves_its_successors():
     assert draft.tokens.tolist() == [[2, 1]]  # the prompt knows no second successor
     logits = logits_for([(2, 4), (5, 6), (8, 9)])
     text.extend([[2, 5]], None, None)
-    drafting.observe(draft, logits, [1])
+    drafting.observe(seen(draft, logits))
     assert drafting.table[2].tolist() == [5, 6]
     assert drafting.table[1].tolist() == [8, 9]  # the rejected node's, seen last
     assert drafting.table[-1].tolist() == [-1, -1]
     assert drafting.propose(text, 2).width == 0  # nothing is known of 5
-    assert drafting.expected == 0
 
 
 def test_unknown_nodes_are_left_out_and_the_rest_is_a_tree():
@@ -110,7 +117,7 @@ def test_rows_of_a_batch_teach_each_other_and_ended_ones_are_silent():
     assert draft.width == 0
     text.extend([[7], [1], [1]], None, None)
     text.ended[2] = True
-    drafting.observe(draft, logits_for([(7, 8)], [(1, 2)], [(1, 2)]), [0, 0, 0])
+    drafting.observe(seen(draft, logits_for([(7, 8)], [(1, 2)], [(1, 2)])))
     assert drafting.table[9].tolist() in ([7, 8], [1, 2])
     draft = drafting.propose(text, 2)
     assert draft.tokens[1, 0].tolist() == 2  # known from the first row's prompt
@@ -124,7 +131,7 @@ def test_learns_from_other_drafters_proposals():
     draft = drafting.propose(text, 1)
     for new, best in ((3, (3, 4)), (5, (5, 6)), (7, (7, 8))):
         text.extend([[new]], None, None)
-        drafting.observe(draft, logits_for([best]), [0])
+        drafting.observe(seen(draft, logits_for([best])))
     assert [drafting.table[token].tolist() for token in (2, 3, 5)] == [[3, 4], [5, 6], [7, 8]]
 
 

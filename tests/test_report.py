@@ -5,15 +5,16 @@ import json
 
 import pytest
 
+from assisted.drafts import Round
 from assisted.report import Recorder, Report
 
 
 def recorded():
     """Two rows: a round that drafts 3 and 1, a plain one, and one with a single row left."""
     recorder = Recorder(row_tokens=[6, 4], seconds=4.0)
-    recorder.round([(3, 2, 3), (1, 1, 2)], 0.5, 1.0)  # drafted, accepted, kept
-    recorder.round([(0, 0, 1), (0, 0, 1)], 0.25, 0.75, drafting=False)
-    recorder.round([(2, 0, 1)], 0.125, 0.5)
+    recorder.see(Round.counted([(3, 2, 3), (1, 1, 2)], 0.5, 1.0))  # drafted, accepted, kept
+    recorder.see(Round.counted([(0, 0, 1), (0, 0, 1)], 0.25, 0.75, asked=False))
+    recorder.see(Round.counted([(2, 0, 1)], 0.125, 0.5))
     return recorder
 
 
@@ -28,6 +29,30 @@ def test_counts():
     assert report.plain_seconds_per_token == 0.375  # 0.75 s for two tokens
     assert report.assisted_share == 6 / 8
     assert report.row_tokens == (6, 4)
+
+
+def test_a_tree_is_counted_by_its_levels():
+    """Nine nodes in three levels, of which two were right: three positions, not nine."""
+    recorder = Recorder()
+    recorder.see(dataclasses.replace(Round.counted([(9, 2, 3)]), depths=[3]))
+    report = recorder.report()
+    assert (report.drafted, report.accepted) == (9, 2)
+    assert report.acceptance_by_position == (1.0, 1.0, 0.0)
+
+
+def test_rows_that_ended_are_not_counted():
+    recorder = Recorder()
+    recorder.see(dataclasses.replace(Round.counted([(3, 2, 3), (3, 0, 3)]), unfinished=[0]))
+    assert (recorder.target_passes, recorder.drafted, recorder.tokens) == (1, 3, 3)
+
+
+def test_every_round_is_shown_to_who_watches():
+    seen = []
+    rounds = [Round.counted([(1, 1, 2)]), Round.counted([(0, 0, 1)])]
+    recorder = Recorder(seen.append)
+    for one in rounds:
+        recorder.see(one)
+    assert seen == rounds
 
 
 def test_ratios():
@@ -46,15 +71,15 @@ def test_nothing_recorded():
 
 def test_a_round_that_drafts_for_one_row_only_is_assisted():
     recorder = Recorder()
-    recorder.round([(0, 0, 1), (2, 2, 3)], 1.0, 1.0)
+    recorder.see(Round.counted([(0, 0, 1), (2, 2, 3)], 1.0, 1.0))
     assert recorder.report().assisted_share == 1.0
     assert recorder.report().plain_seconds_per_token is None
 
 
 def test_a_draft_that_came_to_nothing_is_assisted_and_a_plain_pass():
     recorder = Recorder()
-    recorder.round([(0, 0, 1)], 1.0, 0.5)
-    recorder.round([(0, 0, 1)], 0.0, 0.75, drafting=False)
+    recorder.see(Round.counted([(0, 0, 1)], 1.0, 0.5))
+    recorder.see(Round.counted([(0, 0, 1)], 0.0, 0.75, asked=False))
     assert recorder.report().assisted_share == 0.5
     assert recorder.report().plain_seconds_per_token == 0.625
     assert recorder.report().draft_seconds == 1.0
@@ -63,7 +88,7 @@ def test_a_draft_that_came_to_nothing_is_assisted_and_a_plain_pass():
 def test_totals_add():
     """Merged counts are those of all rounds in one call, whichever drafted deeper."""
     other = Recorder(row_tokens=[5], seconds=1.0)
-    other.round([(5, 4, 5)], 0.25, 0.25)
+    other.see(Round.counted([(5, 4, 5)], 0.25, 0.25))
     merged = [Recorder(), Recorder()]
     for total, parts in zip(merged, ([recorded(), other], [other, recorded()]), strict=True):
         for part in parts:

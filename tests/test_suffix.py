@@ -175,7 +175,7 @@ def test_longer_matches_may_propose_more():
         draft = drafting.propose(text_of([*text, 0, *text[:matched]]), 8)
         assert draft.tokens.tolist() == [text[matched:][: 2 * matched]]
         assert draft.q is None and draft.parents is None
-        assert drafting.expected == matched  # the counts say 2 * matched; half of that until it is measured
+        assert draft.expected == matched  # the counts say 2 * matched; half of that until it is measured
 
 
 def test_never_deeper_than_the_budget():
@@ -206,11 +206,9 @@ def test_estimates_are_corrected_by_what_came():
     drafting = drafting_of(Suffix())
     text = text_of([1, 2, 3, 4, 5, 6, 1, 2], limit=200)
     for _ in range(6):
-        drafting.propose(text, 3)
-        first = drafting.expected
+        first = drafting.propose(text, 3).expected
         text.extend([[3, 4, 5, 6, 1, 2]], None, None)
-    drafting.propose(text, 3)
-    assert drafting.expected > first > 1
+    assert drafting.propose(text, 3).expected > first > 1
     text.extend([[2, 2, 1]], None, None)
     drafting.propose(text, 3)
     assert drafting.promised > drafting.came

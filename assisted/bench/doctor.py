@@ -24,7 +24,7 @@ from .forecast import Drafts, Expected, expect, half_as_wrong
 from .measure import pad_token
 from .passes import memory
 from .prompts import held_out_prompts
-from .recording import Round
+from .recording import Step
 from .results import machine
 from .statistics import repeated_share, speedup
 from .trials import UNDRAFTED, Found, Race, Trials, context_of, way
@@ -139,7 +139,7 @@ def _pieces(text: str, count: int) -> list[str]:
     return [text[start : start + size] for start in sorted(starts)]
 
 
-def _acceptance(rounds: Sequence[Round], longest: int) -> Iterator[float]:
+def _acceptance(rounds: Sequence[Step], longest: int) -> Iterator[float]:
     """Of a token at each position, those before it having been accepted; as far as that occurred. A text that ends in a draft
     rejects nothing."""
     for position in range(longest):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..drafters.trees import verify_seconds
 from ..lengths import Costs
-from .recording import Round
+from .recording import Step
 from .statistics import Interval, speedup
 
 __all__ = ["Drafts", "Expected", "Token", "expect", "half_as_wrong", "marks", "tree_columns"]
@@ -65,7 +65,7 @@ class Expected:
     speedup: Interval
 
 
-def marks(rounds: Sequence[Round], longest: int) -> tuple[Token, ...]:
+def marks(rounds: Sequence[Step], longest: int) -> tuple[Token, ...]:
     """The text of a call, from its rounds.
 
     What was accepted agrees. The token behind a draft that was accepted as a whole, and was as long as was asked for, is
@@ -130,7 +130,7 @@ def _seconds(drafts: Drafts, length: int, drafted: int) -> float:
     return draft + verify_seconds(costs, 1 + columns)
 
 
-def tree_columns(rounds: Sequence[Round], longest: int) -> tuple[float, ...] | None:
+def tree_columns(rounds: Sequence[Step], longest: int) -> tuple[float, ...] | None:
     """What `Drafts.columns` says of recorded rounds; a tree cut at some depth keeps the nodes above."""
     trees = [one.levels or (1,) * one.drafted for one in rounds if one.drafted]
     if not any(one.levels for one in rounds):

@@ -27,7 +27,7 @@ from .diagnosis import Settings
 from .forecast import Drafts, expect, marks, tree_columns
 from .laws import Laws, Written, compare
 from .passes import PassTimes, pass_times
-from .recording import Never, Recorded, Round, watched
+from .recording import Never, Recorded, Step
 
 __all__ = ["UNDRAFTED", "Found", "Race", "Trials", "context_of", "starts", "way"]
 
@@ -56,7 +56,7 @@ class Found:
     drafts: Drafts
     best: int
     written: list[Written]
-    rounds: list[list[Round]]
+    rounds: list[list[Step]]
     laws: Laws | None
     prompt_seconds: float  # the draft's reading of a prompt
     warned: str | None
@@ -124,7 +124,7 @@ class Trials:
         curve = Curve(COLUMNS[-1], COLUMN, passes.seconds).seconds
         measured = Costs(tuple(enumerate(curve))[1:], 0.0)
         policy = Recorded(settings.longest, waits=self.target.device.type != "cpu", costs=measured)
-        run = watched(model, policy).generate
+        run = model.generate
         texts: list[torch.Tensor] = []
         deadline = time.perf_counter() + settings.seconds * FOR_RECORDS / of
         with warnings.catch_warnings(record=True) as caught:
@@ -221,7 +221,7 @@ def way(draft: str, length: int | str) -> str:
     return f"{draft}, {length if length == 'adaptive' else f'draft length {length}'}"
 
 
-def starts(rounds: Sequence[Round]) -> tuple[int, ...]:
+def starts(rounds: Sequence[Step]) -> tuple[int, ...]:
     """The new token that each draft begins with. The first one comes with the prompt."""
     starts, place = [], 1
     for one in rounds:

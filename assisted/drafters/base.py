@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import SlotCache
-from ..drafts import Draft
+from ..drafts import Draft, Round
 from ..graphs import Lease
 from ..law import Law
 from ..lengths import DraftLength, Length
@@ -71,10 +71,6 @@ class Call:
 class Drafting:
     """The state of one drafter during one `generate`."""
 
-    expected: float | None = None
-    """How many tokens of its last proposal it expects to be accepted, on average over the unfinished rows; None where it
-    has no estimate before the target has seen it."""
-
     def propose(self, text: Text, budget: int) -> Draft:
         """What may follow the committed text, on the text's device: at most `budget` (at least 1) tokens deep.
 
@@ -83,12 +79,8 @@ class Drafting:
         """
         raise NotImplementedError
 
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
-        """What became of the last draft: called after every round, those without a draft included.
-
-        draft: what was verified. logits: [B, n + 1, V], the target's: column 0 after the last committed token, column
-        i + 1 after node i. accepted: how many tokens of each row's draft became text.
-        """
+    def observe(self, round: Round) -> None:
+        """What became of the last draft, or of another drafter's: called after every round, those without a draft included."""
 
 
 class Drafter:

@@ -25,7 +25,6 @@ class ChainDrafting(Drafting):
 
     def __init__(self, call: Call):
         self.call = call
-        call.length.sampled = call.law.do_sample
         self.broken: torch.Tensor | None = None  # of the last round, one bool; read once its kernels have run
 
     def draft_chain(
@@ -55,7 +54,9 @@ class ChainDrafting(Drafting):
             best.append(score)
             q = probabilities(scores) if law.do_sample or length.needs_law else None
             if q is not None and length.needs_law:
-                wanted = length.go_on(position, q).tolist()  # what was decided on the host need not be waited for
+                wanted = length.go_on(
+                    position, q, law.do_sample
+                ).tolist()  # what was decided on the host need not be waited for
                 going = [goes and wants for goes, wants in zip(going, wanted, strict=True)]
                 if not any(going):
                     break

@@ -6,15 +6,15 @@ Knows drafters and lengths by their interfaces; what a draft is worth it learns 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache import SlotCache
-from ..drafts import Draft
+from ..drafts import Draft, Round
 from ..lengths import DraftLength, Length
 from ..runtime import CachedModel, Masks
 from ..text import Text
@@ -75,7 +75,7 @@ class CombinedDrafter(Drafter):
         before = earlier.members if isinstance(earlier, CombinedLength) else [None] * len(self.members)
         return CombinedLength(
             [
-                replace(old, length=member.start_length(policy, old.length), drafting=None)
+                replace(old, length=member.start_length(policy, old.length))
                 if old
                 else Member(member.start_length(policy))
                 for member, old in zip(self.members, before, strict=True)
@@ -85,9 +85,11 @@ class CombinedDrafter(Drafter):
     def start(self, call: Call) -> Drafting:
         length = call.length
         assert isinstance(length, CombinedLength)
-        for member, drafter in zip(length.members, self.members, strict=True):
-            member.drafting = drafter.start(replace(call, length=member.length))
-        return CombinedDrafting(length)
+        draftings = [
+            drafter.start(replace(call, length=member.length))
+            for member, drafter in zip(length.members, self.members, strict=True)
+        ]
+        return CombinedDrafting(length.members, draftings)
 
     def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> CachedModel:
         """As the one member that has a way of its own wants it."""
@@ -120,7 +122,6 @@ class Member:
     """A drafter among others, and what its drafts have brought so far (averages that forget)."""
 
     length: Length
-    drafting: Drafting | None = None
     budget: int = 0
     rounds: int = 0
     accepted: float = 0.0
@@ -148,74 +149,78 @@ class CombinedLength(Length):
 
     def __init__(self, members: list[Member]):
         self.members = members
-        self.chosen: Member | None = None
 
     @property
     def predicted_speedup(self) -> float | None:  # type: ignore[override]
         return max((m.length.predicted_speedup for m in self.members if m.length.predicted_speedup), default=None)
 
-    def budget(self) -> int:
-        self.chosen = None
+    def budget(self, unfinished: Sequence[int]) -> int:
         for member in self.members:
-            member.length.unfinished = self.unfinished
-            member.budget = member.length.budget()
+            member.budget = member.length.budget(unfinished)
         return max(member.budget for member in self.members)
 
-    def observe(self, rows: list[tuple[int, int, int]], draft_seconds: float, verify_seconds: float) -> None:
-        for member in self.members if self.chosen is None else [self.chosen]:
-            member.length.observe(rows, draft_seconds, verify_seconds)
-        if self.chosen is not None:
-            mean = sum(accepted for _, accepted, _ in rows) / len(rows)
-            said = None if self.chosen.drafting is None else self.chosen.drafting.expected
-            self.chosen.learn(mean, mean if said is None else said, draft_seconds + verify_seconds)
+    def observe(self, round: Round) -> None:
+        if not round.draft.member:  # none of them drafted
+            for member in self.members:
+                member.length.observe(round)
+            return
+        number, *rest = round.draft.member
+        chosen, expected = self.members[number], round.draft.expected
+        chosen.length.observe(replace(round, draft=replace(round.draft, member=tuple(rest))))
+        accepted = round.mean(round.accepted)
+        chosen.learn(accepted, accepted if expected is None else expected, round.draft_seconds + round.verify_seconds)
 
     def end(self) -> None:
         for member in self.members:
-            member.drafting = None  # which holds the slots of its models
             member.length.end()
 
 
 class CombinedDrafting(Drafting):
-    """Who drafts this round."""
+    """Who drafts this round.
 
-    def __init__(self, length: CombinedLength):
-        self.length = length
-        self.members = list(length.members)  # that have not failed
+    Args:
+        members: what is known of each drafter.
+        draftings: of the same, in the same order.
+    """
+
+    def __init__(self, members: list[Member], draftings: list[Drafting]):
+        self.members = members
+        self.draftings = dict(enumerate(draftings))  # that have not failed
 
     def propose(self, text: Text, budget: int) -> Draft:
-        for place, member in enumerate(list(self.members)):
-            if member.drafting is None or member.budget < 1:
+        for number, drafting in list(self.draftings.items()):
+            member = self.members[number]
+            if member.budget < 1:
                 continue
             try:
-                draft = member.drafting.propose(text, min(budget, member.budget))
+                draft = drafting.propose(text, min(budget, member.budget))
             except Exception as error:
-                self._lose(member, error)
+                self._lose(number, error)
                 continue
-            if draft.width and self._is_worth_it(member, self.members[place + 1 :]):
-                self.length.chosen = member
-                return draft
+            later = [self.members[other] for other in self.draftings if other > number]
+            if draft.width and _is_worth_it(draft.expected, member, later):
+                return replace(draft, member=(number, *draft.member))
         return Draft.empty(text.rows, text.ids.device)
 
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
-        for member in self.members:
-            if member.drafting is not None:
-                member.drafting.observe(draft, logits, accepted)
+    def observe(self, round: Round) -> None:
+        for drafting in self.draftings.values():
+            drafting.observe(round)
 
-    def _is_worth_it(self, member: Member, later: list[Member]) -> bool:
-        """Whether what this one proposed beats what the later ones may be expected to bring."""
-        expected = member.drafting.expected if member.drafting is not None else None
-        later = [other for other in later if other.budget > 0]
-        if expected is None or not later:  # it has no estimate before the target has seen it, or there is nobody else
-            return True
-        promised = member.promise(expected)
-        if member.rounds < TRIED or any(other.rounds < TRIED for other in later):
-            return promised >= CERTAIN
-        return member.rate(promised) >= max(other.rate() for other in later)
-
-    def _lose(self, member: Member, error: Exception) -> None:
+    def _lose(self, number: int, error: Exception) -> None:
         """Go on without a drafter that failed; without any left, the failure is the loop's to report."""
-        if len(self.members) == 1:
+        if len(self.draftings) == 1:
             raise error
-        self.members.remove(member)
-        name = type(member.drafting).__name__
+        name = type(self.draftings.pop(number)).__name__
         warnings.warn(f"{name} failed ({type(error).__name__}: {error}); the other drafters go on.", stacklevel=2)
+
+
+def _is_worth_it(expected: float | None, member: Member, later: list[Member]) -> bool:
+    """Whether what a member proposed, of which so many tokens are expected to be accepted, beats what the later ones may be
+    expected to bring."""
+    later = [other for other in later if other.budget > 0]
+    if expected is None or not later:  # it has no estimate before the target has seen it, or there is nobody else
+        return True
+    promised = member.promise(expected)
+    if member.rounds < TRIED or any(other.rounds < TRIED for other in later):
+        return promised >= CERTAIN
+    return member.rate(promised) >= max(other.rate() for other in later)

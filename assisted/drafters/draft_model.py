@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import zoo
 from ..adapters import base_path, require_in_layers, trusting
 from ..cache import SlotCache
-from ..drafts import Draft
+from ..drafts import Draft, Round
 from ..files import loading, require_sound
 from ..fused import fused
 from ..gguf import load_gguf, named_in
@@ -174,13 +174,14 @@ class ModelDrafting(ChainDrafting):
         self.proposed = self.draft_chain(text, budget, self._fitted(logits, text), read)
         return self.proposed
 
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+    def observe(self, round: Round) -> None:
         """Rewind to what became text. The last drafted token was never read: after full acceptance it still has no KV."""
         if self.runner is None or self.proposed is None:
             return
-        read = max(0, draft.width - 1) if draft is self.proposed else 0  # another drafter's tokens were never read here
+        # another drafter's tokens were never read here
+        read = max(0, round.draft.width - 1) if round.draft.is_that_of(self.proposed) else 0
         cache = self.runner.cache
-        cache.rewind([base + min(count, read) for base, count in zip(self.committed, accepted, strict=True)])
+        cache.rewind([base + min(count, read) for base, count in zip(self.committed, round.accepted, strict=True)])
         self.proposed = None
 
     def _catch_up_prompt(self, text: Text) -> CachedModel:
@@ -257,7 +258,7 @@ class RecurrentDrafting(ModelDrafting):
         finally:
             cache.go_back()
 
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+    def observe(self, round: Round) -> None:
         """Nothing is left of the draft."""
 
     def _slots(self, rows: int) -> SlotCache:

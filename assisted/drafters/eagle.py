@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache import SlotCache
-from ..drafts import Draft
+from ..drafts import Draft, Round
 from ..graphs import Graphs
 from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import load_eagle, save_eagle
@@ -172,7 +172,6 @@ class EagleDrafting(ChainDrafting):
         self.drafter = drafter
         wanted = not call.law.do_sample if drafter.tree is None else drafter.tree
         self.trees = wanted and call.target.masks.trees
-        call.length.sampled = call.law.do_sample and not self.trees
         self.runner: HeadRunner | None = None
         self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F] and how many count in each row
         self.rates = drafter.rates[call.law.do_sample]
@@ -199,18 +198,17 @@ class EagleDrafting(ChainDrafting):
             if self.trees:
                 limits = Limits(budget, drafter.top_k, drafter.most, drafter.nodes is None)
                 grown = grow(runner, self.call, text, state, self.rates, limits)
-                self.offers, self.expected = grown.offers, grown.expected
+                self.offers = grown.offers
                 return grown.draft
             return self._chain(runner, text, state, budget)
         finally:
             runner.cache.rewind(known)
 
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+    def observe(self, round: Round) -> None:
         """Keep the features of what became text, whoever drafted it."""
-        target = self.call.target
+        target, counts, path = self.call.target, round.kept, round.path
         if not isinstance(target, TappedModel):
             return
-        counts, path = target.kept
         features, width = torch.cat(self._states(target), -1), max(counts)
         if path is not None:
             kept = padded([columns[:width] for columns in path], features.device)[:, :, None]

@@ -10,7 +10,7 @@ than the calls of tensors that they would take, on a CPU and on an accelerator, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -87,13 +87,11 @@ class Offers:
 class Grown(NamedTuple):
     """A tree for every row.
 
-    draft: without q. offers: by row; of those that have ended none. expected: how many of the draft's tokens are expected to be
-    accepted in an unfinished row.
+    draft: without q. offers: by row; of those that have ended none.
     """
 
     draft: Draft
     offers: list[Offers]
-    expected: float
 
 
 @torch.no_grad()
@@ -153,7 +151,7 @@ def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates:
         level = runner.level(next_tokens, parents, level)
         runner.cache.commit([width] * text.rows)
     if levels == 0:
-        return Grown(Draft.empty(text.rows, text.ids.device), [], 0.0)
+        return Grown(Draft.empty(text.rows, text.ids.device), [])
     worths = [[math.exp(offers[row].scores[node]) for node in offers[row].best] for row in text.unfinished]
     worth = [sum(place) / len(worths) for place in zip_longest(*worths, fillvalue=0.0)]
     kept, costs = limits.nodes, length.costs
@@ -165,7 +163,7 @@ def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates:
         [offered.best[:kept] for offered in offers],
         text.ids.device,
     )
-    return Grown(draft, offers, sum(worth[:kept]))
+    return Grown(replace(draft, expected=sum(worth[:kept])), offers)
 
 
 def learn(rates: Rates, offers: list[Offers], text: Text, counts: list[int]) -> None:

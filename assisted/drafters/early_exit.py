@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache import SlotCache
-from ..drafts import Draft
+from ..drafts import Draft, Round
 from ..law import Law, probabilities
 from ..parts import Layers, few_ids, find_layers, unwrapped
 from ..runtime import Masks, require_rewindable
@@ -132,7 +132,7 @@ class ExitDrafting(PartDrafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         choice, target = self.drafter.choice, self.target
-        self.text, self.before, self.open = text, list(text.lengths), text.unfinished
+        self.text, self.before = text, list(text.lengths)
         self.end, self.budget = choice.layer, budget
         measured = choice.to_measure()
         part, tap = target.front(self.end)
@@ -150,25 +150,24 @@ class ExitDrafting(PartDrafting):
         target.measured = measured
         return self.proposed
 
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+    def observe(self, round: Round) -> None:
         proposed, self.proposed = self.proposed, None
-        if proposed is None or draft is not proposed:
+        if not round.draft.is_that_of(proposed):
             return
-        choice, target = self.drafter.choice, self.target
-        drafted = draft.lengths.tolist()
-        for row in self.open:
-            choice.learn(self.end, accepted[row], min(accepted[row] + 1, drafted[row]))
+        choice, target, accepted = self.drafter.choice, self.target, round.accepted
+        for row in round.unfinished:
+            choice.learn(self.end, accepted[row], min(accepted[row] + 1, round.drafted[row]))
         if target.states:
             choice.learn_cost(self.end, self.seconds / target.seconds)
-            self._measure(target, draft, logits)
+            self._measure(target, round)
             target.states = {}
-        choice.decide(draft.width, self.budget)
+        choice.decide(round.draft.width, self.budget)
         self.drafter.warn_if_hopeless()
 
-    def _measure(self, target: SplitModel, draft: Draft, logits: torch.Tensor) -> None:
+    def _measure(self, target: SplitModel, round: Round) -> None:
         """What the other exits would have said where the text has grown, against what the target says there."""
-        text, law = self.text, self.call.law
-        grown = [(row, text.lengths[row] - self.before[row]) for row in self.open]
+        text, law, draft, logits = self.text, self.call.law, round.draft, round.logits
+        grown = [(row, round.kept[row]) for row in round.unfinished]
         places = [(row, column) for column in range(logits.shape[1]) for row, new in grown if column < new]
         rows, columns = (list(numbers) for numbers in zip(*places[:MEASURED_COLUMNS], strict=True))
         states = [hidden[..., rows, columns, :].to(target.device) for hidden in target.states.values()]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from ..drafts import Draft
+from ..drafts import Draft, Round
 from ..parts import Layers, find_layers, unwrapped
 from ..runtime import CachedModel, require_rewindable
 from ..sublayers import Sublayer, find_sublayers, try_out, without
@@ -147,14 +147,13 @@ class SkipDrafting(PartDrafting):
         self.drafter = drafter
         self.proposed: Draft | None = None  # while it waits for its verdict
         self.text: Text | None = None
-        self.seen: list[int] = []  # lengths of the text up to which choices are known
         self.choices: list[torch.Tensor] = []  # [at most `window`] int64 each
         self._parts: dict[frozenset[int], CachedModel] = {}
 
     def propose(self, text: Text, budget: int) -> Draft:
         search = self.drafter.search
         if self.text is None:
-            self.text, self.seen = text, list(text.lengths)
+            self.text = text
             self.choices = [text.ids.new_zeros(0) for _ in range(text.rows)]
         self.open = text.unfinished
         width = self._width(text)
@@ -163,22 +162,18 @@ class SkipDrafting(PartDrafting):
         self.proposed = self.draft_with(self._part(search.skipped), text, budget)
         return self.proposed
 
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+    def observe(self, round: Round) -> None:
         if self.text is None:
             return
-        best = logits.argmax(-1)
-        for row, length in enumerate(self.text.lengths):
-            new = length - self.seen[row]
-            if draft.parents is None:
-                self.choices[row] = torch.cat([self.choices[row], best[row, :new]])[-self.drafter.window :]
-            elif new:  # where in the tree it went is not told
-                self.choices[row] = best.new_zeros(0)
-        self.seen = list(self.text.lengths)
+        best = round.logits.argmax(-1)
+        for row in range(self.text.rows):
+            new = best[row, list(round.columns(row))]
+            self.choices[row] = torch.cat([self.choices[row], new])[-self.drafter.window :]
         proposed, self.proposed = self.proposed, None
-        if draft is proposed:
-            drafted = draft.lengths.tolist()
-            for row in self.open:
-                self.drafter.search.learn(accepted[row], min(accepted[row] + 1, drafted[row]))
+        if round.draft.is_that_of(proposed):
+            accepted = round.accepted
+            for row in round.unfinished:
+                self.drafter.search.learn(accepted[row], min(accepted[row] + 1, round.drafted[row]))
             self.drafter.warn_if_hopeless()
 
     def _part(self, skipped: frozenset[int]) -> CachedModel:

@@ -41,8 +41,6 @@ class Lookup(Drafting):
     A subclass overrides `read` and `look_up`.
     """
 
-    expected = 0.0
-
     def __init__(self, call: Call):
         self.call = call
         self.seen: list[int] | None = None  # columns of each row that were read
@@ -63,8 +61,8 @@ class Lookup(Drafting):
             room = text.max_length - text.lengths[row] - 1
             if room > 0:
                 proposals[row] = self.look_up(row, min(budget, room))
-        self.expected = sum(proposals[row].expected for row in unfinished) / len(unfinished)
-        return as_draft(proposals, text.ids.device)
+        expected = sum(proposals[row].expected for row in unfinished) / len(unfinished)
+        return as_draft(proposals, text.ids.device, expected)
 
     def catch_up(self, text: Text) -> None:
         """Read what was committed since the last time: one transfer to the host."""
@@ -92,8 +90,8 @@ class Lookup(Drafting):
         self.seen = list(text.lengths)
 
 
-def as_draft(proposals: list[Proposal], device: torch.device | str) -> Draft:
-    """Proposals of all rows as one draft without q, on a device; a tree if any of them is one."""
+def as_draft(proposals: list[Proposal], device: torch.device | str, expected: float | None = None) -> Draft:
+    """Proposals of all rows as one draft without q, on a device; a tree if any of them is one. expected: see `Draft`."""
     width = max(len(proposal.tokens) for proposal in proposals)
     if width == 0:
         return Draft.empty(len(proposals), device)
@@ -101,8 +99,8 @@ def as_draft(proposals: list[Proposal], device: torch.device | str) -> Draft:
     tokens = on_device([(p.tokens + blank)[:width] for p in proposals], device)
     lengths = on_device([len(p.tokens) for p in proposals], device)
     if all(p.parents is None for p in proposals):
-        return Draft(tokens, lengths)
+        return Draft(tokens, lengths, expected=expected)
     above = [list(range(-1, len(p.tokens) - 1)) if p.parents is None else p.parents for p in proposals]
     # filler hangs from the root, where every model has a position for it
     parents = on_device([(a + [-1] * width)[:width] for a in above], device)
-    return Draft(tokens, lengths, parents=parents)
+    return Draft(tokens, lengths, parents=parents, expected=expected)

@@ -16,9 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache import SlotCache
-from ..drafts import Draft
+from ..drafts import Draft, Round
 from ..heads.medusa import MedusaHeads, output_size
 from ..host import on_device
+from ..lengths import DraftLength, Length
 from ..parts import Layers, find_layers, unwrapped
 from ..runtime import Masks, require_rewindable
 from ..text import Text
@@ -123,6 +124,11 @@ class MedusaDrafter(Drafter):
         self.rates = {do_sample: Rates(heads.heads) for do_sample in (False, True)}
 
     @property
+    def makes_trees(self) -> bool:
+        """Where the target can verify them."""
+        return self.tree and Masks.of(self.target).trees
+
+    @property
     def modules(self) -> list[nn.Module]:
         return [self.heads]
 
@@ -132,6 +138,12 @@ class MedusaDrafter(Drafter):
 
     def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> TappedModel:
         return TappedModel(model, cache, masks, self.layers, [len(self.layers)], self.final_norm)
+
+    def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
+        length = policy.start(earlier)
+        if self.makes_trees:
+            length.leave_size()
+        return length
 
     def start(self, call: Call) -> MedusaDrafting:
         return MedusaDrafting(self, call)
@@ -155,7 +167,6 @@ class MedusaDrafting(Drafting):
         self.drafter = drafter
         self.call = call
         self.rates = drafter.rates[call.law.do_sample]
-        self.trees = call.length.sized_by_drafter = drafter.tree and call.target.masks.trees
         self.text: Text | None = None
         self.guesses: dict[int, list[Guesses]] = {}  # by row: those of each head, until the target has chosen
         # the target's states at the last token of each row whose next one is committed, [B, H]
@@ -167,17 +178,16 @@ class MedusaDrafting(Drafting):
         self.text = text
         heads = self.drafter.heads
         logits = heads(self.states, self.drafter.target.get_output_embeddings(), budget)  # [D, B, V]
-        if self.trees:
+        if self.drafter.makes_trees:
             return self._tree(text, logits.float())
         tokens = heads.tokens(logits.argmax(-1)).T.to(text.ids.device)
         return Draft(tokens, torch.full_like(tokens[:, 0], tokens.shape[1]))
 
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+    def observe(self, round: Round) -> None:
         """Take the states of what became text, whoever drafted it, and learn what became of the last guesses."""
         if self.states is None:
             return
-        assert isinstance(self.call.target, TappedModel)
-        counts, path = self.call.target.kept
+        counts, path = round.kept, round.path
         hidden = self._seen()
         last = [max(count, 1) - 1 for count in counts]  # ended rows keep nothing
         if path is not None:
@@ -227,7 +237,6 @@ class MedusaDrafting(Drafting):
             trees[row] = best_paths([level[row] for level in rates], limit)
         worth = [sum(place) / len(growing) for place in zip_longest(*(t.worth for t in trees), fillvalue=0.0)]
         count = drafter.nodes or worthwhile(worth, costs, costs.draft if costs else 0.0, limit)
-        self.expected = sum(worth[:count])
         trees = [tree.cut(count) for tree in trees]
         width = max(len(tree.parents) for tree in trees)
         chosen = [
@@ -240,4 +249,5 @@ class MedusaDrafting(Drafting):
             parents=text.ids.new_tensor([[*t.parents, *[-1] * (width - len(t.parents))] for t in trees]).view(
                 text.rows, width
             ),
+            expected=sum(worth[:count]),
         )

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..drafts import Draft
+from ..drafts import Draft, Round
 from ..lengths import DraftLength, Fixed, Length
 from ..text import Text
 from .base import Call, Drafting, Target
@@ -78,9 +78,9 @@ class MergedDrafting(Drafting):
     def propose(self, text: Text, budget: int) -> Draft:
         return merge([member.propose(text, budget) for member in self.members])
 
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+    def observe(self, round: Round) -> None:
         for member in self.members:
-            member.observe(draft, logits, accepted)
+            member.observe(round)
 
 
 def merge(drafts: list[Draft]) -> Draft:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import SlotCache
-from ..drafts import Draft
+from ..drafts import Draft, Round
 from ..law import probabilities
 from ..runtime import CachedModel
 from ..text import Text
@@ -81,7 +81,7 @@ class TranslatedDrafting(ChainDrafting):
         self.fed: list[torch.Tensor] = []  # draft tokens [B, 1] read behind the committed text, one a forward
         self.to_draft = torch.empty(0)
         self.mute = torch.empty(0)
-        self.proposed: tuple[Draft, str, list[int]] | None = None  # while it waits for its verdict: how, for which rows
+        self.proposed: tuple[Draft, str] | None = None  # while it waits for its verdict, and how it was made
 
     def propose(self, text: Text, budget: int) -> Draft:
         runner = self.runner or self._begin(text)
@@ -94,14 +94,13 @@ class TranslatedDrafting(ChainDrafting):
         logits = self._read_committed(runner, text)
         way = self.choice.pick()
         draft = (self._as_tokens if way == TOKENS else self._as_text)(text, budget, room, logits)
-        self.proposed = draft, way, text.unfinished
+        self.proposed = draft, way
         return draft
 
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+    def observe(self, round: Round) -> None:
         """Which way is accepted more; the slots are compared with the text when it has been translated."""
-        if self.proposed is not None and draft is self.proposed[0]:
-            _, way, rows = self.proposed
-            self.choice.observe(way, sum(accepted[row] for row in rows) / len(rows))
+        if self.proposed is not None and round.draft.is_that_of(self.proposed[0]):
+            self.choice.observe(self.proposed[1], round.mean(round.accepted))
         self.proposed = None
 
     def _as_tokens(self, text: Text, budget: int, room: int, logits: torch.Tensor) -> Draft:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from ..drafts import Draft
+from ..drafts import Draft, Round
 from ..text import Text
 from .base import Call, Drafter, Drafting, Target
 from .trees import best_paths
@@ -122,8 +122,6 @@ class RecyclingDrafting(Drafting):
     One table for all rows of the batch: they come from one caller, mostly with one subject, and teach each other.
     """
 
-    expected = 0.0
-
     def __init__(self, drafter: RecyclingDrafter, call: Call):
         self.nodes, self.successors = drafter.nodes, drafter.successors
         self.nothing = call.vocab_size  # the table's last row
@@ -149,21 +147,21 @@ class RecyclingDrafting(Drafting):
         counts = known.sum(1)
         worth = (known * torch.tensor(tree.worth, device=device)).sum()
         width, expected = torch.stack([counts.max().float(), worth]).tolist()
-        self.expected = expected / len(text.unfinished)
         if not width:
             return Draft.empty(text.rows, device)
+        expected /= len(text.unfinished)
         order = (~known).sort(stable=True).indices[:, : int(width)]  # known ones first
         kept = known.gather(1, order)
         tokens = tokens.gather(1, order).where(kept, 0)
         if not self.trees:
-            return Draft(tokens, counts)
+            return Draft(tokens, counts, expected=expected)
         number = torch.nn.functional.pad(known.cumsum(1) - 1, (1, 0), value=-1)  # of a node among the known ones
         above = torch.tensor(tree.parents, device=device).expand(text.rows, -1).gather(1, order)
-        return Draft(tokens, counts, parents=number.gather(1, above + 1).where(kept, -1))
+        return Draft(tokens, counts, parents=number.gather(1, above + 1).where(kept, -1), expected=expected)
 
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+    def observe(self, round: Round) -> None:
         """Learn from every verified node, whoever proposed it."""
-        text = self.text
+        text, draft = self.text, round.draft
         if text is None:
             return
         device = text.ids.device
@@ -171,7 +169,7 @@ class RecyclingDrafting(Drafting):
         drafted = torch.arange(draft.width, device=device) < draft.lengths[:, None]
         real = torch.cat([self.growing, drafted & self.growing], 1)
         tokens = torch.cat([last, draft.tokens], 1).where(real, self.nothing)
-        best = logits.topk(min(self.successors, logits.shape[-1])).indices  # [B, n + 1, k]
+        best = round.logits.topk(min(self.successors, round.logits.shape[-1])).indices  # [B, n + 1, k]
         self.table[tokens.flatten(), : best.shape[-1]] = best.flatten(0, 1).to(device, torch.int32)
         self.table[self.nothing] = -1
         self._begin_round(text)

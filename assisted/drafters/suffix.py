@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
-
-from ..drafts import Draft
+from ..drafts import Draft, Round
 from ..text import Text
 from .base import Call, Drafter, Target
 from .lookup import NOTHING, Lookup, Proposal
@@ -233,7 +231,7 @@ class SuffixDrafting(Lookup):
         self.text = text
         return super().propose(text, budget)
 
-    def observe(self, draft: Draft, logits: torch.Tensor, accepted: list[int]) -> None:
+    def observe(self, round: Round) -> None:
         if self.drafter.past is not None and self.text is not None and self.text.done:
             self.catch_up(self.text)
             counts = self.text.row_tokens

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..cache import Paths, SlotCache
+from ..cache import SlotCache
 from ..parts import Layers, Tap, few_ids, with_children
 from ..runtime import CachedModel, Masks
 
@@ -49,15 +49,10 @@ class TappedModel(CachedModel):
         self.last_only = self.last_only and len(own) not in taps
         self.taps = [self._taps[tap] for tap in sorted(self._taps)]
         self.kind = tuple(sorted(self._taps))
-        self.kept: tuple[list[int], Paths | None] = ([], None)  # what the last `commit` was told
 
     def states(self, tap: int) -> torch.Tensor:
         """What was tapped in the last pass, [B, n, D]."""
         return self.cache.spread(self._taps[tap].hidden)
-
-    def commit(self, counts: list[int], path: Paths | None = None) -> None:
-        super().commit(counts, path)
-        self.kept = counts, path
 
 
 @torch.no_grad()

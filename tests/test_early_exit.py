@@ -105,6 +105,18 @@ def test_another_drafters_tokens_run_through_the_whole(no_fallback):
     assert ours.generate(ids, **CALL).tolist() == model.generate(ids, **CALL).tolist()
 
 
+def test_a_draft_is_finished_from_where_its_front_left_it_among_others(no_fallback):
+    """In a list a draft is handed on: it is still known for what the front has read."""
+    model = target(enough=2)
+    ours = pair(model, ["ngram", "early-exit:2"])
+    ids = torch.arange(1, 16)[None]  # nothing repeats: the copies have nothing at first
+    first = rows_through(model.model.layers[0])
+    ours.generate(ids, **CALL | {"max_new_tokens": 6})
+    report = ours.report
+    assert report.accepted > 0
+    assert sum(first) == 15 + report.drafted + report.target_passes
+
+
 class Broken(Exception):
     pass
 

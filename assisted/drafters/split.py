@@ -69,7 +69,7 @@ class SplitModel(CachedModel):
         begun, self.begun = self.begun, None
         measured, self.measured = self.measured, None
         self.states = {}
-        if draft is None or begun is None or begun.draft is not draft or begun.lengths != self.cache.lengths:
+        if draft is None or begun is None or not draft.is_that_of(begun.draft) or begun.lengths != self.cache.lengths:
             return super().__call__(ids, draft, used)
         try:
             if measured is not None:

@@ -34,10 +34,11 @@ test-all: $(VENV)/.test ## all tests but those of other people's programs
 fuzz: $(VENV)/.test ## random calls on a target alone and on a pair; ARGS="--minutes 10 --seed 1" for more of them
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(or $(ARGS),--cases 80 --jobs 2)
 
-lint: $(VENV)/.test ## ruff (rules and format) and mypy
+lint: $(VENV)/.test ## ruff (rules and format), mypy, and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 format: $(VENV)/.test ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .

@@ -5,7 +5,10 @@ Nothing is written into docs/. The notebooks are rendered as they were committed
 
 from __future__ import annotations
 
+import ast
+import html as markup
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ sys.path[:0] = [str(ROOT / "notebooks"), str(ROOT / "benchmarks")]
 import chart  # noqa: E402
 import render  # noqa: E402
 
-CHART, LIST = "<!-- chart -->", "<!-- notebooks -->"
+CHART, LIST, MAP = "<!-- chart -->", "<!-- notebooks -->", "<!-- map -->"
 _pages: dict[str, render.Page] = {}
 
 
@@ -53,7 +56,24 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     note = _pages.get(page.file.src_uri)
     html = f'<div class="notebook">{note.filled(html)}</div>' if note else html
-    return html.replace(CHART, f'<div class="figure chart">{chart.chart()}</div>')
+    return html.replace(CHART, f'<div class="figure chart">{chart.chart()}</div>').replace(MAP, _map())
+
+
+def _map() -> str:
+    """The rooms of the package, by the layers that `make lint` holds them to, each with the first line of what it says of itself."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    layers = next(contract["layers"] for contract in settings["contracts"] if contract["id"] == "layers")
+    rows = []
+    for layer in layers:
+        rooms = []
+        for name in layer.replace("|", ":").split(":"):
+            path = ROOT / "assisted" / name.strip()
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            says = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+            label = f"{path.name}/" if path.is_dir() else file.name
+            rooms.append(f'<div class="room"><code>{label}</code> {markup.escape(says)}</div>')
+        rows.append(f'<div class="level">{"".join(rooms)}</div>')
+    return f'<div class="map">{"".join(rows)}</div>'
 
 
 def on_serve(server: Any, **_: Any) -> Any:

@@ -12,11 +12,11 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from .adapters import mixes_adapters
-from .masks import Masks
-from .quantization import rounds_by_pass
-from .recurrent import has_uncounted_states
-from .rope import change_of, reads_anew_at
+from .engine.masks import Masks
+from .engine.recurrent import has_uncounted_states
+from .engine.rope import change_of, reads_anew_at
+from .loading.adapters import mixes_adapters
+from .loading.quantization import rounds_by_pass
 
 __all__ = [
     "MIXED",

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import torch
 
+from .distribution import Law
 from .drafters.base import Drafting
 from .drafts import Draft, Round
-from .law import Law
-from .lengths import Length
+from .engine.runner import CachedModel
+from .lengths.base import Length
 from .report import Recorder
-from .runtime import CachedModel
 from .text import Text
 from .verification import judge, judge_in_lockstep
 

@@ -24,23 +24,23 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import drafters, lengths, zoo
-from .adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting
 from .admission import MIXED, OTHER_MODES, require_own_drafting, warn_plain
-from .checkpoints import write_index
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
 from .drafts import Round
-from .files import inside, loading, require_sound
+from .engine.parts import device_of, uncompiled
+from .engine.verifiable import require_verifiable
+from .fast.graphs import Graphs, Lease, require_mode
 from .forwarding import ForwardsToTarget
-from .gguf import load_gguf, named_in, read_config, unmarked
-from .graphs import Graphs, Lease, require_mode
+from .generation import CALL, SeamCall, seam_of
+from .loading.adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting
+from .loading.checkpoints import write_index
+from .loading.files import inside, loading, require_sound
+from .loading.gguf import load_gguf, named_in, read_config, unmarked
+from .loading.quantization import copy_shells, memory_bytes
+from .loading.vocabulary import find_tokenizer
 from .lossy import LossyTypical
-from .parts import device_of, uncompiled
-from .quantization import copy_shells, memory_bytes, save_quantized
 from .report import Recorder, Report
-from .seam import CALL, SeamCall, seam_of
-from .trial import require_verifiable
-from .vocabulary import find_tokenizer
 
 __all__ = ["AssistedModelForCausalLM"]
 
@@ -131,11 +131,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 with its base model; or a GGUF file; or a saved pair.
             draft: what drafts: a Hub id, a folder, `"zoo:draft"`, `"self:nf4"`, or a spec object. Left out, a saved pair
                 brings its own, and any other target drafts from its own text: `"suffix"`.
-            draft_quantization: how a draft named by a path is quantized: a name of `assisted.quantization.NAMES` or a
+            draft_quantization: how a draft named by a path is quantized: a name of `assisted.loading.quantization.NAMES` or a
                 transformers quantization config.
             draft_length: when to stop drafting: "adaptive" (default; measures what pays on this machine, and decodes plainly
                 where nothing does), a number of tokens, "confidence", "heuristic", "adaedl", or a policy object
-                (`assisted.lengths`, `assisted.controller.Adaptive`).
+                (`assisted.lengths`, `assisted.lengths.Adaptive`).
             tokenizer: the target's, where it does not lie beside the model.
             draft_tokenizer: the draft's, where it does not lie beside the draft.
             fast: how passes of the models are run: "auto" (default) captures them in CUDA graphs on a CUDA device, and fuses
@@ -272,7 +272,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         drafter = spec.load(Target(target, tokenizer, path), dtype=target.dtype, **placed, **hub)
         config = AssistedConfig(
             target=target.config,
-            draft=drafters.written(spec),
+            draft=spec.written("draft"),
             draft_length=lengths.to_dict(policy),
             architectures=[
                 AutoModelForCausalLM.__name__
@@ -380,15 +380,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder / "target")
-        for name, drafter in drafters.with_heads(self.spec, self.drafter):
-            drafter.save(folder / name)
-        for name, spec, drafter in drafters.with_models(self.spec, self.drafter):
-            by_path = isinstance(spec.model, str)
-            source = zoo.resolve(spec.model) if by_path else None
-            save_quantized(drafter.models[0] if by_path else spec.model, folder / name, source=source)
-            tokenizer = drafter.tokenizer or self.tokenizer
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder / name)
+        self.spec.save(self.drafter, folder / "draft", self.tokenizer)
         self.config.draft_length = lengths.to_dict(self.draft_length)
         config = copy.copy(self.config)
         if target is not self.target:

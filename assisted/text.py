@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from .host import on_device
+from .engine.host import on_device
 
 __all__ = ["Text"]
 

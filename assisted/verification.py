@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from . import acceptance
+from .distribution import Law, probabilities
 from .drafts import Draft, levels
-from .host import on_device, padded
-from .law import Law, probabilities
+from .engine.host import on_device, padded
 from .text import Text
 
 __all__ = ["Outcome", "judge", "judge_in_lockstep"]

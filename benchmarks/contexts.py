@@ -38,9 +38,9 @@ from assisted.bench import Bars, Prompt, Rules, at_length, pad_token, read, repe
 from assisted.bench.grown import grow
 from assisted.bench.statistics import Interval
 from assisted.drafters.draft_model import ModelDrafting
-from assisted.quantization import memory_bytes
+from assisted.loading.quantization import memory_bytes
+from assisted.loading.vocabulary import find_tokenizer
 from assisted.report import Recorder
-from assisted.vocabulary import find_tokenizer
 
 POSITIONS, TRAINED = 40_960, 1024
 YARN = {

@@ -12,10 +12,10 @@ import torch
 from tables import write_docs
 
 from assisted.bench.bars import Bars
-from assisted.bench.diagnosis import Settings
-from assisted.bench.doctor import examine
-from assisted.bench.findings import told
 from assisted.bench.grown import load_target
+from assisted.doctor.diagnosis import Settings
+from assisted.doctor.examine import examine
+from assisted.doctor.findings import told
 
 
 def main() -> None:

@@ -36,8 +36,8 @@ from assisted.bench import (
     repeated_share,
     speedup,
 )
-from assisted.controller import Adaptive
 from assisted.lengths import AdaEDL, Confidence, DraftLength, Fixed, Heuristic, Length
+from assisted.lengths.adaptive import Adaptive
 
 SETTINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
 

@@ -27,10 +27,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import assisted
 from assisted import AssistedModelForCausalLM, DraftModel, zoo
 from assisted.bench.grown import load_target
-from assisted.cache import SlotCache
-from assisted.fused import fused
-from assisted.graphs import Graphs, Lease
-from assisted.runtime import CachedModel, Masks, is_sum_of_parts
+from assisted.engine.cache import SlotCache
+from assisted.engine.runner import CachedModel, Masks, is_sum_of_parts
+from assisted.fast.fused import fused
+from assisted.fast.graphs import Graphs, Lease
 
 PROMPT = 160  # tokens
 VERIFIED = 5  # columns of a verify pass: a draft of four tokens

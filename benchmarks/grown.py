@@ -21,8 +21,8 @@ from assisted.bench import Contestant, Result, Rules, lookups, of_model, point, 
 from assisted.bench.bars import Bars
 from assisted.bench.grown_head import shipped_head
 from assisted.bench.measure import load
-from assisted.controller import Adaptive
 from assisted.lengths import Fixed
+from assisted.lengths.adaptive import Adaptive
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 # title: target, rules, rows, share of the prompts, whether transformers' own drafting takes part

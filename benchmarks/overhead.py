@@ -22,20 +22,21 @@ import torch
 from shipped_pair import Never
 from tables import about, arguments, figures, publish
 
-from assisted import AssistedModelForCausalLM, DraftModel, decoding, seam
+from assisted import AssistedModelForCausalLM, DraftModel, decoding
+from assisted import generation as seam
 from assisted.bench import Bars, Prompt, Rules, held_out_prompts, pad_token, speedup
 from assisted.bench.grown import load_target
-from assisted.cache import SlotCache
-from assisted.controller import Adaptive
 from assisted.drafters.chain import ChainDrafting
 from assisted.drafters.draft_model import ModelDrafting
 from assisted.drafters.eagle import EagleDrafting
-from assisted.drafters.head_runner import HeadRunner
 from assisted.drafters.lookup import Lookup
+from assisted.engine.cache import SlotCache
+from assisted.engine.runner import CachedModel
 from assisted.heads.eagle import EagleHead
+from assisted.heads.runner import HeadRunner
 from assisted.lengths import Fixed
+from assisted.lengths.adaptive import Adaptive
 from assisted.report import Recorder
-from assisted.runtime import CachedModel
 
 TARGETS = ("zoo:target", "grown:0.25b")
 WARM_UP = 2  # calls

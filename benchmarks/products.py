@@ -15,7 +15,7 @@ from tables import arguments, figures, publish
 from torch import nn
 
 from assisted.bench import machine
-from assisted.products import PackedLinear, packs
+from assisted.fast.products import PackedLinear, packs
 
 COLUMNS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 OUTER, INNER = 4096, 1024

@@ -29,7 +29,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.bench.passes import memory, pass_times
+from assisted.doctor.passes import memory, pass_times
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
 TARGET, DRAFT = "zoo:target", "zoo:draft"

@@ -30,10 +30,10 @@ import torch
 from transformers import AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.bench.laws import Written, compare
-from assisted.bench.passes import pass_times
+from assisted.doctor.laws import Written, compare
+from assisted.doctor.passes import pass_times
 from assisted.notebook import COLOURS, attempt, figure_style, show, slider, table
-from assisted.vocabulary import Vocabulary, shared_tokens
+from assisted.loading.vocabulary import Vocabulary, shared_tokens
 
 TARGET, DRAFT = "zoo:target", "zoo:draft"
 DRAFTS = [DRAFT, "zoo:draft-other-tokenizer", "early-exit:8", "early-exit:4", "ngram"]

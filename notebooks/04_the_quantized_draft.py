@@ -38,7 +38,7 @@ from transformers.utils import logging as transformers_logging
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
-from assisted.quantization import memory_bytes, quantize_copy
+from assisted.loading.quantization import memory_bytes, quantize_copy
 
 TARGET, DRAFT, DEVICE = "zoo:target", "zoo:draft", "cpu"
 # On a GPU of 24 GB try a real pair; this notebook holds eight copies of the target at once, so take a smaller one:

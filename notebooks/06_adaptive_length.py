@@ -37,7 +37,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.controller import Adaptive
+from assisted.lengths.adaptive import Adaptive
 from assisted.drafts import Round
 from assisted.lengths import Confidence, Fixed, Heuristic, Length
 from assisted.notebook import COLOURS, attempt, figure_style, show, table

@@ -37,13 +37,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, Eagle, zoo
-from assisted.fused import fused
+from assisted.fast.fused import fused
 from assisted.heads.eagle import EagleHead
 from assisted.heads.eagle_formats import load_eagle, save_eagle
 from assisted.lengths import Length
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
-from assisted.recurrent import runner_for, slots_for
-from assisted.runtime import Masks
+from assisted.engine.recurrent import runner_for, slots_for
+from assisted.engine.runner import Masks
 from assisted.training.data import pack, tokenize
 from assisted.zoo import corpus
 

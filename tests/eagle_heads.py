@@ -12,11 +12,11 @@ import torch
 from architectures import random_ids
 from transformers import DynamicCache, PreTrainedModel
 
-from assisted.cache import SlotCache
 from assisted.drafters.eagle import find_taps
-from assisted.drafters.tapped import TappedModel
+from assisted.engine.cache import SlotCache
+from assisted.engine.runner import Masks
+from assisted.engine.tapped import TappedModel
 from assisted.heads.eagle import EagleConfig, EagleHead, unrolled_mask
-from assisted.runtime import Masks
 
 __all__ = ["features_of", "random_head", "trained_head", "written"]
 

@@ -9,8 +9,8 @@ import torch
 from architectures import random_ids
 from transformers import PreTrainedModel
 
+from assisted.engine.parts import find_layers
 from assisted.heads.medusa import MedusaHeads, output_size
-from assisted.parts import find_layers
 
 __all__ = ["knowing", "knowing_what_follows", "random_heads"]
 

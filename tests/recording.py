@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from assisted.capture import HostRead, NoHostReads, Pass
+from assisted.fast.capture import HostRead, NoHostReads, Pass
 
 
 class Recording:

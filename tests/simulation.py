@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from assisted.controller import Adaptive
 from assisted.drafts import Draft, Round
 from assisted.lengths import AdaEDL, Confidence, DraftLength, Fixed, Heuristic, Length
+from assisted.lengths.adaptive import Adaptive
 
 VOCABULARY = 16
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from assisted.arguments import (
+from assisted.cli.arguments import (
     add_json_file,
     add_machine,
     add_target,

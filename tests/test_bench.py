@@ -20,12 +20,13 @@ from pairs import pair as built
 from pairs import tokenizer as letters
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from assisted import AssistedModelForCausalLM, bench, capture
+from assisted import AssistedModelForCausalLM, bench
 from assisted.bench import contestants, held_out, protocol, questions
 from assisted.bench.contestants import Contestant, of_model
 from assisted.bench.measure import default_drafts
 from assisted.bench.prompts import SETS
 from assisted.bench.protocol import Rules, race, stream
+from assisted.engine.hooks import obstacle
 
 RULES = Rules(new_tokens=24, repeats=2)
 
@@ -222,10 +223,10 @@ def drafted_by_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[in
 def test_what_counts_passes_keeps_them_from_being_captured():
     """A counter in compiled code would have it compiled anew in every pass."""
     target = built()[0]
-    assert capture.obstacle(target, target.device) is None
+    assert obstacle(target, target.device) is None
     hook = target.register_forward_pre_hook(protocol._Counter(), with_kwargs=True)
     try:
-        assert "has hooks" in str(capture.obstacle(target, target.device))
+        assert "has hooks" in str(obstacle(target, target.device))
     finally:
         hook.remove()
 

@@ -19,7 +19,7 @@ from assisted import bench
 from assisted.bench import plots
 from assisted.bench.page import page
 from assisted.bench.table import COLUMNS
-from assisted.cli import main
+from assisted.cli.main import main
 
 SMALL = ["--count", "1", "--new-tokens", "8", "--repeats", "1", "--no-compile", "--threads", "1"]
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from assisted import cache as module
-from assisted.cache import SlotCache, unsupported_layers
+from assisted.engine import cache as module
+from assisted.engine.cache import SlotCache, unsupported_layers
 
 CPU = torch.device("cpu")
 LAYERS, HEADS = 2, 2

@@ -17,8 +17,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from assisted import AssistedModelForCausalLM, Suffix, chat, cli, zoo
-from assisted.cli import main
+from assisted import AssistedModelForCausalLM, Suffix, chat, zoo
+from assisted.cli import main as cli
+from assisted.cli.main import main
 
 CONTEXT = 512
 PROMPT = "def add(self, other):\n    "
@@ -393,7 +394,7 @@ def test_demo_on_a_terminal_strikes_what_is_rejected(
     pair: AssistedModelForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = pytest.importorskip("rich.console")
-    from assisted import demo
+    from assisted.cli import demo
 
     screen = io.StringIO()
     terminal = console.Console(file=screen, force_terminal=True, color_system="standard", width=100, height=40)
@@ -406,7 +407,7 @@ def test_demo_on_a_terminal_strikes_what_is_rejected(
 
 def test_no_color_means_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
-    from assisted import demo
+    from assisted.cli import demo
 
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
@@ -425,14 +426,14 @@ def test_demo_without_rich_names_the_extra(monkeypatch: pytest.MonkeyPatch, caps
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.delitem(sys.modules, "assisted.demo", raising=False)
+    monkeypatch.delitem(sys.modules, "assisted.cli.demo", raising=False)
     assert main(["demo"]) == 2
     assert 'pip install "assisted[demo]"' in capsys.readouterr().err
 
 
 def test_a_watch_sees_what_happened(pair: AssistedModelForCausalLM) -> None:
     pytest.importorskip("rich")
-    from assisted import demo
+    from assisted.cli import demo
 
     seen: list[tuple[list[int], list[int], list[int]]] = []
     watch = demo.Watch(lambda w: seen.append((list(w.tokens), list(w.pencil), list(w.struck))))
@@ -450,7 +451,7 @@ def test_a_watch_sees_what_happened(pair: AssistedModelForCausalLM) -> None:
 
 def test_pieces_join_to_the_text(pair: AssistedModelForCausalLM) -> None:
     pytest.importorskip("rich")
-    from assisted import demo
+    from assisted.cli import demo
 
     text = "x = 'naïve — ☃'\n"
     pieces = demo._pieces(pair.tokenizer, pair.tokenizer(text).input_ids)
@@ -472,7 +473,7 @@ def test_zoo_list(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_zoo_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from assisted.zoo import train
+    from assisted.recipe import train
 
     called: list[tuple[Any, ...]] = []
 

@@ -9,8 +9,9 @@ from architectures import build, half_right, random_ids
 from eagle_heads import trained_head, written
 from pairs import BY_NAME
 
-from assisted import AssistedModelForCausalLM, Eagle, Merged, capture, decoding, graphs, products
-from assisted.graphs import Graphs
+from assisted import AssistedModelForCausalLM, Eagle, Merged, decoding
+from assisted.fast import capture, graphs, products
+from assisted.fast.graphs import Graphs
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,8 @@ def used(name):
     return model, ids
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_neox", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 def test_one_code_serves_every_shape(name):
     target = build(BY_NAME[name])
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4, fast="compile")

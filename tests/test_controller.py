@@ -13,10 +13,10 @@ from simulation import HOPELESS, PAIRS, Pair, Source, laws, oracle, simulate
 
 from assisted import AssistedModelForCausalLM
 from assisted.bench import held_out_prompts
-from assisted.controller import Adaptive
 from assisted.drafts import Round
-from assisted.estimates import Curve, Reliability, confidence_bin
 from assisted.lengths import Confidence, Costs, Fixed, from_dict, to_dict
+from assisted.lengths.adaptive import Adaptive
+from assisted.lengths.estimates import Curve, Reliability, confidence_bin
 
 TOKENS = 2000
 SOURCES = {

@@ -24,7 +24,7 @@ from test_quantization import MODULES, llama
 from transformers import PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, Combined, DraftModel, Suffix
-from assisted.quantization import NAMES, quantize_copy
+from assisted.loading.quantization import NAMES, quantize_copy
 
 CALL: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 MORE: dict[str, Callable[[PreTrainedModel], Any]] = {

@@ -7,10 +7,11 @@ from pairs import CALL, no_fallback
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from assisted import AssistedModelForCausalLM, seam
+from assisted import AssistedModelForCausalLM
+from assisted import generation as seam
 from assisted.drafters import draft_model
+from assisted.engine.runner import CachedModel
 from assisted.lengths import Confidence
-from assisted.runtime import CachedModel
 
 LENGTH = 4
 READS = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "numpy", "nonzero", "equal"}

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from assisted import drafters
-from assisted.cli import main
+from assisted.cli.main import main
+from assisted.drafters import registry
 
 ROOT = Path(__file__).parent.parent
 NOT_RUN = "<!-- not run -->"
@@ -70,7 +71,9 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for module in NEEDS.findall(page.read_text(encoding="utf-8")):
         pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)  # a block may save a model
-    monkeypatch.setattr(drafters, "METHODS", dict(drafters.METHODS))  # or register a method
+    methods = dict(registry.METHODS)  # or register a method
+    for module in (drafters, registry):
+        monkeypatch.setattr(module, "METHODS", methods)
     namespace: dict[str, object] = {"__name__": "__docs__"}
     for block in python_blocks(page):
         if block.run:

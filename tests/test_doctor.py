@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from pairs import BY_NAME, CALL, pair, tokenizer
 
 from assisted import AssistedModelForCausalLM
-from assisted.bench.diagnosis import Check, Diagnosis, Examination, Settings
-from assisted.bench.doctor import examine, read_prompts
-from assisted.bench.findings import advice, bottlenecks, told
-from assisted.bench.forecast import Drafts, Expected, Token, expect, half_as_wrong, marks, tree_columns
-from assisted.bench.laws import Laws, Written, compare
-from assisted.bench.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
-from assisted.bench.recording import Never, Recorded, Step
 from assisted.bench.statistics import Interval
-from assisted.bench.trials import starts
-from assisted.cli import main
+from assisted.cli.main import main
+from assisted.doctor.diagnosis import Check, Diagnosis, Examination, Settings
+from assisted.doctor.examine import examine, read_prompts
+from assisted.doctor.findings import advice, bottlenecks, told
+from assisted.doctor.forecast import Drafts, Expected, Token, expect, half_as_wrong, marks, tree_columns
+from assisted.doctor.laws import Laws, Written, compare
+from assisted.doctor.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
+from assisted.doctor.recording import Never, Recorded, Step
+from assisted.doctor.trials import starts
 from assisted.lengths import Costs
 
 COSTS = Costs(((1, 1.0), (2, 1.1), (16, 1.5)), 0.1)

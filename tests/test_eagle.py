@@ -23,10 +23,10 @@ from assisted import AssistedModelForCausalLM, Merged, decoding, zoo
 from assisted.drafters import Eagle
 from assisted.drafters import eagle as module
 from assisted.drafters.eagle import EagleDrafter, EagleDrafting
-from assisted.drafters.head_runner import HeadRunner
-from assisted.drafters.rates import Rates
 from assisted.drafts import Draft
+from assisted.heads.runner import HeadRunner
 from assisted.lengths import Confidence
+from assisted.lengths.rates import Rates
 
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
 

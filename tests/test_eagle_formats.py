@@ -16,13 +16,14 @@ from pairs import pair
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
-from assisted import files, zoo
+from assisted import zoo
 from assisted.drafters import DraftModel, Eagle, parse
 from assisted.heads.eagle import EagleConfig, EagleHead, unrolled_mask
 from assisted.heads.eagle_formats import load_eagle, save_eagle
 from assisted.heads.files import public_name
 from assisted.heads.kinds import kind_of
 from assisted.heads.medusa import MedusaHeads
+from assisted.loading import files
 
 VOCABULARY, WIDTH, DRAFT = 96, 32, 40
 

@@ -12,9 +12,10 @@ from pairs import BY_NAME, ENDS
 from test_parts import assert_same, snapshot
 
 from assisted import AssistedModelForCausalLM, EarlyExit, decoding
-from assisted.drafters import early_exit, split
+from assisted.drafters import early_exit
 from assisted.drafters.chain import predicted_speedup
 from assisted.drafters.exit_choice import ExitChoice
+from assisted.engine import split
 from assisted.lengths import Confidence
 
 CALL = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from transformers import dynamic_module_utils
 
 from assisted import AssistedModelForCausalLM, drafters
-from assisted.files import inside, require_sound
 from assisted.heads.eagle import EagleHead
 from assisted.heads.eagle_formats import load_eagle, save_eagle
 from assisted.heads.medusa import MedusaHeads
+from assisted.loading.files import inside, require_sound
 
 ABSURD = [4000, 10**18, 0, -1, "2", 1.5, float("nan"), float("inf"), True, [2], {}]
 EAGLE_SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]

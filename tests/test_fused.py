@@ -8,11 +8,13 @@ from architectures import ARCHITECTURES, build, half_right, random_ids
 from pairs import BY_NAME
 from test_parts import assert_same, snapshot
 
-from assisted import AssistedModelForCausalLM, fused, products, seam
-from assisted.cache import SlotCache
+from assisted import AssistedModelForCausalLM
+from assisted import generation as seam
 from assisted.drafters import draft_model
 from assisted.drafts import Draft
-from assisted.runtime import CachedModel, Masks
+from assisted.engine.cache import SlotCache
+from assisted.engine.runner import CachedModel, Masks
+from assisted.fast import fused, products
 
 FAMILY = ["llama", "mistral", "mistral-window", "qwen2", "qwen3"]
 ROUNDING = 1e-4  # the random models' logits have a spread of some units

@@ -5,10 +5,10 @@ import torch
 from eagle_heads import random_head
 from pairs import ROUNDING, pair
 
-from assisted.drafters import fused_head as module
-from assisted.drafters.fused_head import fused_head, source_of
-from assisted.drafters.head_runner import HeadRunner
-from assisted.fused import FusedLayer
+from assisted.fast.fused import FusedLayer
+from assisted.heads import fused as module
+from assisted.heads.fused import fused_head, source_of
+from assisted.heads.runner import HeadRunner
 
 KINDS = {
     "plain": {},

@@ -14,7 +14,9 @@ from fuzz.command import main
 from fuzz.minimise import minimised
 from fuzz.running import NEAR, Outcome, run, same_text
 
-from assisted import acceptance, decoding, runtime, sources
+from assisted import acceptance, decoding
+from assisted.engine import runner as runtime
+from assisted.fast import sources
 
 ARGUMENTS = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
 SOUND = Case(

@@ -14,12 +14,16 @@ from pairs import CALL, ENDS, no_fallback, prompt
 from recording import Recording
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_law, p_value, tiny
 
-from assisted import AssistedModelForCausalLM, Eagle, capture, decoding, graphs, runtime, seam, shapes
-from assisted.cache import SlotCache
+from assisted import AssistedModelForCausalLM, Eagle, decoding
+from assisted import generation as seam
 from assisted.drafters import draft_model, eagle
 from assisted.drafts import Draft
-from assisted.graphs import Graphs, Lease
-from assisted.runtime import CachedModel, Masks
+from assisted.engine import runner as runtime
+from assisted.engine import shapes
+from assisted.engine.cache import SlotCache
+from assisted.engine.runner import CachedModel, Masks
+from assisted.fast import capture, graphs
+from assisted.fast.graphs import Graphs, Lease
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 WITH_SLOTS = [a for a in ARCHITECTURES if a.masks != "2d" and a.name != "llama4"]

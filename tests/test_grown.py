@@ -19,7 +19,7 @@ from assisted import AssistedModelForCausalLM, zoo
 from assisted.bench import grown
 from assisted.bench.grown import SHAPES, Shape, grow, layer_places, load_target
 from assisted.bench.measure import load
-from assisted.cli import main
+from assisted.cli.main import main
 
 WIDE = Shape(96, 160, 5, 12, 4)
 ROUNDING = 1e-4  # float32 sums in another order, on logits of about 3

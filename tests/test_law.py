@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessorList
 
+from assisted.distribution import _NOT_YET, _PREFIX_FREE, _PREFIX_READING, Law, probabilities
 from assisted.drafts import Draft
-from assisted.law import _NOT_YET, _PREFIX_FREE, _PREFIX_READING, Law, probabilities
 
 VOCABULARY = 12
 LENGTHS = [1, 6, 9]  # committed tokens of each row

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from assisted.controller import Adaptive
 from assisted.drafts import Round
 from assisted.lengths import AdaEDL, Confidence, Costs, Fixed, Heuristic, from_dict, policies, resolve, to_dict
+from assisted.lengths.adaptive import Adaptive
 
 COSTS = Costs(((1, 0.004), (2, 0.005)), 0.001)
 

@@ -11,9 +11,9 @@ from medusa_heads import knowing, random_heads
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt
 
 from assisted import AssistedModelForCausalLM, Medusa, Suffix, decoding
-from assisted.controller import Adaptive
 from assisted.drafters import medusa, parse
 from assisted.lengths import Costs
+from assisted.lengths.adaptive import Adaptive
 
 NEW = 24
 

@@ -11,9 +11,9 @@ from pairs import BY_NAME, CALL, no_fallback
 from transformers import LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, Merged, Suffix, decoding
+from assisted.distribution import Law
 from assisted.drafters.merged import merge
 from assisted.drafts import Draft
-from assisted.law import Law
 
 
 @pytest.fixture(autouse=True)

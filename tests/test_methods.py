@@ -57,7 +57,13 @@ def test_equals_plain(architecture, method):
         assert model.totals.accepted > 0
 
 
-@pytest.mark.parametrize("setting", [{}, {"temperature": 0.6, "top_p": 0.9}], ids=["plain", "temperature and top-p"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="plain"),
+        pytest.param({"temperature": 0.6, "top_p": 0.9}, id="temperature and top-p"),
+    ],
+)
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 def test_sampling_follows_the_targets_law(method, setting):
     target = tiny(0, layers=2)

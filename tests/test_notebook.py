@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from assisted import notebook
 from assisted.notebook import COLOURS, INK, attempt, figure_style, show, slider, table
+from assisted.notebook import kit as notebook
 
 
 def doubled(candidate) -> None:

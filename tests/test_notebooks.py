@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from assisted import notebook
+from assisted.notebook import kit as notebook
 
 ROOT = Path(__file__).parent.parent
 pytest.importorskip("jupytext", reason="pip install '.[notebooks]'")

@@ -112,7 +112,11 @@ def warned(run: Any) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("kind", caches())
+@pytest.mark.parametrize(
+    "kind",
+    # quanto compiles its kernels when they are first called
+    [pytest.param(kind, marks=[pytest.mark.slow] if kind == "quantized" else []) for kind in caches()],
+)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_other_caches_of_the_callers_are_filled_by_plain_decoding(name: str, kind: str, rows: int) -> None:
     if kind == "offloaded" and not torch.accelerator.is_available():
@@ -137,6 +141,7 @@ def test_other_caches_of_the_callers_are_filled_by_plain_decoding(name: str, kin
     assert ours.tolist() == target.generate(past_key_values=first, **call).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.quant
 @pytest.mark.skipif(not is_optimum_quanto_available(), reason="no quanto here")
 def test_a_quantized_cache_makes_another_text_and_that_is_plains() -> None:

@@ -12,9 +12,9 @@ from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SEQUENCES, VOCABULARY, coun
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, zoo
+from assisted.distribution import probabilities
 from assisted.drafters import ModelDrafter
 from assisted.drafters.other_tokenizer import TranslatedDrafter, TranslatedDrafting, _Choice
-from assisted.law import probabilities
 from assisted.lengths import Fixed
 
 WAYS = [("text",), ("tokens",), ("text", "tokens")]
@@ -222,7 +222,12 @@ SETTINGS = [{}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.8, "repetition_pen
 
 @pytest.mark.parametrize(
     ("ways", "setting"),
-    [*((("tokens",), setting) for setting in SETTINGS), (("text",), {}), (("tokens", "text"), SETTINGS[1])],
+    [
+        (("tokens",), SETTINGS[2]),
+        (("tokens", "text"), SETTINGS[1]),
+        *(pytest.param(("tokens",), setting, marks=pytest.mark.slow) for setting in SETTINGS[:2]),
+        pytest.param(("text",), {}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("theirs", OTHERS)

@@ -10,8 +10,8 @@ from architectures import ARCHITECTURES, build, random_ids
 from pairs import BY_NAME
 from torch import nn
 
-from assisted.parts import back, find_layers, front, tapped, with_children
-from assisted.runtime import is_rewindable
+from assisted.engine.parts import back, find_layers, front, tapped, with_children
+from assisted.engine.runner import is_rewindable
 
 
 def snapshot(model):

@@ -14,9 +14,9 @@ from pairs import BY_NAME, CALL, no_fallback, prompt, tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, DraftModel
-from assisted.adapters import base_path, has_adapter
 from assisted.drafters import parse
-from assisted.quantization import load_quantized
+from assisted.loading.adapters import base_path, has_adapter
+from assisted.loading.quantization import load_quantized
 
 peft = pytest.importorskip("peft")
 
@@ -100,7 +100,7 @@ def test_an_adapter_beside_a_model(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_without_peft_the_error_names_it(base: Path, adapter: Path, role: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("assisted.adapters.is_peft_available", lambda: False)
+    monkeypatch.setattr("assisted.loading.adapters.is_peft_available", lambda: False)
     where = {"target": base, "draft": base} | {role: adapter}
     with pytest.raises(ImportError, match=f"{role}: .*pip install peft"):
         AssistedModelForCausalLM.from_pretrained(where["target"], draft=where["draft"])

@@ -8,8 +8,9 @@ from pairs import CALL, pair, prompt
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from assisted import AssistedModelForCausalLM, products
-from assisted.products import PackedLinear, Product, may_copy, packs
+from assisted import AssistedModelForCausalLM
+from assisted.fast import products
+from assisted.fast.products import PackedLinear, Product, may_copy, packs
 
 TYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2**-6}

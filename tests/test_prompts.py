@@ -11,10 +11,12 @@ from medusa_heads import knowing_what_follows as knowing
 from methods import eagle_3
 from pairs import CALL, ROUNDING, no_fallback, pair
 
-from assisted import AssistedModelForCausalLM, Eagle, Medusa, decoding, fused, prompts
-from assisted.cache import SlotCache
-from assisted.prompts import groups
-from assisted.runtime import CachedModel, Masks
+from assisted import AssistedModelForCausalLM, Eagle, Medusa, decoding
+from assisted.engine import prefill as prompts
+from assisted.engine.cache import SlotCache
+from assisted.engine.prefill import groups
+from assisted.engine.runner import CachedModel, Masks
+from assisted.fast import fused
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,15 @@ from transformers import (
 )
 
 from assisted import AssistedModelForCausalLM
-from assisted.quantization import BACKENDS, NAMES, load_quantized, memory_bytes, quantize_copy, resolve, save_quantized
+from assisted.loading.quantization import (
+    BACKENDS,
+    NAMES,
+    load_quantized,
+    memory_bytes,
+    quantize_copy,
+    resolve,
+    save_quantized,
+)
 
 MODULES = {
     "nf4": "bitsandbytes",

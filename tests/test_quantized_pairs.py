@@ -17,7 +17,7 @@ from test_quantization import MODULES, llama
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, QuantoConfig, TorchAoConfig
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.quantization import NAMES, load_quantized, resolve
+from assisted.loading.quantization import NAMES, load_quantized, resolve
 
 DTYPES = [torch.float32, torch.bfloat16]
 STEPS = {"int8", "int8 of torchao, activations too"}  # activations are rounded to 8 bits: see `compare`

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assisted.drafters.rates import Rates
+from assisted.lengths.rates import Rates
 
 GUESSES = torch.tensor([[0.7, 0.15]])
 ASKED = torch.tensor([True])

@@ -16,12 +16,14 @@ from test_sampling import NEW_TOKENS as SAMPLED
 from test_sampling import tiny as tiny_llama
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from assisted import AssistedModelForCausalLM, decoding, recurrent, trial
+from assisted import AssistedModelForCausalLM, decoding
 from assisted.drafters.base import Drafter, Drafting
 from assisted.drafts import Draft
-from assisted.recurrent import RecurrentCache, RecurrentModel, is_recurrent, runner_for
-from assisted.runtime import CachedModel, Masks, is_rewindable, require_rewindable
-from assisted.trial import require_verifiable
+from assisted.engine import recurrent
+from assisted.engine import verifiable as trial
+from assisted.engine.recurrent import RecurrentCache, RecurrentModel, is_recurrent, runner_for
+from assisted.engine.runner import CachedModel, Masks, is_rewindable, require_rewindable
+from assisted.engine.verifiable import require_verifiable
 
 PAGE = Path(__file__).parent.parent / "docs" / "concepts" / "recurrent-targets.md"
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + RECURRENT + REFUSED}

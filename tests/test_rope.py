@@ -13,8 +13,8 @@ from transformers import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from assisted import AssistedModelForCausalLM
-from assisted.rope import Change, change_of, reads_anew_at
-from assisted.runtime import CachedModel
+from assisted.engine.rope import Change, change_of, reads_anew_at
+from assisted.engine.runner import CachedModel
 
 ORIGINAL = 64
 THETA = {"rope_theta": 10000.0}

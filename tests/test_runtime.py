@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, T5Config, T5ForConditionalGeneration
 
 from assisted import AssistedModelForCausalLM
-from assisted.cache import SlotCache
 from assisted.drafts import Draft
-from assisted.runtime import CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
+from assisted.engine.cache import SlotCache
+from assisted.engine.hooks import is_untouched
+from assisted.engine.runner import CachedModel, Masks, is_sum_of_parts, require_rewindable
 
 ROUNDING = 1e-3  # float32 sums in another order; a wrong mask or slot shows at 0.1 and more
 LIMIT = 80

@@ -11,9 +11,10 @@ from architectures import ARCHITECTURES, build, half_right, random_ids
 from pairs import BY_NAME, prompt
 from transformers import LlamaForCausalLM
 
-from assisted import AssistedModelForCausalLM, trial
-from assisted.signatures import generate_passes, takes
-from assisted.trial import TESTED, require_verifiable
+from assisted import AssistedModelForCausalLM
+from assisted.engine import verifiable as trial
+from assisted.engine.signatures import generate_passes, takes
+from assisted.engine.verifiable import TESTED, require_verifiable
 
 CALL = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

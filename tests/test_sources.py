@@ -19,8 +19,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from assisted import AssistedModelForCausalLM, fused, products
-from assisted.sources import Modules, Weights, has_hooks
+from assisted import AssistedModelForCausalLM
+from assisted.engine.hooks import has_hooks
+from assisted.fast import fused, products
+from assisted.fast.sources import Modules, Weights
 
 CALL = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 

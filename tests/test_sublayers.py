@@ -6,9 +6,9 @@ from architectures import ARCHITECTURES, build, random_ids
 from pairs import BY_NAME
 from test_parts import assert_same, run, snapshot
 
-from assisted.parts import find_layers
-from assisted.runtime import is_rewindable
-from assisted.sublayers import find_sublayers, without
+from assisted.engine.parts import find_layers
+from assisted.engine.runner import is_rewindable
+from assisted.engine.sublayers import find_sublayers, without
 
 WHOLE = {
     "gemma3n": "adds a path of its own beside attention and MLP",

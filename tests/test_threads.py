@@ -12,7 +12,8 @@ from pairs import BY_NAME, CALL, tokenizer
 from transformers import TextIteratorStreamer
 
 from assisted import AssistedModelForCausalLM, Combined, Suffix
-from assisted.drafters import exit_choice, rates, skip_search
+from assisted.drafters import exit_choice, skip_search
+from assisted.lengths import rates
 
 THREADS = 4
 TURNS = 2

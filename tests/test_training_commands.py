@@ -12,7 +12,7 @@ from pairs import tokenizer as tiny_tokenizer
 from safetensors.torch import load_file
 
 from assisted import zoo
-from assisted.cli import main
+from assisted.cli.main import main
 
 
 @pytest.fixture(scope="module")

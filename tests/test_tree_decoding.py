@@ -15,9 +15,9 @@ from test_text import Streamer
 from test_traps import Remembers
 
 from assisted import AssistedModelForCausalLM, Merged, Suffix, acceptance, decoding
+from assisted.distribution import probabilities
 from assisted.drafters.base import Drafter, Drafting
 from assisted.drafts import Draft
-from assisted.law import probabilities
 
 NEW_TOKENS = 20
 NODES = 10

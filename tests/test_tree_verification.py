@@ -17,9 +17,9 @@ from test_runtime import BY_NAME, LIMIT, ROUNDING, Rows, alone
 from trees import any_parents, walk
 
 from assisted import AssistedModelForCausalLM, Merged, Suffix, TokenRecycling
-from assisted.cache import SlotCache
 from assisted.drafts import Draft
-from assisted.runtime import CachedModel, Masks
+from assisted.engine.cache import SlotCache
+from assisted.engine.runner import CachedModel, Masks
 
 TREES = ["llama", "mistral-window", "gemma2", "gemma3", "qwen3_moe", "gpt2", "deepseek_v3"]  # windows are of 8 tokens
 SOFT_CAPPED = ("gemma2", "sdpa")  # scores cannot be capped there

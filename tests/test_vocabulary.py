@@ -7,7 +7,7 @@ from made_tokenizers import byte_level, characters, pieces
 from pairs import pair
 from test_robustness import resized
 
-from assisted.vocabulary import Vocabulary, same_tokens, shared_tokens
+from assisted.loading.vocabulary import Vocabulary, same_tokens, shared_tokens
 
 TOKENIZERS = {
     "bytes": byte_level(),

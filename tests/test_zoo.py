@@ -16,10 +16,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assisted import AssistedModelForCausalLM, cli, zoo
+from assisted import AssistedModelForCausalLM, zoo
+from assisted.cli import main as cli
 from assisted.drafters.other_tokenizer import TranslatedDrafter
-from assisted.zoo import corpus, recipe, train
-from assisted.zoo.recipe import RECIPES, Phase, Recipe
+from assisted.recipe import shapes as recipe
+from assisted.recipe import train
+from assisted.recipe.shapes import RECIPES, Phase, Recipe
+from assisted.zoo import corpus
 
 # ---- names
 

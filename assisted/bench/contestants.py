@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import CompileConfig, PreTrainedModel
 
+from ..loading.quantization import memory_bytes
 from ..modeling import AssistedModelForCausalLM
-from ..quantization import memory_bytes
 
 __all__ = ["LOOKUPS", "PEERS", "Contestant", "assisted", "lookups", "of_model", "peers", "plain"]
 

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .. import zoo
-from ..vocabulary import find_tokenizer
+from ..loading.vocabulary import find_tokenizer
 
 __all__ = ["SHAPES", "Shape", "grow", "is_name", "is_shipped", "layer_places", "load_target", "note", "save"]
 

@@ -5,24 +5,27 @@ Knows drafts, the text they continue and the model that will judge them; nothing
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache import SlotCache
+from ..distribution import Law
 from ..drafts import Draft, Round
-from ..graphs import Lease
-from ..law import Law
-from ..lengths import DraftLength, Length
-from ..recurrent import runner_for
-from ..runtime import CachedModel, Masks
+from ..engine.cache import SlotCache
+from ..engine.recurrent import runner_for
+from ..engine.runner import CachedModel, Masks
+from ..fast.graphs import Lease
+from ..lengths.base import DraftLength, Length
+from ..loading.files import inside
 from ..text import Text
 
-__all__ = ["Call", "Drafter", "Drafting", "Spec", "Target"]
+__all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Spec", "Target"]
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,6 @@ class Drafter:
         """All modules of its own, models and heads: they move with the target."""
         return list(self.models)
 
-    def save(self, folder: Path) -> None:
-        """Write the heads that were loaded, so that the spec reads them from there; for drafters that have heads."""
-        raise NotImplementedError
-
     def start(self, call: Call) -> Drafting:
         """The state for one `generate`. Cheap: work is done in `propose`, where a failure costs speed only."""
         raise NotImplementedError
@@ -118,14 +117,61 @@ class Drafter:
         return runner_for(model)(model, cache, masks)
 
 
-class Spec(Protocol):
-    """How a caller writes down a method: a frozen dataclass, stored with a saved pair.
+class Spec:
+    """How a caller writes down a method: a frozen dataclass, stored with a saved pair. What is saved are its fields, but for
+    those whose metadata says {"saved": False}.
 
-    Those of this package say what kind of method they are, for the table of methods in the documentation: `trained`, somebody
-    has to train it for the target; `trees`, it can propose token trees; `has_law`, sampled drafts come with q. None says
-    that it depends on what they are made of.
+    A spec says what kind of method it is, for the table of methods in the documentation: `trained`, somebody has to train it
+    for the target; `trees`, it can propose token trees; `has_law`, sampled drafts come with q. None says that it depends on
+    what it is made of.
     """
+
+    name: ClassVar[str]
+    """Begins its string, and stands for it in config.json. Where there is a `named(rest)`, that is the spec behind
+    `"name:rest"`."""
+    trained: ClassVar[bool | None] = False
+    trees: ClassVar[bool | None] = False
+    has_law: ClassVar[bool | None] = False
 
     def load(self, target: Target, **kwargs: Any) -> Drafter:
         """The drafter for this target. Raises ValueError for what cannot work together."""
-        ...
+        raise NotImplementedError
+
+    def parts(self) -> Sequence[Spec]:
+        """The specs that it is made of, in order: itself, unless there are several."""
+        return [self]
+
+    def written(self, folder: str) -> dict[str, Any]:
+        """As config.json holds it. folder: in a saved pair, of what `save` writes."""
+        fields = [field.name for field in dataclasses.fields(self) if field.metadata.get("saved", True)]  # type: ignore[arg-type]
+        values = {name: getattr(self, name) for name in fields}
+        plain = {name: value.to_dict() if hasattr(value, "to_dict") else value for name, value in values.items()}
+        return {"method": self.name, **plain}
+
+    @classmethod
+    def read(cls, fields: dict[str, Any], pair: Path) -> Spec:
+        """What `written` wrote. pair: the folder of the saved pair. Raises ValueError for fields that it cannot have."""
+        unknown = fields.keys() - {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if unknown:
+            raise ValueError(f"draft: {pair / 'config.json'}: {min(unknown)} is no field of {cls.__name__}")
+        return cls(**fields)
+
+    def save(self, drafter: Any, path: Path, tokenizer: Any) -> None:
+        """Write the model or the heads that `load` returned, for methods that have some, so that `read` finds them.
+
+        drafter: what was loaded. path: the folder. tokenizer: the target's, None where there is none.
+        """
+
+
+class HeadSpec(Spec):
+    """A method whose trained heads lie at a path, in a folder of their own in a saved pair."""
+
+    def written(self, folder: str) -> dict[str, Any]:
+        return super().written(folder) | {"path": folder}
+
+    @classmethod
+    def read(cls, fields: dict[str, Any], pair: Path) -> Spec:
+        return super().read(fields | {"path": str(inside(pair, fields["path"], "draft.path"))}, pair)
+
+    def save(self, drafter: Any, path: Path, tokenizer: Any) -> None:
+        drafter.save(path)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 
 from .. import acceptance
+from ..distribution import probabilities
 from ..drafts import Draft
-from ..host import on_device
-from ..law import probabilities
-from ..runtime import CachedModel
+from ..engine.host import on_device
+from ..engine.runner import CachedModel
 from ..text import Text
 from .base import Call, Drafting
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..cache import SlotCache
 from ..drafts import Draft, Round
-from ..lengths import DraftLength, Length
-from ..runtime import CachedModel, Masks
+from ..engine.cache import SlotCache
+from ..engine.runner import CachedModel, Masks
+from ..lengths.base import DraftLength, Length
 from ..text import Text
-from .base import Call, Drafter, Drafting, Target
+from .base import Call, Drafter, Drafting, Spec, Target
+from .registry import parse, read
 
 __all__ = ["Combined", "CombinedDrafter"]
 
@@ -28,7 +30,7 @@ CERTAIN = 2.0  # expected tokens that a cheap draft is taken for while the other
 
 
 @dataclass(frozen=True)
-class Combined:
+class Combined(Spec):
     """Several drafters in order, the cheapest first: `["suffix", "zoo:draft"]`.
 
     Each round they are asked in this order. A drafter that knows what its proposal is worth before the target has seen it
@@ -40,6 +42,7 @@ class Combined:
             layers or hidden states.
     """
 
+    name: ClassVar[str] = "combined"
     trained: ClassVar[bool | None] = None
     trees: ClassVar[bool | None] = None
     has_law: ClassVar[bool | None] = None
@@ -50,6 +53,21 @@ class Combined:
         object.__setattr__(self, "drafters", tuple(self.drafters))
         if len(self.drafters) < 2:
             raise ValueError(f"draft: {list(self.drafters)} is no combination; name at least two drafters")
+
+    def parts(self) -> Sequence[Spec]:
+        return [parse(draft) for draft in self.drafters]
+
+    def written(self, folder: str) -> dict[str, Any]:
+        parts = [part.written(f"{folder}-{place}") for place, part in enumerate(self.parts())]
+        return {"method": self.name, "drafters": parts}
+
+    @classmethod
+    def read(cls, fields: dict[str, Any], pair: Path) -> Spec:
+        return cls(tuple(read(part, pair) for part in fields["drafters"]))
+
+    def save(self, drafter: Any, path: Path, tokenizer: Any) -> None:
+        for place, (part, member) in enumerate(zip(self.parts(), drafter.members, strict=True)):
+            part.save(member, path.with_name(f"{path.name}-{place}"), tokenizer)
 
     def load(self, target: Target, **kwargs: Any) -> CombinedDrafter:
         """Load every drafter. Raises ValueError for those that do not fit the target or each other."""
@@ -98,8 +116,6 @@ class CombinedDrafter(Drafter):
 
 def load_all(drafters: tuple[Any, ...], target: Target, **kwargs: Any) -> list[Drafter]:
     """Every drafter of a list. Raises ValueError where two of them want to run the target in their own way."""
-    from . import parse  # the registry knows this module
-
     members = [parse(draft).load(target, **kwargs) for draft in drafters]
     if sum(_has_own_way(member) for member in members) > 1:
         raise ValueError("draft: only one drafter of a list may draft with the target's own layers or hidden states")

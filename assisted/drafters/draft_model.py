@@ -1,54 +1,47 @@
-"""Drafting with a causal LM: a small model of the same vocabulary, or a quantized copy of the target.
+"""Drafting with a small causal LM, 2211.17192, 2302.01318: which one, and whether its tokens are the target's.
 
-2211.17192, 2302.01318. The draft keeps slots of its own and reads, each round, what the target committed since.
+Knows loading and vocabularies; how the model drafts is in model_drafter.py, and in other_tokenizer.py where it is translated.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import zoo
-from ..adapters import base_path, require_in_layers, trusting
-from ..cache import SlotCache
-from ..drafts import Draft, Round
-from ..files import loading, require_sound
-from ..fused import fused
-from ..gguf import load_gguf, named_in
-from ..graphs import Graphs, Lease
-from ..host import on_device
-from ..parts import uncompiled, unwrapped
-from ..quantization import load_quantized
-from ..recurrent import RecurrentCache, is_recurrent
-from ..runtime import CachedModel, Masks, is_sum_of_parts, is_untouched, require_rewindable
-from ..text import Text
-from ..vocabulary import find_tokenizer, same_tokens
-from .base import Call, Drafter, Drafting, Target
-from .chain import ChainDrafting
+from ..engine.parts import uncompiled, unwrapped
+from ..engine.runner import require_rewindable
+from ..loading.adapters import base_path, require_in_layers, trusting
+from ..loading.files import inside, loading, require_sound
+from ..loading.gguf import load_gguf, named_in
+from ..loading.quantization import load_quantized, save_quantized
+from ..loading.vocabulary import find_tokenizer, same_tokens
+from .base import Spec, Target
+from .model_drafter import ModelDrafter
+from .other_tokenizer import TranslatedDrafter
 
-__all__ = ["DraftModel", "ModelDrafter"]
+__all__ = ["DraftModel"]
 
 
 @dataclass(frozen=True)
-class DraftModel:
+class DraftModel(Spec):
     """A small causal LM drafts: `"Qwen/Qwen3-0.6B"`, a folder, `"zoo:draft"`, or a model already loaded.
 
     Args:
         model: Hub id, folder, GGUF file or `zoo:` name; or a PreTrainedModel, also one that PEFT put an adapter around.
-        quantization: one of `assisted.quantization.NAMES`, a transformers quantization config, or None (default). A GGUF file
+        quantization: one of `assisted.loading.quantization.NAMES`, a transformers quantization config, or None (default). A GGUF file
             takes none.
         tokenizer: the draft's tokenizer, where it does not lie beside the model.
     """
 
-    trained: ClassVar[bool] = False
-    trees: ClassVar[bool] = False
-    has_law: ClassVar[bool] = True
+    name: ClassVar[str] = "draft-model"
+    trained: ClassVar[bool | None] = False
+    trees: ClassVar[bool | None] = False
+    has_law: ClassVar[bool | None] = True
 
     model: str | PreTrainedModel
     quantization: Any = None
@@ -60,6 +53,27 @@ class DraftModel:
         object.__setattr__(self, "model", uncompiled(self.model))
         if isinstance(self.model, str) and not self.model.strip():
             raise ValueError("draft: the path is empty; name a Hub id or a folder, or leave draft out")
+
+    def written(self, folder: str) -> dict[str, Any]:
+        how = self.quantization
+        return {
+            "method": self.name,
+            "folder": folder,
+            "quantization": how.to_dict() if hasattr(how, "to_dict") else how,
+        }
+
+    @classmethod
+    def read(cls, fields: dict[str, Any], pair: Path) -> DraftModel:
+        named = inside(pair, fields.get("folder", "draft"), "draft.folder")
+        return cls(str(named), fields.get("quantization"))
+
+    def save(self, drafter: Any, path: Path, tokenizer: Any) -> None:
+        by_path = isinstance(self.model, str)
+        source = zoo.resolve(self.model) if isinstance(self.model, str) else None
+        save_quantized(drafter.models[0] if by_path else self.model, path, source=source)
+        own = drafter.tokenizer or tokenizer
+        if own is not None:
+            own.save_pretrained(path)
 
     def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
         """Load the model (kwargs: Hub arguments, dtype, device_map). A tokenizer other than the target's is translated.
@@ -83,8 +97,6 @@ class DraftModel:
         same = same_tokens(target.model, model, target.tokenizer, tokenizer)
         if same or tokenizer is None or target.tokenizer is None:
             return ModelDrafter(model, tokenizer)
-        from .other_tokenizer import TranslatedDrafter  # it builds on this module
-
         size = target.model.config.get_text_config(decoder=True).vocab_size
         return TranslatedDrafter(model, size, tokenizer, target.tokenizer)
 
@@ -104,172 +116,3 @@ def _loaded(path: str, quantization: Any, **kwargs: Any) -> PreTrainedModel:
             return load_quantized(path, quantization, **kwargs)
     except OSError as error:
         raise OSError(f"draft: nothing can be loaded from {path!r}, as a folder or a Hub id: {error}") from error
-
-
-class ModelDrafter(Drafter):
-    """A causal LM that drafts chains.
-
-    Args:
-        model: the draft, not changed. Its vocabulary is the target's, up to padding rows at the end.
-        tokenizer: the draft's own, saved beside it; None where none was found.
-    """
-
-    model: PreTrainedModel
-
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
-        self.model = model
-        self.tokenizer = tokenizer
-        self.masks = Masks.of(model)
-        self.graphs = Graphs()
-
-    @functools.cached_property
-    def _is_sum_of_parts(self) -> bool:
-        return is_sum_of_parts(self.model)
-
-    def runner(self, cache: SlotCache, lease: Lease) -> CachedModel:
-        """The draft over these slots: where its submodules are all there is to it, without the outer forward; its passes
-        captured, where the call is to be run like that."""
-        model = fused(self.model) if lease.fuses else self.model
-        bare = not getattr(model, "is_sum_of_parts", False) and is_untouched(self.model) and self._is_sum_of_parts
-        runner = CachedModel(model, cache, self.masks, bare)
-        self.graphs.serve(runner, self.model, lease)
-        return runner
-
-    def start(self, call: Call) -> Drafting:
-        return (RecurrentDrafting if is_recurrent(self.model) else ModelDrafting)(self, call)
-
-
-class ModelDrafting(ChainDrafting):
-    """The draft's slots during one `generate`.
-
-    Invariant before each round: row b's slots hold the KV of its first `cache.lengths[b]` tokens, a prefix of the
-    committed text (padding included, since slots mirror the text's columns).
-    """
-
-    def __init__(self, drafter: ModelDrafter, call: Call):
-        super().__init__(call)
-        self.drafter = drafter
-        self.readable: int = drafter.model.config.get_text_config(decoder=True).vocab_size  # tokens that it can read
-        self.size = call.vocab_size
-        self.runner: CachedModel | None = None
-        self.proposed: Draft | None = None  # while it waits for its verdict
-        self.committed: list[int] = []  # columns read of the committed text; those behind them hold the draft
-
-    def propose(self, text: Text, budget: int) -> Draft:
-        runner = self._catch_up_prompt(text)
-        runner.run_only(text.unfinished)
-        budget = min(budget, runner.room([text.lengths[row] for row in text.unfinished]) - 1)
-        if budget < 1:
-            return Draft.empty(text.rows, text.ids.device)
-        cache = runner.cache
-        logits = self._read_committed(runner, text)
-        self.committed = cache.known  # KV of all committed tokens; what follows is speculative
-        used = [int(not ended) for ended in text.ended]
-
-        def read(tokens: torch.Tensor) -> torch.Tensor:
-            logits = runner(self._readable(tokens), used=used)[:, -1]
-            cache.commit([1] * text.rows)
-            return self._fitted(logits, text)
-
-        self.proposed = self.draft_chain(text, budget, self._fitted(logits, text), read)
-        return self.proposed
-
-    def observe(self, round: Round) -> None:
-        """Rewind to what became text. The last drafted token was never read: after full acceptance it still has no KV."""
-        if self.runner is None or self.proposed is None:
-            return
-        # another drafter's tokens were never read here
-        read = max(0, round.draft.width - 1) if round.draft.is_that_of(self.proposed) else 0
-        cache = self.runner.cache
-        cache.rewind([base + min(count, read) for base, count in zip(self.committed, round.accepted, strict=True)])
-        self.proposed = None
-
-    def _catch_up_prompt(self, text: Text) -> CachedModel:
-        if self.runner is None:
-            self.runner = self.drafter.runner(self._slots(text.rows), self.call.lease)
-            if text.prompt_length:
-                prompt = text.ids[:, : text.prompt_length]
-                self.runner.prefill(self._readable(prompt), self.call.attention_mask)
-            else:  # of embeddings, which are the target's own
-                self.runner.cache.begin_rounds()
-        return self.runner
-
-    def _slots(self, rows: int) -> SlotCache:
-        return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
-
-    def _read_committed(self, runner: CachedModel, text: Text) -> torch.Tensor:
-        """Read what was committed since the last round, at least one token a row. Returns the logits after it, [B, V].
-
-        Rows behind by fewer tokens than others are filled up on the right; the filler is not kept.
-        """
-        cache = runner.cache
-        # the last token is always read (again, where a batch in step kept a row's whole draft): its logits are needed
-        cache.rewind([min(known, total - 1) for total, known in zip(text.lengths, cache.known, strict=True)])
-        behind = [total - known for total, known in zip(text.lengths, cache.known, strict=True)]
-        width = max(behind)
-        if text.rows == 1:
-            ids = text.ids[:, text.lengths[0] - width : text.lengths[0]]
-        else:
-            columns = on_device(cache.known, text.ids.device)[:, None] + torch.arange(width, device=text.ids.device)
-            ids = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
-        used = [0 if ended else count for count, ended in zip(behind, text.ended, strict=True)]
-        logits = runner(self._readable(ids), used=used)
-        cache.commit(behind)
-        if text.rows == 1:
-            return logits[:, -1]
-        last = on_device(behind, logits.device) - 1
-        return logits[torch.arange(text.rows, device=logits.device), last]
-
-    def _fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
-        """[B, V'] draft logits -> [B, V] in the target's vocabulary, on the text's device."""
-        return _resized(logits.to(text.ids.device), self.size)
-
-    def _readable(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids the draft has an embedding for: padding rows of the target's vocabulary read as the draft's last entry."""
-        return ids if self.readable >= self.size else ids.clamp(max=self.readable - 1)
-
-
-class RecurrentDrafting(ModelDrafting):
-    """The same with a draft that keeps states, for a target that does: rows are in lockstep.
-
-    Invariant between rounds: slots and states hold what the last round had read of the committed text. Drafted tokens are
-    forgotten at once, and those that became text are read with the next round's first pass.
-    """
-
-    def propose(self, text: Text, budget: int) -> Draft:
-        runner = self._catch_up_prompt(text)
-        budget = min(budget, runner.room(text.lengths) - 1)
-        if budget < 1:
-            return Draft.empty(text.rows, text.ids.device)
-        cache = runner.cache
-        assert isinstance(cache, RecurrentCache)
-        width = text.lengths[0] - cache.known[0]
-        logits = runner(self._readable(text.ids[:, text.lengths[0] - width : text.lengths[0]]))[:, -1]
-        cache.commit([width] * text.rows)
-        cache.save()
-
-        def read(tokens: torch.Tensor) -> torch.Tensor:
-            logits = runner(self._readable(tokens))[:, -1]
-            cache.commit([1] * text.rows)
-            return self._fitted(logits, text)
-
-        try:
-            return self.draft_chain(text, budget, self._fitted(logits, text), read)
-        finally:
-            cache.go_back()
-
-    def observe(self, round: Round) -> None:
-        """Nothing is left of the draft."""
-
-    def _slots(self, rows: int) -> SlotCache:
-        return RecurrentCache(rows, self.call.limit, self.drafter.model.config.get_text_config(decoder=True))
-
-
-def _resized(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """Cut or pad the last dimension: tokens that one of the two models lacks are never drafted."""
-    missing = size - logits.shape[-1]
-    if missing == 0:
-        return logits
-    if missing < 0:
-        return logits[..., :size]
-    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))

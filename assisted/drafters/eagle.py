@@ -14,23 +14,23 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..cache import SlotCache
 from ..drafts import Draft, Round
-from ..graphs import Graphs
+from ..engine.cache import SlotCache
+from ..engine.host import on_device, padded
+from ..engine.parts import Layers, few_ids, find_layers, unwrapped
+from ..engine.runner import Masks, require_rewindable
+from ..engine.tapped import TappedModel, find_final_norm
+from ..fast.graphs import Graphs
+from ..fast.sources import Source
 from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import load_eagle, save_eagle
-from ..host import on_device, padded
-from ..parts import Layers, few_ids, find_layers, unwrapped
-from ..runtime import Masks, require_rewindable
-from ..sources import Source
+from ..heads.fused import fused_head, source_of
+from ..heads.runner import HeadRunner
+from ..lengths.rates import Rates
 from ..text import Text
-from .base import Call, Drafter, Target
+from .base import Call, Drafter, HeadSpec, Target
 from .chain import ChainDrafting
 from .eagle_tree import Limits, Offers, grow, learn
-from .fused_head import fused_head, source_of
-from .head_runner import HeadRunner
-from .rates import Rates
-from .tapped import TappedModel, find_final_norm
 
 __all__ = ["Eagle", "EagleDrafter", "find_taps"]
 
@@ -39,7 +39,7 @@ NODES_CPU, NODES = 16, 60
 
 
 @dataclass(frozen=True)
-class Eagle:
+class Eagle(HeadSpec):
     """A trained EAGLE head drafts: `"eagle:DIR"`; which of EAGLE-1 and EAGLE-3 it is, the checkpoint tells.
 
     Args:
@@ -54,9 +54,10 @@ class Eagle:
             on an accelerator, 16 on a CPU.
     """
 
-    trained: ClassVar[bool] = True
-    trees: ClassVar[bool] = True
-    has_law: ClassVar[bool] = True
+    name: ClassVar[str] = "eagle"
+    trained: ClassVar[bool | None] = True
+    trees: ClassVar[bool | None] = True
+    has_law: ClassVar[bool | None] = True
 
     path: str | EagleHead
     tree: bool | None = None
@@ -150,6 +151,7 @@ class EagleDrafter(Drafter):
         return [self.head]
 
     def save(self, folder: Path) -> None:
+        """Write the heads, so that the spec reads them from there."""
         save_eagle(self.head, folder)
 
     def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> TappedModel:

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import torch
 
+from ..distribution import probabilities
 from ..drafts import Draft
-from ..host import on_device
-from ..law import probabilities
+from ..engine.host import on_device
+from ..heads.runner import HeadRunner
+from ..lengths.rates import Rates
 from ..text import Text
 from .base import Call
-from .head_runner import HeadRunner
-from .rates import Rates
 from .trees import drawn, worthwhile
 
 __all__ = ["Grown", "Limits", "Offers", "grow", "learn"]

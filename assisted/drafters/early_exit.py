@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from ..cache import SlotCache
+from ..distribution import Law, probabilities
 from ..drafts import Draft, Round
-from ..law import Law, probabilities
-from ..parts import Layers, few_ids, find_layers, unwrapped
-from ..runtime import Masks, require_rewindable
+from ..engine.cache import SlotCache
+from ..engine.parts import Layers, few_ids, find_layers, unwrapped
+from ..engine.runner import Masks, require_rewindable
+from ..engine.split import Begun, SplitModel, timed
 from ..text import Text
-from .base import Call, Drafter, Target
+from .base import Call, Drafter, Spec, Target
 from .chain import PartDrafting
 from .exit_choice import ExitChoice
-from .split import Begun, SplitModel, timed
 
 __all__ = ["EarlyExit", "ExitDrafter"]
 
@@ -30,7 +30,7 @@ TOLERANCE = 1e-3  # of the largest logit: the parts run the same operations, and
 
 
 @dataclass(frozen=True)
-class EarlyExit:
+class EarlyExit(Spec):
     """The target's first layers draft for it: `"early-exit"`, `"early-exit:6"`.
 
     Pays for models trained to be left early (LayerSkip's recipe, early-exit losses); others draft poorly this way. Needs
@@ -41,9 +41,10 @@ class EarlyExit:
             highest speedup, and goes on measuring; give a number where the model's card names one.
     """
 
-    trained: ClassVar[bool] = False
-    trees: ClassVar[bool] = False
-    has_law: ClassVar[bool] = True
+    name: ClassVar[str] = "early-exit"
+    trained: ClassVar[bool | None] = False
+    trees: ClassVar[bool | None] = False
+    has_law: ClassVar[bool | None] = True
 
     exit_layer: int | None = None
 

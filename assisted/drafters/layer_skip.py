@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafts import Draft, Round
-from ..parts import Layers, find_layers, unwrapped
-from ..runtime import CachedModel, require_rewindable
-from ..sublayers import Sublayer, find_sublayers, try_out, without
+from ..engine.parts import Layers, find_layers, unwrapped
+from ..engine.runner import CachedModel, require_rewindable
+from ..engine.sublayers import Sublayer, find_sublayers, try_out, without
 from ..text import Text
-from .base import Call, Drafter, Target
+from .base import Call, Drafter, Spec, Target
 from .chain import PartDrafting
 from .skip_search import SkipSearch
 
@@ -27,7 +27,7 @@ LEAST = 4  # tokens of a row that are worth a trial
 
 
 @dataclass(frozen=True)
-class LayerSkip:
+class LayerSkip(Spec):
     """The target drafts for itself, leaving out attention and MLP sublayers: `"layer-skip"`, `"layer-skip:0.5"`.
 
     Needs no training and no memory of its own. Pays for large models, whose middle layers change little; the set of sublayers
@@ -40,9 +40,10 @@ class LayerSkip:
         every: rounds between two trials at the start, at least 1. Default 4; trials become rare where they find nothing.
     """
 
-    trained: ClassVar[bool] = False
-    trees: ClassVar[bool] = False
-    has_law: ClassVar[bool] = True
+    name: ClassVar[str] = "layer-skip"
+    trained: ClassVar[bool | None] = False
+    trees: ClassVar[bool | None] = False
+    has_law: ClassVar[bool | None] = True
 
     skipped: float = 0.45
     window: int = 32

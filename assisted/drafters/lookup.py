@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..drafts import Draft
-from ..host import on_device
+from ..engine.host import on_device
 from ..text import Text
 from .base import Call, Drafting
 

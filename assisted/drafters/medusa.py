@@ -15,17 +15,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..cache import SlotCache
 from ..drafts import Draft, Round
+from ..engine.cache import SlotCache
+from ..engine.host import on_device
+from ..engine.parts import Layers, find_layers, unwrapped
+from ..engine.runner import Masks, require_rewindable
+from ..engine.tapped import TappedModel, find_final_norm
 from ..heads.medusa import MedusaHeads, output_size
-from ..host import on_device
-from ..lengths import DraftLength, Length
-from ..parts import Layers, find_layers, unwrapped
-from ..runtime import Masks, require_rewindable
+from ..lengths.base import DraftLength, Length
+from ..lengths.rates import Rates
 from ..text import Text
-from .base import Call, Drafter, Drafting, Target
-from .rates import Rates
-from .tapped import TappedModel, find_final_norm
+from .base import Call, Drafter, Drafting, HeadSpec, Target
 from .trees import best_paths, worthwhile
 
 __all__ = ["Medusa", "MedusaDrafter"]
@@ -34,7 +34,7 @@ NODES_CPU, NODES = 24, 64
 
 
 @dataclass(frozen=True)
-class Medusa:
+class Medusa(HeadSpec):
     """Trained heads draft a token tree from the target's last state: `"medusa:DIR"`.
 
     Args:
@@ -47,9 +47,10 @@ class Medusa:
             at most 64 on an accelerator and 24 on a CPU, where each has its price.
     """
 
-    trained: ClassVar[bool] = True
-    trees: ClassVar[bool] = True
-    has_law: ClassVar[bool] = False
+    name: ClassVar[str] = "medusa"
+    trained: ClassVar[bool | None] = True
+    trees: ClassVar[bool | None] = True
+    has_law: ClassVar[bool | None] = False
 
     path: str | MedusaHeads
     tree: bool = True
@@ -133,6 +134,7 @@ class MedusaDrafter(Drafter):
         return [self.heads]
 
     def save(self, folder: Path) -> None:
+        """Write the heads, so that the spec reads them from there."""
         plain = self.heads.token_map is None and self.heads.bias is not None
         self.heads.save(folder, "medusa" if plain else "vllm", self.target)
 

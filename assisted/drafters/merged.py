@@ -13,16 +13,17 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..drafts import Draft, Round
-from ..lengths import DraftLength, Fixed, Length
+from ..lengths.base import DraftLength, Length
+from ..lengths.policies import Fixed
 from ..text import Text
 from .base import Call, Drafting, Target
-from .combined import CombinedDrafter, load_all
+from .combined import Combined, CombinedDrafter, load_all
 
 __all__ = ["Merged", "MergedDrafter", "merge"]
 
 
 @dataclass(frozen=True)
-class Merged:
+class Merged(Combined):
     """Several drafters guess, the target checks all their guesses at once: `Merged(["zoo:draft", "suffix"])`.
 
     Worth its price where the drafters err in different places and a pass over more tokens costs little more (a GPU, one
@@ -34,6 +35,7 @@ class Merged:
         drafters: what drafts, as strings or specs. At least two.
     """
 
+    name: ClassVar[str] = "merged"
     trained: ClassVar[bool | None] = None
     trees: ClassVar[bool | None] = True
     has_law: ClassVar[bool | None] = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import ClassVar
 
-from .base import Call, Drafter, Target
+from .base import Call, Drafter, Spec, Target
 from .lookup import NOTHING, Lookup, Proposal
 
 __all__ = ["NGram", "NGramDrafter", "NGramIndex"]
@@ -21,7 +21,7 @@ PRIOR = 2.0  # tokens, half of them right: what is taken for measured at first
 
 
 @dataclass(frozen=True)
-class NGram:
+class NGram(Spec):
     """Copies what followed the same n tokens when they last occurred: `"ngram"`, `"ngram:3"`.
 
     The simplest drafter there is. Good for answers that quote their prompt: edits, summaries, extraction. `Suffix` weighs
@@ -32,9 +32,10 @@ class NGram:
         min_ngram: down to this many; 1 proposes something for every token that occurred before.
     """
 
-    trained: ClassVar[bool] = False
-    trees: ClassVar[bool] = False
-    has_law: ClassVar[bool] = False
+    name: ClassVar[str] = "ngram"
+    trained: ClassVar[bool | None] = False
+    trees: ClassVar[bool | None] = False
+    has_law: ClassVar[bool | None] = False
 
     max_ngram: int = 4
     min_ngram: int = 2

@@ -12,16 +12,16 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache import SlotCache
+from ..distribution import probabilities
 from ..drafts import Draft, Round
-from ..law import probabilities
-from ..runtime import CachedModel
+from ..engine.cache import SlotCache
+from ..engine.runner import CachedModel
+from ..loading.vocabulary import Vocabulary
 from ..text import Text
-from ..translation import TranslatedText, Translation
-from ..vocabulary import Vocabulary
 from .base import Call
 from .chain import ChainDrafting
-from .draft_model import ModelDrafter
+from .model_drafter import ModelDrafter
+from .translation import TranslatedText, Translation
 
 __all__ = ["TranslatedDrafter"]
 

@@ -5,26 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..quantization import quantize_copy
-from .base import Target
-from .draft_model import ModelDrafter
+from ..loading.quantization import quantize_copy
+from .base import Spec, Target
+from .model_drafter import ModelDrafter
 
 __all__ = ["QuantizedSelf"]
 
 
 @dataclass(frozen=True)
-class QuantizedSelf:
+class QuantizedSelf(Spec):
     """A quantized copy of the target drafts for it: `"self:nf4"`.
 
     Pays where memory bandwidth is the limit and the low-bit kernels are fast; on a CPU and small models it rarely does.
 
     Args:
-        quantization: one of `assisted.quantization.NAMES`, or a transformers quantization config. Default "nf4".
+        quantization: one of `assisted.loading.quantization.NAMES`, or a transformers quantization config. Default "nf4".
     """
 
-    trained: ClassVar[bool] = False
-    trees: ClassVar[bool] = False
-    has_law: ClassVar[bool] = True
+    name: ClassVar[str] = "self"
+    trained: ClassVar[bool | None] = False
+    trees: ClassVar[bool | None] = False
+    has_law: ClassVar[bool | None] = True
 
     quantization: Any = "nf4"
 

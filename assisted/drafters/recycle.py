@@ -15,7 +15,7 @@ import torch
 
 from ..drafts import Draft, Round
 from ..text import Text
-from .base import Call, Drafter, Drafting, Target
+from .base import Call, Drafter, Drafting, Spec, Target
 from .trees import best_paths
 
 __all__ = ["RANKS", "RecyclingDrafter", "Shape", "TokenRecycling", "shape"]
@@ -28,7 +28,7 @@ NODES_CPU, NODES = 16, 64
 
 
 @dataclass(frozen=True)
-class TokenRecycling:
+class TokenRecycling(Spec):
     """A table of each token's last seen best successors drafts a token tree: `"recycle"`.
 
     Costs one gather a level and a top-k of the logits that the target computes anyway. It learns only from the text at
@@ -40,9 +40,10 @@ class TokenRecycling:
         successors: kept for each token. The table takes 4 bytes for each, times the vocabulary.
     """
 
-    trained: ClassVar[bool] = False
-    trees: ClassVar[bool] = True
-    has_law: ClassVar[bool] = False
+    name: ClassVar[str] = "recycle"
+    trained: ClassVar[bool | None] = False
+    trees: ClassVar[bool | None] = True
+    has_law: ClassVar[bool | None] = False
 
     nodes: int | None = None
     successors: int = 8

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from ..drafts import Draft, Round
 from ..text import Text
-from .base import Call, Drafter, Target
+from .base import Call, Drafter, Spec, Target
 from .lookup import NOTHING, Lookup, Proposal
 from .suffix_tree import Continuation, Point, SuffixTree
 
@@ -25,7 +25,7 @@ PRIOR = 4.0  # tokens that the counts promised, half of which came: what is take
 
 
 @dataclass(frozen=True)
-class Suffix:
+class Suffix(Spec):
     """Copies what most often followed the last tokens: `"suffix"`, the default where no draft is named.
 
     For every length at which the end of the text occurred before, the most frequent continuation is followed; the one with
@@ -47,9 +47,10 @@ class Suffix:
             never change what is generated, only how fast.
     """
 
-    trained: ClassVar[bool] = False
-    trees: ClassVar[bool] = True
-    has_law: ClassVar[bool] = False
+    name: ClassVar[str] = "suffix"
+    trained: ClassVar[bool | None] = False
+    trees: ClassVar[bool | None] = True
+    has_law: ClassVar[bool | None] = False
 
     max_match: int = 24
     min_probability: float = 0.1

@@ -15,8 +15,8 @@ from itertools import accumulate
 import torch
 
 from ..drafts import Draft
-from ..host import on_device
-from ..lengths import Costs
+from ..engine.host import on_device
+from ..lengths.base import Costs
 
 __all__ = ["COLUMN", "Tree", "best_first", "best_paths", "drawn", "top_nodes", "verify_seconds", "worthwhile"]
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.activations import ACT2FN
 
-from ..files import fields_of, loading, require_sizes
+from ..loading.files import fields_of, loading, require_sizes
 from .eagle import EagleConfig, EagleHead, default_taps
 from .files import find_file, find_folder, public_name, read_tensors, require_tensors
 

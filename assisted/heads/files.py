@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from .. import zoo
-from ..files import shapes_of
+from ..loading.files import shapes_of
 
 __all__ = ["find_file", "find_folder", "public_name", "read_tensors", "require_tensors"]
 

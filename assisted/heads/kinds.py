@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from .. import zoo
-from ..files import fields_of, local_folder, shapes_of
+from ..loading.files import fields_of, local_folder, shapes_of
 
 __all__ = ["kind_of"]
 

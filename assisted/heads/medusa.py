@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..files import loading
+from ..loading.files import loading
 from .files import find_file, find_folder, public_name, read_tensors, require_tensors
 
 __all__ = ["MedusaHeads", "output_size"]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import zoo
-from ..parts import find_layers
-from ..vocabulary import find_tokenizer, same_tokens
+from ..engine.parts import find_layers
+from ..loading.vocabulary import find_tokenizer, same_tokens
 from .features import Features
 from .losses import DIVERGENCES, Agreement, agreement, divergence, law, rows_at_once
 from .method import Method

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..drafters.tapped import find_final_norm
+from ..engine.parts import find_layers
+from ..engine.tapped import find_final_norm
 from ..heads.eagle import EagleConfig, EagleHead, unrolled_mask
 from ..heads.eagle_formats import save_eagle
-from ..parts import find_layers
 from .features import Features, Seen
 from .losses import DIVERGENCES, Agreement, agreement, divergence, law, rows_at_once
 from .method import Method

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..parts import Pass, Tap, back, find_layers
+from ..engine.parts import Pass, Tap, back, find_layers
 from .losses import Agreement, agreement
 from .method import Method
 

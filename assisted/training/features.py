@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..drafters.tapped import find_final_norm
-from ..parts import Tap, find_layers, with_children
+from ..engine.parts import Tap, find_layers, with_children
+from ..engine.tapped import find_final_norm
 
 __all__ = ["Features", "Seen"]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engine.parts import find_layers
 from ..heads.medusa import MedusaHeads
-from ..parts import find_layers
 from .features import Features
 from .losses import DIVERGENCES, Agreement, agreement, divergence, law, rows_at_once
 from .method import Method

@@ -23,7 +23,8 @@ import torch
 from architectures import build, random_ids
 from transformers import PreTrainedModel
 
-from assisted import AssistedModelForCausalLM, decoding, products
+from assisted import AssistedModelForCausalLM, decoding
+from assisted.fast import products
 
 from . import arguments, edits
 from .cases import BY_NAME, KNOWN, Call, Case, Edit

@@ -1,0 +1,300 @@
+"""`assisted demo`, drawn: a pair completes code it never saw, then a table of what that cost.
+
+Knows rich and the terminal. What is drafted and what is kept it sees in the model's rounds; the figures come from
+bench/brief.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from .. import zoo
+from ..bench import Prompt, Result, Row, brief, held_out_prompts
+from ..drafts import Draft, Round
+from ..lengths.adaptive import Adaptive
+from ..lengths.policies import Confidence
+from ..loading.quantization import memory_bytes
+from ..modeling import AssistedModelForCausalLM
+
+try:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.live import Live
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+    from rich.text import Text as Styled
+except ImportError as error:
+    raise ImportError('the demo draws with rich: pip install "assisted[demo]", or use --json') from error
+
+__all__ = ["Watch", "show"]
+
+PACE = 0.1  # seconds that a draft, and then what is struck of it, stays to be seen
+READ, PENCIL, KEPT, OWN, STRUCK = "dim", "italic yellow", "cyan", "bold", "red strike"
+
+
+def show(
+    model: AssistedModelForCausalLM,
+    prompts: int = 8,
+    new_tokens: int = 48,
+    repeats: int = 5,
+    seconds: float = 36.0,
+    live_tokens: int = 48,
+    also: Mapping[str, AssistedModelForCausalLM] | None = None,
+) -> Result:
+    """The whole demo on standard output: one completion as it is written, then the table.
+
+    Args:
+        model: the pair, with its tokenizer.
+        live_tokens: new tokens of the completion that is shown.
+        prompts, new_tokens, repeats, seconds, also: as for `bench.brief`. The last of `also`, where there is one, is the pair
+            that is watched.
+
+    Without a terminal, or with NO_COLOR set, everything is plain text.
+    """
+    console = _console()
+    first = next(held_out_prompts(model.tokenizer))
+    watched = [model, *(also or {}).values()][-1]
+    _draw_pair(console, watched)
+    _draw_live(console, watched, first, live_tokens)
+    if not console.is_terminal:
+        console.print("Measuring ...")
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, share: float) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=1.0)
+            bars.update(tasks[what], completed=share)
+
+        result = brief(model, prompts, new_tokens, repeats, seconds, progress, also)
+    _draw_result(console, result)
+    return result
+
+
+@dataclass
+class Watch:
+    """Sees one row's `generate` from both sides: its rounds, and what is committed, as the streamer.
+
+    Args:
+        draw: called with this object whenever something changed.
+
+    Attributes:
+        tokens, drafted: the committed tokens, and which of them were drafted.
+        pencil: drafted tokens that wait for the target.
+        struck: drafted tokens that the target has just rejected.
+    """
+
+    draw: Callable[[Watch], None] = lambda watch: None
+    tokens: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    pencil: list[int] = field(default_factory=list)
+    struck: list[int] = field(default_factory=list)
+    _arrived: list[int] = field(default_factory=list)  # committed, but not yet known whose they are
+    _reading: bool = True  # the first tokens that a streamer gets are the prompt
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if not self._reading:
+            self._arrived += tokens.flatten().tolist()
+        self._reading = False
+
+    def end(self) -> None:
+        self._settle(len(self._arrived), by_draft=False)
+        self.draw(self)
+
+    def see(self, round: Round) -> None:
+        """Draw a round in two steps: the draft, and what became of it."""
+        new, accepted = round.kept[0], round.accepted[0]
+        self._settle(len(self._arrived) - new, by_draft=False)
+        self.pencil = _first_path(round.draft)
+        self.draw(self)
+        pairs = zip(self.pencil, self._arrived[:accepted], strict=False)
+        self.struck = self.pencil[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
+        self.pencil = []
+        self._settle(accepted, by_draft=True)
+        self.draw(self)
+        self.struck = []
+        self._settle(len(self._arrived), by_draft=False)
+        self.draw(self)
+
+    def _settle(self, count: int, by_draft: bool) -> None:
+        self.tokens += self._arrived[:count]
+        self.drafted += [by_draft] * count
+        self._arrived = self._arrived[count:]
+
+
+def _first_path(draft: Draft) -> list[int]:
+    """The tokens of the first row's chain, of a tree its first path."""
+    count = int(draft.lengths[0])
+    tokens = draft.tokens[0, :count].tolist()
+    if draft.parents is None:
+        return tokens
+    path, last = [], -1
+    for node, (token, parent) in enumerate(zip(tokens, draft.parents[0, :count].tolist(), strict=True)):
+        if parent == last:
+            path.append(token)
+            last = node
+    return path
+
+
+def _console() -> Console:
+    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM", "") in ("", "dumb")
+    if plain:
+        return Console(force_terminal=False, color_system=None, highlight=False)
+    return Console(highlight=False)
+
+
+def _draw_pair(console: Console, model: AssistedModelForCausalLM) -> None:
+    for role, part in (("target", model.target), ("draft ", model.drafter.model)):
+        if part is None:
+            continue
+        mebibytes = memory_bytes(part) / 2**20
+        layers = part.config.get_text_config(decoder=True).num_hidden_layers
+        shipped = {zoo.folder(name): f"zoo:{name}" for name in zoo.NAMES}
+        name = shipped.get(part.name_or_path, part.name_or_path)
+        quantization = getattr(model.spec, "quantization", None) if role != "target" else None
+        bits = f" in {quantization}" if isinstance(quantization, str) else ""
+        console.print(f"{role}  {name}{bits}: {layers} layers, {mebibytes:.1f} MiB", style=READ)
+
+
+def _draw_live(console: Console, model: AssistedModelForCausalLM, prompt: Prompt, new_tokens: int) -> None:
+    """The prompt, and the completion as it comes."""
+    before, _, start = prompt.text.rpartition("\n")
+    console.print(f"\n{prompt.source}, continued\n")
+    console.print(Styled(before, READ), soft_wrap=True)
+    watch = Watch()
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+
+            def draw(watch: Watch) -> None:
+                live.update(_tail(console, _styled(model.tokenizer, start, watch)), refresh=True)
+                if watch.pencil or watch.struck:
+                    time.sleep(PACE)
+
+            watch.draw = draw
+            _watched_generate(model, watch, prompt, new_tokens)
+        console.print(_styled(model.tokenizer, start, watch), soft_wrap=True)
+        legend = [("read, ", READ), ("drafted, ", PENCIL), ("kept", KEPT), (", ", ""), ("struck", STRUCK), (", ", "")]
+        console.print(Styled.assemble("\n", *legend, ("the target's own", OWN), " (slowed down for the eye)"))
+    else:
+        _watched_generate(model, watch, prompt, new_tokens)
+        console.print(Styled(_underlined(model.tokenizer, start, watch)), soft_wrap=True)
+        console.print("\n~ drafted and kept; everything else is the target's own")
+    report = model.report
+    assert report is not None
+    console.print(
+        f"{sum(watch.drafted)} of {len(watch.tokens)} tokens were drafted and kept; {report.target_passes} target passes "
+        f"after the one that read the prompt\n"
+    )
+
+
+def _watched_generate(model: AssistedModelForCausalLM, watch: Watch, prompt: Prompt, new_tokens: int) -> None:
+    ids = prompt.ids.to(model.target.device)
+    # drawing takes time, which a length that goes by the clock would blame on the draft
+    length = Confidence() if isinstance(model.draft_length, Adaptive) else model.draft_length
+    model.watch = watch.see
+    try:
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            streamer=watch,
+            draft_length=length,
+        )
+    finally:
+        model.watch = None
+
+
+def _pieces(tokenizer: Any, tokens: list[int]) -> list[str]:
+    """The text that each token adds; a character of several tokens comes with its last."""
+    pieces: list[str] = []
+    so_far = ""
+    for count in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:count], clean_up_tokenization_spaces=False)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            pieces.append(text[len(so_far) :])
+            so_far = text
+        else:
+            pieces.append("")
+    return pieces
+
+
+def _styled(tokenizer: Any, start: str, watch: Watch) -> Styled:
+    """The line the prompt ends in, what was written, and what is being drafted or struck."""
+    styles = [KEPT if drafted else OWN for drafted in watch.drafted]
+    styles += [PENCIL] * len(watch.pencil) + [STRUCK] * len(watch.struck)
+    pieces = _pieces(tokenizer, [*watch.tokens, *watch.pencil, *watch.struck])
+    return Styled.assemble((start, READ), *zip(pieces, styles, strict=True))
+
+
+def _tail(console: Console, text: Styled) -> Styled:
+    """The last lines, as many as the terminal has room for."""
+    lines = text.wrap(console, console.width)
+    return Styled("\n").join(lines[-max(1, console.height - 2) :])
+
+
+def _underlined(tokenizer: Any, start: str, watch: Watch) -> str:
+    """As `_styled`, without styles: `~` under what was drafted."""
+    text, marks = start, " " * len(start)
+    for piece, drafted in zip(_pieces(tokenizer, watch.tokens), watch.drafted, strict=True):
+        text += piece
+        marks += "".join("\n" if c == "\n" else "~" if drafted and not c.isspace() else " " for c in piece)
+    both = zip(text.split("\n"), marks.split("\n"), strict=True)
+    return "\n".join(line if not mark.strip() else f"{line}\n{mark.rstrip()}" for line, mark in both)
+
+
+def _draw_result(console: Console, result: Result) -> None:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("same\ntokens", "tokens\nper pass", "drafts\naccepted", "ms a\ntoken", "\ntimes plain"):
+        table.add_column(name, justify="right", no_wrap=True)
+    point = result.points[0]
+    for row in point.rows:
+        if row.error is None:
+            table.add_row(*_cells(row))
+    console.print(table)
+    console.print()
+    for row in point.rows:
+        if row.error is not None:
+            console.print(f"{row.name} failed: {row.error}", style=STRUCK)
+    ran = next(row for row in point.rows if row.name == point.baseline)
+    settings, families = len(point.heat) - 1, {row.family for row in point.heat}
+    how = "with the same model" if "transformers assisted" in families else "by prompt lookup"
+    rules, machine = result.rules, result.machine
+    count = sum(map(len, result.prompts.values()))
+    for line in (
+        f"{count} prompts x {rules.new_tokens} new tokens, held-out code, temperature 0, "
+        f"{machine['dtype']}, {machine['device']}, {machine['threads']} threads.",
+        f"Rounds in turns: {len(ran.seconds)}. Times plain: their median [95% interval]. `assisted bench` measures more.",
+        "Plain is `generate` as it comes, not compiled. Passes: forwards of the target, those that read the prompts included.",
+        f"transformers drafts {how}, at the fastest of {settings} settings.",
+        f"{ran.repeated_4grams:.0%} of the 4-grams written repeat an earlier one; repetition flatters drafting.",
+    ):
+        console.print(line, style=READ, markup=False)
+
+
+def _cells(row: Row) -> list[str]:
+    rate = row.acceptance_rate
+    return [
+        row.name if row.family == "assisted" else row.family,
+        "-" if row.family == "plain" else "yes" if row.same == row.rows else f"{row.same} of {row.rows}",
+        f"{row.tokens_per_pass:.2f}",
+        "-" if rate is None else f"{rate:.0%}",
+        f"{row.milliseconds_per_token:.2f}",
+        "1.00" if row.family == "plain" else str(row.speedup).replace("[", "\\["),
+    ]

@@ -1,0 +1,216 @@
+"""The law of the next token: logits, through the caller's processors, to scores and probabilities.
+
+One function makes both p (the target's law) and q (the draft's). Knows transformers' logits processors; nothing of
+models, caches or acceptance.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as hf
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+
+from .drafts import Draft
+from .engine.host import on_device
+from .lossy import LossyTypical
+
+__all__ = ["Law", "probabilities"]
+
+# They read one row of scores and nothing else: all positions of a draft go through in one call.
+_PREFIX_FREE = {
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
+    hf.MinPLogitsWarper,
+    hf.SuppressTokensLogitsProcessor,
+    hf.TemperatureLogitsWarper,
+    hf.TopHLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.TypicalLogitsWarper,
+}
+# They forbid to end a text before it is long enough: its length is all they read of it.
+_NOT_YET = {hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor}
+# Functions of a row's own prefix and scores, without memory: they may be asked about a prefix that is only drafted.
+_PREFIX_READING = {
+    hf.ExponentialDecayLengthPenalty,
+    hf.ForcedBOSTokenLogitsProcessor,
+    hf.ForcedEOSTokenLogitsProcessor,
+    hf.NoBadWordsLogitsProcessor,
+    hf.NoRepeatNGramLogitsProcessor,
+    hf.RepetitionPenaltyLogitsProcessor,
+    hf.SequenceBiasLogitsProcessor,
+    hf.SuppressTokensAtBeginLogitsProcessor,
+}
+
+_LIKELY = (32, 256)  # tokens that a nucleus is looked for among, one after the other
+
+
+@dataclass(frozen=True)
+class Law:
+    """How logits become the choice of a token.
+
+    Args:
+        processors: as `generate` prepared them, in order.
+        do_sample: draw from the law; otherwise take its argmax.
+        lossy: give the law up for more accepted tokens, as a caller asked for in so many words.
+    """
+
+    processors: LogitsProcessorList
+    do_sample: bool
+    lossy: LossyTypical | None = None
+
+    @property
+    def in_order(self) -> bool:
+        """Some processor may be more than a function of a row's prefix: it must see each committed prefix once, in order."""
+        return not all(map(_is_known, self.processors))
+
+    def for_draft(self) -> Law:
+        """The same law without what only committed prefixes may be shown to."""
+        return Law(LogitsProcessorList(filter(_is_known, self.processors)), self.do_sample)
+
+    def scores(
+        self,
+        ids: torch.Tensor,
+        lengths: list[int],
+        logits: torch.Tensor,
+        draft: Draft,
+        rows: list[int] | None = None,
+        nodes: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Processed scores after the committed text and after drafted nodes.
+
+        ids: [B, S] int64 of which row b's first `lengths[b]` are committed. logits: [B, k, V], column i after node `nodes[i]`
+        of `draft`, -1 for the committed text alone. rows: whose scores matter, None for all; the others keep their logits.
+        nodes: None for the committed text and all nodes in order, k = n + 1. Returns [B, k, V] float32.
+        """
+        if nodes is None:
+            nodes = range(-1, draft.width)
+        if rows is not None and len(rows) < len(logits):
+            scores = logits.to(torch.float32, copy=True)
+            own_lengths = [lengths[row] for row in rows]
+            scores[rows] = self.scores(ids[rows], own_lengths, logits[rows], draft.of_rows(rows), nodes=nodes)
+            return scores
+        scores = logits.float()
+        for processor in self.processors:
+            scores = self._apply(processor, ids, lengths, scores, draft, nodes)
+        return scores
+
+    def ordered_scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Scores of one committed prefix for all rows, seen by every processor exactly as plain decoding shows it.
+
+        ids: [B, L] int64, logits: [B, V] -> [B, V] float32.
+        """
+        return self.processors(ids, logits.to(dtype=torch.float32, copy=True))
+
+    def _apply(
+        self,
+        processor: LogitsProcessor,
+        ids: torch.Tensor,
+        lengths: list[int],
+        scores: torch.Tensor,
+        draft: Draft,
+        nodes: Sequence[int],
+    ) -> torch.Tensor:
+        if type(processor) is hf.TopPLogitsWarper and scores.device.type == "cpu":
+            return _nucleus(processor, ids, scores)
+        if type(processor) in _PREFIX_FREE:
+            return processor(ids[:, :1], scores.flatten(0, 1)).view_as(scores)
+        if type(processor) in _NOT_YET:
+            return self._not_yet(processor, lengths, scores, draft, nodes)
+        return _by_length(processor, _prefixes(ids, lengths, draft, nodes), scores)
+
+    def _not_yet(
+        self,
+        processor: LogitsProcessor,
+        lengths: list[int],
+        scores: torch.Tensor,
+        draft: Draft,
+        nodes: Sequence[int],
+    ) -> torch.Tensor:
+        """What one of `_NOT_YET` makes of scores [B, k, V], in as many operations for any number of rows and nodes."""
+        if isinstance(processor, hf.MinLengthLogitsProcessor):
+            enough = processor.min_length
+        else:
+            enough = processor.prompt_length_to_skip + processor.min_new_tokens
+        if min(lengths) >= enough:
+            return scores
+        ends = self._ends.get(id(processor))
+        if ends is None:
+            vocabulary = torch.arange(scores.shape[-1], device=scores.device)
+            known = torch.isin(vocabulary, processor.eos_token_id.to(scores.device))
+            ends = self._ends[id(processor)] = vocabulary[known]
+        if max(lengths) + draft.width < enough:
+            return scores.index_fill(-1, ends, -torch.inf)
+        depths = torch.nn.functional.pad(draft.depths(), (1, 0))[:, [node + 1 for node in nodes]]
+        early = on_device(lengths, scores.device)[:, None] + depths.to(scores.device) < enough
+        return scores.index_copy(-1, ends, scores[..., ends].masked_fill(early[:, :, None], -torch.inf))
+
+    @functools.cached_property
+    def _ends(self) -> dict[int, torch.Tensor]:
+        """The tokens that end a text, [e] int64, by processor."""
+        return {}
+
+
+def probabilities(scores: torch.Tensor) -> torch.Tensor:
+    """[..., V] processed scores -> [..., V] float32 probabilities."""
+    return torch.softmax(scores, -1)
+
+
+def _nucleus(processor: hf.TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """What top-p leaves of scores [B, k, V]. The nucleus of a row is looked for among more and more of its likeliest tokens.
+
+    Sorting the whole vocabulary, as the processor does, takes ten times as long; most rows never need it.
+    """
+    flat = scores.flatten(0, 1)
+    law, found = probabilities(flat), torch.empty_like(flat)
+    every = torch.arange(len(flat), device=flat.device)
+    rows: Any = slice(None)  # whose nucleus is not yet found
+    for among in _LIKELY:
+        if among >= flat.shape[-1]:
+            break
+        likely, at = law[rows].topk(among, -1)
+        kept = likely.cumsum(-1) - likely < processor.top_p  # those before a token hold less
+        kept[:, : processor.min_tokens_to_keep] = True
+        left = flat[rows].gather(-1, at).masked_fill(~kept, processor.filter_value)
+        found[rows] = torch.full_like(flat[rows], processor.filter_value).scatter_(-1, at, left)
+        rows = every[rows][kept[:, -1]]
+        if len(rows) == 0:
+            return found.view_as(scores)
+    found[rows] = processor(ids[:, :1], flat[rows])
+    return found.view_as(scores)
+
+
+def _is_known(processor: LogitsProcessor) -> bool:
+    """A function of one row; a repetition penalty may ignore a length of its own in each row, and then it is none."""
+    of_the_batch = isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+    return type(processor) in _PREFIX_FREE | _NOT_YET | _PREFIX_READING and not of_the_batch
+
+
+def _prefixes(ids: torch.Tensor, lengths: list[int], draft: Draft, nodes: Sequence[int]) -> list[list[torch.Tensor]]:
+    """The text up to and including each of `nodes` (-1: the committed text alone), by row and node."""
+    return [
+        [torch.cat([ids[row, :length], ids.new_tensor(draft.prefix(row, node))]) for node in nodes]
+        for row, length in enumerate(lengths)
+    ]
+
+
+def _by_length(processor: LogitsProcessor, prefixes: list[list[torch.Tensor]], scores: torch.Tensor) -> torch.Tensor:
+    """One call for all (row, node) whose prefixes are equally long. scores: [B, n, V] -> [B, n, V]."""
+    groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for row, of_row in enumerate(prefixes):
+        for node, prefix in enumerate(of_row):
+            groups[len(prefix)].append((row, node))
+    processed = scores.clone()
+    for members in groups.values():
+        rows, nodes = zip(*members, strict=True)
+        text = torch.stack([prefixes[row][node] for row, node in members])
+        processed[list(rows), list(nodes)] = processor(text, scores[list(rows), list(nodes)])
+    return processed

@@ -1,0 +1,1 @@
+"""`assisted doctor`: what to expect of a pair, and what holds it back."""

@@ -1,0 +1,216 @@
+"""What to expect of a draft for a target on this machine and this text, and what holds it back: measured, then checked.
+
+Knows the face of the package and the measuring around it. What the findings mean in words is findings.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..bench import grown
+from ..bench.measure import pad_token
+from ..bench.prompts import held_out_prompts
+from ..bench.results import machine
+from ..bench.statistics import repeated_share, speedup
+from ..drafters.other_tokenizer import TranslatedDrafter
+from ..lengths.base import Costs
+from ..modeling import AssistedModelForCausalLM
+from .diagnosis import Check, Diagnosis, Examination, Settings
+from .forecast import Drafts, Expected, expect, half_as_wrong
+from .passes import memory
+from .recording import Step
+from .trials import UNDRAFTED, Found, Race, Trials, context_of, way
+
+__all__ = ["examine", "read_prompts"]
+
+PROMPT_TOKENS = 160  # of the caller's own text
+FEWEST_TOKENS = 8
+SEEN = 5  # rounds that got to a position, at least, for its acceptance to be told
+_CHARACTERS = 8  # of a token, at most on average
+Progress = Callable[[str, float], None]
+
+
+def examine(
+    target: PreTrainedModel,
+    drafts: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | None = None,
+    settings: Settings | None = None,
+    draft_quantization: Any = None,
+    name: str = "target",
+    progress: Progress = lambda what, share: None,
+) -> Examination:
+    """Measure a target and one draft or more.
+
+    Args:
+        target: the target.
+        drafts: what `AssistedModelForCausalLM.from_models` takes as draft, by name. One that is refused gets a diagnosis that
+            says so.
+        tokenizer: the target's.
+        text: a file or a folder; None or "zoo" takes held-out code.
+        settings: what is measured.
+        draft_quantization: of the drafts, where they are named by a path.
+        name: of the target.
+        progress: told what is being done, and the share of it that is done.
+
+    Raises ValueError for text that is too short.
+    """
+    settings = settings or Settings()
+    prompts = [ids.to(target.device) for ids in read_prompts(text, tokenizer, settings)]
+    longest = max(map(len, prompts))
+    context = context_of(target)
+    if longest + settings.new_tokens > context:
+        raise ValueError(f"new_tokens: {settings.new_tokens} behind {longest} do not fit into a context of {context}")
+    trials = Trials(target, settings, prompts, pad_token(tokenizer))
+    passes = trials.passes(progress)
+    found: list[Found | Diagnosis] = []
+    for number, (draft, given) in enumerate(drafts.items()):
+        progress(f"recording {draft}", number / len(drafts))
+        try:
+            model = AssistedModelForCausalLM.from_models(
+                target, given, tokenizer=tokenizer, draft_quantization=draft_quantization
+            )
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            found.append(Diagnosis(draft, error=f"{type(error).__name__}: {error}"))
+            continue
+        found.append(trials.record(draft, model, passes[0], len(drafts)))
+    ran = [one for one in found if isinstance(one, Found)]
+    race = trials.race(ran, progress)
+    return Examination(
+        target=name,
+        note=grown.note(target),
+        machine=machine(target.device, target.dtype),
+        parameters=target.num_parameters(),
+        text="held-out code" if text in (None, "zoo") else str(text),
+        prompts=max((len(one.written) for one in ran), default=0),
+        checked=race.prompts,
+        prompt_tokens=int(median(map(len, prompts))),
+        new_tokens=settings.new_tokens,
+        temperature=settings.temperature,
+        passes=passes,
+        memory=memory(target, passes[0].seconds[1]),
+        plain_way=race.plain_way,
+        plain_seconds=race.per_token(race.plain_way),
+        undrafted=None if not ran else speedup([race.seconds[race.plain_way]], [race.seconds[UNDRAFTED]]),
+        repeated_4grams=repeated_share(race.wrote[race.plain_way]),
+        drafts=tuple(one if isinstance(one, Diagnosis) else _diagnosis(one, race, settings) for one in found),
+    )
+
+
+def read_prompts(text: str | None, tokenizer: Any, settings: Settings) -> list[torch.Tensor]:
+    """Ids [P] of every prompt, evenly spread over a caller's text. text: as for `examine`."""
+    if text in (None, "zoo"):
+        return [prompt.ids[0] for prompt in islice(held_out_prompts(tokenizer), settings.prompts)]
+    pieces = list(_pieces(_read(Path(str(text))), settings.prompts))
+    encoded = [tokenizer(piece, return_tensors="pt").input_ids[0, :PROMPT_TOKENS].long() for piece in pieces]
+    long_enough = [ids for ids in encoded if len(ids) >= FEWEST_TOKENS]
+    if not long_enough:
+        raise ValueError(f"text: {text} has too little text for a prompt of {FEWEST_TOKENS} tokens; give more")
+    return long_enough
+
+
+def _read(path: Path) -> str:
+    if not path.exists():
+        raise ValueError(f"text: {path} is not here; give a file, a folder, or zoo for held-out code")
+    found = []
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        try:
+            if file.is_file():
+                found.append(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            if file == path:
+                raise ValueError(f"text: {path} is no UTF-8 text") from None
+    return "\n".join(found)
+
+
+def _pieces(text: str, count: int) -> list[str]:
+    """Beginnings of lines, evenly spread, and what follows them."""
+    size = PROMPT_TOKENS * _CHARACTERS
+    places = [number * max(0, len(text) - size // 2) // count for number in range(count)]
+    starts = {0 if place == 0 else text.find("\n", place) + 1 for place in places}
+    return [text[start : start + size] for start in sorted(starts)]
+
+
+def _acceptance(rounds: Sequence[Step], longest: int) -> Iterator[float]:
+    """Of a token at each position, those before it having been accepted; as far as that occurred. A text that ends in a draft
+    rejects nothing."""
+    for position in range(longest):
+        reached = [
+            one.accepted > position
+            for one in rounds
+            if one.drafted > position and (one.accepted > position or one.committed > one.accepted == position)
+        ]
+        if len(reached) < SEEN:
+            return
+        yield sum(reached) / len(reached)
+
+
+def _diagnosis(found: Found, race: Race, settings: Settings) -> Diagnosis:
+    drafts = _at_race(found, race)
+
+    def expected(drafts: Drafts) -> tuple[Expected, ...]:
+        plain_seconds = race.per_token(race.plain_way)
+        return tuple(expect(drafts, length, plain_seconds) for length in range(settings.longest + 1))
+
+    def highest(drafts: Drafts) -> float:
+        return max(one.speedup.ratio for one in expected(drafts)[1:])
+
+    costs, one_column = drafts.costs, drafts.costs.verify[0][1]
+    cheaper = tuple((columns, (seconds + one_column) / 2) for columns, seconds in costs.verify)
+    rounds = [one for call in found.rounds for one in call]
+    with_room = [one for call in found.rounds for one in call[:-1]] or rounds
+    return Diagnosis(
+        draft=found.draft,
+        warned=found.warned,
+        proposed=sum(one.drafted > 0 for one in with_room) / len(with_room),
+        acceptance_by_position=tuple(_acceptance(rounds, settings.longest)),
+        draft_seconds=costs.draft,
+        pass_seconds=costs.verify[0][1],
+        blocks=drafts.blocks,
+        tree_columns=None if drafts.columns is None else drafts.columns[found.best],
+        translated=isinstance(found.model.drafter, TranslatedDrafter),
+        laws=found.laws,
+        expected=expected(drafts),
+        best=found.best,
+        if_twice_as_fast=highest(replace(drafts, costs=Costs(costs.verify, costs.draft / 2))),
+        if_columns_cost_half=highest(replace(drafts, costs=Costs(cheaper, costs.draft))),
+        if_half_as_wrong=highest(half_as_wrong(drafts)),
+        checks=tuple(_check(found, race, length, settings) for length in (found.best, "adaptive")),
+    )
+
+
+def _at_race(found: Found, race: Race) -> Drafts:
+    """With the costs as they were during the race, by a pass over one token: the machine may have been busier before."""
+    costs = found.drafts.costs
+    scale = race.per_token(UNDRAFTED) / costs.verify[0][1]
+    verify = tuple((columns, seconds * scale) for columns, seconds in costs.verify)
+    return replace(found.drafts, costs=Costs(verify, costs.draft * scale))
+
+
+def _check(found: Found, race: Race, length: int | str, settings: Settings) -> Check:
+    name = way(found.draft, length)
+    plain_seconds, seconds = race.seconds[race.plain_way], race.seconds[name]
+    predicted = None
+    if isinstance(length, int):
+        drafts = _at_race(found, race)
+        calls = [replace(drafts, calls=(text,)) for text in drafts.calls[: len(seconds)]]
+        behind_prompts = [expect(call, length, 1.0).milliseconds_per_token / 1e3 * len(call.calls[0]) for call in calls]
+        whole = sum(race.first[name]) + sum(behind_prompts) + found.prompt_seconds * len(seconds)
+        predicted = sum(plain_seconds) / whole
+    right = next(iter(race.wrote.values()))  # plain decoding as transformers does it
+    same = sum(a == b for a, b in zip(race.wrote[name], right, strict=True))
+    return Check(
+        way=name.removeprefix(f"{found.draft}, "),
+        speedup=speedup([plain_seconds], [seconds]),
+        predicted=predicted,
+        same=same if settings.temperature == 0 else None,
+        texts=len(seconds),
+    )

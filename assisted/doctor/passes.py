@@ -1,0 +1,151 @@
+"""What passes of a target take by the tokens they read, and how much of that is reading weights from memory.
+
+Knows how the package runs a target; nothing of drafts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..engine.recurrent import runner_for, slots_for
+from ..engine.runner import Masks
+from ..fast.fused import fused
+from ..fast.graphs import Graphs, Lease
+from ..loading.quantization import memory_bytes
+
+__all__ = ["Bandwidth", "Memory", "PassTimes", "bandwidth", "memory", "pass_times"]
+
+_COPIED = {"cpu": 2**27}  # bytes that are copied to measure the memory: more than caches hold
+_COPIED_ELSEWHERE = 2**29
+_COPIES = 8
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of passes behind a context of one length, batch 1.
+
+    Args:
+        context: tokens that were read before.
+        onednn: whether oneDNN computed products, where a CPU leaves the choice; None elsewhere.
+        seconds: by the tokens of a pass (its columns), the argmax of the logits included: medians.
+    """
+
+    context: int
+    onednn: bool | None
+    seconds: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes a second that a copy reads and writes: the slowest and the fastest of some copies."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A pass over one token against the least time in which memory gives out the weights.
+
+    Args:
+        weight_bytes: that a pass reads; None for a mixture of experts, where that depends on the tokens.
+        bandwidth: of a copy. Reading alone is often faster, by up to a half: shares are that uncertain.
+        seconds: of a pass over one token.
+    """
+
+    weight_bytes: int | None
+    bandwidth: Bandwidth
+    seconds: float
+
+    @property
+    def share(self) -> tuple[float, float] | None:
+        """Of the memory's speed that a pass reaches, from the faster and from the slower copies. Above 1 caches help."""
+        if self.weight_bytes is None:
+            return None
+        rate = self.weight_bytes / self.seconds
+        return rate / self.bandwidth.high, rate / self.bandwidth.low
+
+
+@torch.inference_mode()
+def pass_times(
+    target: PreTrainedModel,
+    ids: torch.Tensor,
+    context: int,
+    columns: Sequence[int],
+    repeats: int = 9,
+    seconds: float = 10.0,
+    onednn: bool | None = None,
+) -> PassTimes:
+    """Measure passes of each width in turns, after a round or more that is not counted.
+
+    Args:
+        target: a causal LM, run as `generate` of this package runs it.
+        ids: [S] int64, text to read; it is repeated where it is too short.
+        context: tokens read before.
+        columns: the widths, ascending.
+        repeats: rounds, at most; fewer where they take longer than `seconds`, but one is always made.
+        onednn: switch it on or off meanwhile; None leaves it as it is.
+    """
+    masks, widest = Masks.of(target), columns[-1]
+    # states can't forget a pass over one token: each round leaves one more
+    cache = slots_for(target, None, 1, context + widest + repeats + 3, masks)
+    run = runner_for(target)(fused(target), cache, masks)
+    lease = Lease("auto")
+    Graphs().serve(run, target, lease)
+    uncounted = 1 if target.device.type == "cpu" else 3  # passes are captured, and compared, in the first rounds
+    text = ids.to(target.device).repeat(-(-(context + widest) // len(ids)))[None]
+    found: dict[int, list[float]] = {width: [] for width in columns}
+    with nullcontext() if onednn is None else torch.backends.mkldnn.flags(enabled=onednn):
+        run.prefill(text[:, :context], None)
+        deadline = time.perf_counter() + seconds
+        for repeat in range(repeats + uncounted):
+            if repeat > uncounted and time.perf_counter() > deadline:
+                break
+            for width in columns:
+                started = time.perf_counter()
+                run(text[:, context : context + width]).argmax(-1).tolist()  # waits for the device
+                took = time.perf_counter() - started
+                run.commit([1 if run.in_step and width == 1 else 0])
+                if repeat >= uncounted:
+                    found[width].append(took)
+    lease.over = True
+    return PassTimes(context, onednn, {width: median(taken) for width, taken in found.items()})
+
+
+def bandwidth(device: torch.device) -> Bandwidth:
+    """Of the memory, by copies that are larger than caches; on a CPU, with as many threads as torch uses."""
+    size = _COPIED.get(device.type, _COPIED_ELSEWHERE)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    rates = []
+    for number in range(_COPIES + 1):
+        copy[-1].item()  # waits for the device
+        started = time.perf_counter()
+        copy.copy_(source)
+        copy[-1].item()
+        if number:
+            rates.append(2 * size / (time.perf_counter() - started))
+    return Bandwidth(min(rates), max(rates))
+
+
+def memory(target: PreTrainedModel, seconds: float) -> Memory:
+    """seconds: of a pass over one token."""
+    return Memory(_weights_read(target), bandwidth(target.device), seconds)
+
+
+def _weights_read(target: PreTrainedModel) -> int | None:
+    config: Any = target.config.get_text_config(decoder=True)
+    if any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
+        return None
+    words, output = target.get_input_embeddings(), target.get_output_embeddings()
+    tied = output is not None and output.weight is words.weight
+    return memory_bytes(target) - (0 if tied else words.weight.numel() * words.weight.element_size())

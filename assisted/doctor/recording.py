@@ -1,0 +1,115 @@
+"""Draft lengths to measure with: one that writes down what became of every round, and one that never drafts.
+
+Knows lengths by their interface; nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..drafts import Draft, Round
+from ..lengths.base import Costs, Length
+
+__all__ = ["Never", "Recorded", "Step"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One round of a single row, without its tensors.
+
+    Args:
+        asked: tokens that the drafter was asked for one by one, or 1 where it proposes a block at once.
+        drafted, accepted, committed: tokens of the row; a tree's nodes count as drafted.
+        draft_seconds, verify_seconds: of the two steps, as the package measures them.
+        levels: of a tree, its nodes by depth; None for a chain.
+    """
+
+    asked: int
+    drafted: int
+    accepted: int
+    committed: int
+    draft_seconds: float
+    verify_seconds: float
+    levels: tuple[int, ...] | None = None
+
+
+@dataclass(eq=False)
+class Recorded:
+    """The policy. One object serves several calls of one row each.
+
+    Args:
+        tokens: to ask for in every round.
+        waits: let every drafted token wait for the device, so that seconds are those of the draft.
+        costs: for drafters that size their trees by them.
+
+    Attributes:
+        calls: the rounds of each call.
+    """
+
+    tokens: int
+    waits: bool = False
+    costs: Costs | None = None
+    calls: list[list[Step]] = field(default_factory=list)
+    _last: Round | None = None
+
+    def begin(self) -> None:
+        """A call begins. (A drafter made of several starts a length for each.)"""
+        self.calls.append([])
+
+    def start(self, earlier: Length | None = None) -> Length:
+        return _Recording(self)
+
+    def see(self, round: Round, asked: int) -> None:
+        if round is self._last:  # told to every member of a combination, where none of them proposed anything
+            return
+        self._last = round
+        counts = round.drafted[0], round.accepted[0], round.kept[0]
+        seconds = round.draft_seconds, round.verify_seconds
+        self.calls[-1].append(Step(asked, *counts, *seconds, _levels(round.draft)))
+
+
+class _Recording(Length):
+    def __init__(self, policy: Recorded):
+        self.policy = policy
+        self.needs_law = policy.waits
+        self.costs = policy.costs
+        self.asked = 0
+
+    def budget(self, unfinished: Sequence[int]) -> int:
+        self.asked = 1
+        return self.policy.tokens
+
+    def another(self, position: int) -> bool:
+        self.asked += 1
+        return True
+
+    def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:
+        q[0, 0].item()
+        return super().go_on(position, q)
+
+    def observe(self, round: Round) -> None:
+        self.policy.see(round, self.asked)
+
+
+def _levels(draft: Draft) -> tuple[int, ...] | None:
+    """Nodes by depth of a tree of one row."""
+    if draft.parents is None:
+        return None
+    depths = draft.depths()[0, : int(draft.lengths[0])]
+    return tuple(torch.bincount(depths, minlength=1)[1:].tolist())
+
+
+@dataclass(frozen=True)
+class Never:
+    """This package's loop without drafts: what is gained by the way passes are run, not by drafting."""
+
+    def start(self, earlier: Length | None = None) -> Length:
+        return _Nothing()
+
+
+class _Nothing(Length):
+    def budget(self, unfinished: Sequence[int]) -> int:
+        return 0

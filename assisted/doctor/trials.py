@@ -1,0 +1,245 @@
+"""The runs behind `assisted doctor`: passes that are timed, drafts that are recorded, and a race against plain decoding.
+
+Knows models and the clock. What the figures come to is doctor.py.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from ..bench.contestants import plain
+from ..drafters import ModelDrafter
+from ..drafters.trees import COLUMN, verify_seconds
+from ..lengths.base import Costs
+from ..lengths.estimates import Curve
+from ..modeling import AssistedModelForCausalLM
+from .diagnosis import Settings
+from .forecast import Drafts, expect, marks, tree_columns
+from .laws import Laws, Written, compare
+from .passes import PassTimes, pass_times
+from .recording import Never, Recorded, Step
+
+__all__ = ["UNDRAFTED", "Found", "Race", "Trials", "context_of", "starts", "way"]
+
+COLUMNS = tuple(range(1, 17))
+SOME_COLUMNS = (1, 2, 4, 8, 16)  # at further contexts
+CONTEXTS = (512, 2048)  # beside that of the prompts
+UNDRAFTED = "assisted, no drafts"
+CHECKED = 2  # prompts that are decoded at least: one says nothing of how much they differ
+FOR_PASSES, FOR_RECORDS = 0.2, 0.35  # of the time; the rest is for the check
+WARM_UP = 8  # tokens
+Progress = Callable[[str, float], None]
+
+
+def context_of(target: PreTrainedModel) -> int:
+    """Tokens that a target can read."""
+    config = target.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None) or 2**20
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the recorded run of a draft gave."""
+
+    draft: str
+    model: AssistedModelForCausalLM
+    drafts: Drafts
+    best: int
+    written: list[Written]
+    rounds: list[list[Step]]
+    laws: Laws | None
+    prompt_seconds: float  # the draft's reading of a prompt
+    warned: str | None
+
+
+@dataclass(frozen=True)
+class Race:
+    """What the measured runs gave, by way: the seconds and first tokens' seconds of each call, and the tokens."""
+
+    seconds: dict[str, list[float]]
+    first: dict[str, list[float]]
+    wrote: dict[str, list[list[int]]]
+    plain_way: str
+
+    @property
+    def prompts(self) -> int:
+        return len(self.seconds[self.plain_way])
+
+    def per_token(self, way: str) -> float:
+        """Seconds of a token behind the first one."""
+        tokens = sum(len(new) - 1 for new in self.wrote[way])
+        return (sum(self.seconds[way]) - sum(self.first[way])) / tokens
+
+
+class Trials:
+    """Runs the target and its drafts on the prompts."""
+
+    def __init__(self, target: PreTrainedModel, settings: Settings, prompts: list[torch.Tensor], pad: int):
+        self.target = target
+        self.settings = settings
+        self.prompts = prompts
+        self.call: dict[str, Any] = {"eos_token_id": None, "pad_token_id": pad, "do_sample": False}
+        if settings.temperature > 0:
+            self.call |= {"do_sample": True, "temperature": settings.temperature, "top_p": 1.0, "top_k": 0}
+
+    def passes(self, progress: Progress) -> tuple[PassTimes, ...]:
+        """Of the prompts' context over all widths, of further contexts over some."""
+        own = int(median(map(len, self.prompts))) + self.settings.new_tokens // 2
+        room = context_of(self.target) - COLUMNS[-1]
+        chosen = self.settings.contexts or (own, *(further for further in CONTEXTS if own < further <= room))
+        text = torch.cat(self.prompts)
+        plans: list[tuple[int, tuple[int, ...], bool | None]] = [
+            (min(context, room), COLUMNS if place == 0 else SOME_COLUMNS, None) for place, context in enumerate(chosen)
+        ]
+        slow_rows = self.target.device.type == "cpu" and self.target.dtype != torch.float32
+        if slow_rows and torch.backends.mkldnn.is_available():
+            context, columns, _ = plans[0]
+            plans[:1] = [(context, columns, True), (context, columns, False)]
+        seconds = self.settings.seconds * FOR_PASSES / len(plans)
+        found = []
+        for number, (context, columns, onednn) in enumerate(plans):
+            progress("timing passes", number / len(plans))
+            found.append(pass_times(self.target, text, context, columns, seconds=seconds, onednn=onednn))
+        return tuple(found)
+
+    def generate(self, model: Any, ids: torch.Tensor, **more: Any) -> list[int]:
+        call = {"max_new_tokens": self.settings.new_tokens, **self.call, **more}
+        output = model(ids[None], attention_mask=torch.ones_like(ids)[None], **call)
+        return output[0, len(ids) :].tolist()
+
+    def record(self, draft: str, model: AssistedModelForCausalLM, passes: PassTimes, of: int) -> Found:
+        """Decode prompts with long drafts, until its share of the time is up, and look at every round. of: drafts in all."""
+        settings = self.settings
+        # a pass over more tokens never takes less: what says so was disturbed
+        curve = Curve(COLUMNS[-1], COLUMN, passes.seconds).seconds
+        measured = Costs(tuple(enumerate(curve))[1:], 0.0)
+        policy = Recorded(settings.longest, waits=self.target.device.type != "cpu", costs=measured)
+        run = model.generate
+        texts: list[torch.Tensor] = []
+        deadline = time.perf_counter() + settings.seconds * FOR_RECORDS / of
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            policy.begin()
+            torch.manual_seed(0)
+            self.generate(run, self.prompts[0], max_new_tokens=WARM_UP, draft_length=policy)
+            policy.calls.clear()  # that was to warm up
+            for number, ids in enumerate(self.prompts):
+                if number >= CHECKED and time.perf_counter() > deadline:
+                    break
+                policy.begin()
+                torch.manual_seed(number)
+                new = self.generate(run, ids, draft_length=policy)
+                texts.append(torch.cat([ids, torch.tensor(new, device=ids.device)]))
+        calls = policy.calls
+        written = [
+            Written(text, len(ids), starts(rounds))
+            for text, ids, rounds in zip(texts, self.prompts, calls, strict=False)
+        ]
+        laws = None
+        if type(model.drafter) is ModelDrafter:
+            laws = compare(self.target, model.drafter.model, written, settings.temperature, settings.longest)
+        drafts, prompt_seconds = _priced(policy, measured)
+        lengths = [expect(drafts, length, 1.0).milliseconds_per_token for length in range(1, settings.longest + 1)]
+        warned = next((str(warning.message) for warning in caught if "plainly" in str(warning.message)), None)
+        return Found(
+            draft=draft,
+            model=model,
+            drafts=drafts,
+            best=1 + lengths.index(min(lengths)),
+            written=written,
+            rounds=calls,
+            laws=laws,
+            prompt_seconds=prompt_seconds,
+            warned=warned,
+        )
+
+    def race(self, found: Sequence[Found], progress: Progress) -> Race:
+        """Plain decoding, each draft at its best length, and adaptively, in turns, until the time is up."""
+        ways: dict[str, Callable[..., Any]] = {one.name: one.generate for one in plain(self.target, compiled=False)}
+        plain_ways = list(ways)
+        if found:  # any of the pairs will do
+            ways[UNDRAFTED] = partial(found[0].model.generate, draft_length=Never())
+        for one in found:
+            for length in (one.best, "adaptive"):
+                ways[way(one.draft, length)] = partial(one.model.generate, draft_length=length)
+        prompts = self.prompts[: min((len(one.written) for one in found), default=1)]
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        first: dict[str, list[float]] = {name: [] for name in ways}
+        wrote: dict[str, list[list[int]]] = {name: [] for name in ways}
+        order = list(ways)
+        for name in order:  # adaptive lengths have to learn
+            warm_up = self.settings.new_tokens // 2 if name.endswith("adaptive") else WARM_UP
+            self.generate(ways[name], prompts[0], max_new_tokens=warm_up)
+        deadline = time.perf_counter() + self.settings.seconds * (1 - FOR_PASSES - FOR_RECORDS)
+        for number, ids in enumerate(prompts):
+            progress("checking", number / len(prompts))
+            if number >= CHECKED and time.perf_counter() > deadline:
+                break
+            for name in order:
+                torch.manual_seed(number)
+                clock = _Clock(self._now())
+                wrote[name].append(self.generate(ways[name], ids, streamer=clock))
+                seconds[name].append(self._now() - clock.started)
+                first[name].append(clock.first)
+            order = order[1:] + order[:1]
+        return Race(seconds, first, wrote, min(plain_ways, key=lambda name: sum(seconds[name])))
+
+    def _now(self) -> float:
+        if self.target.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+class _Clock(BaseStreamer):
+    """Looks at the clock when the first token comes; what comes before it is the prompt."""
+
+    def __init__(self, started: float):
+        self.started = started
+        self.first = 0.0
+        self.pieces = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.pieces += 1
+        if self.pieces == 2:
+            self.first = time.perf_counter() - self.started
+
+    def end(self) -> None:
+        pass
+
+
+def way(draft: str, length: int | str) -> str:
+    return f"{draft}, {length if length == 'adaptive' else f'draft length {length}'}"
+
+
+def starts(rounds: Sequence[Step]) -> tuple[int, ...]:
+    """The new token that each draft begins with. The first one comes with the prompt."""
+    starts, place = [], 1
+    for one in rounds:
+        if one.drafted:
+            starts.append(place)
+        place += one.committed
+    return tuple(starts)
+
+
+def _priced(policy: Recorded, passes: Costs) -> tuple[Drafts, float]:
+    """What was recorded, with what it costs, and the seconds of the draft's reading of a prompt."""
+    later = [one for call in policy.calls for one in call[1:]] or [one for call in policy.calls for one in call]
+    blocks = all(one.asked == 1 for one in later)
+    draft = median(one.draft_seconds / one.asked for one in later)
+    # a round judges and commits as well; and what else runs on a machine makes all of it slower at one time than at another
+    slower = median(one.verify_seconds / verify_seconds(passes, 1 + one.drafted) for one in later)
+    verify = tuple((columns, seconds * slower) for columns, seconds in passes.verify)
+    firsts = [call[0] for call in policy.calls if call]
+    read_prompt = median(one.draft_seconds - draft * one.asked for one in firsts)
+    calls = tuple(marks(call, policy.tokens) for call in policy.calls)
+    return Drafts(calls, Costs(verify, draft), blocks, tree_columns(later, policy.tokens)), max(0.0, read_prompt)

@@ -1,0 +1,113 @@
+"""What a model may look at: which kind of attention mask it reads, and the masks of a pass over chains or token trees.
+
+Knows transformers' configs and drafts; nothing of slots or of how a pass is run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..drafts import Draft
+from .signatures import takes
+
+__all__ = ["Masks", "column_depths"]
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What kind of attention mask a model reads.
+
+    Args:
+        trees: it reads 4-D masks, so that rows of different lengths and token trees can share a forward. Otherwise
+            (ALiBi, flash attention, chunked attention) slots are kept right-aligned and only chains are verified.
+        windows: the sliding window of each layer type, None for full attention. One entry: one mask for all layers;
+            several: a dict of masks by layer type.
+        additive: eager attention adds the mask; sdpa takes booleans.
+    """
+
+    trees: bool
+    windows: dict[str, int | None]
+    additive: bool
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> Masks:
+        config = model.config.get_text_config(decoder=True)
+        kinds = set(getattr(config, "layer_types", None) or ())
+        window = getattr(config, "sliding_window", None)
+        if not kinds:
+            kinds = {"full_attention" if window is None else "sliding_attention"}
+        attention = config._attn_implementation
+        readable = (
+            attention in ("sdpa", "eager")
+            and not _counts_slots(config)
+            and kinds <= {"full_attention", "sliding_attention"}
+            and getattr(config, "attention_chunk_size", None) is None
+            and takes(model, "position_ids")
+        )
+        windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+        return Masks(trees=readable, windows=windows, additive=attention == "eager")
+
+    def made(
+        self,
+        behind: torch.Tensor,
+        depths: torch.Tensor,
+        draft: Draft | None,
+        visible: torch.Tensor | None,
+        top: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """4-D masks: which of the first `top` slots each column may look at, [R, 1, n, top].
+
+        behind: [R, 1] int64, slots that count. depths: [R or 1, n], `column_depths`. draft: what the columns hold behind the
+        last committed token. visible: [R, any] bool, False where a prompt was padded; None where nothing was. dtype: of masks
+        that are added.
+        """
+        slots = torch.arange(top, device=behind.device)
+        where = behind + depths  # [R, n]: a column's place in its row's text
+        if draft is None or draft.parents is None:
+            places = slots  # a chain lies in its slots as it lies in the text
+            seen = slots <= where[:, :, None]
+        else:
+            columns = behind + torch.arange(depths.shape[1], device=behind.device)
+            places = slots.repeat(len(behind), 1).scatter(1, columns, where)[:, None]
+            seen = (slots < behind)[:, None].repeat(1, depths.shape[1], 1)
+            seen = seen.scatter(2, columns[:, None].expand(-1, depths.shape[1], -1), _column_ancestors(draft))
+        if visible is not None:
+            hidden = min(visible.shape[1], top)
+            seen = seen.clone()
+            seen[:, :, :hidden] &= visible[:, None, :hidden]
+        masks = {
+            kind: self._dressed(seen if window is None else seen & (places > where[:, :, None] - window), dtype)
+            for kind, window in self.windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _dressed(self, seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        seen = seen[:, None]
+        if not self.additive:
+            return seen
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def column_depths(draft: Draft | None, width: int, device: torch.device) -> torch.Tensor:
+    """Depth of every column of a forward, the last committed token being depth 0. Returns [B or 1, n]."""
+    if draft is None or draft.parents is None:
+        return torch.arange(width, device=device)[None]
+    return torch.nn.functional.pad(draft.depths(), (1, 0)).to(device)
+
+
+def _column_ancestors(draft: Draft) -> torch.Tensor:
+    """Draft.ancestors with the last committed token, which every node sees, as column 0. Returns [B, n + 1, n + 1]."""
+    seen = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
+    seen[:, :, 0] = True
+    return seen
+
+
+def _counts_slots(config: Any) -> bool:
+    """The model builds a bias or its causality from the order of slots (ALiBi, GPT-Neo), not from a 4-D mask."""
+    alibi = getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi"
+    return bool(alibi) or config.model_type in ("bloom", "mpt", "gpt_neo")

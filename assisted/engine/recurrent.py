@@ -1,0 +1,271 @@
+"""Targets whose past is more than keys and values: linear attention, convolutions, state spaces, and hybrids of these.
+
+Knows transformers' cache layers of states; nothing of drafting or acceptance. States are copied before a verify pass, come
+back where it was rejected in part, and then read the accepted tokens again in front of the next pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from ..drafts import Draft
+from .cache import Paths, SlotCache, SlotLayer, unsupported_layers
+from .runner import CachedModel, Masks
+
+__all__ = [
+    "RecurrentCache",
+    "RecurrentModel",
+    "has_uncounted_states",
+    "held",
+    "is_recurrent",
+    "runner_for",
+    "slots_for",
+]
+
+_STATES = {
+    LinearAttentionLayer.__name__,
+    LinearAttentionAndFullAttentionLayer.__name__,
+    LinearAttentionAndSlidingWindowAttentionLayer.__name__,
+}
+_LAYER_TYPES = {
+    name for name, kind in DYNAMIC_LAYER_TYPE_MAPPING.items() if issubclass(kind, LinearAttentionCacheLayerMixin)
+}
+_LAG = 16  # columns; a longer tail is read in a pass of its own, since every pass reads it again until then
+
+
+class StateAndSlotLayer(LinearAttentionLayer, SlotLayer):
+    """A layer with attention and a recurrence side by side."""
+
+    def __init__(self, slots: SlotCache, number_of_states: int):
+        SlotLayer.__init__(self, slots)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Keys and values come by place, states by name."""
+        kind: Any = SlotLayer if args else LinearAttentionLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+
+class RecurrentCache(SlotCache):
+    """Slots for the layers that attend, states for those that recur. Rows stay equally long.
+
+    Invariant between rounds: slots hold the committed tokens but the last; the states are those of a prefix of these, which
+    `RecurrentModel.unread` completes.
+
+    Args:
+        rows, limit: as for SlotCache.
+        config: the model's, which says what kind of layers it has.
+    """
+
+    def __init__(self, rows: int, limit: int, config: Any):
+        super().__init__(rows, limit, right_aligned=True)
+        self.config = config
+        self.layers = [self._own(layer) for layer in DynamicCache(config=config).layers]
+        self.width = 0  # columns of the last forward
+        self._saved: list[torch.Tensor] = []
+        self._saved_lengths: list[int] = []
+        self.is_saved = False  # whether what is saved are the states as they are now
+
+    @classmethod
+    def holding(cls, cache: Cache | None, rows: int, limit: int, config: Any) -> RecurrentCache:
+        """What a caller's cache holds, copied: the caller's cache stays as it is."""
+        own = cls(rows, limit, config)
+        if cache is None or not (length := held(cache)):
+            return own
+        own.reserve(length)
+        for layer, given in zip(own.layers, cache.layers, strict=True):
+            if isinstance(layer, SlotLayer):
+                layer.hold(given, length)
+            if isinstance(layer, LinearAttentionLayer):
+                _copy_states(given, layer)
+        return own
+
+    def place(self, width: int, device: torch.device) -> None:
+        """As SlotCache."""
+        super().place(width, device)
+        self.width = width
+
+    def save(self) -> None:
+        """Remember the states as they are."""
+        states = self._states()
+        if len(self._saved) != len(states):
+            self._saved = [torch.empty_like(state) for state in states]
+        for saved, state in zip(self._saved, states, strict=True):
+            saved.copy_(state)
+        self.is_saved = True
+        self._saved_lengths = list(self.lengths)
+
+    def go_back(self) -> None:
+        """Let states and slots hold what they held when they were saved last."""
+        for saved, state in zip(self._saved, self._states(), strict=True):
+            state.copy_(saved)
+        self.lengths, self.is_saved = list(self._saved_lengths), True
+
+    def forget(self) -> None:
+        """Set the states to zero."""
+        for state in self._states():
+            state.zero_()
+
+    def commit(self, counts: list[int], path: Paths | None = None) -> None:
+        """Keep the first columns of the last forward, in every row the same number; fewer than all undoes it.
+
+        Raises ValueError for token trees and ragged rows, RuntimeError where nothing was saved before a forward to undo.
+        """
+        if path is not None or len(set(counts)) > 1:
+            raise ValueError(f"counts: {counts} with path {path}: states follow one chain, in all rows in step")
+        if counts[0] == self.width:
+            self.is_saved = False
+        elif self.is_saved:
+            for saved, state in zip(self._saved, self._states(), strict=True):
+                state.copy_(saved)
+        else:
+            raise RuntimeError("a recurrent state can't take back tokens: run this cache through RecurrentModel")
+        super().commit(counts)
+
+    def step_back(self, columns: int) -> None:
+        """Let the next forward write over the last columns: those that the states have not read."""
+        self.lengths = [length - columns for length in self.lengths]
+
+    def rewind(self, known: list[int]) -> None:
+        """Not possible. Raises ValueError unless nothing is taken back."""
+        if known != self.known:
+            raise ValueError(
+                "a recurrent state can't be rewound; ask runtime.is_rewindable before drafting with a target"
+            )
+
+    def to_dynamic(self, config: Any) -> DynamicCache:
+        """As SlotCache, once states and slots agree. A model with states knows no other cache than its config's."""
+        cache = super().to_dynamic(self.config)
+        for layer, own in zip(cache.layers, self.layers, strict=True):
+            if isinstance(own, LinearAttentionLayer):
+                _copy_states(own, layer)
+        return cache
+
+    def _own(self, layer: Any) -> Any:
+        if isinstance(layer, DummyLayer):
+            return layer
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            return SlotLayer(self)
+        if isinstance(layer, CacheLayerMixin):
+            return StateAndSlotLayer(self, layer.number_of_states)
+        return layer
+
+    def _states(self) -> list[torch.Tensor]:
+        layers = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        kept = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
+        return [state for states in kept for state in states.values() if state is not None]
+
+
+class RecurrentModel(CachedModel):
+    """A causal LM with recurrent layers: verified over several tokens at once, its states undone where some are rejected.
+
+    A pass that accepts all of its columns leaves the right states. After any other the states of before come back, and
+    the columns that were accepted are read again in front of the next pass: one pass a round, as for other targets. Of
+    the logits, those of the new columns are returned.
+    """
+
+    in_step = True
+    cache: RecurrentCache
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, masks: Masks):
+        super().__init__(model, cache, masks)
+        self.unread = torch.empty(cache.rows, 0, dtype=torch.long, device=self.device)  # [B, k], committed
+        self.ids = self.unread  # [B, k + n], of the last forward
+
+    def __call__(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
+        """As CachedModel. Raises ValueError for a token tree."""
+        if draft is not None and draft.parents is not None:
+            raise ValueError(
+                "draft: recurrent layers read chains, not token trees; look at masks.trees before drafting"
+            )
+        if self.unread.shape[1] > _LAG or self._would_straddle():
+            self.catch_up()
+        behind = self.unread.shape[1]
+        self.ids = torch.cat([self.unread, ids.to(self.device)], 1)
+        self.cache.step_back(behind)
+        if ids.shape[1] > 1 and not self.cache.is_saved:
+            self.cache.save()
+        if used is not None:
+            used = [behind + count for count in used]
+        return super().__call__(self.ids, None, used)[:, behind:]
+
+    def _would_straddle(self) -> bool:
+        """Whether the columns to be read again are turned in another way than the new ones."""
+        if self.change is None:
+            return False
+        new = max(self._first_positions())
+        room = self.change.room(new - self.unread.shape[1])
+        return room is not None and room <= self.unread.shape[1]
+
+    def commit(self, counts: list[int], path: Paths | None = None) -> None:
+        """As CachedModel, for counts that are equal; no path."""
+        kept = self.unread.shape[1] + counts[0]
+        self.cache.commit([self.unread.shape[1] + count for count in counts], path)
+        self.unread = self.ids[:, : 0 if kept == self.ids.shape[1] else kept]
+
+    def catch_up(self) -> None:
+        """Let the states read what is committed."""
+        if behind := self.unread.shape[1]:
+            self.cache.step_back(behind)
+            super().__call__(self.unread)
+            self.cache.commit([behind] * self.cache.rows)
+            self.unread = self.unread[:, :0]
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Whether a model keeps states, in transformers' own cache layers, and besides them keys and values only."""
+    config = model.config.get_text_config(decoder=True)
+    # asked in every call: what a pure attention model says at once saves building a cache to look at
+    if _LAYER_TYPES.isdisjoint(getattr(config, "layer_types", None) or ()):
+        return False
+    return model._supports_default_dynamic_cache() and _STATES.issuperset(unsupported_layers(config))
+
+
+def runner_for(model: PreTrainedModel) -> type[CachedModel]:
+    """How a target is run, if its drafter doesn't run it in a way of its own."""
+    return RecurrentModel if is_recurrent(model) else CachedModel
+
+
+def slots_for(model: PreTrainedModel, given: Cache | None, rows: int, limit: int, masks: Masks) -> SlotCache:
+    """What a target reads into, holding what a caller's cache holds."""
+    if not is_recurrent(model):
+        return SlotCache.of(given, rows, limit, right_aligned=not masks.trees)
+    return RecurrentCache.holding(given, rows, limit, model.config.get_text_config(decoder=True))
+
+
+def held(cache: Cache) -> int:
+    """How many tokens a caller's cache holds, as its keys tell; states don't count."""
+    return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
+
+
+def has_uncounted_states(cache: Cache) -> bool:
+    """Whether a caller's cache holds states but nothing that says of how many tokens."""
+    return held(cache) == 0 and any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers)
+
+
+def _copy_states(source: Any, layer: Any) -> None:
+    """Copy the states of one layer of a cache into another."""
+    for name in ("conv_states", "recurrent_states"):
+        states = {index: None if state is None else state.clone() for index, state in getattr(source, name).items()}
+        setattr(layer, name, states)
+    for name in (
+        "is_conv_states_initialized",
+        "is_recurrent_states_initialized",
+        "has_previous_state",
+        "conv_kernel_size",
+    ):
+        setattr(layer, name, dict(getattr(source, name)))
+    layer.dtype, layer.device = source.dtype, source.device

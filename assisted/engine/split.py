@@ -1,0 +1,136 @@
+"""The target in two parts: what its first layers have read while drafting, only the others read in the target's pass.
+
+Knows parts of models and slots; nothing of laws, nor of why a draft was made. Falls back to the whole model.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..drafts import Draft
+from .cache import SlotCache
+from .parts import Inject, Layers, Tap, back, few_ids, front, tapped
+from .runner import CachedModel, Masks
+
+__all__ = ["Begun", "SplitModel", "timed"]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What the front has read of a round's columns.
+
+    Args:
+        draft: which the columns belong to.
+        end: how many layers the front has.
+        hidden: [..., B, m, D], the states behind them of the first m columns: n or n + 1 of n + 1.
+        lengths: of the slots in front of these columns.
+    """
+
+    draft: Draft
+    end: int
+    hidden: torch.Tensor
+    lengths: list[int]
+
+
+class SplitModel(CachedModel):
+    """The target in two parts: what the front has read while drafting, only the back reads in the target's pass.
+
+    A draft that the front did not write, or not completely, goes through the whole model as in `CachedModel`.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, masks: Masks, layers: Layers):
+        super().__init__(model, cache, masks)
+        self.layers = layers
+        self.begun: Begun | None = None
+        self.measured: list[int] | None = None  # layers to tap in the next pass
+        self.states: dict[int, torch.Tensor] = {}  # what was tapped in the last pass
+        self.seconds = 0.0  # of the last pass, if layers were tapped
+        self._fronts: dict[int, tuple[CachedModel, Tap]] = {}
+        self._backs: dict[int, tuple[CachedModel, Inject]] = {}
+
+    def run_only(self, rows: list[int]) -> None:
+        """All rows run: what is kept of a round's states is by row."""
+
+    def front(self, end: int) -> tuple[CachedModel, Tap]:
+        """Layers [0, end) and the head, over the same slots."""
+        if end not in self._fronts:
+            model, tap = front(self.model, self.layers, end)
+            self._fronts[end] = self.part(model, ("front", end), [tap]), tap
+        return self._fronts[end]
+
+    def __call__(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
+        begun, self.begun = self.begun, None
+        measured, self.measured = self.measured, None
+        self.states = {}
+        if draft is None or begun is None or not draft.is_that_of(begun.draft) or begun.lengths != self.cache.lengths:
+            return super().__call__(ids, draft, used)
+        try:
+            if measured is not None:
+                return self._measure(measured, ids, draft, used)
+            return self.finish(begun, ids, draft, used)
+        except Exception as error:
+            name = type(error).__name__
+            warnings.warn(
+                f"What was drafted could not be finished ({name}: {error}); reading it plainly.", stacklevel=2
+            )
+            return super().__call__(ids, draft, used)
+
+    def finish(self, begun: Begun, ids: torch.Tensor, draft: Draft, used: list[int] | None = None) -> torch.Tensor:
+        """The target's pass over a draft that the front has begun, [B, n + 1, V]."""
+        hidden = self._read_rest(begun, ids, used)
+        if begun.end not in self._backs:
+            model, inject = back(self.model, self.layers, begun.end)
+            self._backs[begun.end] = self.part(model, ("back", begun.end), inject=inject), inject
+        rest, inject = self._backs[begun.end]
+        inject.hidden = hidden
+        return rest(ids, draft, used)
+
+    def _read_rest(self, begun: Begun, ids: torch.Tensor, used: list[int] | None) -> torch.Tensor:
+        """The front's states of all columns: the last drafted token is read only now."""
+        done = begun.hidden.shape[-2]
+        if done == ids.shape[1]:
+            return begun.hidden
+        known = self.cache.known
+        reader, tap = self.front(begun.end)
+        try:
+            self.cache.commit([done] * len(known))
+            reader(ids[:, done:], used=None if used is None else [max(0, count - done) for count in used])
+        finally:
+            self.cache.rewind(known)
+        return torch.cat([begun.hidden, tap.hidden], -2)
+
+    def _measure(self, ends: list[int], ids: torch.Tensor, draft: Draft, used: list[int] | None) -> torch.Tensor:
+        """The whole model in one pass, with taps and a clock."""
+        model, taps = tapped(self.model, self.layers, ends)
+        whole = CachedModel(model, self.cache, self.masks)
+        logits, self.seconds = timed(lambda: whole(ids, draft, used), self.device)
+        self.states = {end: tap.hidden for end, tap in taps.items()}
+        return logits
+
+    def exits(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., 1, n, D] hidden states of any layer -> [n, V], what the final norm and the head make of them."""
+        model, inject = back(self.model, self.layers, len(self.layers))
+        inject.hidden = states
+        ids = few_ids(model, states.shape[-2])  # their embeddings are not used
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True).logits[0]
+
+
+def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """What `run` returns, and how many seconds it took. Waits for the device before and after."""
+    _wait(device)
+    started = time.perf_counter()
+    result = run()
+    _wait(device)
+    return result, time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,385 @@
+"""Models in fewer operations, or with faster products: another object of the model's class that runs from the same parameters.
+
+A pass of a small model, or over few tokens, takes as long as calling its operations takes. A layer of the Llama family is
+some twenty of them here instead of fifty; every other model keeps its own layers, and has wide products in the layout that
+is fast over a few tokens. Whether a model made in this way says the same is tried before it is relied on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
+
+from ..engine.cache import SlotCache
+from ..engine.hooks import is_touched, is_untouched, looked_over
+from ..engine.parts import few_ids, with_children
+from ..engine.runner import CachedModel, Masks
+from .products import PackedLinear, Product, may_copy, packs
+from .sources import Modules, Source, Weights
+
+__all__ = ["TOLERANCE", "Angles", "FusedLayer", "Norm", "Shared", "fused", "fused_product"]
+
+_FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+_KNOWN = ("transformers.", "assisted.")  # packages whose rotary embeddings are what their `rope_type` says
+_TABLE = 2**13  # positions whose angles are looked up
+TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.25,
+}  # of logits, relative to their spread: other models differ by more
+
+
+def fused(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model in fewer operations where it is known how; with faster products where those are wide; otherwise the model
+    itself.
+
+    Its logits differ from the model's by rounding alone, as those of passes of different widths do. What is copied is kept from
+    call to call. Everything it was made from (weights, attributes, code) is compared with the model at every call, and it is
+    made anew when any of that has changed.
+    """
+    way = _way(model)
+    if way is None:
+        return model
+    made = _MADE.get(way.key)
+    if made is None or not made.source.same(way.source):
+        children = way.make()
+        same = way.agrees(model, way.changed(model, children))
+        made = _MADE[way.key] = _Made(way.source, children if same else None)
+    return model if made.children is None else way.changed(model, made.children)
+
+
+def fused_product(module: nn.Linear) -> nn.Module:
+    """The same product in the form that is fastest over a few columns, with the weight as it is now: repacked for a CPU where
+    that pays, otherwise the module itself."""
+    return _FusedHead(module, True) if may_copy(module.parameters()) and not is_touched(module) else module
+
+
+_Children = dict[tuple[str, ...], nn.Module]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a model can be run faster.
+
+    Args:
+        key: a module of the model that is the same from call to call.
+        source: what it is made from, as that is now.
+        make: the modules that take the place of the model's.
+        agrees: whether two models say the same of a few tokens, but for rounding.
+        bare: what is made is the sum of its parts, for `CachedModel`.
+    """
+
+    key: nn.Module
+    source: Source
+    make: Callable[[], _Children]
+    agrees: Callable[[PreTrainedModel, PreTrainedModel], bool]
+    bare: bool
+
+    def changed(self, model: PreTrainedModel, children: _Children) -> PreTrainedModel:
+        other = with_children(model, children)
+        if self.source.weights.checksums is not None:
+            other.watched = self.source.weights.tensors  # whose changes make other modules
+        if self.bare:
+            other.is_sum_of_parts = other.takes_last_only = True
+        return other
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What takes the place of a model's modules; None where it did not turn out to be the same."""
+
+    source: Source
+    children: _Children | None
+
+
+_MADE: weakref.WeakKeyDictionary[nn.Module, _Made] = weakref.WeakKeyDictionary()
+
+
+def _way(model: PreTrainedModel) -> _Way | None:
+    """How this model can be run faster; None where it can't, or somebody hangs on to its modules."""
+    if model.training or not is_untouched(model) or torch.is_autocast_enabled(model.device.type):
+        return None
+    # in half precision packed products round otherwise, as those of another width do: only where they make up for it
+    if model.dtype != torch.float32 and not (
+        model.dtype in TOLERANCE and packs(model.dtype) and model.device.type == "cpu"
+    ):
+        return None
+    layers = _layers(model)
+    if layers is not None:
+        base: Any = model.model
+        modules, parameters = looked_over(layers, model.lm_head, base.rotary_emb)
+        if any(map(is_touched, modules)):
+            return None
+        copied = may_copy(parameters)
+        return _Way(
+            layers,
+            _source(model, [*modules, base], parameters, copied),
+            lambda: _fused_children(model, layers, copied),
+            _agree_in_rounds,
+            True,
+        )
+    if any(map(is_touched, looked_over(model)[0])):
+        return None
+    wide = {name: module for name, module in model.named_modules() if PackedLinear.pays(module)}
+    weights = [module.weight for module in wide.values()]
+    if not wide or not may_copy(weights):
+        return None
+    return _Way(
+        next(iter(wide.values())),
+        _source(model, list(wide.values()), weights, True),
+        lambda: {tuple(name.split(".")): PackedLinear.of(module) for name, module in wide.items()},
+        _agree_at_once,
+        False,
+    )
+
+
+def _source(model: Any, modules: list[nn.Module], parameters: list[torch.Tensor], copied: bool) -> Source:
+    """What is read of a model: these modules, and the code of those that call them."""
+    found = (buffer for module in modules for buffer in module._buffers.values() if buffer is not None)
+    buffers = [buffer for buffer in found if not is_traceable_wrapper_subclass(buffer)]  # of modules that are called
+    around = (type(model), type(model.base_model))
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    return Source(
+        Modules.of(modules, around, attention),
+        Weights.of(parameters, copied),
+        # angles are looked up on a CPU only
+        Weights.of(buffers, all(buffer.device.type == "cpu" for buffer in buffers)),
+    )
+
+
+def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Children:
+    shared = Shared()
+    own = [FusedLayer(layer, shared, copied) for layer in layers]
+    own[-1].is_last = True
+    return {
+        ("model", "layers"): nn.ModuleList(own),
+        ("model", "rotary_emb"): Angles(model.model.rotary_emb, model.config, model.dtype),
+        ("lm_head",): _FusedHead(model.lm_head, copied),
+    }
+
+
+class FusedLayer(nn.Module):
+    """RMSNorm, rotary attention, RMSNorm, gated MLP, as the layers of the family have them.
+
+    Everything it uses is a plain attribute: looking up a submodule takes as long as a small operation.
+    """
+
+    def __init__(self, layer: Any, shared: Shared, copied: bool):
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index: int = attention.layer_idx
+        self.is_last = False  # of a model's layers
+        self.head_size: int = attention.head_dim
+        self.scaling: float = attention.scaling
+        self.key_heads = attention.k_proj.out_features // self.head_size
+        self.query_heads = attention.q_proj.out_features // self.head_size
+        self.shared = shared
+        self.activation = mlp.act_fn.forward
+        self.before_attention = Norm(layer.input_layernorm)
+        self.query_norm = Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.key_norm = Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.before_mlp = Norm(layer.post_attention_layernorm)
+        self.heads = Product([attention.q_proj, attention.k_proj, attention.v_proj], copied)
+        self.output = Product([attention.o_proj], copied)
+        self.gate_up = Product([mlp.gate_proj, mlp.up_proj], copied)
+        self.down = Product([mlp.down_proj], copied)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        past_key_values: Any = None,
+        last_only: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """hidden_states: [B, n, D]. attention_mask: as sdpa takes it, None for causal attention. position_embeddings: what
+        `Angles` returns. last_only: nobody reads what leaves the model but in the last column: the last layer makes keys and
+        values of the others, no more. Returns [B, n, D], [B, 1, D] where the others are left out.
+        """
+        normed = self.before_attention(hidden_states)
+        return self.run(hidden_states, normed, attention_mask, position_embeddings, past_key_values, last_only)
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        normed: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        past_key_values: Any = None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """The layer of what attention reads, [B, n, any], beside the states that it adds to, [B, n, D]."""
+        rows, width, _ = hidden_states.shape
+        heads = self.heads(normed).view(rows, width, -1, self.head_size)
+        # shape: [B, n, query heads + 2 key heads, head size]
+        turning, value = heads[:, :, : -self.key_heads], heads[:, :, -self.key_heads :]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = turning[:, :, : self.query_heads], turning[:, :, self.query_heads :]
+            turning = torch.cat([self.query_norm(query), self.key_norm(key)], 2)
+        cos, sin = position_embeddings
+        turned = _plus_product(turning * cos, turning.roll(self.head_size // 2, -1), sin).transpose(1, 2)
+        query, key, value = turned[:, : self.query_heads], turned[:, self.query_heads :], value.transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.index)
+        if last_only and self.is_last:
+            query, hidden_states, width = query[:, :, -1:], hidden_states[:, -1:], 1
+            attention_mask = None if attention_mask is None else attention_mask[:, :, -1:]
+        causal, group = attention_mask is None and width > 1, self.query_heads // self.key_heads
+        # on a CPU keys are read once for every query head: the heads of a group side by side are one
+        beside = group if query.device.type == "cpu" and not causal else 1
+        seen = F.scaled_dot_product_attention(
+            query.reshape(rows, self.query_heads // beside, beside * width, self.head_size),
+            key,
+            value,
+            attn_mask=self.shared.additive(attention_mask, query.dtype, beside),
+            is_causal=causal,
+            scale=self.scaling,
+            enable_gqa=group != beside,
+        )
+        seen = seen.reshape(rows, self.query_heads, width, self.head_size)
+        hidden_states = hidden_states + self.output(seen.transpose(1, 2).reshape(rows, width, -1))
+        gate, up = self.gate_up(self.before_mlp(hidden_states)).chunk(2, -1)
+        return hidden_states + self.down(self.activation(gate).mul_(up))
+
+
+class _FusedHead(nn.Module):
+    """The language-model head."""
+
+    def __init__(self, head: nn.Module, copied: bool):
+        super().__init__()
+        self.product = Product([head], copied)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., V]."""
+        return self.product(hidden_states)
+
+
+class Angles(nn.Module):
+    """The rotary embedding, laid out for heads: cosines and signed sines, looked up on a CPU where they depend on the position
+    alone.
+    """
+
+    def __init__(self, rotary: nn.Module, config: Any, dtype: torch.dtype):
+        super().__init__()
+        self.rotary = [rotary]  # in a list: it is the model's
+        kind = getattr(rotary, "rope_type", "default")
+        # of others the angles may depend on more than the position
+        fixed = kind in ("default", "linear", "llama3") and type(rotary).__module__.startswith(_KNOWN)
+        known = min(config.max_position_embeddings, _TABLE) if fixed else 0
+        self.whole = known == config.max_position_embeddings  # every position of the context is in the table
+        self.table = None if known == 0 else self._angles(torch.zeros(1, dtype=dtype), torch.arange(known)[None])
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden: any tensor of the model's kind. position_ids: [B or 1, n] int64. Returns two, [B or 1, n, 1, D]."""
+        table = self.table
+        if table is None or hidden.device.type != "cpu" or not self._in_table(position_ids):
+            return self._angles(hidden, position_ids)
+        cos, sin = table
+        return cos[0, position_ids], sin[0, position_ids]
+
+    def _in_table(self, position_ids: torch.Tensor) -> bool:
+        if torch.compiler.is_compiling():  # which reads no numbers; passes that are compiled keep to the context
+            return self.whole
+        assert self.table is not None
+        return int(position_ids.max()) < self.table[0].shape[1]
+
+    def _angles(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = (part[:, :, None] for part in self.rotary[0](hidden, position_ids=position_ids))
+        half = sin.shape[-1] // 2
+        return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+
+class Shared:
+    """What the layers of a model would each make of the same inputs, made once a pass."""
+
+    def __init__(self) -> None:
+        self.mask: tuple[Any, torch.Tensor] | None = None
+
+    def additive(self, mask: torch.Tensor | None, dtype: torch.dtype, beside: int) -> torch.Tensor | None:
+        """A mask as sdpa would turn it into numbers in every layer, for as many heads side by side, [.., beside * n, m]."""
+        if mask is None:
+            return None
+        if torch.compiler.is_compiling():  # which makes it once by itself
+            return _additive(mask, dtype, beside)
+        known = self.mask
+        if known is None or known[0] is not mask:
+            known = self.mask = mask, _additive(mask, dtype, beside)
+        return known[1]
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype, beside: int) -> torch.Tensor:
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return mask.repeat(1, 1, beside, 1) if beside > 1 else mask
+
+
+def _plus_product(one: torch.Tensor, two: torch.Tensor, three: torch.Tensor) -> torch.Tensor:
+    """one + two * three, rounded where a model of the family rounds."""
+    return torch.addcmul(one, two, three) if one.dtype == torch.float32 else one.add_(two * three)
+
+
+class Norm:
+    """RMSNorm, rounded where a model of the family rounds."""
+
+    def __init__(self, norm: Any):
+        self.weight, self.epsilon = norm.weight, norm.variance_epsilon
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.dtype != torch.float32:
+            return self.weight * F.rms_norm(hidden.float(), self.weight.shape, None, self.epsilon).to(hidden.dtype)
+        if hidden.device.type != "cpu":
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
+        # on a CPU that is seven operations, this is six cheaper ones
+        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        scale = norm.square_().div_(hidden.shape[-1]).add_(self.epsilon).rsqrt_()
+        return (hidden * scale).mul_(self.weight)
+
+
+def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The layers of a model of the family, if running them otherwise would leave nothing out."""
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not hasattr(model, "lm_head"):
+        return None
+    masks = Masks.of(model)
+    if not masks.trees or masks.additive or len(masks.windows) > 1:
+        return None
+    kinds = {type(layer) for layer in layers}
+    known = all(kind.__module__.startswith("transformers.models.") and kind.__name__ in _FAMILY for kind in kinds)
+    return layers if known and not _is_replaced(model.model, layers) else None
+
+
+def _is_replaced(base: Any, layers: nn.ModuleList) -> bool:
+    """Whether an adapter's wrapper stands for a module that is read here, not called: what is behind it may be switched."""
+    parts: list[tuple[str, Any]] = [("norm", base.norm)]
+    for layer in layers:
+        parts += [*layer.named_children(), *layer.get_submodule("self_attn").named_children()]
+    return any(type(part).__module__.startswith("peft.") for name, part in parts if not name.endswith("_proj"))
+
+
+@torch.no_grad()
+def _agree_in_rounds(model: PreTrainedModel, other: PreTrainedModel) -> bool:
+    """Tried on a prompt and a pass behind it."""
+    ids, masks = few_ids(model, 8), Masks.of(model)
+    runs = [CachedModel(m, SlotCache(1, 8), masks) for m in (model, other)]
+    return _near(*(torch.cat([run.prefill(ids[:, :4], None), run(ids[:, 4:])], 1) for run in runs))
+
+
+@torch.no_grad()
+def _agree_at_once(model: PreTrainedModel, other: PreTrainedModel) -> bool:
+    """Tried on a text."""
+    ids = few_ids(model, 8)
+    return _near(*(m(input_ids=ids, use_cache=False, return_dict=True).logits for m in (model, other)))
+
+
+def _near(one: torch.Tensor, two: torch.Tensor) -> bool:
+    tolerance = TOLERANCE[one.dtype]
+    one, two = one.float(), two.float()
+    return bool((one - two).abs().max() <= tolerance * one.std())

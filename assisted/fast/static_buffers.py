@@ -1,0 +1,166 @@
+"""Slots and inputs that stay where they are, so that captured passes find them: call after call, pass after pass.
+
+Knows slots and drafts; nothing of models or of how a pass is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..drafts import Draft
+from ..engine.cache import Paths, SlotCache, SlotLayer
+from ..engine.host import pinned
+from ..engine.shapes import WIDTHS
+
+__all__ = ["Arena"]
+
+
+class Arena:
+    """Slots, and tensors for what changes from pass to pass. Captured passes know them by where they lie.
+
+    Args:
+        cache: whose layers they are made after; its rows are the most that fit.
+        capacity: slots of a row.
+    """
+
+    def __init__(self, cache: SlotCache, capacity: int):
+        self.rows, self.capacity = cache.rows, capacity
+        self.slots = SlotCache(self.rows, capacity)
+        self.slots.capacity = capacity
+        self.slots.lengths = [1] * self.rows  # of no call: who reads them in a capture is found out by the comparison
+        with torch.inference_mode(False):
+            self.slots.layers = [self._like(layer) for layer in cache.layers]
+            self.device = next(layer for layer in self.slots.slot_layers if layer.is_initialized).device
+
+            def numbers(*shape: int) -> torch.Tensor:
+                return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+            self.ids, self.parents = numbers(self.rows, WIDTHS[-1]), numbers(self.rows, WIDTHS[-1]) - 1
+            self.numbers = numbers(self.rows, 3)  # of each place: slots that count, position of column 0, row
+            self.visible = torch.ones(self.rows, capacity, dtype=torch.bool, device=self.device)
+            self.path = numbers(self.rows, WIDTHS[-1])  # of a tree: the columns to keep, in order
+        self._lent: list[torch.Tensor | None] = [None] * len(cache.layers)  # the keys of the call that uses the slots
+        self.states: dict[Hashable, torch.Tensor] = {}  # [rows, columns, D], of parts that go on from hidden states
+        self.shown: tuple[int, ...] | None = None  # the order of rows that `visible` is filled for
+        self.pool: Any = None  # what the captured passes share their memory in
+
+    def fits(self, cache: SlotCache, top: int) -> bool:
+        """Whether a call's slots have room here."""
+        same = len(cache.layers) == len(self.slots.layers) and all(
+            isinstance(layer, SlotLayer) and _shape(layer) == _shape(own)
+            for layer, own in zip(cache.layers, self.slots.slot_layers, strict=True)
+        )
+        return same and cache.rows <= self.rows and top <= self.capacity
+
+    def holds(self, cache: SlotCache, top: int) -> bool:
+        """Whether a call's slots are these."""
+        return top <= self.capacity and all(
+            lent is (layer.keys if layer.is_initialized else None)
+            for layer, lent in zip(cache.slot_layers, self._lent, strict=True)
+        )
+
+    def take(self, cache: SlotCache) -> None:
+        """Move a call's slots here. What earlier calls left behind is gone: it might not be a number."""
+        held = max(cache.lengths)
+        self._lent = [None] * len(self._lent)
+        for place, (layer, own) in enumerate(zip(cache.slot_layers, self.slots.slot_layers, strict=True)):
+            if not layer.is_initialized:
+                continue
+            for name in ("keys", "values"):
+                store = getattr(own, name)[: cache.rows]
+                store[:, :, :held] = getattr(layer, name)[:, :, :held]
+                store[:, :, held:] = 0
+                setattr(layer, name, store)
+            self._lent[place] = layer.keys
+        cache.capacity = self.capacity
+        self.shown = None
+
+    def feed(self, cache: SlotCache, rows: int, columns: int, ids: torch.Tensor, draft: Draft | None) -> None:
+        """What the next pass reads, for the first `rows` places; columns behind those of `ids` are filled up."""
+        width = ids.shape[1]
+        self._count(cache, rows)
+        self.ids[:rows, :width] = self._placed(cache, rows, ids)
+        if draft is not None and draft.parents is not None:
+            self.parents[:rows, : width - 1] = self._placed(cache, rows, draft.parents)
+            self.parents[:rows, width - 1 : columns - 1] = -1
+        self._show(cache)
+
+    @contextmanager
+    def other_ids(self) -> Iterator[None]:
+        """Meanwhile the next pass reads other tokens: who captures what it makes of them will show by the next replay."""
+        ids = self.ids.clone()
+        self.ids.zero_()
+        try:
+            yield
+        finally:
+            self.ids.copy_(ids)
+
+    def feed_states(self, kind: Hashable, cache: SlotCache, rows: int, hidden: torch.Tensor) -> None:
+        """Hidden states [B, n, D] that the next pass, of this kind of runner, goes on from. After `feed`."""
+        if kind not in self.states:
+            self.states[kind] = hidden.new_zeros(self.rows, WIDTHS[-1], hidden.shape[-1])
+        self.states[kind][:rows, : hidden.shape[1]] = self._placed(cache, rows, hidden)
+
+    def stay(self, rows: int, columns: int) -> None:
+        """Let `move` leave every column where it is."""
+        self.path[:rows, :columns] = torch.arange(columns, device=self.device)
+
+    def follow(self, cache: SlotCache, rows: int, columns: int, path: Paths) -> None:
+        """Let `move` keep the columns of `path`, as `SlotCache.commit` takes it."""
+        self._count(cache, rows)
+        table = [[*path[row], *range(len(path[row]), columns)] for row in cache.order[:rows]]
+        self.path[:rows, :columns].copy_(pinned(table, self.device), non_blocking=True)
+
+    def move(self, rows: int, columns: int) -> list[torch.Tensor]:
+        """Move a tree's accepted columns to where those of a chain would lie."""
+        place = torch.arange(rows, device=self.device)[:, None]
+        behind = self.numbers[:rows, :1]
+        target, source = behind + torch.arange(columns, device=self.device), behind + self.path[:rows, :columns]
+        for layer in self.slots.slot_layers:
+            if layer.is_initialized:
+                layer.keys[place, :, target] = layer.keys[place, :, source]
+                layer.values[place, :, target] = layer.values[place, :, source]
+        return []
+
+    def _count(self, cache: SlotCache, rows: int) -> None:
+        order = cache.order[:rows]
+        table = [[cache.lengths[row], cache.lengths[row] - cache.padding[row], row] for row in order]
+        self.numbers[:rows].copy_(pinned(table, self.device), non_blocking=True)
+
+    def _placed(self, cache: SlotCache, rows: int, of_all: torch.Tensor) -> torch.Tensor:
+        """[B, ...] -> [rows, ...], as the slots lie. After `_count`."""
+        of_all = of_all.to(self.device)
+        in_order = cache.order[:rows] == list(range(rows))
+        return of_all[:rows] if in_order else of_all.index_select(0, self.numbers[:rows, 2])
+
+    def _show(self, cache: SlotCache) -> None:
+        order = tuple(cache.order) if cache.visible is not None else ()
+        if order != self.shown:
+            self.visible.fill_(True)
+            if cache.visible is not None:
+                hidden = min(cache.visible.shape[1], self.capacity)
+                self.visible[: cache.rows, :hidden] = cache.visible[list(order), :hidden].to(self.device)
+            self.shown = order
+
+    def _like(self, layer: Any) -> SlotLayer:
+        if not isinstance(layer, SlotLayer):
+            raise TypeError(f"a {type(layer).__name__} keeps more than keys and values")
+        own = SlotLayer(self.slots)
+        if layer.is_initialized:
+            own.dtype, own.device, own.is_initialized = layer.dtype, layer.device, True
+            own.keys, own.values = (
+                store.new_zeros(self.rows, store.shape[1], self.capacity, store.shape[3])
+                for store in (layer.keys, layer.values)
+            )
+        return own
+
+
+def _shape(layer: SlotLayer) -> Any:
+    if not layer.is_initialized:
+        return None
+    keys, values = layer.keys, layer.values
+    return keys.dtype, keys.device, keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]

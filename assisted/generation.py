@@ -1,0 +1,289 @@
+"""The hook into transformers' `generate`: where its loop over tokens is replaced.
+
+Preparation (ids, processors, criteria, cache) is the target's own GenerationMixin; only its sampling loop is ours, in a class
+derived from the target's that shares the target's attributes. The target's own class and state stay untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from .admission import SET_MODES, cache_name, must_be_plain, require_prompt, warn_plain
+from .decoding import decode
+from .distribution import Law
+from .drafters import Call
+from .engine.cache import SlotCache
+from .engine.parts import unwrapped
+from .engine.recurrent import held, slots_for
+from .engine.rope import change_of
+from .engine.runner import CachedModel, Masks, without_gradients
+from .engine.verifiable import require_verifiable
+from .fast.fused import fused
+from .fast.graphs import Lease
+from .lengths.base import Length
+from .lossy import LossyTypical
+from .report import Recorder
+from .text import Text
+
+__all__ = ["CALL", "SeamCall", "seam_of"]
+
+
+@dataclass
+class SeamCall:
+    """What the seam needs to know of the `generate` it is in.
+
+    Args:
+        model: the pair, whose `generation_config`, `drafter` and `graphs` these are.
+        start_length: the draft length policy's memory for a call of so many rows, sampled or not.
+        overridden: is told of a setting of the target's config that does not hold here: its name and value.
+        recorder, lease, lossy: of this call.
+        reached: whether the seam was reached: greedy and sampling modes do.
+    """
+
+    model: Any
+    start_length: Callable[[int, bool], Length]
+    overridden: Callable[[str, Any], None]
+    recorder: Recorder
+    lease: Lease
+    lossy: LossyTypical | None = None
+    reached: bool = False
+
+
+CALL: ContextVar[SeamCall] = ContextVar("assisted_call")
+
+
+class _Seam:
+    """Overrides the one method of GenerationMixin that loops over tokens, and where its settings come from."""
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The target's: an adapter's wrapper may have one that the model within does not have."""
+        return CALL.get().model.generation_config
+
+    def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
+        """A way to draft of transformers' that the model's own config chooses gives way to this model's."""
+        prepared, others = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
+        for name in SET_MODES:
+            value = getattr(prepared, name, None)
+            if value is not None and value is not False:
+                setattr(prepared, name, None)
+                CALL.get().overridden(name, value)
+        return prepared, others
+
+    def _sample(
+        self: Any,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        tokenizer: Any = None,  # of the stop strings, which have had it
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+        call = CALL.get()
+        call.reached = True
+        require_prompt(input_ids, model_kwargs)
+        reason = must_be_plain(self, input_ids, generation_config, model_kwargs)
+        if reason is not None:
+            warn_plain(reason)
+            return super()._sample(  # type: ignore[misc]
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+            )
+        given = model_kwargs[cache_name(model_kwargs)]
+        details = bool(generation_config.return_dict_in_generate)
+        wanted = details or getattr(given, "_is_user_defined", False)
+        drafter = call.model.drafter
+        keeps = any(change_of(model) is not None for model in (self, *drafter.models))  # new tensors, of its angles
+        # What is made inside leaves as a copy made outside, where it is an ordinary tensor.
+        mode = torch.no_grad() if keeps else without_gradients(self, *drafter.modules)
+        with mode, self._optimize_model_for_decode():
+            text, target = _extend(
+                self,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                given,
+                model_kwargs,
+                wanted,
+            )
+            if wanted:
+                _read_to_the_end(target, text)
+        if streamer is not None:
+            streamer.end()
+        if wanted:
+            _hand_back(target, given, self.config.get_text_config(decoder=True))
+        if not details:
+            return text.output()
+        return GenerateDecoderOnlyOutput(
+            sequences=text.output(),
+            scores=text.stacked(text.scores) if text.keep_scores else None,
+            logits=text.stacked(text.logits) if text.keep_logits else None,
+            past_key_values=given,
+        )
+
+
+def _extend(
+    seam: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any,
+    given: DynamicCache | StaticCache,
+    model_kwargs: dict[str, Any],
+    wanted: bool,
+) -> tuple[Text, CachedModel]:
+    """Read the prompt and run the loop. Returns the finished text and the target with the KV of it.
+
+    wanted: whether a caller gets the KV, that of the prompt's padding included.
+    """
+    call = CALL.get()
+    require_verifiable(seam)  # again, for a target that was moved, cast or patched
+    masks = Masks.of(seam)
+    attention_mask = model_kwargs.get("attention_mask")
+    law = Law(logits_processor, generation_config.do_sample, call.lossy)
+    pad = generation_config._pad_token_tensor
+    details = generation_config.return_dict_in_generate
+    text = Text(
+        input_ids,
+        stopping_criteria,
+        None if pad is None else int(pad),
+        streamer,
+        keep_scores=bool(details and generation_config.output_scores),
+        keep_logits=bool(details and generation_config.output_logits),
+    )
+    embeddings = model_kwargs.get("inputs_embeds")  # of a prompt that the text may repeat
+    width = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
+    past = given if isinstance(given, DynamicCache) else None
+    limit = text.max_length + max(0, width - input_ids.shape[1]) + (0 if past is None else held(past))
+    cache = slots_for(seam, past, text.rows, limit, masks)
+    cache.hide(attention_mask)
+    model_kwargs[cache_name(model_kwargs)] = cache
+    length = call.start_length(text.rows, law.do_sample)
+    drafter = call.model.drafter
+    target = drafter.run_target(fused(seam) if call.lease.fuses else seam, cache, masks)
+    target.lease = call.lease
+    if law.lossy is not None:
+        _require_possible(law, text, target)
+    call.model.graphs.serve(target, seam, call.lease)
+    started = time.perf_counter()
+    logits = _read_prompt(target, input_ids, generation_config, model_kwargs, wanted)
+    positions = model_kwargs.get("position_ids")  # plain decoding counts on from the last ones
+    cache.begin_rounds(width, None if positions is None else _last_positions(positions, text.rows))
+    call.recorder.verify_seconds = time.perf_counter() - started
+    own_mask = None
+    if attention_mask is not None and input_ids.shape[1] <= attention_mask.shape[1]:
+        own_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]
+    drafting = drafter.start(Call(own_mask, law.for_draft(), length, text.max_length, target, call.lease))
+    decode(target, drafting, text, law, length, logits, call.recorder)
+    call.recorder.row_tokens = list(text.row_tokens)
+    call.recorder.predicted_speedup = length.predicted_speedup
+    return text, target
+
+
+def seam_of(target: PreTrainedModel) -> Any:
+    """The target under a class whose sampling loop is ours: another object with the same attributes."""
+    owner = unwrapped(target)
+    seam: Any = object.__new__(_seam_class(type(owner)))  # type: ignore[arg-type]
+    seam.__dict__ = owner.__dict__
+    return seam
+
+
+@functools.cache
+def _seam_class(target_class: Any) -> type:
+    prepare = target_class.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)  # `generate` looks at its signature
+    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The target's. Where it would have a long prompt read into a cache of its own (Phi-3's does), slots take its place."""
+        inputs: dict[str, Any] = prepare(self, *args, **kwargs)
+        cache = kwargs.get("past_key_values")
+        return inputs | {"past_key_values": cache} if isinstance(cache, SlotCache) else inputs
+
+    own = {"__module__": target_class.__module__, "prepare_inputs_for_generation": prepare_inputs}
+    return type(target_class.__name__, (_Seam, target_class), own)
+
+
+def _read_prompt(
+    target: CachedModel, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], whole: bool
+) -> torch.Tensor:
+    """The logits after the prompt, [B, 1, V], read the way the target's own `generate` reads it.
+
+    whole: read the padding in front of short prompts, too, whose KV nothing but a caller's next turn may look at.
+    """
+    seam: Any = target.model
+
+    tensors = {name: value for name, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
+    by_column = all(tensor.shape[:2] == input_ids.shape for tensor in tensors.values())
+
+    def read(rows: list[int], first: int) -> torch.Tensor:
+        part: dict[str, Any] = {n: tensor[rows, first:] for n, tensor in tensors.items()} if by_column else {}
+        if target.last_only:
+            part["last_only"] = True
+        output = seam._prefill(input_ids[rows, first:], generation_config, {**model_kwargs, **part})
+        return output.logits[:, -1:].to(input_ids.device)
+
+    try:
+        if whole or not by_column:  # the mask of a caller's past is longer
+            return read(list(range(len(input_ids))), 0)
+        return target.by_groups(input_ids.shape[1], read)
+    except IndexError as error:
+        limit = getattr(seam.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if limit is not None and input_ids.shape[1] > limit:
+            raise ValueError(
+                f"input_ids: the prompt has {input_ids.shape[1]} tokens, the target's context ends at {limit}"
+            ) from error
+        raise
+
+
+def _last_positions(positions: torch.Tensor, rows: int) -> list[int]:
+    """The position of each row's last column. positions: [B or 1, any] int64."""
+    return positions[:, -1].expand(rows).tolist()
+
+
+def _require_possible(law: Law, text: Text, target: CachedModel) -> None:
+    """Refuse a lossy rule where it would have no meaning, or would see rows in step."""
+    if not law.do_sample:
+        raise ValueError(
+            "lossy_typical: greedy decoding has one token that is right; pass do_sample=True, or leave it out"
+        )
+    if law.in_order or text.in_step or (target.in_step and text.rows > 1):
+        raise ValueError(
+            "lossy_typical: not with logits processors, criteria or streamers that have to see every token of a batch in "
+            "turn, nor with batches of recurrent models; leave it out"
+        )
+
+
+def _read_to_the_end(target: CachedModel, text: Text) -> None:
+    """Let every row hold the KV that plain `generate` leaves to a caller: of a row that ended early, its end token and
+    the padding behind it."""
+    target.catch_up()
+    target.run_only(list(range(text.rows)))
+    cache, shortest, longest = target.cache, min(text.lengths), max(text.lengths)
+    if shortest < longest:
+        cache.rewind([known - length + shortest for known, length in zip(cache.known, text.lengths, strict=True)])
+        target(text.output()[:, shortest - 1 : longest - 1])
+        cache.commit([longest - shortest] * text.rows)
+
+
+def _hand_back(target: CachedModel, given: DynamicCache | StaticCache, config: Any) -> None:
+    """Fill the cache that a caller gave, or gets, with what the target's slots hold."""
+    if isinstance(given, DynamicCache):
+        windowed = given.layer_class_to_replicate is None
+        given.layers = target.cache.to_dynamic(config if windowed else None).layers
+        return
+    for index, layer in enumerate(target.cache.to_dynamic(None).layers):
+        if layer.is_initialized:
+            given.update(layer.keys, layer.values, index)

@@ -1,0 +1,73 @@
+"""An EAGLE-3 head in fewer operations, for drafting: a step of so small a layer takes as long as calling its operations takes.
+
+Knows the head's parts and how layers are fused; nothing of drafting.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.hooks import is_touched
+from ..engine.parts import with_children
+from ..fast.fused import TOLERANCE, Angles, FusedLayer, Norm, Shared, fused_product
+from ..fast.products import may_copy
+from ..fast.sources import Modules, Source, Weights
+from .eagle import EagleHead
+
+__all__ = ["fused_head", "source_of"]
+
+
+def source_of(head: EagleHead) -> Source:
+    """What a fused head is made from; one that was made from the same serves."""
+    on_host = head.device.type == "cpu"
+    return Source(
+        Modules.of(head.modules()), Weights.of(head.parameters(), on_host), Weights.of(head.buffers(), on_host)
+    )
+
+
+def fused_head(head: EagleHead) -> EagleHead:
+    """The same head in fewer operations, with the weights as they are now; as it is where it would not be the same, or where
+    no copies may be made. EAGLE-1 heads, whose output is the target's, are left alone.
+    """
+    if head.config.version == 1:
+        return head
+    children: dict[tuple[str, ...], nn.Module] = {("lm_head",): fused_product(head.lm_head)}
+    if not may_copy(head.parameters()) or any(map(is_touched, head.modules())):
+        return with_children(head, children)
+    shared = Shared()
+    first, *others = head.layers
+    layers = [_First(first, shared), *(FusedLayer(layer, shared, True) for layer in others)]
+    layers[-1].is_last = True
+    children |= {
+        ("layers",): nn.ModuleList(layers),
+        ("rotary_emb",): Angles(head.rotary_emb, head.config.of_layer(), head.dtype),
+    }
+    other = with_children(head, children)
+    other.takes_last_only = True
+    return other if _agree(head, other) else with_children(head, {("lm_head",): children[("lm_head",)]})
+
+
+class _First(FusedLayer):
+    """EAGLE-3's first layer: attention looks at embedding and state side by side."""
+
+    def __init__(self, layer: Any, shared: Shared):
+        super().__init__(layer, shared, True)
+        self.of_state = Norm(layer.hidden_norm)
+        self.norm_before_residual: bool = layer.norm_before_residual
+
+    def forward(self, embeddings: torch.Tensor, states: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        normed = self.of_state(states)
+        beside = torch.cat([self.before_attention(embeddings), normed], -1)
+        return self.run(normed if self.norm_before_residual else states, beside, **kwargs)
+
+
+@torch.no_grad()
+def _agree(head: EagleHead, other: EagleHead) -> bool:
+    """Whether two heads make the same of a few columns, but for rounding."""
+    generator = torch.Generator().manual_seed(0)
+    embeddings, states = torch.randn(2, 1, 4, head.config.hidden_size, generator=generator).to(head.dtype)
+    one, two = (part.logits(part(embeddings, states)).float() for part in (head, other))
+    return bool((one - two).abs().max() <= TOLERANCE[head.dtype] * one.std())

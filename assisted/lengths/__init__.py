@@ -1,0 +1,22 @@
+"""When to stop drafting, and when not to draft: the policies, what they measure, and their names."""
+
+from .adaptive import Adaptive
+from .base import DraftLength, Length
+from .costs import Costs
+from .policies import AdaEDL, Confidence, Fixed, Heuristic
+from .registry import from_dict, policies, resolve, to_dict
+
+__all__ = [
+    "AdaEDL",
+    "Adaptive",
+    "Confidence",
+    "Costs",
+    "DraftLength",
+    "Fixed",
+    "Heuristic",
+    "Length",
+    "from_dict",
+    "policies",
+    "resolve",
+    "to_dict",
+]

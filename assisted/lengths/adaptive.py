@@ -1,0 +1,344 @@
+"""The default draft length: draft for as long as the next token is worth what it costs here, and not at all where it isn't.
+
+Renewal-reward stopping with measured costs, a cost-aware form of SpecDec++ (2405.19715). Knows what `estimates` measured;
+nothing of models. What one `generate` has learned the next one takes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..drafts import Round
+from .base import Costs, Length
+from .estimates import MEMORY, Curve, Known, confidence_bin
+
+__all__ = ["Adaptive"]
+
+_CREDIT = 6.0  # tokens a row that drafting may lose against its best before it pauses
+_COLD_CREDIT = 1.0  # of a first call
+_PAUSE = 4.0  # tokens of a first pause; it doubles with every probe that fails
+_PROBE_SHARE = 0.01  # of the time goes into probes while drafting is off
+_STRETCH = 150.0  # tokens that a text may stay unpredictable
+_TRUSTED = 32  # rounds with a draft until the estimated acceptance is relied on
+_STALE = 256  # rounds without a plain one after which the plain cost is measured again
+_WARM_UP = (2, 4)  # rounds of a first call that measure the plain cost
+_LOCAL = 0.9  # a round: what a row's tokens took lately, some ten rounds
+_LOST = 0.02  # a row whose draft still stands with no more than this probability proposes nothing
+_DRAFT = 0.15  # guess of a forward of the draft in passes of the target, until one was measured
+_FORWARD = 0.5  # of what each further one adds, as a share of the first, which also reads what was committed
+_COLUMN = 0.02  # and of what a column adds to a pass
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Draft as long as it pays, by costs and acceptance measured on the way; decode plainly where it never does.
+
+    Args:
+        maximum: the most tokens of a round (of a tree: its depth), at least 1. More pays only where the draft costs next
+            to nothing and is nearly always right.
+        margin: speedup over plain decoding that drafting must bring to go on, at least 1. Higher gives up sooner.
+        probe_every: the most tokens decoded plainly before a draft that did not pay is tried again, at least 1. Where a
+            try costs little, it comes sooner.
+        costs: measured earlier (`model.length.costs`); they hold until those of this machine are known.
+    """
+
+    maximum: int = 16
+    margin: float = 1.03
+    probe_every: int = 50
+    costs: Costs | None = None
+
+    def __post_init__(self) -> None:
+        if self.maximum < 1:
+            raise ValueError(f"maximum: {self.maximum} is not possible; draft at least 1 token")
+        if not self.margin >= 1:
+            raise ValueError(f"margin: {self.margin} would draft at a loss; give a speedup of at least 1")
+        if self.probe_every < 1:
+            raise ValueError(f"probe_every: {self.probe_every} is not possible; give a number of tokens, at least 1")
+        if isinstance(self.costs, dict):  # as config.json holds them
+            object.__setattr__(self, "costs", Costs(**self.costs))
+
+    def start(self, earlier: Length | None = None) -> Length:
+        """The policy at work: see `DraftLength.start`."""
+        return _Adaptive(self, earlier if isinstance(earlier, _Adaptive) else None)
+
+
+class _Adaptive(Length):
+    needs_law = True
+
+    def __init__(self, policy: Adaptive, earlier: _Adaptive | None):
+        self.policy = policy
+        costs = policy.costs
+        self.known: Known = (
+            Known(
+                verify=Curve(policy.maximum + 1, _COLUMN, dict(costs.verify) if costs else None, one_apart=True),
+                draft=Curve(policy.maximum, _FORWARD, {1: costs.draft, 2: 2 * costs.draft} if costs else None),
+                credit=_COLD_CREDIT,
+                pause=_PAUSE,
+            )
+            if earlier is None
+            else earlier.known.copy()
+        )
+        self.local: dict[int, tuple[float, float]] = {}  # by row: tokens and seconds of its last rounds
+        self.unfinished: Sequence[int] = ()  # rows of the round that is on
+        self.drawn = False  # drafted tokens are drawn, as `go_on` was told last
+        self.sized_by_drafter = False
+        self.unread = float("inf")  # tokens that the draft has not read, the prompt at first
+        self.observed = True
+        self.proposing = torch.tensor(())  # [B] bool, as `go_on` said last
+        self._begin()
+
+    def _begin(self) -> None:
+        self.asked_for = 0  # tokens; 0 in a plain round
+        self.forwards = 0  # of the draft
+        self.asked = False  # about a law
+        self.probing = False
+        self.prices: dict[int, float] = {}  # by row
+        self.survival: dict[int, float] = {}  # by row: how likely all its drafted tokens are to be accepted
+        self.bins: dict[int, list[int]] = {}  # by row: the confidence of its drafted tokens
+        self.depths: dict[int, int] = {}  # by row: positions at which it was to propose, where that was asked
+        self.expected = 0.0  # accepted tokens, all rows
+
+    @property
+    def costs(self) -> Costs | None:  # type: ignore[override]
+        return self.known.costs()
+
+    @property
+    def predicted_speedup(self) -> float | None:  # type: ignore[override]
+        return self.known.speedup()
+
+    def leave_size(self) -> None:
+        self.sized_by_drafter = True
+
+    def budget(self, unfinished: Sequence[int]) -> int:
+        known = self.known
+        self.unfinished = unfinished
+        if not self.observed:  # the last round was another drafter's
+            known.paused = max(0.0, known.paused - 1)
+        self.observed = False
+        self._begin()
+        known.rounds += 1
+        if known.paused > 0:
+            return 0
+        if (known.rounds in _WARM_UP and 1 not in known.verify.typical) or known.rounds - known.plain_at > _STALE:
+            known.plain_at = known.rounds
+            return 0
+        self.forwards = 1
+        self.probing = known.credit <= 0
+        self.asked_for = self.policy.maximum
+        if not self.sized_by_drafter and not known.asks:
+            self.asked_for = self._first_guess() if known.asks is None else self._best_block()
+        return self.asked_for
+
+    def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:
+        reliability = self.known.reliability
+        confidences = q.amax(-1).tolist()
+        self.asked, self.drawn = True, drawn
+        if position == 0:
+            self._enter()
+        before, gains = len(self.survival), {}
+        for row, survival in self.survival.items():
+            if survival > 0:
+                bin, bins = confidence_bin(confidences[row]), self.bins[row]
+                accept = reliability.accept(bin, position, drawn)
+                if bins:
+                    reliability.see_following(bins[-1], accept)
+                bins.append(bin)
+                gains[row] = survival * accept
+        forced = position == 0 and self.probing  # a probe is to find out
+        # a column costs the pass the same for one row as for all
+        worth = forced or self._pays(position, gains)
+        self.survival = {row: gain for row, gain in gains.items() if worth and (forced or gain > _LOST)}
+        self.expected += sum(self.survival.values())
+        self.depths |= dict.fromkeys(self.survival, position + 1)
+        if position == 0 or len(self.survival) < before:  # otherwise it is what it was
+            self.proposing = torch.tensor([row in self.survival for row in range(len(confidences))])
+        return self.proposing
+
+    def another(self, position: int) -> bool:
+        if self.asked:
+            follow = self._following(self.survival)
+        else:  # the drafter has no law to tell
+            accept = self.known.reliability.chain(position + 1)
+            if position == 1:
+                self._enter()
+                self.survival = dict.fromkeys(self.survival, accept[0])
+            follow = accept[position]
+        gains = {row: survival * follow for row, survival in self.survival.items()}
+        if not self._pays(position, gains, drafting=True, follow=follow):
+            return False
+        if not self.asked:
+            self.survival = gains
+        self.forwards += 1
+        return True
+
+    def observe(self, round: Round) -> None:
+        known, rows = self.known, round.unfinished
+        self.observed = True
+        committed = round.mean(round.kept)
+        drafted = max(round.drafted[row] for row in rows)
+        known.verify.see(1 + drafted, round.verify_seconds)
+        if drafted == 0:
+            known.plain_at = known.rounds
+        # a budget may also have come to nothing because the text had no room for a draft
+        drafting = self.asked_for > 0 and (drafted > 0 or self.asked or known.asks is False)
+        if drafting:
+            self._learn(round, drafted)
+        self.unread += committed
+        if not known.verify.seconds:
+            return
+        plain, cost = known.verify.at(1), known.verify.at(1 + drafted)
+        if drafting:
+            cost += self._draft_cost()
+        shorter = (1 - MEMORY) / (1 - _LOCAL)
+        for row in rows:
+            tokens, seconds = self.local.get(row, (known.tokens * shorter, known.seconds * shorter))
+            self.local[row] = (tokens * _LOCAL + round.kept[row], seconds * _LOCAL + cost)
+        known.tokens = known.tokens * MEMORY + committed
+        known.seconds = known.seconds * MEMORY + cost
+        if drafting and known.draft.seconds:
+            margin = self.policy.margin if drafted or self.asked else 1.0  # a look that found nothing
+            self._settle(self._earned(committed, len(rows)) - margin * cost / plain, cost / plain - 1)
+        elif not drafting:
+            known.paused = max(0.0, known.paused - committed)
+
+    def _price(self, row: int) -> float:
+        """Seconds that a token of this row is worth: what it took lately, at most what it takes plainly.
+
+        A row in a predictable stretch would get its tokens cheaply in the next round as well.
+        """
+        known = self.known
+        if not known.verify.seconds:
+            return 1.0
+        tokens, seconds = self.local.get(row, (known.tokens, known.seconds))
+        return min(known.verify.at(1), seconds / tokens) if tokens else known.verify.at(1)
+
+    def _enter(self) -> None:
+        """Begin a draft."""
+        self.survival = dict.fromkeys(self.unfinished, 1.0)
+        self.prices = {row: self._price(row) for row in self.unfinished}
+        self.bins = {row: [] for row in self.unfinished}
+
+    def _learn(self, round: Round, drafted: int) -> None:
+        """Take in what a draft took and what became of it. drafted: nodes of the longest row."""
+        known, reliability = self.known, self.known.reliability
+        asks = self.asked or self.forwards > 1 or bool(known.asks)
+        if known.asks is None and not asks:
+            known.draft = Curve(self.policy.maximum, 0.0)  # a block takes about as long for any number of tokens
+        known.asks = asks
+        if self.unread <= self.policy.maximum + 1:  # what the draft had to catch up with is no part of a token's cost
+            known.draft.see(self._draft_count(), round.draft_seconds)
+        self.unread = 0.0
+        if drafted > self.asked_for:
+            known.nodes += (drafted / self.asked_for - known.nodes) / 8
+        reliability.round += 1
+        deepest = max(round.depths[row] for row in round.unfinished)
+        for row in round.unfinished:
+            bins, accepted = self.bins.get(row, []), round.accepted[row]
+            # behind the first rejection nothing is known; a row that ended in its draft rejected nothing
+            if self.asked:
+                depth = min(round.depths[row], self.depths.get(row, 0))
+            else:  # a row for which nothing was found pays for the columns of the others
+                depth = min(deepest, self.asked_for)
+            rejected = accepted < depth and round.kept[row] > accepted
+            for position in range(accepted + rejected):
+                if position < len(bins):
+                    reliability.see(bins[position], position, position < accepted)
+                else:
+                    reliability.see_chain(position, position < accepted)
+
+    def _draft_count(self) -> int:
+        """What this round's draft is counted by: its forwards, or what was asked for at once."""
+        return self.asked_for if self.known.asks is False else self.forwards
+
+    def _draft_cost(self) -> float:
+        """Seconds of this round's draft."""
+        draft = self.known.draft
+        return draft.at(self._draft_count()) if draft.seconds else 0.0
+
+    def _earned(self, committed: float, rows: int) -> float:
+        """Tokens a row that a round with a draft made. The expected number varies less, once it can be relied on."""
+        trusted = self.asked and self.known.reliability.round > _TRUSTED
+        return 1 + self.expected / rows if trusted else committed
+
+    def _settle(self, gain: float, spent: float) -> None:
+        """Book what a draft gained, in tokens a row against plain decoding; pause when the credit is used up.
+
+        spent: what it cost, in plain passes.
+        """
+        known = self.known
+        known.credit = min(_CREDIT, known.credit + gain)
+        if known.credit > 0:
+            if known.credit == _CREDIT:
+                known.pause = _PAUSE
+            return
+        known.credit = 0.0
+        longest = min(self.policy.probe_every, max(0.0, spent) / _PROBE_SHARE)
+        lately = (self.predicted_speedup or 1.0) - 1
+        if lately > 0:  # where drafting has paid, missing its return costs more than looking out for it
+            longest = min(longest, (2 * spent * _STRETCH / lately) ** 0.5)
+        known.paused = min(known.pause, longest)
+        known.pause = max(_PAUSE, min(2 * known.pause, longest))
+
+    def _following(self, gains: dict[int, float]) -> float:
+        """The acceptance to expect of the tokens behind these: mean over the rows, by what they may still gain."""
+        reliability = self.known.reliability
+        total = following = 0.0
+        for row, gain in gains.items():
+            worth = gain * self.prices[row]
+            total += worth
+            following += worth * reliability.following(self.bins[row][-1], self.drawn)
+        return following / total if total > 0 else 0.0
+
+    def _rate(self) -> float:
+        """Tokens a second and row of the recent past; at least what plain decoding makes."""
+        known = self.known
+        return max(1 / known.verify.at(1), known.tokens / known.seconds if known.seconds else 0.0)
+
+    def _pays(
+        self, position: int, gains: dict[int, float], drafting: bool = False, follow: float | None = None
+    ) -> bool:
+        """Whether to propose a token at `position`, and perhaps more behind it, is worth its time.
+
+        gains: accepted tokens to expect there, by row. drafting: the forward that yields the token has still to be run.
+        follow: acceptance of each token behind it, worked out where it is needed.
+        """
+        verify = self.known.verify
+        if not verify.seconds:
+            return position < self._first_guess()
+        draft = self.known.draft
+        forward = draft.step if draft.seconds else _DRAFT * verify.at(1)
+        # a pass advances all rows: saving time in one of them saves the batch its share
+        gain = sum(expected * self.prices[row] for row, expected in gains.items()) / len(self.prices)
+        saved, cost, before = gain, forward if drafting else 0.0, verify.at(position + 1)
+        for longer in verify.seconds[position + 2 : self.policy.maximum + 2]:
+            if saved > cost + longer - before:
+                return True
+            follow = self._following(gains) if follow is None else follow
+            gain *= follow
+            saved += gain
+            cost += forward
+        return False
+
+    def _first_guess(self) -> int:
+        """Tokens to draft while nothing is known of the costs."""
+        return min(1 if self.known.rounds == 1 else 2, self.policy.maximum)
+
+    def _best_block(self) -> int:
+        """What to ask of a drafter that proposes a block at once."""
+        known, maximum = self.known, self.policy.maximum
+        if not known.verify.seconds:
+            return self._first_guess()
+        rate = self._rate()
+        best, best_value, value, survival = 1, float("-inf"), 0.0, 1.0
+        for tokens, accept in enumerate(known.reliability.chain(maximum), start=1):
+            survival *= accept
+            value += survival
+            cost = known.verify.at(1 + round(known.nodes * tokens))
+            if known.draft.seconds:
+                cost += known.draft.at(tokens)
+            if value - rate * cost > best_value:
+                best, best_value = tokens, value - rate * cost
+        return best

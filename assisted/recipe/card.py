@@ -1,0 +1,258 @@
+"""The model card of the shipped models, measured on held-out code: `assisted zoo card`.
+
+Every figure in the card comes from here, so that retrained models get a true card in one command.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..bench import held_out_prompts, repeated_share
+from ..drafters import Eagle, Medusa
+from ..modeling import AssistedModelForCausalLM
+from ..zoo import HEADS, corpus
+from .shapes import RECIPES
+
+__all__ = ["Drafting", "Head", "Measured", "measure", "write"]
+
+WINDOW = 512  # tokens of context for the bits per byte
+WINDOWS = 60
+PROMPTS, NEW_TOKENS = 40, 48
+CHAIN = 4  # tokens of a head's chain; what the Medusa heads reach
+TREE_NODES, TREE_DEPTH = 32, 6
+SHOWN = 10
+SHOWN_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model on held-out code.
+
+    Args:
+        name: of the recipe.
+        parameters: weights, shared ones counted once.
+        bits_per_byte: cross-entropy over the bytes of held-out files.
+    """
+
+    name: str
+    parameters: int
+    bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The draft with the target, batch 1, float32.
+
+    Args:
+        draft_length: tokens drafted each round.
+        temperature: 0 is greedy.
+        tokens_per_pass: of the target, its own token included.
+        acceptance_by_position: share accepted of the tokens drafted first, second, ...
+        repeated_4grams: share of the 4-grams written that occurred before in the same completion.
+    """
+
+    draft_length: int
+    temperature: float
+    tokens_per_pass: float
+    acceptance_by_position: tuple[float, ...]
+    repeated_4grams: float
+
+
+@dataclass(frozen=True)
+class Head:
+    """Trained heads for the target.
+
+    Args:
+        name: of the folder.
+        parameters: their own, what they use of the target left out.
+        bytes: of the folder.
+        tokens: that they were trained on.
+        command: that trained them.
+        chain: greedy chains; how often its first, second, ... token is accepted.
+        trees: token trees, greedy and sampled.
+    """
+
+    name: str
+    parameters: int
+    bytes: int
+    tokens: int
+    command: str
+    chain: Drafting
+    trees: tuple[Drafting, ...]
+
+
+@torch.no_grad()
+def bits_per_byte(folder: Path) -> float:
+    """Cross-entropy of a model over seeded windows of held-out files, per byte of their text."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    files = corpus.held_out_files()
+    random.Random(1).shuffle(files)
+    bits = bytes_read = 0.0
+    for path in tqdm(files[:WINDOWS], desc=f"bits per byte of {folder.name}", unit="file"):
+        ids = tokenizer(corpus.read(path), return_tensors="pt").input_ids[:, :WINDOW]
+        ids = F.pad(ids, (1, 0), value=tokenizer.eos_token_id)  # files began behind an end token in training
+        logits = model(ids[:, :-1]).logits[0]
+        bits += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item() / math.log(2)
+        bytes_read += len(tokenizer.decode(ids[0, 1:]).encode())
+    return bits / bytes_read
+
+
+def drafting(model: AssistedModelForCausalLM, draft_length: int, temperature: float) -> Drafting:
+    """Tokens per pass over held-out functions, each completed by 48 tokens."""
+    model.reset_totals()
+    torch.manual_seed(0)
+    completions = []
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": 0.95} if temperature else {"do_sample": False}
+    prompts = [prompt for prompt, _ in zip(held_out_prompts(model.tokenizer), range(PROMPTS), strict=False)]
+    for prompt in tqdm(prompts, desc=f"drafting {draft_length} at temperature {temperature}", unit="prompt"):
+        out = model.generate(prompt.ids, max_new_tokens=NEW_TOKENS, draft_length=draft_length, **sampling)
+        completions.append(out[0, prompt.ids.shape[1] :].tolist())
+    totals = model.totals
+    shares = tuple(round(share, 3) for share in totals.acceptance_by_position)
+    return Drafting(draft_length, temperature, totals.tokens_per_pass, shares, repeated_share(completions))
+
+
+def head(models: Path, name: str) -> Head:
+    """Trained heads with the target, and how they were trained, which is written down beside them."""
+    folder = models / name
+    about = json.loads((folder / "training.json").read_text())
+    kind, options = (Eagle, {"top_k": 6}) if about["method"] == "eagle" else (Medusa, {})
+
+    def load(tree: bool, **options: Any) -> AssistedModelForCausalLM:
+        spec = kind(str(folder), tree=tree, **options)
+        return AssistedModelForCausalLM.from_pretrained(models / "target", draft=spec, dtype=torch.float32)
+
+    chains, trees = load(False), load(True, nodes=TREE_NODES, **options)
+    return Head(
+        name,
+        parameters=sum(p.numel() for module in chains.drafter.modules for p in module.parameters()),
+        bytes=sum(file.stat().st_size for file in folder.iterdir()),
+        tokens=about["steps"] * about["batch"] * about["context"],
+        command=about["command"],
+        chain=drafting(chains, CHAIN, 0.0),
+        trees=tuple(drafting(trees, TREE_DEPTH, temperature) for temperature in (0.0, 0.8)),
+    )
+
+
+def measure(models: Path) -> dict[str, Any]:
+    """Everything that the card states, ready for json. models: the folder of all shipped models."""
+    measured = []
+    for name in RECIPES:
+        folder = models / name
+        parameters = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+        measured.append(Measured(name, parameters, bits_per_byte(folder)))
+    target = models / "target"
+    pair = AssistedModelForCausalLM.from_pretrained(target, draft=str(models / "draft"), dtype=torch.float32)
+    figures = [drafting(pair, length, temperature) for length, temperature in ((4, 0.0), (2, 0.0), (8, 0.0), (4, 0.8))]
+    return {
+        "models": [asdict(m) for m in measured],
+        "drafting": [asdict(d) for d in figures],
+        "heads": [asdict(head(models, name)) for name in HEADS if (models / name).is_dir()],
+        "completions": _completions(pair),
+    }
+
+
+def write(models: Path) -> Path:
+    """Measure, and write `card.json` and `README.md` into the folder of the models. Returns the card's path."""
+    figures = measure(models)
+    (models / "card.json").write_text(json.dumps(figures, indent=1) + "\n")
+    card = models / "README.md"
+    card.write_text(_card(figures))
+    return card
+
+
+def _completions(pair: AssistedModelForCausalLM) -> list[dict[str, str]]:
+    tokenizer: Any = pair.tokenizer
+    shown = []
+    for prompt, _ in zip(held_out_prompts(pair.tokenizer), range(SHOWN), strict=False):
+        out = pair.generate(prompt.ids, max_new_tokens=SHOWN_TOKENS, do_sample=False)
+        text = tokenizer.decode(out[0, prompt.ids.shape[1] :], skip_special_tokens=True)
+        shown.append({"source": prompt.source, "prompt": prompt.text, "completion": text})
+    return shown
+
+
+def _card(figures: dict[str, Any]) -> str:
+    lines = [
+        "---",
+        "license: apache-2.0",
+        "library_name: transformers",
+        "tags: [code, speculative-decoding]",
+        "---",
+        "",
+        "# The shipped models",
+        "",
+        "Three small Llama-architecture models that write Python, and heads for one of them, trained by this project from",
+        "nothing, so that drafts and a target can be seen at work without a download. They are for demonstration, teaching and",
+        "tests. They complete the shape of code well and its meaning poorly; do not use what they write.",
+        "",
+        "**Data.** The `.py` files of CPython 3.11's standard library, its tests included, duplicates and tables left out (PSF",
+        "licence). Held out, never trained on, and the text of every figure here: the sources of sympy and networkx.",
+        "",
+        "| model | layers x hidden | vocabulary | parameters | steps | trained on | held-out bits per byte |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model in figures["models"]:
+        recipe = RECIPES[model["name"]]
+        tokens = sum(phase.steps * phase.batch * phase.context for phase in recipe.phases) / 1e6
+        how = f"distilled from `{recipe.teacher}`" if recipe.teacher else "text"
+        how += ", layer dropout and early-exit losses" if recipe.early_exit else ""
+        lines.append(
+            f"| `zoo:{model['name']}` | {recipe.layers} x {recipe.hidden_size} | {recipe.vocab_size} "
+            f"| {model['parameters'] / 1e6:.1f} M | {recipe.steps} ({tokens:.1f} M tokens) | {how} "
+            f"| {model['bits_per_byte']:.2f} |"
+        )
+    lines += [
+        "",
+        "Trained with Muon for the matrices and AdamW for the rest, in bfloat16 autocast; seeded and resumable:",
+        "`assisted zoo train NAME --out DIR`. Stored as bfloat16, computed in float32.",
+        "",
+        f"**Drafting.** `zoo:draft` for `zoo:target`, batch 1, float32, {PROMPTS} held-out functions cut in the middle,",
+        f"{NEW_TOKENS} new tokens each. Tokens per pass of the target include its own token. `zoo:draft-other-tokenizer` reads",
+        "another vocabulary and is translated; docs/methods/other-tokenizer.md has its figures.",
+        "",
+        "| draft length | temperature | tokens per pass | accepted at position 1, 2, ... | repeated 4-grams |",
+        "|---|---|---|---|---|",
+    ]
+    for row in figures["drafting"]:
+        shares = ", ".join(f"{share:.0%}" for share in row["acceptance_by_position"])
+        lines.append(
+            f"| {row['draft_length']} | {row['temperature']} | {row['tokens_per_pass']:.2f} | {shares} "
+            f"| {row['repeated_4grams']:.1%} |"
+        )
+    lines += _heads_of_card(figures["heads"]) if figures["heads"] else []
+    lines += ["", f"**Ten completions**, greedy, {SHOWN_TOKENS} tokens; the model's part stands behind the line.", ""]
+    for shown in figures["completions"]:
+        lines += [f"`{shown['source']}`", "", "```text", shown["prompt"], "-" * 60 + shown["completion"], "```", ""]
+    return "\n".join(lines)
+
+
+def _heads_of_card(heads: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "",
+        "**Heads** for `zoo:target`, measured in the same way: greedy chains of 4 tokens, and token trees of "
+        f"{TREE_NODES} nodes,",
+        f"at most {TREE_DEPTH} deep. Stored as bfloat16, computed in the target's type.",
+        "",
+        "| heads | parameters | size | trained on | accepted at position 1, 2, ... | chain | tree | tree, temperature 0.8 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in heads:
+        shares = ", ".join(f"{share:.0%}" for share in row["chain"]["acceptance_by_position"])
+        per_pass = [f"{drafting['tokens_per_pass']:.2f}" for drafting in (row["chain"], *row["trees"])]
+        lines.append(
+            f"| `zoo:{row['name']}` | {row['parameters'] / 1e6:.2f} M | {row['bytes'] / 2**20:.1f} MiB "
+            f"| {row['tokens'] / 1e6:.1f} M tokens | {shares} | {' | '.join(per_pass)} |"
+        )
+    lines += ["", "The last three columns are tokens per pass of the target. Trained by", "", "```bash"]
+    return [*lines, *(row["command"] for row in heads), "```"]

@@ -60,7 +60,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def _map() -> str:
-    """The rooms of the package, by the layers that `make lint` holds them to, each with the first line of what it says of itself."""
+    """The rooms of the package by the layers that `make lint` holds them to, each with the first line of its docstring."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     layers = next(contract["layers"] for contract in settings["contracts"] if contract["id"] == "layers")
     rows = []

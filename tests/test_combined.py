@@ -8,7 +8,7 @@ from architectures import build, half_right, random_ids
 from pairs import BY_NAME, CALL, prompt, tokenizer
 
 from assisted import AssistedModelForCausalLM, Combined, DraftModel, Merged, QuantizedSelf, decoding
-from assisted.drafters import parse, read, written
+from assisted.drafters import parse, read
 from assisted.drafters.base import Drafting
 from assisted.drafters.combined import CombinedDrafting, CombinedLength, Member
 from assisted.drafts import Draft, Round
@@ -159,7 +159,7 @@ def test_a_list_is_a_combination():
 
 def test_a_spec_of_several_is_written_and_read(tmp_path):
     spec = Combined((QuantizedSelf("int8"), Merged((DraftModel("a"), DraftModel("b", "nf4")))))
-    fields = written(spec)
+    fields = spec.written("draft")
     assert read(fields, tmp_path) == Combined(
         (
             QuantizedSelf("int8"),

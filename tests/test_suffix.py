@@ -14,7 +14,7 @@ from pairs import BY_NAME, CALL, ENDS, prompt, tokenizer
 from test_ngram import call, lines_run, text_of
 
 from assisted import AssistedModelForCausalLM, Suffix, decoding
-from assisted.drafters import Target, parse, read, suffix, written
+from assisted.drafters import Target, parse, read, suffix
 from assisted.drafters.suffix import SuffixDrafter, SuffixDrafting
 from assisted.drafters.suffix_tree import END, KEPT, SuffixTree
 
@@ -315,13 +315,15 @@ def test_a_saved_model_without_a_draft_model(draft, tmp_path):
     assert not (tmp_path / "pair" / "draft").exists()
     again = AssistedModelForCausalLM.from_pretrained(str(tmp_path / "pair"))
     assert type(again.spec) is type(model.spec)
-    assert written(again.spec) == written(model.spec)
+    assert again.spec.written("draft") == model.spec.written("draft")
     ids = random_ids(target, 1, 12, seed=2)
     assert again.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
 
 
 def test_specs():
-    assert read(written(Suffix(corpus=["text"], max_match=9)), Path()) == Suffix(max_match=9)  # the corpus is not saved
+    assert read(Suffix(corpus=["text"], max_match=9).written("draft"), Path()) == Suffix(
+        max_match=9
+    )  # the corpus is not saved
     for wrong in ({"max_match": 0}, {"min_probability": 0}, {"per_match": 0}, {"nodes": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Suffix(**wrong)

@@ -33,8 +33,8 @@ class DraftModel(Spec):
 
     Args:
         model: Hub id, folder, GGUF file or `zoo:` name; or a PreTrainedModel, also one that PEFT put an adapter around.
-        quantization: one of `assisted.loading.quantization.NAMES`, a transformers quantization config, or None (default). A GGUF file
-            takes none.
+        quantization: one of `assisted.loading.quantization.NAMES`, a transformers quantization config, or None (default). A
+            GGUF file takes none.
         tokenizer: the draft's tokenizer, where it does not lie beside the model.
     """
 

@@ -115,6 +115,8 @@ def _config(chance: random.Random, about: Architecture) -> dict[str, Any]:
         config["rope_parameters"] = _rope(chance, longrope=name in (*FUSED, "phi3"))
         if name == "phi3" and config["rope_parameters"]["rope_type"] not in ("default", "longrope"):
             del config["rope_parameters"]
+        elif config["rope_parameters"]["rope_type"] == "dynamic" and name == "stablelm":
+            del config["rope_parameters"]  # two numbers of a head are turned, by which the rule divides by zero
         elif config["rope_parameters"]["rope_type"] == "longrope" and name == "phi3":
             config["original_max_position_embeddings"] = config["rope_parameters"]["original_max_position_embeddings"]
     if name in FUSED and chance.random() < 0.15:

@@ -40,7 +40,7 @@ def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> A
     """What is passed as `draft=`. rebuilt: the same weights in another object, which a draft may be."""
     if name.startswith("suffix"):
         tree = {"tree": True, "min_probability": 0.01} if name == "suffix tree" else {}
-        return Suffix(corpus=_heard(target), **tree)
+        return Suffix(corpus=_corpus(target), **tree)
     if name in _BY_NAME:
         return _BY_NAME[name](target)
     if name == "itself":
@@ -51,7 +51,12 @@ def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> A
     if name == "llama":
         return build(ARCHITECTURES[0])
     if name == "combined":
-        return Combined((Suffix(corpus=_heard(target)), DraftModel(half_right(target))))
+        return Combined((Suffix(corpus=_corpus(target)), DraftModel(half_right(target))))
     if name == "combined texts":
         return Combined((NGram(3, 1), Suffix()))
     return name
+
+
+def _corpus(target: PreTrainedModel) -> Any:
+    """Half of what a target would write; none for one whose context is too short to hear it."""
+    return _heard(target) if target.config.max_position_embeddings > 64 else None

@@ -59,4 +59,4 @@ def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> A
 
 def _corpus(target: PreTrainedModel) -> Any:
     """Half of what a target would write; none for one whose context is too short to hear it."""
-    return _heard(target) if target.config.max_position_embeddings > 64 else None
+    return _heard(target) if getattr(target.config, "max_position_embeddings", 2048) > 64 else None

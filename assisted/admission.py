@@ -26,6 +26,7 @@ __all__ = [
     "must_be_plain",
     "require_own_drafting",
     "require_prompt",
+    "require_rows",
     "warn_plain",
 ]
 
@@ -161,6 +162,17 @@ def require_prompt(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Non
     """Refuse a prompt of no tokens and no embeddings."""
     if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("input_ids: the prompt is empty; give at least one token, such as the tokenizer's bos_token")
+
+
+def require_rows(cache: Any, rows: int) -> None:
+    """Refuse a cache of other rows than the call has. rows: of the call, each prompt as often as it is to be continued."""
+    for layer in cache.layers:
+        keys = getattr(layer, "keys", None)
+        if keys is not None and keys.dim() == 4 and len(keys) != rows:
+            raise ValueError(
+                f"past_key_values: it holds {len(keys)} rows, and this call has {rows} (num_return_sequences counts); repeat "
+                "its rows with batch_repeat_interleave(), or leave one of the two arguments out"
+            )
 
 
 def cache_name(model_kwargs: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from .admission import SET_MODES, cache_name, must_be_plain, require_prompt, warn_plain
+from .admission import SET_MODES, cache_name, must_be_plain, require_prompt, require_rows, warn_plain
 from .decoding import decode
 from .distribution import Law
 from .drafters import Call
@@ -167,6 +167,8 @@ def _extend(
     embeddings = model_kwargs.get("inputs_embeds")  # of a prompt that the text may repeat
     width = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
     past = given if isinstance(given, DynamicCache) else None
+    if past is not None:
+        require_rows(past, text.rows)
     limit = text.max_length + max(0, width - input_ids.shape[1]) + (0 if past is None else held(past))
     cache = slots_for(seam, past, text.rows, limit, masks)
     cache.hide(attention_mask)

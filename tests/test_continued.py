@@ -278,3 +278,15 @@ def test_a_row_that_ended_is_longer_than_the_rest(name: str, attention: str, fas
     with no_fallback():
         assert model.generate(ids, draft_length=4, **call).tolist() == plain.tolist()
     model.fast = "auto"
+
+
+@pytest.mark.parametrize("name", ["llama", "codegen", "bloom"])
+def test_a_cache_of_other_rows_is_refused(name: str) -> None:
+    """Plain decoding raises; going on from the first row's past in all rows would be another call."""
+    target = build(BY_NAME[name])
+    model = AssistedModelForCausalLM.from_models(target, draft="ngram")
+    ids = random_ids(target, 1, 9)
+    first = model.generate(ids, return_dict_in_generate=True, **CALL)
+    call = CALL | {"do_sample": True, "num_return_sequences": 3, "past_key_values": first.past_key_values}
+    with pytest.raises(ValueError, match=r"past_key_values: it holds 1 rows, and this call has 3"):
+        model.generate(first.sequences, **call)

@@ -10,7 +10,7 @@ from test_parts import assert_same, snapshot
 
 from assisted import AssistedModelForCausalLM
 from assisted import generation as seam
-from assisted.drafters import draft_model
+from assisted.drafters import model_drafter
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel, Masks
@@ -204,7 +204,7 @@ def test_nothing_is_fused_or_copied_where_that_is_not_wanted(monkeypatch):
         raise AssertionError("fused")
 
     monkeypatch.setattr(seam, "fused", refused)
-    monkeypatch.setattr(draft_model, "fused", refused)
+    monkeypatch.setattr(model_drafter, "fused", refused)
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))
     ids = random_ids(target, 1, 8)

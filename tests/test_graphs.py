@@ -16,7 +16,7 @@ from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_law, p_value, 
 
 from assisted import AssistedModelForCausalLM, Eagle, decoding
 from assisted import generation as seam
-from assisted.drafters import draft_model, eagle
+from assisted.drafters import eagle, model_drafter
 from assisted.drafts import Draft
 from assisted.engine import runner as runtime
 from assisted.engine import shapes
@@ -35,7 +35,7 @@ REPLAY = Graphs._replay
 def _recorded(monkeypatch):
     monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
     monkeypatch.setattr(Graphs, "_replay", lambda self, run, tried: Recording(run))
-    for module in (seam, draft_model):  # on a CPU, fused models look positions up, which no capture may
+    for module in (seam, model_drafter):  # on a CPU, fused models look positions up, which no capture may
         monkeypatch.setattr(module, "fused", lambda model: model)
     monkeypatch.setattr(eagle, "fused_head", lambda head: head)
 

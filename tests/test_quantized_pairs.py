@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import no_fallback
+from architectures import build
+from pairs import BY_NAME, no_fallback
 from test_precision import MARGINS, margins
 from test_quantization import MODULES, llama
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, QuantoConfig, TorchAoConfig
@@ -184,3 +185,15 @@ def test_scales_of_a_whole_pass_are_decoded_plainly(how: str) -> None:
             assisted = model.generate(ids, **CALL)
         assert assisted.tolist() == target.generate(ids, **CALL).tolist()
         assert model.report is not None and model.report.drafted == 0
+
+
+@pytest.mark.quant
+def test_a_model_that_does_not_run_when_quantized_is_refused(tmp_path: Path) -> None:
+    """Falcon multiplies with `weight.T`, which torchao's weights don't know: such a draft would fail in its first step."""
+    needed("int8-torchao", "torchao")
+    target = build(BY_NAME["falcon-alibi"])
+    with pytest.raises(ValueError, match="draft_quantization: FalconForCausalLM does not run in int8-torchao"):
+        AssistedModelForCausalLM.from_models(target, draft="self:int8-torchao")
+    target.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="draft_quantization: FalconForCausalLM does not run in int8-torchao"):
+        AssistedModelForCausalLM.from_models(target, draft=str(tmp_path), draft_quantization="int8-torchao")

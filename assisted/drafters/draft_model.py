@@ -18,7 +18,7 @@ from ..engine.runner import require_rewindable
 from ..loading.adapters import base_path, require_in_layers, trusting
 from ..loading.files import inside, loading, require_sound
 from ..loading.gguf import load_gguf, named_in
-from ..loading.quantization import load_quantized, save_quantized
+from ..loading.quantization import load_quantized, require_runs, save_quantized
 from ..loading.vocabulary import find_tokenizer, same_tokens
 from .base import Spec, Target
 from .model_drafter import ModelDrafter
@@ -113,6 +113,9 @@ def _loaded(path: str, quantization: Any, **kwargs: Any) -> PreTrainedModel:
     require_sound(path, "draft")
     try:
         with loading("draft", path):
-            return load_quantized(path, quantization, **kwargs)
+            model = load_quantized(path, quantization, **kwargs)
     except OSError as error:
         raise OSError(f"draft: nothing can be loaded from {path!r}, as a folder or a Hub id: {error}") from error
+    if quantization is not None:
+        require_runs(model, quantization)
+    return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..loading.quantization import quantize_copy
+from ..loading.quantization import quantize_copy, require_runs
 from .base import Spec, Target
 from .model_drafter import ModelDrafter
 
@@ -37,6 +37,9 @@ class QuantizedSelf(Spec):
     def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
         """Quantize the target in memory; the target itself is untouched.
 
-        Raises ImportError naming the extra where the backend is missing, ValueError for an unknown name.
+        Raises ImportError naming the extra where the backend is missing, ValueError for an unknown name, and for a target that
+        does not run when it is quantized in this way.
         """
-        return ModelDrafter(quantize_copy(target.model, self.quantization))
+        model = quantize_copy(target.model, self.quantization)
+        require_runs(model, self.quantization)
+        return ModelDrafter(model)

@@ -35,7 +35,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..engine.parts import unwrapped
+from ..engine.parts import few_ids, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .gguf import unmarked
 
@@ -45,6 +45,7 @@ __all__ = [
     "load_quantized",
     "memory_bytes",
     "quantize_copy",
+    "require_runs",
     "resolve",
     "rounds_by_pass",
     "save_quantized",
@@ -220,6 +221,24 @@ def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | Pre
     if not _is_quantized(original):  # else its config says it
         setattr(config, RECORD, model.config.quantization_config.to_dict())
     config.save_pretrained(folder)
+
+
+@torch.no_grad()
+def require_runs(model: PreTrainedModel, quantization: Any) -> None:
+    """Refuse a quantized draft that cannot run: some models multiply in a way that a backend's weights don't know.
+
+    quantization: as the caller wrote it, for the message. Raises ValueError.
+    """
+    try:
+        model(input_ids=few_ids(model), use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        name = quantization if isinstance(quantization, str) else type(quantization).__name__
+        raise ValueError(
+            f"draft_quantization: {type(model).__name__} does not run in {name} ({type(error).__name__}: "
+            f"{str(error)[:200]}); choose another one of {', '.join(NAMES)}, or another draft"
+        ) from error
 
 
 def rounds_by_pass(model: nn.Module) -> str | None:

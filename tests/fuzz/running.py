@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from architectures import build, random_ids
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, decoding
 from assisted.fast import products
@@ -230,7 +230,7 @@ def _compare(call: Call, talk: _Talk, alone: PreTrainedModel, pair: Any, outcome
         outcome.accepted += pair.report.accepted
     first, second = (_sequences(result) for result in (plain[0], assisted[0]))
     prompt = 0 if "embeds" in call.arguments else talk.ids.shape[1]
-    explain = functools.partial(_scores, call, talk, alone, before, more)
+    explain = functools.partial(_scores, call, talk, alone, before, first)
     if not same_text(call, first, second, prompt, explain, outcome, alone.dtype):
         return False
     if plain[1] != assisted[1]:
@@ -298,17 +298,32 @@ def same_text(
     return False
 
 
-def _scores(call: Call, talk: _Talk, alone: PreTrainedModel, cache: Any, more: dict[str, Any]) -> Any:
-    """The scores of the target alone in every step, processed as in the call but not warped for sampling."""
-    arguments = {n: v for n, v in call.arguments.items() if n not in ("do_sample", "top_k", "top_p", "temperature")}
-    returned = arguments.pop("num_return_sequences", 1)
-    greedy = replace(call, arguments=arguments)
-    asked = {"return_dict_in_generate": True, "output_scores": True}
+class _Follow(LogitsProcessor):
+    """Has a text written once more, and keeps the scores of every step, processed but not warped for sampling.
+
+    A call of its own would choose otherwise where two tokens tie, and its scores from there on be those of another text.
+    """
+
+    def __init__(self, text: torch.Tensor):
+        self.text = text
+        self.steps: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.steps.append(scores.clone())
+        forced = torch.full_like(scores, float("-inf"))
+        return forced.scatter(1, self.text[:, input_ids.shape[1]][:, None], 0.0)
+
+
+def _scores(call: Call, talk: _Talk, alone: PreTrainedModel, cache: Any, text: torch.Tensor) -> Any:
+    """The scores of the target alone in every step of the text that it wrote, [B, V] each."""
+    follow = _Follow(text)
+    own = [arguments.PROCESSORS[name]() for name in call.arguments.get("processors", ())]
+    others = {name: value for name, value in call.arguments.items() if name != "processors"}
     try:
-        scores = _generate(alone, greedy, talk, cache, alone, **(more | asked))[0].scores
+        _generate(alone, replace(call, arguments=others), talk, cache, alone, logits_processor=[*own, follow])
     except Exception:
         return None
-    return [step.repeat_interleave(returned, 0) for step in scores]
+    return follow.steps
 
 
 def _same_details(call: Call, name: str, plain: Any, ours: Any, new: torch.Tensor, outcome: Outcome) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build, random_ids
 from fuzz import edits
 from fuzz.cases import BY_NAME, Call, Case, Edit, draw
 from fuzz.command import main
 from fuzz.minimise import minimised
-from fuzz.running import NEAR, Outcome, run, same_text
+from fuzz.running import NEAR, Outcome, _Follow, run, same_text
 
 from assisted import acceptance, decoding
 from assisted.engine import runner as runtime
@@ -123,3 +124,16 @@ def test_the_command_says_what_it_did(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert main(["--cases", "1", "--seed", "7", "--json", "--no-minimise"]) == 1
     told = capsys.readouterr().out
     assert json.loads(told[told.index("{\n") :])["failures"][0]["again"] == "--seed 7 --case 0"
+
+
+def test_scores_are_looked_up_along_the_text_itself() -> None:
+    """Where two tokens tie, a second run of the call may go another way: its scores would be those of another text."""
+    target = build(BY_NAME["llama"])
+    ids, text = random_ids(target, 2, 5), random_ids(target, 2, 11, seed=9)
+    text[:, :5] = ids
+    follow = _Follow(text)
+    call = {"max_new_tokens": 6, "do_sample": True, "top_k": 1, "logits_processor": [follow], "eos_token_id": None}
+    written = target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **call)
+    assert written.tolist() == text.tolist()
+    wanted = target(text).logits[:, 4:-1].unbind(1)
+    assert all(torch.allclose(one, two, atol=1e-4) for one, two in zip(follow.steps, wanted, strict=True))

@@ -33,7 +33,7 @@ from test_acceptance import (
 )
 from torch import Tensor
 
-from assisted import acceptance, decoding
+from assisted import acceptance, verification
 from assisted.acceptance import rejection, rejection_tree, residual, sample, taken_out, tree_walk
 from assisted.drafters.merged import merge
 from assisted.drafts import Draft
@@ -583,8 +583,8 @@ def test_in_step_the_walk_is_the_same() -> None:
             every = torch.arange(B)
             with mock.patch.object(acceptance, "sample", side_effect=lambda rest, generator: rest.argmax(-1)):
                 scores = p[every, column].log()
-                with mock.patch.object(decoding, "probabilities", torch.exp):
-                    token, child = decoding._choose(scores, drafted, column, True)
+                with mock.patch.object(verification, "probabilities", torch.exp):
+                    token, child = verification._choose(scores, drafted, column, True)
             for row in (child == 0).nonzero()[:, 0].tolist():
                 if len(path) == 0 or path[-1][row] > 0:
                     assert token[row] == law[row].argmax()

@@ -15,7 +15,7 @@ from fuzz.command import main
 from fuzz.minimise import minimised
 from fuzz.running import NEAR, Outcome, _Follow, run, same_text
 
-from assisted import acceptance, decoding
+from assisted import acceptance
 from assisted.engine import runner as runtime
 from assisted.fast import sources
 
@@ -64,7 +64,7 @@ def one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
         walk, token = sound(drafted, choice)
         return (range(len(walk) + 1), choice[len(walk) + 1]) if len(walk) < len(drafted) else (walk, token)
 
-    monkeypatch.setattr(decoding.acceptance, "match", match)
+    monkeypatch.setattr(acceptance, "match", match)
 
 
 def stale_weights(monkeypatch: pytest.MonkeyPatch) -> None:

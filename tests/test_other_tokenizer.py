@@ -287,12 +287,12 @@ def test_q_is_the_law_of_the_draft_on_what_both_can_say(monkeypatch):
 def test_text_is_drafted_without_a_law(shipped):
     shipped.drafter.ways = ("text",)
     laws = []
-    judge = decoding._judge
+    judge = decoding.judge
     try:
-        decoding._judge = lambda draft, *rest: laws.append(draft.q) or judge(draft, *rest)
+        decoding.judge = lambda draft, *rest: laws.append(draft.q) or judge(draft, *rest)
         shipped.generate(**shipped.tokenizer(CODE[0], return_tensors="pt"), max_new_tokens=8, do_sample=True)
     finally:
-        decoding._judge = judge
+        decoding.judge = judge
     assert laws
     assert all(law is None for law in laws)
 

@@ -20,7 +20,7 @@ from transformers import (
     pipeline,
 )
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM, acceptance, decoding
 
 MODELS = ["llama", "gpt2", "mistral-window", "gemma3", "bloom"]  # dense, learned positions, windows, ALiBi
 ROWS = [1, 4]
@@ -437,13 +437,13 @@ def test_a_twin_with_a_padded_vocabulary_drafts(entries: int, do_sample: bool, r
 
 def test_q_is_the_law_the_draft_was_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = []
-    block = decoding.acceptance.block
+    block = acceptance.block
 
     def watched(tokens: torch.Tensor, lengths: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> Any:
         judged.append((tokens, p, q))
         return block(tokens, lengths, p, q)
 
-    monkeypatch.setattr(decoding.acceptance, "block", watched)
+    monkeypatch.setattr(acceptance, "block", watched)
     torch.manual_seed(0)
     assistedly(do_sample=True, temperature=0.7, top_k=5, repetition_penalty=1.2, **prompt())
     for tokens, p, q in judged:

@@ -229,13 +229,14 @@ class EagleDrafting(ChainDrafting):
         """The head as it is run; at first with nothing read, and the prompt's features to be read."""
         if self.runner is None:
             call, drafter = self.call, self.drafter
-            features = torch.cat(self.prompt, -1)
+            features, first = torch.cat(self.prompt, -1), self.first
+            if text.prompt_length == 0:  # embeddings, of no token that the head could read: it begins behind them
+                first = first + features.shape[1] - 1
+                features = features[:, -1:]
             rows, width = features.shape[:2]
             self.skipped = text.prompt_length - width  # columns of the text without a feature
-            mask = None if call.attention_mask is None else call.attention_mask[:, -width:]
-            self.runner = HeadRunner(
-                drafter.drafting_head, call.target.model, call.limit + drafter.most, self.first, mask
-            )
+            mask = call.attention_mask[:, -width:] if call.attention_mask is not None and text.prompt_length else None
+            self.runner = HeadRunner(drafter.drafting_head, call.target.model, call.limit + drafter.most, first, mask)
             drafter.graphs.serve(self.runner, drafter.head, call.lease)
             if self.runner.cache.visible is not None:  # whatever the target made of padding, it must be numbers
                 features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)

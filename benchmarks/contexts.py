@@ -37,7 +37,7 @@ from assisted import AssistedModelForCausalLM, DraftModel, zoo
 from assisted.bench import Bars, Prompt, Rules, at_length, pad_token, read, repeated_share, speedup
 from assisted.bench.grown import grow
 from assisted.bench.statistics import Interval
-from assisted.drafters.draft_model import ModelDrafting
+from assisted.drafters.model_drafter import ModelDrafting
 from assisted.loading.quantization import memory_bytes
 from assisted.loading.vocabulary import find_tokenizer
 from assisted.report import Recorder

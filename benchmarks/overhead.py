@@ -27,9 +27,9 @@ from assisted import generation as seam
 from assisted.bench import Bars, Prompt, Rules, held_out_prompts, pad_token, speedup
 from assisted.bench.grown import load_target
 from assisted.drafters.chain import ChainDrafting
-from assisted.drafters.draft_model import ModelDrafting
 from assisted.drafters.eagle import EagleDrafting
 from assisted.drafters.lookup import Lookup
+from assisted.drafters.model_drafter import ModelDrafting
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.heads.eagle import EagleHead
@@ -62,10 +62,10 @@ CAUSES: dict[str, list[tuple[Any, str]]] = {
     "looking for changed weights": [(seam, "fused")],
     "drafting around passes": [(ModelDrafting, "propose"), (EagleDrafting, "propose"), (Lookup, "propose")],
     "the chain of a draft": [(ChainDrafting, "draft_chain")],
-    "accepting": [(decoding, "_judge")],
+    "accepting": [(decoding, "judge")],
     "learning from the verdict": [(decoding, "_learn")],
     "slots": [(CachedModel, "commit"), (SlotCache, "rewind"), (SlotCache, "commit"), (CachedModel, "run_only")],
-    "counting": [(Recorder, "round")],
+    "counting": [(Recorder, "see")],
     "the loop": [(seam, "decode")],
     "preparing a call": [(AssistedModelForCausalLM, "generate")],
 }

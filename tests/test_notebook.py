@@ -144,7 +144,7 @@ def test_slider_refuses() -> None:
         slider({"g": [1, 2]}, lambda g: flat if g == 1 else {"other": ([0, 1], [1, 1])})
 
 
-@pytest.mark.parametrize("name", ["notebook", "slider"])
+@pytest.mark.parametrize("name", ["kit", "slider"])
 def test_no_plotting_library_at_import(name: str) -> None:
     """The package has to be importable without the extra."""
     tree = ast.parse(Path(notebook.__file__).with_stem(name).read_text(encoding="utf-8"))

@@ -159,3 +159,24 @@ def test_what_a_forward_takes() -> None:
     assert not generate_passes(target, "position_ids")
     target.forward = lambda input_ids: None
     assert not takes(target, "position_ids")
+
+
+class Wrapper(torch.nn.Module):
+    """As PEFT puts one around a model: `generate` runs the model within, whose layers hold the adapter."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.inside = [model]
+        self.config = model.config
+
+    def get_base_model(self) -> Any:
+        return self.inside[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("nobody runs the wrapper")
+
+
+def test_what_is_tried_is_the_model_within_a_wrapper() -> None:
+    require_verifiable(Wrapper(Open(build(BY_NAME["llama"]).config).eval()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Forgetful cannot take back"):
+        require_verifiable(Wrapper(Forgetful(build(BY_NAME["llama"]).config).eval()))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..drafts import Draft
 from .cache import SlotCache
-from .parts import device_of
+from .parts import device_of, unwrapped
 from .recurrent import RecurrentCache, RecurrentModel, is_recurrent
 from .runner import CachedModel, Masks, require_decoder, require_rewindable, without_gradients
 
@@ -46,6 +46,7 @@ def require_verifiable(model: PreTrainedModel) -> None:
     A model is tried on a few tokens, once for each device and dtype, unless it is one of `TESTED` as transformers wrote it.
     Raises ValueError that says what was found.
     """
+    model = unwrapped(model)  # an adapter's wrapper is not what runs
     recurrent = is_recurrent(model)
     if not recurrent:
         require_rewindable(model, "target")

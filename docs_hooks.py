@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import html as markup
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -71,7 +72,8 @@ def _map() -> str:
             file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
             says = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
             label = f"{path.name}/" if path.is_dir() else file.name
-            rooms.append(f'<div class="room"><code>{label}</code> {markup.escape(says)}</div>')
+            says = re.sub("`([^`]+)`", r"<code>\1</code>", markup.escape(says))
+            rooms.append(f'<div class="room"><strong><code>{label}</code></strong> {says}</div>')
         rows.append(f'<div class="level">{"".join(rooms)}</div>')
     return f'<div class="map">{"".join(rows)}</div>'
 

@@ -101,7 +101,7 @@ def _propose(drafting: Drafting | None, text: Text, budget: int, vocabulary: int
     if drafting is not None and budget > 0:
         try:
             draft = drafting.propose(text, budget)
-            if type(drafting).__module__.split(".")[0] != _PACKAGE:
+            if not _is_own(drafting):
                 if not isinstance(draft, Draft):
                     raise TypeError(f"propose: a Draft is expected, got {type(draft).__name__}")
                 draft = draft.checked(text.rows, vocabulary, text.ids.device)
@@ -111,6 +111,11 @@ def _propose(drafting: Drafting | None, text: Text, budget: int, vocabulary: int
             _give_up(error)
             drafting = None
     return Draft.empty(text.rows, text.ids.device), drafting
+
+
+def _is_own(drafting: Drafting) -> bool:
+    """Whether a drafter is this package's, with all that it is made of."""
+    return type(drafting).__module__.split(".")[0] == _PACKAGE and all(map(_is_own, drafting.parts()))
 
 
 def _learn(drafting: Drafting | None, round: Round) -> Drafting | None:

@@ -12,6 +12,8 @@ from pairs import CALL, no_fallback, pair, prompt
 
 from assisted import AssistedModelForCausalLM
 from assisted.drafters.base import Call, Drafter, Drafting
+from assisted.drafters.combined import CombinedDrafter
+from assisted.drafters.merged import MergedDrafter
 from assisted.drafts import Draft
 from assisted.text import Text
 
@@ -101,3 +103,19 @@ def test_a_right_draft_is_taken() -> None:
         model.drafter = own
     assert model.report is not None
     assert model.report.drafted > 0
+
+
+@pytest.mark.parametrize("together", [CombinedDrafter, MergedDrafter])
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_draft_among_others_costs_no_token(what: str, together: Any) -> None:
+    target, _ = pair()
+    model = AssistedModelForCausalLM.from_models(target, draft="ngram", draft_length=4)
+    model.drafter = together([model.drafter, Wrong(WRONG[what])])
+    start = prompt(3)
+    call = CALL | {"attention_mask": start["attention_mask"]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = model.generate(start["ids"], **call)
+    told = ["Drafting failed" in str(warning.message) for warning in caught]
+    assert told == [True] or (together is MergedDrafter and what == "float tokens" and not told)  # which it writes anew
+    assert ours.tolist() == target.generate(start["ids"], **call).tolist()

@@ -82,6 +82,10 @@ class Drafting:
         """
         raise NotImplementedError
 
+    def parts(self) -> Sequence[Drafting]:
+        """Those that it is made of, where it is made of several."""
+        return ()
+
     def observe(self, round: Round) -> None:
         """What became of the last draft, or of another drafter's: called after every round, those without a draft included."""
 

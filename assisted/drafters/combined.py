@@ -218,6 +218,9 @@ class CombinedDrafting(Drafting):
                 return replace(draft, member=(number, *draft.member))
         return Draft.empty(text.rows, text.ids.device)
 
+    def parts(self) -> Sequence[Drafting]:
+        return list(self.draftings.values())
+
     def observe(self, round: Round) -> None:
         for drafting in self.draftings.values():
             drafting.observe(round)

@@ -6,6 +6,7 @@ Knows drafters by their interface. Where the target cannot verify trees, the fir
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -79,6 +80,9 @@ class MergedDrafting(Drafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         return merge([member.propose(text, budget) for member in self.members])
+
+    def parts(self) -> Sequence[Drafting]:
+        return self.members
 
     def observe(self, round: Round) -> None:
         for member in self.members:

@@ -4,16 +4,16 @@ Knows torch alone: pure functions on tensors without host-device synchronisation
 on the host. How p and q are made from logits, what an end-of-sequence token means and what is done with the verdict belong to
 the decoding loop.
 
-Notation, after 2211.17192: p is the target's next-token law, q the draft's, x_1 .. x_g the drafted tokens of a row.
+Notation, after 2211.17192: p is the target's next-token distribution, q the draft's, x_1 .. x_g the drafted tokens of a row.
 Chains are padded to n columns with a count per row (`lengths`, the g of that row); what lies in the padding has no
-effect, be it -1 or NaN. Column i of p and q is the law after i drafted tokens. Results stay in the dtype of p and q.
+effect, be it -1 or NaN. Column i of p and q is the distribution after i drafted tokens. Results stay in the dtype of p and q.
 
-In a tree, `parents` says which node each hangs from, column i + 1 of p is the law after node i, and column i of q the law
-that node i was drawn from.
+In a tree, `parents` says which node each hangs from, column i + 1 of p is the distribution after node i, and column
+i of q the distribution that node i was drawn from.
 
-With `rejection`, `block` and `rejection_tree`, whether x_i is proposed may depend on x_1 .. x_{i-1} and on the laws after
-them, never on x_i or what follows: dropping a token for its own low probability changes the law of the output. `match`
-and `match_tree` allow any draft whatever.
+With `rejection`, `block` and `rejection_tree`, whether x_i is proposed may depend on x_1 .. x_{i-1} and on the
+distributions after them, never on x_i or what follows: dropping a token for its own low probability changes the
+distribution of the output. `match` and `match_tree` allow any draft whatever.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def rejection(
 ) -> Verdict:
     """Speculative sampling (2211.17192, 2302.01318): the output follows p exactly, P(accept) = 1 - TV(p, q).
 
-    tokens: [B, n] int64, lengths: [B] int64, p: [B, n+1, V] the target's law after each prefix, q: [B, n, V] the law
-    each token was really drawn from: one-hot for an argmax, truncated where the draft's sampling was.
+    tokens: [B, n] int64, lengths: [B] int64, p: [B, n+1, V] the target's distribution after each prefix, q: [B, n,
+    V] the distribution each token was really drawn from: one-hot for an argmax, truncated where the draft's sampling was.
     """
     accept = rejection_probabilities(tokens, p, q)
     # stop at the first token with u_i >= p(x_i) / q(x_i) ...
     accepted = first_failure(accept, uniforms(accept, generator), lengths)
     # ... and emit y ~ max(p - q, 0); without a failure y ~ p
-    law = emitted_law(p, q, torch.ones_like(p[..., 0]), accepted, lengths)
-    return Verdict(accepted, sample(law, generator))
+    distribution = emitted_distribution(p, q, torch.ones_like(p[..., 0]), accepted, lengths)
+    return Verdict(accepted, sample(distribution, generator))
 
 
 def block(tokens: Tensor, lengths: Tensor, p: Tensor, q: Tensor, generator: torch.Generator | None = None) -> Verdict:
@@ -88,8 +88,8 @@ def block(tokens: Tensor, lengths: Tensor, p: Tensor, q: Tensor, generator: torc
     # tau = max { i : u_i <= h_i }: a failure does not end the block, a later success redeems it
     accepted = last_success(h, uniforms(h, generator), lengths)
     # emit y ~ max(p_tau P - Q, 0); with the whole block kept y ~ P
-    law = emitted_law(p, q, weights, accepted, lengths)
-    return Verdict(accepted, sample(law, generator))
+    distribution = emitted_distribution(p, q, weights, accepted, lengths)
+    return Verdict(accepted, sample(distribution, generator))
 
 
 def rejection_tree(
@@ -98,13 +98,13 @@ def rejection_tree(
     """Speculative sampling on a token tree: at each node its children are tried in turn, each against what is left of p.
 
     tokens, parents: [B, n] int64, nodes as `match_tree` has them, siblings in the order in which they were drawn. lengths: [B]
-    int64, nodes per row. p: [B, n+1, V], q: [B, n, V] the law each node was really drawn from, given the path to it and its
-    older siblings: its drafter's own law where siblings were drawn independently, even by different drafters (2305.09781),
-    `taken_out` of it where no token was drawn twice (2402.12374, 2402.14160). Returns the path, [B, n] int64 node indices in
-    order padded with -1, and the verdict.
+    int64, nodes per row. p: [B, n+1, V], q: [B, n, V] the distribution each node was really drawn from, given the
+    path to it and its older siblings: its drafter's own distribution where siblings were drawn independently, even by different
+    drafters (2305.09781), `taken_out` of it where no token was drawn twice (2402.12374, 2402.14160). Returns the
+    path, [B, n] int64 node indices in order padded with -1, and the verdict.
     """
-    kept, law, _ = tree_walk(tokens, parents, lengths, p, q, uniforms(q[..., 0], generator))
-    return _in_order(kept), Verdict(kept.sum(-1), sample(law, generator))
+    kept, distribution, _ = tree_walk(tokens, parents, lengths, p, q, uniforms(q[..., 0], generator))
+    return _in_order(kept), Verdict(kept.sum(-1), sample(distribution, generator))
 
 
 def rejection_probabilities(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def tree_walk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The walk of `rejection_tree`, given its uniforms u [B, n].
 
-    Returns which nodes are kept, [B, n] bool; the law of the token after them, [B, V]; and with which probability each
+    Returns which nodes are kept, [B, n] bool; the distribution of the token after them, [B, V]; and with which probability each
     node was kept, [B, n], 0 where the walk did not meet it.
     """
     n = tokens.shape[1]
@@ -146,27 +146,27 @@ def tree_walk(
     here, left = (
         torch.full_like(lengths, -1),
         p[:, 0],
-    )  # the node that the walk has come to, and what is left of its law
+    )  # the node that the walk has come to, and what is left of its distribution
     kept, accept = torch.zeros_like(drafted), torch.zeros_like(u)
     # a parent stands before its children and they in the order of their draws: one pass meets each when its turn comes
     for i in range(n):
         met = drafted[:, i] & (parents[:, i] == here)
-        x, law = tokens[:, i : i + 1], q[:, i]
+        x, distribution = tokens[:, i : i + 1], q[:, i]
         # keep x if u < p(x) / q(x); a token that q does not have was not drawn from it ...
-        p_x, q_x = _of(x, left[:, None]).squeeze(-1), _of(x, law[:, None]).squeeze(-1)
+        p_x, q_x = _of(x, left[:, None]).squeeze(-1), _of(x, distribution[:, None]).squeeze(-1)
         accept[:, i] = _ratio(p_x, q_x).clamp(max=1).where(met & (q_x > 0), 0)
         kept[:, i] = u[:, i] < accept[:, i]
         # ... and go on to its children; otherwise the next sibling is tried against max(p - q, 0)
-        rest = residual(left, law, torch.ones_like(p_x)).where(met.unsqueeze(-1), left)
+        rest = residual(left, distribution, torch.ones_like(p_x)).where(met.unsqueeze(-1), left)
         left = p[:, i + 1].where(kept[:, i : i + 1], rest)
         here = torch.where(kept[:, i], i, here)
     return kept, left, accept
 
 
 def taken_out(tokens: Tensor, parents: Tensor, lengths: Tensor, q: Tensor) -> Tensor:
-    """The laws of siblings drawn without replacement: q without the older siblings' tokens, normalised.
+    """The distributions of siblings drawn without replacement: q without the older siblings' tokens, normalised.
 
-    q: [B, n, V], the draft's law at each node's parent. Returns [B, n, V]; 0 everywhere where no token is left.
+    q: [B, n, V], the draft's distribution at each node's parent. Returns [B, n, V]; 0 everywhere where no token is left.
     """
     n, V = q.shape[1:]
     order = torch.arange(n, device=q.device)
@@ -200,8 +200,8 @@ def residual(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
     return torch.where(total > 0, excess / total, p)
 
 
-def emitted_law(p: Tensor, q: Tensor, weights: Tensor, accepted: Tensor, lengths: Tensor) -> Tensor:
-    """[B, V]: the law of the token after the kept ones: the residual at a rejection, p after a whole chain.
+def emitted_distribution(p: Tensor, q: Tensor, weights: Tensor, accepted: Tensor, lengths: Tensor) -> Tensor:
+    """[B, V]: the distribution of the token after the kept ones: the residual at a rejection, p after a whole chain.
 
     p: [B, n+1, V], q: [B, n, V], weights: [B, n+1] the factor of p in the residual, accepted and lengths: [B].
     """
@@ -261,9 +261,9 @@ def _at(values: Tensor, column: Tensor) -> Tensor:
     return values.gather(1, column.unsqueeze(-1)).squeeze(-1)
 
 
-def _of(tokens: Tensor, laws: Tensor) -> Tensor:
-    """The probability of each token under the law at its column: [B, n], [B, n, V] -> [B, n]."""
-    return laws.gather(-1, tokens.clamp(0, laws.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+def _of(tokens: Tensor, distributions: Tensor) -> Tensor:
+    """The probability of each token under the distribution at its column: [B, n], [B, n, V] -> [B, n]."""
+    return distributions.gather(-1, tokens.clamp(0, distributions.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

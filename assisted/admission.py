@@ -88,19 +88,19 @@ def require_own_drafting(config: GenerationConfig | None, own: GenerationConfig 
 
 
 def must_be_plain(
-    seam: Any, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    model: Any, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
     """Why a call cannot be assisted although its result can be had plainly; None where it can.
 
-    seam: the target, as `generate` runs it. The others: of its loop over tokens.
+    model: the target, as `generate` runs it. The others: of its loop over tokens.
     """
-    if "prepare_inputs_for_generation" in seam.__dict__:
+    if "prepare_inputs_for_generation" in model.__dict__:
         return "the model's prepare_inputs_for_generation was replaced, as PEFT does for learned prompts"
-    if mixes_adapters(seam):
+    if mixes_adapters(model):
         return MIXED
-    if seam.training and getattr(seam, "is_activation_checkpointing", False):
+    if model.training and getattr(model, "is_activation_checkpointing", False):
         return "in training mode, activation checkpointing leaves no cache to rewind"
-    if (why := rounds_by_pass(seam)) is not None:
+    if (why := rounds_by_pass(model)) is not None:
         return f"{why}: a pass over several tokens rounds them otherwise than one by one"
     if generation_config.use_cache is False:
         return "use_cache=False leaves no cache to rewind"
@@ -115,9 +115,9 @@ def must_be_plain(
     if positions is not None and positions.ndim != 2:
         return f"position_ids of {positions.ndim} dimensions do not count one text"
     name = cache_name(model_kwargs)
-    by_masks = Masks.of(seam).trees
+    by_masks = Masks.of(model).trees
     reason = _cannot_rewind(model_kwargs.get(name), name, bool(generation_config.return_dict_in_generate), by_masks)
-    return reason or _reads_anew(seam, input_ids, generation_config, model_kwargs)
+    return reason or _reads_anew(model, input_ids, generation_config, model_kwargs)
 
 
 def _cannot_rewind(cache: Any, name: str, handed_back: bool, by_masks: bool) -> str | None:

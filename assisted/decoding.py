@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from .distribution import Law
+from .distribution import Distribution
 from .drafters.base import Drafting
 from .drafts import Draft, Round
 from .engine.runner import CachedModel
@@ -30,7 +30,7 @@ def decode(
     target: CachedModel,
     drafting: Drafting | None,
     text: Text,
-    law: Law,
+    distribution: Distribution,
     length: Length,
     logits: torch.Tensor,
     recorder: Recorder,
@@ -39,11 +39,11 @@ def decode(
 
     logits: [B, 1, V], the target's after the prompt. They judge the empty draft, which yields the first token.
     """
-    in_lockstep = law.in_order or text.in_step or (target.in_step and text.rows > 1)
+    in_lockstep = distribution.in_order or text.in_lockstep or (target.in_lockstep and text.rows > 1)
     rule = judge_in_lockstep if in_lockstep else judge
     earlier = target.cache.known[0] - text.lengths[0]  # columns of a past that the text does not repeat
     stopwatch = Stopwatch(target.spent_once)
-    rule(Draft.empty(text.rows, text.ids.device), logits, law, text)
+    rule(Draft.empty(text.rows, text.ids.device), logits, distribution, text)
     while not text.done:
         unfinished = text.unfinished
         if not in_lockstep:
@@ -60,7 +60,7 @@ def decode(
         elif text.padded_rows:  # the padding is read into their KV, as plain decoding reads it
             verified = draft.with_chains(text.padded_rows, text.padding)
         logits = target(torch.cat([text.last_tokens(), verified.tokens], 1), verified, used).to(text.ids.device)
-        outcome = rule(verified, logits, law, text)
+        outcome = rule(verified, logits, distribution, text)
         target.commit(outcome.kept, outcome.path)
         became = (outcome.drafted, outcome.depths, outcome.accepted, outcome.kept, outcome.path)
         round = Round(draft, logits, unfinished, asked, *became, draft_seconds, stopwatch.lap())

@@ -1,6 +1,6 @@
-"""The law of the next token: logits, through the caller's processors, to scores and probabilities.
+"""The distribution of the next token: logits, through the caller's processors, to scores and probabilities.
 
-One function makes both p (the target's law) and q (the draft's). Knows transformers' logits processors; nothing of
+One function makes both p (the target's distribution) and q (the draft's). Knows transformers' logits processors; nothing of
 models, caches or acceptance.
 """
 
@@ -20,7 +20,7 @@ from .drafts import Draft
 from .engine.host import on_device
 from .lossy import LossyTypical
 
-__all__ = ["Law", "probabilities"]
+__all__ = ["Distribution", "probabilities"]
 
 # They read one row of scores and nothing else: all positions of a draft go through in one call.
 _PREFIX_FREE = {
@@ -54,13 +54,13 @@ _LIKELY = (32, 256)  # tokens that a nucleus is looked for among, one after the 
 
 
 @dataclass(frozen=True)
-class Law:
+class Distribution:
     """How logits become the choice of a token.
 
     Args:
         processors: as `generate` prepared them, in order.
-        do_sample: draw from the law; otherwise take its argmax.
-        lossy: give the law up for more accepted tokens, as a caller asked for in so many words.
+        do_sample: draw from the distribution; otherwise take its argmax.
+        lossy: give the distribution up for more accepted tokens, as a caller asked for in so many words.
     """
 
     processors: LogitsProcessorList
@@ -72,9 +72,9 @@ class Law:
         """Some processor may be more than a function of a row's prefix: it must see each committed prefix once, in order."""
         return not all(map(_is_known, self.processors))
 
-    def for_draft(self) -> Law:
-        """The same law without what only committed prefixes may be shown to."""
-        return Law(LogitsProcessorList(filter(_is_known, self.processors)), self.do_sample)
+    def for_draft(self) -> Distribution:
+        """The same distribution without what only committed prefixes may be shown to."""
+        return Distribution(LogitsProcessorList(filter(_is_known, self.processors)), self.do_sample)
 
     def scores(
         self,
@@ -170,13 +170,13 @@ def _nucleus(processor: hf.TopPLogitsWarper, ids: torch.Tensor, scores: torch.Te
     Sorting the whole vocabulary, as the processor does, takes ten times as long; most rows never need it.
     """
     flat = scores.flatten(0, 1)
-    law, found = probabilities(flat), torch.empty_like(flat)
+    distribution, found = probabilities(flat), torch.empty_like(flat)
     every = torch.arange(len(flat), device=flat.device)
     rows: Any = slice(None)  # whose nucleus is not yet found
     for among in _LIKELY:
         if among >= flat.shape[-1]:
             break
-        likely, at = law[rows].topk(among, -1)
+        likely, at = distribution[rows].topk(among, -1)
         kept = likely.cumsum(-1) - likely < processor.top_p  # those before a token hold less
         kept[:, : processor.min_tokens_to_keep] = True
         left = flat[rows].gather(-1, at).masked_fill(~kept, processor.filter_value)

@@ -20,7 +20,7 @@ class Draft:
     Args:
         tokens: [B, n] int64, the proposed tokens; columns from `lengths[b]` on are filler.
         lengths: [B] int64, how many nodes of each row count.
-        q: [B, n, V], the law that each token was really drawn from, given the path to it and its older siblings
+        q: [B, n, V], the distribution that each token was really drawn from, given the path to it and its older siblings
             (one-hot where it was an argmax; `acceptance.taken_out` where siblings never repeat a token), or None where
             the drafter has none. Siblings then stand in the order in which they were drawn.
         parents: [B, n] int64, the column of each node's parent, -1 for children of the last committed token and for

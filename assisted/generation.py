@@ -19,7 +19,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from .admission import SET_MODES, cache_name, must_be_plain, require_prompt, require_rows, warn_plain
 from .decoding import decode
-from .distribution import Law
+from .distribution import Distribution
 from .drafters import Call
 from .engine.cache import SlotCache
 from .engine.parts import unwrapped
@@ -28,40 +28,40 @@ from .engine.rope import change_of
 from .engine.runner import CachedModel, Masks, without_gradients
 from .engine.verifiable import require_verifiable
 from .fast.fused import fused
-from .fast.graphs import Lease
+from .fast.graphs import CallSettings
 from .lengths.base import Length
 from .lossy import LossyTypical
 from .report import Recorder
 from .text import Text
 
-__all__ = ["CALL", "SeamCall", "seam_of"]
+__all__ = ["CALL", "HookedCall", "hooked"]
 
 
 @dataclass
-class SeamCall:
-    """What the seam needs to know of the `generate` it is in.
+class HookedCall:
+    """What the hook needs to know of the `generate` it is in.
 
     Args:
         model: the pair, whose `generation_config`, `drafter` and `graphs` these are.
         start_length: the draft length policy's memory for a call of so many rows, sampled or not.
         overridden: is told of a setting of the target's config that does not hold here: its name and value.
-        recorder, lease, lossy: of this call.
-        reached: whether the seam was reached: greedy and sampling modes do.
+        recorder, settings, lossy: of this call.
+        reached: whether the hook was reached: greedy and sampling modes do.
     """
 
     model: Any
     start_length: Callable[[int, bool], Length]
     overridden: Callable[[str, Any], None]
     recorder: Recorder
-    lease: Lease
+    settings: CallSettings
     lossy: LossyTypical | None = None
     reached: bool = False
 
 
-CALL: ContextVar[SeamCall] = ContextVar("assisted_call")
+CALL: ContextVar[HookedCall] = ContextVar("assisted_call")
 
 
-class _Seam:
+class _GenerateHook:
     """Overrides the one method of GenerationMixin that loops over tokens, and where its settings come from."""
 
     @property
@@ -135,7 +135,7 @@ class _Seam:
 
 
 def _extend(
-    seam: Any,
+    model: Any,
     input_ids: torch.Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -150,10 +150,10 @@ def _extend(
     wanted: whether a caller gets the KV, that of the prompt's padding included.
     """
     call = CALL.get()
-    require_verifiable(seam)  # again, for a target that was moved, cast or patched
-    masks = Masks.of(seam)
+    require_verifiable(model)  # again, for a target that was moved, cast or patched
+    masks = Masks.of(model)
     attention_mask = model_kwargs.get("attention_mask")
-    law = Law(logits_processor, generation_config.do_sample, call.lossy)
+    distribution = Distribution(logits_processor, generation_config.do_sample, call.lossy)
     pad = generation_config._pad_token_tensor
     details = generation_config.return_dict_in_generate
     text = Text(
@@ -170,16 +170,16 @@ def _extend(
     if past is not None:
         require_rows(past, text.rows)
     limit = text.max_length + max(0, width - input_ids.shape[1]) + (0 if past is None else held(past))
-    cache = slots_for(seam, past, text.rows, limit, masks)
+    cache = slots_for(model, past, text.rows, limit, masks)
     cache.hide(attention_mask)
     model_kwargs[cache_name(model_kwargs)] = cache
-    length = call.start_length(text.rows, law.do_sample)
+    length = call.start_length(text.rows, distribution.do_sample)
     drafter = call.model.drafter
-    target = drafter.run_target(fused(seam) if call.lease.fuses else seam, cache, masks)
-    target.lease = call.lease
-    if law.lossy is not None:
-        _require_possible(law, text, target)
-    call.model.graphs.serve(target, seam, call.lease)
+    target = drafter.run_target(fused(model) if call.settings.fuses else model, cache, masks)
+    target.settings = call.settings
+    if distribution.lossy is not None:
+        _require_possible(distribution, text, target)
+    call.model.graphs.serve(target, model, call.settings)
     started = time.perf_counter()
     logits = _read_prompt(target, input_ids, generation_config, model_kwargs, wanted)
     positions = model_kwargs.get("position_ids")  # plain decoding counts on from the last ones
@@ -188,23 +188,23 @@ def _extend(
     own_mask = None
     if attention_mask is not None and input_ids.shape[1] <= attention_mask.shape[1]:
         own_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]
-    drafting = drafter.start(Call(own_mask, law.for_draft(), length, text.max_length, target, call.lease))
-    decode(target, drafting, text, law, length, logits, call.recorder)
+    drafting = drafter.start(Call(own_mask, distribution.for_draft(), length, text.max_length, target, call.settings))
+    decode(target, drafting, text, distribution, length, logits, call.recorder)
     call.recorder.row_tokens = list(text.row_tokens)
     call.recorder.predicted_speedup = length.predicted_speedup
     return text, target
 
 
-def seam_of(target: PreTrainedModel) -> Any:
+def hooked(target: PreTrainedModel) -> Any:
     """The target under a class whose sampling loop is ours: another object with the same attributes."""
     owner = unwrapped(target)
-    seam: Any = object.__new__(_seam_class(type(owner)))  # type: ignore[arg-type]
-    seam.__dict__ = owner.__dict__
-    return seam
+    other: Any = object.__new__(_hooked_class(type(owner)))  # type: ignore[arg-type]
+    other.__dict__ = owner.__dict__
+    return other
 
 
 @functools.cache
-def _seam_class(target_class: Any) -> type:
+def _hooked_class(target_class: Any) -> type:
     prepare = target_class.prepare_inputs_for_generation
 
     @functools.wraps(prepare)  # `generate` looks at its signature
@@ -215,7 +215,7 @@ def _seam_class(target_class: Any) -> type:
         return inputs | {"past_key_values": cache} if isinstance(cache, SlotCache) else inputs
 
     own = {"__module__": target_class.__module__, "prepare_inputs_for_generation": prepare_inputs}
-    return type(target_class.__name__, (_Seam, target_class), own)
+    return type(target_class.__name__, (_GenerateHook, target_class), own)
 
 
 def _read_prompt(
@@ -225,7 +225,7 @@ def _read_prompt(
 
     whole: read the padding in front of short prompts, too, whose KV nothing but a caller's next turn may look at.
     """
-    seam: Any = target.model
+    model: Any = target.model
 
     tensors = {name: value for name, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
     by_column = all(tensor.shape[:2] == input_ids.shape for tensor in tensors.values())
@@ -234,7 +234,7 @@ def _read_prompt(
         part: dict[str, Any] = {n: tensor[rows, first:] for n, tensor in tensors.items()} if by_column else {}
         if target.last_only:
             part["last_only"] = True
-        output = seam._prefill(input_ids[rows, first:], generation_config, {**model_kwargs, **part})
+        output = model._prefill(input_ids[rows, first:], generation_config, {**model_kwargs, **part})
         return output.logits[:, -1:].to(input_ids.device)
 
     try:
@@ -242,7 +242,7 @@ def _read_prompt(
             return read(list(range(len(input_ids))), 0)
         return target.by_groups(input_ids.shape[1], read)
     except IndexError as error:
-        limit = getattr(seam.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if limit is not None and input_ids.shape[1] > limit:
             raise ValueError(
                 f"input_ids: the prompt has {input_ids.shape[1]} tokens, the target's context ends at {limit}"
@@ -255,13 +255,13 @@ def _last_positions(positions: torch.Tensor, rows: int) -> list[int]:
     return positions[:, -1].expand(rows).tolist()
 
 
-def _require_possible(law: Law, text: Text, target: CachedModel) -> None:
-    """Refuse a lossy rule where it would have no meaning, or would see rows in step."""
-    if not law.do_sample:
+def _require_possible(distribution: Distribution, text: Text, target: CachedModel) -> None:
+    """Refuse a lossy rule where it would have no meaning, or would see rows in lockstep."""
+    if not distribution.do_sample:
         raise ValueError(
             "lossy_typical: greedy decoding has one token that is right; pass do_sample=True, or leave it out"
         )
-    if law.in_order or text.in_step or (target.in_step and text.rows > 1):
+    if distribution.in_order or text.in_lockstep or (target.in_lockstep and text.rows > 1):
         raise ValueError(
             "lossy_typical: not with logits processors, criteria or streamers that have to see every token of a batch in "
             "turn, nor with batches of recurrent models; leave it out"

@@ -1,7 +1,7 @@
-"""Typical acceptance (Medusa, 2401.10774): keeps what is likely enough instead of what keeps the law. NOT exact.
+"""Typical acceptance (Medusa, 2401.10774): keeps what is likely enough instead of what keeps the distribution. NOT exact.
 
-The only rule of this package whose output does not follow the target's law, which is why its name says so and nothing takes
-it by default. Knows tensors and drafts.
+The only rule of this package whose output does not follow the target's distribution, which is why its name says so
+and nothing takes it by default. Knows tensors and drafts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ __all__ = ["LossyTypical"]
 class LossyTypical:
     """Keep drafted tokens that are typical of the target: `generate(..., do_sample=True, lossy_typical=LossyTypical())`.
 
-    A token x is kept if p(x) > min(epsilon, delta * exp(-H(p))), with H the entropy of the target's law p there: where the
-    target is unsure, much is typical. Of all paths that are kept the longest one counts, and a token drawn from the target's
-    law follows it. What drafts say is preferred to what the target would have drawn, so the text leans towards the draft.
+    A token x is kept if p(x) > min(epsilon, delta * exp(-H(p))), with H the entropy of the target's distribution p
+    there: where the target is unsure, much is typical. Of all paths that are kept the longest one counts, and a
+    token drawn from the target's distribution follows it. What drafts say is preferred to what the target would have
+    drawn, so the text leans towards the draft.
 
     Args:
         epsilon: probability above which every token is typical, in (0, 1]. Larger keeps less.
@@ -41,8 +42,8 @@ class LossyTypical:
             raise ValueError(f"delta: {self.delta} is not possible; give more than 0")
 
     def judge(self, draft: Draft, p: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Verdict]:
-        """p: [B, n + 1, V], the target's law after the committed text and after each node. Returns the path, [B, n] int64
-        node indices in order padded with -1, and the verdict, as `acceptance.rejection_tree`."""
+        """p: [B, n + 1, V], the target's distribution after the committed text and after each node. Returns the
+        path, [B, n] int64 node indices in order padded with -1, and the verdict, as `acceptance.rejection_tree`."""
         tokens, n = draft.tokens, draft.width
         node, row = torch.arange(n, device=tokens.device), torch.arange(len(tokens), device=tokens.device)
         above = node.expand_as(tokens) if draft.parents is None else draft.parents + 1  # the column that a node follows

@@ -30,9 +30,9 @@ from .drafters import Drafter, DraftModel, Spec, Target
 from .drafts import Round
 from .engine.parts import device_of, uncompiled
 from .engine.verifiable import require_verifiable
-from .fast.graphs import Graphs, Lease, require_mode
+from .fast.graphs import CallSettings, Graphs, require_mode
 from .forwarding import ForwardsToTarget
-from .generation import CALL, SeamCall, seam_of
+from .generation import CALL, HookedCall, hooked
 from .loading.adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting
 from .loading.checkpoints import write_index
 from .loading.files import inside, loading, require_sound
@@ -301,7 +301,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             draft_length: for this call, instead of the model's.
             assisted: False decodes plainly, through the target's own `generate`.
             lossy_typical: when sampling, accept what is typical of the target (Medusa's rule). Faster, and NOT exact: the text
-                no longer follows the target's law.
+                no longer follows the target's distribution.
 
         Returns what plain `generate` returns; `self.report` says how.
 
@@ -318,18 +318,18 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             warn_plain(MIXED)
             assisted = False
         recorder = Recorder(self.watch)
-        lease = Lease(require_mode(self.fast))
+        settings = CallSettings(require_mode(self.fast))
         lengths_started: list[tuple[Any, lengths.Length]] = []
         start_length = functools.partial(self._start_length, policy, lengths_started)
-        call = SeamCall(self, start_length, self._warn_overridden, recorder, lease, lossy_typical)
+        call = HookedCall(self, start_length, self._warn_overridden, recorder, settings, lossy_typical)
         started = time.perf_counter()
         if assisted:
             token = CALL.set(call)
             try:
-                output = seam_of(self.target).generate(inputs, generation_config, **kwargs)
+                output = hooked(self.target).generate(inputs, generation_config, **kwargs)
             finally:
                 CALL.reset(token)
-                call.lease.over = True
+                call.settings.over = True
                 for _, length in lengths_started:
                     length.end()
             if not call.reached:

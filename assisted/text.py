@@ -93,7 +93,7 @@ class Text:
         return [row for row, ended in enumerate(self.ended) if ended] if self.pads_ended_rows else []
 
     @property
-    def in_step(self) -> bool:
+    def in_lockstep(self) -> bool:
         """Rows must stay equally long: some criterion or the streamer looks at the whole batch, or at its clock."""
         if self.rows == 1:
             return False

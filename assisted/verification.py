@@ -1,6 +1,6 @@
 """Which rule judges a draft: greedy or sampled, chain or tree, each row on its own or all rows in lockstep.
 
-Knows the law, the acceptance rules and the text that takes the tokens; nothing of models or of how a draft was made.
+Knows the distribution, the acceptance rules and the text that takes the tokens; nothing of models or of how a draft was made.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from . import acceptance
-from .distribution import Law, probabilities
+from .distribution import Distribution, probabilities
 from .drafts import Draft, levels
 from .engine.host import on_device, padded
 from .text import Text
@@ -29,22 +29,22 @@ class Outcome:
     path: list[list[int]] | None = None
 
 
-def judge(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> Outcome:
+def judge(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: Text) -> Outcome:
     """Accept and commit, every row on its own."""
-    plain = not law.processors and not law.do_sample and not text.keep_scores
-    scores = logits if plain else law.scores(text.ids, text.lengths, logits, draft, text.unfinished)
+    plain = not distribution.processors and not distribution.do_sample and not text.keep_scores
+    scores = logits if plain else distribution.scores(text.ids, text.lengths, logits, draft, text.unfinished)
     tokens, lengths, parents, width = draft.tokens, draft.lengths, draft.parents, draft.width
     nodes = verdict = None
-    if law.lossy is not None:
-        nodes, verdict = law.lossy.judge(draft, probabilities(scores))
-    elif law.do_sample and draft.q is not None:
+    if distribution.lossy is not None:
+        nodes, verdict = distribution.lossy.judge(draft, probabilities(scores))
+    elif distribution.do_sample and draft.q is not None:
         p = probabilities(scores)
         if parents is None:
             verdict = acceptance.block(tokens, lengths, p, draft.q)
         else:
             nodes, verdict = acceptance.rejection_tree(tokens, parents, lengths, p, draft.q)
     else:
-        choice = acceptance.sample(probabilities(scores)) if law.do_sample else scores.argmax(-1)
+        choice = acceptance.sample(probabilities(scores)) if distribution.do_sample else scores.argmax(-1)
     if verdict is None:
         told = [choice]
     else:
@@ -73,7 +73,7 @@ def judge(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> Outcome:
     return Outcome([row[0] for row in rows], depths, accepted, kept, None if parents is None else path)
 
 
-def judge_in_lockstep(draft: Draft, logits: torch.Tensor, law: Law, text: Text) -> Outcome:
+def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: Text) -> Outcome:
     """Accept and commit a token at a time, all rows together, for as long as every row agrees with its draft.
 
     Processors, criteria and streamers see what plain decoding shows them: each committed prefix once, in order. Exact
@@ -90,8 +90,8 @@ def judge_in_lockstep(draft: Draft, logits: torch.Tensor, law: Law, text: Text) 
     for step in range(draft.width + 1):
         ids = text.ids[:, : text.lengths[0]]
         after = logits[every, column]
-        scores = law.ordered_scores(ids, after)
-        token, child = _choose(scores, draft, column, law.do_sample)
+        scores = distribution.ordered_scores(ids, after)
+        token, child = _choose(scores, draft, column, distribution.do_sample)
         if padded is not None:
             child = child.masked_fill(padded, step + 1)
         children = child.tolist()

@@ -108,7 +108,8 @@ def _row(one: Measured, plainly: Measured, loop: Measured) -> dict[str, Any]:
 
 
 def overhead(prompt: torch.Tensor, model: AssistedModelForCausalLM, call: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of the processor that the adaptive policy itself takes in a round, waiting for the draft's law included."""
+    """Microseconds of the processor that the adaptive policy itself takes in a round, waiting for the draft's
+    distribution included."""
 
     spent, rounds = 0.0, 0
 

@@ -30,11 +30,11 @@ from assisted.bench.grown import load_target
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel, Masks, is_sum_of_parts
 from assisted.fast.fused import fused
-from assisted.fast.graphs import Graphs, Lease
+from assisted.fast.graphs import CallSettings, Graphs
 
 PROMPT = 160  # tokens
 VERIFIED = 5  # columns of a verify pass: a draft of four tokens
-FILES = ("cache.py", "lengths.py", "text.py", "law.py")
+FILES = ("engine/cache.py", "lengths/policies.py", "text.py", "distribution.py")
 TARGETS = {"zoo:target": torch.float32, "grown:1b": torch.bfloat16, "grown:8b": torch.bfloat16}
 DRAFTS: dict[str, tuple[Any, Any]] = {
     "draft model, 4 tokens": ("zoo:draft", 4),
@@ -148,7 +148,7 @@ def rate(model: PreTrainedModel, ids: torch.Tensor, columns: int, mode: str, pas
     """Passes a second over so many columns behind a prompt, none of which is kept."""
     run = model if mode == "compile" else fused(model)
     runner = CachedModel(run, SlotCache(1, ids.shape[1] + 64), Masks.of(model), bare and is_sum_of_parts(run))
-    Graphs().serve(runner, model, Lease(mode))
+    Graphs().serve(runner, model, CallSettings(mode))
     runner.prefill(ids, None)
     tokens = ids[:, :columns].contiguous()
     for _ in range(4):

@@ -2,9 +2,9 @@
 
     python benchmarks/on_policy.py --steps 200 --out benchmarks/on_policy.json
 
-On the text (cross-entropy), on the target's law over the text (KL + TV), and on the target's law over sequences half of
-which the draft wrote itself. The same order of the text, rates and seeds. Acceptance is counted while held-out code is
-written, temperature 0 and 1.
+On the text (cross-entropy), on the target's distribution over the text (KL + TV), and on the target's distribution
+over sequences half of which the draft wrote itself. The same order of the text, rates and seeds. Acceptance is
+counted while held-out code is written, temperature 0 and 1.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ import torch
 from shipped_pair import Never
 from tables import about, arguments, figures, publish
 
-from assisted import AssistedModelForCausalLM, DraftModel, decoding
-from assisted import generation as seam
+from assisted import AssistedModelForCausalLM, DraftModel, decoding, generation
 from assisted.bench import Bars, Prompt, Rules, held_out_prompts, pad_token, speedup
 from assisted.bench.grown import load_target
 from assisted.drafters.chain import ChainDrafting
@@ -50,7 +49,7 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
 """By name: what drafts, and how long."""
 CAUSES: dict[str, list[tuple[Any, str]]] = {
     "passes": [
-        (seam, "_read_prompt"),
+        (generation, "_read_prompt"),
         (CachedModel, "prefill"),
         (CachedModel, "__call__"),
         (HeadRunner, "_read_first"),
@@ -59,14 +58,14 @@ CAUSES: dict[str, list[tuple[Any, str]]] = {
         (HeadRunner, "logits"),
         (EagleHead, "fuse"),
     ],
-    "looking for changed weights": [(seam, "fused")],
+    "looking for changed weights": [(generation, "fused")],
     "drafting around passes": [(ModelDrafting, "propose"), (EagleDrafting, "propose"), (Lookup, "propose")],
     "the chain of a draft": [(ChainDrafting, "draft_chain")],
     "accepting": [(decoding, "judge")],
     "learning from the verdict": [(decoding, "_learn")],
     "slots": [(CachedModel, "commit"), (SlotCache, "rewind"), (SlotCache, "commit"), (CachedModel, "run_only")],
     "counting": [(Recorder, "see")],
-    "the loop": [(seam, "decode")],
+    "the loop": [(generation, "decode")],
     "preparing a call": [(AssistedModelForCausalLM, "generate")],
 }
 """Functions by what their time counts as, without that of the others that they call."""
@@ -97,8 +96,8 @@ class Passes:
                 (HeadRunner, "_read_first", self.prompt),
             ):
                 stack.enter_context(patch.object(kind, name, self.noting(getattr(kind, name), again)))
-            stack.enter_context(patch.object(seam, "_extend", self.target(seam._extend)))
-            stack.enter_context(patch.object(seam, "_read_prompt", self.reading(seam._read_prompt)))
+            stack.enter_context(patch.object(generation, "_extend", self.target(generation._extend)))
+            stack.enter_context(patch.object(generation, "_read_prompt", self.reading(generation._read_prompt)))
             yield
 
     def noting(self, method: Callable[..., Any], again: Callable[..., Pass]) -> Callable[..., Any]:
@@ -145,8 +144,8 @@ class Passes:
     def target(self, extend: Callable[..., Any]) -> Callable[..., Any]:
         """The target's prompt, which is read before there are rounds, is noted when all is done."""
 
-        def run(seam: Any, input_ids: torch.Tensor, *args: Any) -> Any:
-            text, target = extend(seam, input_ids, *args)
+        def run(model: Any, input_ids: torch.Tensor, *args: Any) -> Any:
+            text, target = extend(model, input_ids, *args)
             self.made.insert(0, self.prompt(READ_PROMPT, target, input_ids, None))
             return text, target
 

@@ -110,6 +110,7 @@ show(table(["tokens in the pass", "fetch", "compute", "the pass", "per token"], 
 # Now with a model. The one that ships in the package is tiny, so that it runs anywhere; it writes Python, of
 # a poor kind. Here is the loop, and a function for the bytes.
 
+
 # %%
 def greedy(model, ids, count):
     """Write `count` tokens, always the likeliest one. Returns the text, the passes it took and the KV cache."""
@@ -143,15 +144,15 @@ print(f"\n{passes} passes for 40 tokens; a pass fetches {weight_bytes(target) / 
 print(f"and at the end {kv / 1e6:.2f} MB of keys and values: {kv // (text.shape[1] - 1)} bytes a token")
 
 # %% [markdown]
-# Now the important step. Give the model the finished text, and let it read all of it in **one** pass. At every place it gives the probabilities of the next token, its **law** from now
+# Now the important step. Give the model the finished text, and let it read all of it in **one** pass. At every place it gives the probabilities of the next token, its **distribution** from now
 # on. Are the likeliest tokens the ones that it wrote?
 
 # %%
 with torch.no_grad():
-    laws = target(text[:, :-1]).logits[:, prompt.shape[1] - 1 :]
+    distributions = target(text[:, :-1]).logits[:, prompt.shape[1] - 1 :]
 
-agree = (laws.argmax(-1) == text[:, prompt.shape[1] :]).sum().item()
-print(f"one pass, {laws.shape[1]} laws, {agree} of 40 tokens the same")
+agree = (distributions.argmax(-1) == text[:, prompt.shape[1] :]).sum().item()
+print(f"one pass, {distributions.shape[1]} distributions, {agree} of 40 tokens the same")
 if target.dtype == torch.float32:
     assert agree == 40
 
@@ -202,6 +203,7 @@ show(table(["tokens in the pass", "times a pass over one"], [[k, v[k]] for k in 
 # On the left, the bare thing: one matrix of 16.8 million weights, more than most processors' own memories hold, multiplied with k columns. (In the type of numbers that this
 # machine multiplies faster.) The roof comes from two measurements of its own: how fast numbers can be read, and how fast a large product is computed. On the right, passes of the model, in units of a pass over one token; the
 # grey line is what k passes over one token each would take. The space between the two is what speculative decoding lives on.
+
 
 # %%
 def fastest(turns, *jobs):
@@ -304,6 +306,7 @@ assert pass_time(5) == pass_time(1) and pass_time(5 * 64) == 5 * pass_time(64)
 # Write `bytes_per_token(weights, bits, kv_bytes, context)`: how many bytes a pass fetches to write one token, if the model has so many weights of so many bits each, and a KV
 # cache with `kv_bytes` for each of `context` tokens. (Divide the memory's bytes a second by it, and you have the most tokens a second that plain decoding can reach.)
 
+
 # %% tags=["check"]
 def check_1(candidate):
     for arguments, found in (
@@ -326,6 +329,7 @@ def bytes_per_token(weights, bits, kv_bytes, context):
 
 attempt(check_1, bytes_per_token)
 
+
 # %% tags=["answer"]
 def bytes_per_token_answer(weights, bits, kv_bytes, context):
     return weights * bits / 8 + kv_bytes * context
@@ -338,6 +342,7 @@ attempt(check_1, bytes_per_token_answer)
 #
 # Write `kv_bytes(config, bytes_per_number)`: the bytes that a token takes in the KV cache, from the model's configuration. You need `num_hidden_layers`, `num_key_value_heads` and `head_dim`.
 # The check counts the cache of the model above, and asks for a model where heads times `head_dim` is not the hidden size.
+
 
 # %% tags=["check"]
 def check_2(candidate):
@@ -358,6 +363,7 @@ def kv_bytes(config, bytes_per_number):
 
 attempt(check_2, kv_bytes)
 
+
 # %% tags=["answer"]
 def kv_bytes_answer(config, bytes_per_number):
     keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -371,6 +377,7 @@ attempt(check_2, kv_bytes_answer)
 #
 # Write `knee(bandwidth, operations, bytes_per_weight)`: the number of tokens up to which a pass costs what one token costs. It need not be a whole number, and the size of the model plays no
 # part. Then try weights of half a byte: what does quantizing a model do to the room for drafting?
+
 
 # %% tags=["check"]
 def check_3(candidate):
@@ -394,6 +401,7 @@ attempt(check_3, knee)
 # %% [markdown] tags=["answer"]
 # Fetching takes `weights * bytes_per_weight / bandwidth`, computing takes `2 * weights * k / operations`. They are equal at the knee, and the weights cancel. Weights of half a byte in
 # place of two move the knee to a quarter: a pass over one token becomes four times as fast, and there is less to gain from a pass over several.
+
 
 # %% tags=["answer"]
 def knee_answer(bandwidth, operations, bytes_per_weight):

@@ -52,12 +52,12 @@ figure_style()
 # What we want of the rule is strict: the text that comes out must have exactly the distribution that the target alone would have given it. Not similar, the
 # same. Then nobody has to ask whether the answers got worse.
 #
-# Two words for the rest of the notebook. The **law** `p` is the target's distribution of the next token, a probability for each token. The law `q` is
+# Two words for the rest of the notebook. The **distribution** `p` is the target's distribution of the next token, a probability for each token. The distribution `q` is
 # the draft's.
 #
 # ## Your prediction
 #
-# Here is a vocabulary of four tokens, and the two laws at one place in the text:
+# Here is a vocabulary of four tokens, and the two distributions at one place in the text:
 #
 # | token | A | B | C | D |
 # |---|---|---|---|---|
@@ -70,7 +70,7 @@ figure_style()
 # %% [markdown]
 # ## By hand
 #
-# Let the rule keep a drafted token x with probability keep(x). If it refuses, it draws another token from some law r. Then a token x comes out
+# Let the rule keep a drafted token x with probability keep(x). If it refuses, it draws another token from some distribution r. Then a token x comes out
 # in two ways:
 #
 # $$\underbrace{q(x)\,\text{keep}(x)}_{\text{drafted and kept}} \;+\; \underbrace{P(\text{refused})\; r(x)}_{\text{drawn after a refusal}} \;=\; p(x)$$
@@ -100,9 +100,9 @@ show(table(["token", "p", "q", "keep", "drafted and kept", "missing", "comes out
 print(f"kept: {sum(kept):.2f}, refused: {refused:.2f}, missing: {sum(missing):.2f}")
 
 # %% [markdown]
-# The last column is p again. The first answer is **0.8**, the sum of the smaller one of the two laws at each token.
+# The last column is p again. The first answer is **0.8**, the sum of the smaller one of the two distributions at each token.
 #
-# The number has a name of its own. The **total variation** of two laws, TV, is half the sum of |p − q|, and Σ min(p, q) = 1 − TV. So the chance that
+# The number has a name of its own. The **total variation** of two distributions, TV, is half the sum of |p − q|, and Σ min(p, q) = 1 − TV. So the chance that
 # a drafted token is kept, the **acceptance** a, is
 #
 # $$a = 1 - \mathrm{TV}(p, q).$$
@@ -111,9 +111,9 @@ print(f"kept: {sum(kept):.2f}, refused: {refused:.2f}, missing: {sum(missing):.2
 #
 # ### A row of drafted tokens
 #
-# Judge them from the left. While tokens are kept, the next one stands behind a text that has the right law, so the same argument applies again. At the first
+# Judge them from the left. While tokens are kept, the next one stands behind a text that has the right distribution, so the same argument applies again. At the first
 # refusal draw from the residual and stop: the tokens behind it were drafted for another text. If all g are kept, the target's pass has
-# one more law at hand, the one behind the last token. Draw from it: the **bonus token**.
+# one more distribution at hand, the one behind the last token. Draw from it: the **bonus token**.
 #
 # So a pass gives one token for certain, a second one if the first was kept, a third one if the first two were, and so on. If each is kept with probability a,
 #
@@ -125,21 +125,22 @@ print(f"kept: {sum(kept):.2f}, refused: {refused:.2f}, missing: {sum(missing):.2
 # %% [markdown]
 # ## From scratch
 #
-# A text needs laws that depend on what came before. We keep the toy: after token number i, both laws are shifted by i places. Whatever the last token was, the
-# draft's law overlaps with the target's by 0.8.
+# A text needs distributions that depend on what came before. We keep the toy: after token number i, both distributions are shifted by i places. Whatever the last token was, the
+# draft's distribution overlaps with the target's by 0.8.
 #
 # `judge` is the whole rule. `write` drafts and judges in rounds until a text is long enough.
 
+
 # %%
-def after(law, token):
-    """The law of the next token behind `token`: the toy laws, shifted."""
-    return law[-token:] + law[:-token]
+def after(distribution, token):
+    """The distribution of the next token behind `token`: the toy distributions, shifted."""
+    return distribution[-token:] + distribution[:-token]
 
 
 def judge(drafted, P, Q, u):
-    """P: the target's laws at each place and one behind; Q: the draft's; u: uniform numbers.
+    """P: the target's distributions at each place and one behind; Q: the draft's; u: uniform numbers.
 
-    Returns how many drafted tokens are kept, and the law of the target's own token behind them.
+    Returns how many drafted tokens are kept, and the distribution of the target's own token behind them.
     """
     for i, x in enumerate(drafted):
         if u[i] >= P[i][x] / Q[i][x]:
@@ -158,8 +159,8 @@ def write(rule, length, g, rng):
         before = [text[-1], *drafted]
         P = [after(p, token) for token in before]
         Q = [after(q, token) for token in before[:-1]]
-        accepted, law = rule(drafted, P, Q, [rng.random() for _ in drafted])
-        text += drafted[:accepted] + rng.choices(range(4), law)
+        accepted, distribution = rule(drafted, P, Q, [rng.random() for _ in drafted])
+        text += drafted[:accepted] + rng.choices(range(4), distribution)
         passes += 1
     return text[1:], passes
 
@@ -173,27 +174,28 @@ print(f"{len(text)} tokens in {passes} passes: {len(text) / passes:.3f} tokens p
 assert abs(len(text) / passes - 3.3616) < 0.06  # four standard errors
 
 # %% [markdown]
-# Then the law. Write the first three tokens very often, and count each of the 4 × 4 × 4 = 64 texts. How often it should come is the product of the
-# target's three laws. Counts never fit perfectly. **Chi-square** adds up the squared differences, each in units of what chance allows, and the p-value says how often chance
+# Then the distribution. Write the first three tokens very often, and count each of the 4 × 4 × 4 = 64 texts. How often it should come is the product of the
+# target's three distributions. Counts never fit perfectly. **Chi-square** adds up the squared differences, each in units of what chance allows, and the p-value says how often chance
 # alone gives a sum as large. Below 0.001 we say: this is not the
-# target's law. (A right rule is blamed once in a thousand tests. So the seeds are fixed here.)
+# target's distribution. (A right rule is blamed once in a thousand tests. So the seeds are fixed here.)
 #
 # Beside the rule we test a broken one. It keeps tokens as it should, but after a refusal it draws from p itself. "The draft was wrong, so ask the target": it sounds
 # right, and many first attempts do it.
 
+
 # %%
 def broken_judge(drafted, P, Q, u):
-    accepted, law = judge(drafted, P, Q, u)
+    accepted, distribution = judge(drafted, P, Q, u)
     return accepted, P[accepted]  # not the residual
 
 
-def chi_square(counts, law):
+def chi_square(counts, distribution):
     """counts and probabilities by outcome -> the p-value. Outcomes that are expected fewer than 5 times share a cell."""
     total = sum(counts.values())
-    rare = [outcome for outcome in law if total * law[outcome] < 5]
-    cells = [(counts[outcome], total * law[outcome]) for outcome in law if outcome not in rare]
+    rare = [outcome for outcome in distribution if total * distribution[outcome] < 5]
+    cells = [(counts[outcome], total * distribution[outcome]) for outcome in distribution if outcome not in rare]
     if rare:
-        cells.append((sum(counts[outcome] for outcome in rare), total * sum(law[outcome] for outcome in rare)))
+        cells.append((sum(counts[outcome] for outcome in rare), total * sum(distribution[outcome] for outcome in rare)))
     distance = sum((seen - expected) ** 2 / expected for seen, expected in cells)
     degrees, distance = torch.tensor([len(cells) - 1, distance], dtype=torch.float64)
     return torch.special.gammaincc(degrees / 2, distance / 2).item()
@@ -214,7 +216,7 @@ assert chi_square(counts["the broken rule"], exact) < 1e-6
 # ## The library's call
 #
 # `assisted.acceptance` holds the rules as functions on tensors, a row of a batch each. The pieces of the rule are `rejection_probabilities` (how likely each token is
-# to be kept), `first_failure` (how many stand before the first refusal) and `emitted_law` (residual or bonus). On random laws and the same random numbers
+# to be kept), `first_failure` (how many stand before the first refusal) and `emitted_distribution` (residual or bonus). On random distributions and the same random numbers
 # they say what `judge` says.
 
 # %%
@@ -222,22 +224,22 @@ B, g, V = 500, 3, 6
 P = torch.rand(B, g + 1, V, dtype=torch.float64).pow(3)
 Q = torch.rand(B, g, V, dtype=torch.float64).pow(3)
 P, Q = P / P.sum(-1, keepdim=True), Q / Q.sum(-1, keepdim=True)
-drafted = acceptance.sample(Q)  # [B, g]: each token is drawn from its law
+drafted = acceptance.sample(Q)  # [B, g]: each token is drawn from its distribution
 u = torch.rand(B, g, dtype=torch.float64)
 
 lengths = torch.full([B], g)
 accepted = acceptance.first_failure(acceptance.rejection_probabilities(drafted, P, Q), u, lengths)
-law = acceptance.emitted_law(P, Q, torch.ones(B, g + 1, dtype=torch.float64), accepted, lengths)
+distribution = acceptance.emitted_distribution(P, Q, torch.ones(B, g + 1, dtype=torch.float64), accepted, lengths)
 
 for row in range(B):
-    ours, our_law = judge(drafted[row].tolist(), P[row].tolist(), Q[row].tolist(), u[row].tolist())
+    ours, our_distribution = judge(drafted[row].tolist(), P[row].tolist(), Q[row].tolist(), u[row].tolist())
     assert ours == accepted[row]
-    assert torch.allclose(torch.tensor(our_law, dtype=torch.float64), law[row], atol=1e-12)
+    assert torch.allclose(torch.tensor(our_distribution, dtype=torch.float64), distribution[row], atol=1e-12)
 print(f"{B} rounds judged alike; kept 0, 1, 2, 3 tokens: {torch.bincount(accepted).tolist()}")
 
 # %% [markdown]
 # Draws can only fail to find an error. Adding up all cases proves there is none. For one token: draft x with probability q(x), keep it with keep(x), else draw
-# from the residual. The sum is p to the last digit, for every row of the random laws.
+# from the residual. The sum is p to the last digit, for every row of the random distributions.
 
 # %%
 everyone = torch.arange(V).expand(B, V)  # each token once as the drafted one
@@ -270,8 +272,8 @@ for _ in range(4):
     best = logits.topk(2)
     probabilities = (probabilities[:, None] * best.values.softmax(-1)).flatten()
     texts = torch.cat([texts.repeat_interleave(2, 0), best.indices.reshape(-1, 1).to(texts.device)], 1)
-target_law = {tuple(row[-4:]): share for row, share in zip(texts.tolist(), probabilities.tolist())}
-for row, share in sorted(target_law.items(), key=lambda pair: -pair[1])[:5]:
+target_distribution = {tuple(row[-4:]): share for row, share in zip(texts.tolist(), probabilities.tolist())}
+for row, share in sorted(target_distribution.items(), key=lambda pair: -pair[1])[:5]:
     print(f"{share:.3f}  {tokenizer.decode(row)!r}")
 
 # %%
@@ -283,9 +285,9 @@ for seed in range(3):
     output = model.generate(**inputs, **sampling, num_return_sequences=250)
     seen.update(tuple(row[-4:]) for row in output.tolist())
 
-print(f"{sum(seen.values())} texts, p-value {chi_square(seen, target_law):.2g}")
+print(f"{sum(seen.values())} texts, p-value {chi_square(seen, target_distribution):.2g}")
 print(f"{model.totals.accepted} of {model.totals.drafted} drafted tokens were kept")
-assert set(seen) <= set(target_law) and chi_square(seen, target_law) > 0.001
+assert set(seen) <= set(target_distribution) and chi_square(seen, target_distribution) > 0.001
 
 # %% [markdown]
 # Greedy decoding is the special case where p puts everything on the likeliest token: a drafted token is kept if and only if it is that one. Then the tokens themselves
@@ -303,7 +305,7 @@ print(f"passes of the target: {passes} with a draft, {model.report.target_passes
 # %% [markdown]
 # ## The picture
 #
-# On the left the toy laws. The green part is what both have in common: it can be kept. What the draft has above it is refused. What the target has above it is
+# On the left the toy distributions. The green part is what both have in common: it can be kept. What the draft has above it is refused. What the target has above it is
 # the residual, and it is as large as the refused part. On the right the chi-square test, text by text: how far each of the 64 counts lies from what it should be, in standard
 # deviations. Chance stays in the grey band nearly always.
 
@@ -342,21 +344,21 @@ plt.show()
 # **Exactness does not make it fast.** A bad draft is as exact as a good one, it only gets refused. At a = 0.3, four drafted tokens give E(0.3, 4) = 1.43 tokens per
 # pass. The work on the refused ones is lost.
 #
-# **Exactness has a condition**: `q` must be the law that the token was really drawn from. Here is a rule that looks like a harmless saving: if the drawn token
+# **Exactness has a condition**: `q` must be the distribution that the token was really drawn from. Here is a rule that looks like a harmless saving: if the drawn token
 # has a low q, do not propose it, and let the target write that token itself.
 
 # %%
-law = [0.0] * 4
+distribution = [0.0] * 4
 for x in range(4):
     if q[x] < 0.25:  # drawn, but not proposed: the target draws from p
-        law = [have + q[x] * share for have, share in zip(law, p)]
+        distribution = [have + q[x] * share for have, share in zip(distribution, p)]
     else:
         own = [m / sum(missing) for m in missing]
-        law = [have + q[x] * (1 - keep[x]) * share for have, share in zip(law, own)]
-        law[x] += q[x] * keep[x]
+        distribution = [have + q[x] * (1 - keep[x]) * share for have, share in zip(distribution, own)]
+        distribution[x] += q[x] * keep[x]
 
-show(table(["token", "p", "comes out"], list(zip("ABCD", p, law))))
-print(f"total variation {sum(abs(a - b) for a, b in zip(p, law)) / 2:.3f}")
+show(table(["token", "p", "comes out"], list(zip("ABCD", p, distribution))))
+print(f"total variation {sum(abs(a - b) for a, b in zip(p, distribution)) / 2:.3f}")
 
 # %% [markdown]
 # A and C come out too often. Tokens that are proposed no longer follow q, since B and D were taken out by their own value. Stopping *before* the draw, because q as
@@ -366,25 +368,26 @@ print(f"total variation {sum(abs(a - b) for a, b in zip(p, law)) / 2:.3f}")
 # ## Takeaway
 #
 # > Keep a drafted token x with probability min(1, p(x)/q(x)). After a refusal draw from max(p − q, 0), normalised, and stop. If all are kept, draw one more from p.
-# > What comes out has the target's law whatever the draft is. The draft decides only how many tokens a pass gives: a = 1 − TV(p, q), and (1 − a^(g+1))/(1 − a) of them if
+# > What comes out has the target's distribution whatever the draft is. The draft decides only how many tokens a pass gives: a = 1 − TV(p, q), and (1 − a^(g+1))/(1 − a) of them if
 # > acceptance is the same everywhere.
 
 # %% [markdown]
 # ## Exercises
 #
-# ### 1. Acceptance from two laws
+# ### 1. Acceptance from two distributions
 #
 # Write `acceptance_of(p, q)`: the probability that a token drawn from q is kept, as 1 − TV(p, q). p and q are lists.
+
 
 # %% tags=["check"]
 def check_1(candidate):
     rng = random.Random(3)
-    assert candidate([1.0, 0.0], [0.0, 1.0]) == 0, "Laws with no token in common: nothing can be kept."
+    assert candidate([1.0, 0.0], [0.0, 1.0]) == 0, "Distributions with no token in common: nothing can be kept."
     for _ in range(20):
         a, b = [rng.random() for _ in range(5)], [rng.random() for _ in range(5)]
         a, b = [x / sum(a) for x in a], [x / sum(b) for x in b]
         found = sum(y * min(1, x / y) for x, y in zip(a, b))
-        wrong = f"For one pair of laws q(x) keep(x) adds up to {found:.4f}, not {candidate(a, b):.4f}."
+        wrong = f"For one pair of distributions q(x) keep(x) adds up to {found:.4f}, not {candidate(a, b):.4f}."
         assert abs(candidate(a, b) - found) < 1e-9, wrong
 
 
@@ -394,6 +397,7 @@ def acceptance_of(p, q):
 
 
 attempt(check_1, acceptance_of)
+
 
 # %% tags=["answer"]
 def total_variation_answer(p, q):
@@ -405,8 +409,9 @@ attempt(check_1, total_variation_answer)
 # %% [markdown]
 # ### 2. Fix a planted bug
 #
-# This draft does not draw. It always proposes its likeliest token. The function returns how likely that token is to be kept, and the law after a refusal. It contains a bug that is
-# common in practice: with it, the toy laws give A, and nothing else, for ever. Find out what q is for a draft like this, and mend the function.
+# This draft does not draw. It always proposes its likeliest token. The function returns how likely that token is to be kept, and the distribution after a refusal. It contains a bug that is
+# common in practice: with it, the toy distributions give A, and nothing else, for ever. Find out what q is for a draft like this, and mend the function.
+
 
 # %% tags=["check"]
 def check_2(candidate):
@@ -414,9 +419,9 @@ def check_2(candidate):
     for trial in range(20):
         a, b = [rng.random() for _ in range(4)], [rng.random() for _ in range(4)]
         a, b = ([x / sum(a) for x in a], [x / sum(b) for x in b]) if trial else (p, q)
-        x, keep_x, law = candidate(a, b)
+        x, keep_x, distribution = candidate(a, b)
         assert x == b.index(max(b)), "The draft must go on proposing its likeliest token."
-        out = [keep_x * (y == x) + (1 - keep_x) * share for y, share in enumerate(law)]
+        out = [keep_x * (y == x) + (1 - keep_x) * share for y, share in enumerate(distribution)]
         off = sum(abs(u - v) for u, v in zip(out, a)) / 2
         assert off < 1e-9, f"What comes out differs from p by a total variation of {off:.2f}."
         assert keep_x > a[x] - 1e-9, "Exact, but the token could be kept more often."
@@ -433,8 +438,9 @@ def judge_likeliest(p, q):
 attempt(check_2, judge_likeliest)
 
 # %% [markdown] tags=["answer"]
-# The token was not drawn from q. It comes with certainty, so the law it was drawn from has probability 1 at x and 0 elsewhere. Then the token is kept with
+# The token was not drawn from q. It comes with certainty, so the distribution it was drawn from has probability 1 at x and 0 elsewhere. Then the token is kept with
 # probability p(x)/1, and the residual is p without x.
+
 
 # %% tags=["answer"]
 def judge_likeliest_answer(p, q):
@@ -452,6 +458,7 @@ attempt(check_2, judge_likeliest_answer)
 #
 # Write `expected_tokens(a, g)`, so that E(0.8, 4) = 3.3616. Mind a = 1.
 
+
 # %% tags=["check"]
 def check_3(candidate):
     assert abs(candidate(0.8, 4) - 3.3616) < 1e-9, f"E(0.8, 4) is 3.3616, not {candidate(0.8, 4)}."
@@ -468,6 +475,7 @@ def expected_tokens(a, g):
 
 
 attempt(check_3, expected_tokens)
+
 
 # %% tags=["answer"]
 def expected_tokens_answer(a, g):

@@ -30,7 +30,7 @@ import torch
 from transformers import AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.doctor.laws import Written, compare
+from assisted.doctor.comparison import Written, compare
 from assisted.doctor.passes import pass_times
 from assisted.notebook import COLOURS, attempt, figure_style, show, slider, table
 from assisted.loading.vocabulary import Vocabulary, shared_tokens
@@ -139,12 +139,13 @@ slider(
 # %% [markdown]
 # ## From scratch
 #
-# Where does a come from? It is 1 − TV(p, q), the overlap of the two laws, and the laws can be looked at without drafting anything. Let the target write some texts, let both models read
-# them, and compare the laws at every place:
+# Where does a come from? It is 1 − TV(p, q), the overlap of the two distributions, and the distributions can be looked at without drafting anything. Let the target write some texts, let both models read
+# them, and compare the distributions at every place:
 #
 # - **overlap**: Σ min(p, q), how likely a sampled token is to be kept;
 # - **agreement**: how often both find the same token likeliest, which is what counts in greedy decoding;
 # - **cosine**: how alike the last hidden states are, as directions. We come to that one below.
+
 
 # %%
 @torch.no_grad()
@@ -198,16 +199,16 @@ show(table(["", DRAFT], [["overlap, 1 - TV", overlap], ["agreement", agreement],
 # `assisted doctor` makes this comparison, and others, for any pair. Its function gives the same three numbers.
 
 # %%
-laws = compare(target, draft, [Written(ids, prompt, ()) for ids, prompt in texts], temperature=1.0, longest=1)
-assert abs(laws.overlap - overlap) < 1e-5 and abs(laws.agreement - agreement) < 1e-5
-assert laws.cosine is None or abs(laws.cosine - cosine) < 1e-4
-print(f"overlap {laws.overlap:.2f}, agreement {laws.agreement:.2f}, over {laws.tokens} tokens")
+comparison = compare(target, draft, [Written(ids, prompt, ()) for ids, prompt in texts], temperature=1.0, longest=1)
+assert abs(comparison.overlap - overlap) < 1e-5 and abs(comparison.agreement - agreement) < 1e-5
+assert comparison.cosine is None or abs(comparison.cosine - cosine) < 1e-4
+print(f"overlap {comparison.overlap:.2f}, agreement {comparison.agreement:.2f}, over {comparison.tokens} tokens")
 
 # %% [markdown]
 # ### Cosine similarity is a diagnostic, not the rule
 #
-# It is tempting to compare the models by their hidden states: a cosine near 1 looks like a good draft. The acceptance rule never sees hidden states. It sees laws, and the law is the hidden state times the
-# matrix of the last layer. Turn both by the same rotation: the laws stay, the cosine does not.
+# It is tempting to compare the models by their hidden states: a cosine near 1 looks like a good draft. The acceptance rule never sees hidden states. It sees distributions, and the distribution is the hidden state times the
+# matrix of the last layer. Turn both by the same rotation: the distributions stay, the cosine does not.
 
 # %%
 turn = torch.linalg.qr(torch.randn(draft.config.hidden_size, draft.config.hidden_size))[0].to(model.device)
@@ -225,7 +226,7 @@ show(table(["", "cosine", "overlap"], rows))
 assert abs(rows[0][2] - rows[1][2]) < 1e-3
 
 # %% [markdown]
-# Same laws, same acceptance, and a cosine near zero. So a low cosine says nothing against a draft. Between two checkpoints of *one* draft, while it is trained to imitate the target's
+# Same distributions, same acceptance, and a cosine near zero. So a low cosine says nothing against a draft. Between two checkpoints of *one* draft, while it is trained to imitate the target's
 # states, it may show that training makes progress. To choose between drafts, use the overlap.
 #
 # ### What the report says
@@ -233,6 +234,7 @@ assert abs(rows[0][2] - rows[1][2]) < 1e-3
 # Now draft, with each draft in turn. `acceptance_by_position` says how many of the tokens drafted first, second, third and fourth were kept. Two numbers must not be confused. The report's
 # `acceptance_rate` is accepted over drafted tokens, and a refusal spoils the ones behind it as well. The a of the formula is the chance of *one* token whose predecessors were
 # kept. We look for the a with E(a, 4) equal to the counted tokens per pass.
+
 
 # %%
 def acceptance_behind(tokens_per_pass, g):
@@ -349,7 +351,7 @@ print(f"{len(shared)} tokens are in both, of {ours.size} and {other.size}")
 
 # %% [markdown]
 # Such a draft can be used in two ways ([arXiv 2502.05202](https://arxiv.org/abs/2502.05202)). Either its text is cut anew by the target's tokenizer, and has to match. Or it is held to the shared tokens: all
-# others get probability 0, the rest is made to add up to 1 again, and **that** law is the q of the rule, since it is the one drawn from. Both are exact; acceptance suffers, as the picture shows. The third
+# others get probability 0, the rest is made to add up to 1 again, and **that** distribution is the q of the rule, since it is the one drawn from. Both are exact; acceptance suffers, as the picture shows. The third
 # exercise writes the second way.
 #
 # ## Takeaway
@@ -363,6 +365,7 @@ print(f"{len(shared)} tokens are in both, of {ours.size} and {other.size}")
 # ### 1. The best length
 #
 # Write `best_length(a, c, v)`: the draft length with the largest speedup, 0 if none beats plain decoding. `v` is a price list as V is, so lengths go from 0 to `len(v) - 1`.
+
 
 # %% tags=["check"]
 def check_1(candidate):
@@ -379,6 +382,7 @@ def best_length(a, c, v):
 
 attempt(check_1, best_length)
 
+
 # %% tags=["answer"]
 def best_length_answer(a, c, v):
     return max(range(len(v)), key=lambda g: speedup(a, c, g, v))  # of equals, max takes the first
@@ -390,6 +394,7 @@ attempt(check_1, best_length_answer)
 # ### 2. Break-even cost
 #
 # Write `break_even(a, v)`: the cost c below which some draft length pays. (Solve S = 1 for c at one length. Then think about which length allows the most.)
+
 
 # %% tags=["check"]
 def check_2(candidate):
@@ -409,6 +414,7 @@ def break_even(a, v):
 
 attempt(check_2, break_even)
 
+
 # %% tags=["answer"]
 def break_even_answer(a, v):
     return max((expected_tokens(a, g) - v[g]) / g for g in range(1, len(v)))
@@ -419,15 +425,18 @@ attempt(check_2, break_even_answer)
 # %% [markdown]
 # ### 3. Vocabulary mismatch
 #
-# Write `in_target_tokens(q, ids, size)`. `q` is the draft's law as a list, `ids[i]` the target's number of the draft's token i or `None` if the target does not have it, `size` the length of the
-# target's vocabulary. Return the law that the draft draws from if it is held to shared tokens, as a list over the target's vocabulary. If it has no shared token left, raise `ValueError`.
+# Write `in_target_tokens(q, ids, size)`. `q` is the draft's distribution as a list, `ids[i]` the target's number of the draft's token i or `None` if the target does not have it, `size` the length of the
+# target's vocabulary. Return the distribution that the draft draws from if it is held to shared tokens, as a list over the target's vocabulary. If it has no shared token left, raise `ValueError`.
+
 
 # %% tags=["check"]
 def check_3(candidate):
     found = candidate([0.5, 0.25, 0.25], [3, None, 0], 5)
     assert len(found) == 5, "The list must have a place for each of the target's tokens."
     assert found[1] == found[2] == found[4] == 0, "Tokens that the draft does not share have probability 0."
-    assert abs(sum(found) - 1) < 1e-9, f"It adds up to {sum(found):.3f}. What is drawn from is a law: it adds up to 1."
+    assert abs(sum(found) - 1) < 1e-9, (
+        f"It adds up to {sum(found):.3f}. What is drawn from is a distribution: it adds up to 1."
+    )
     assert abs(found[3] - 2 / 3) < 1e-9, "The draft's token 0, with half of the mass, is token 3 of the target."
     rng = random.Random(0)
     p, q = [rng.random() for _ in range(5)], candidate([0.1, 0.2, 0.3, 0.4], [2, 4, None, 1], 5)
@@ -449,15 +458,16 @@ def in_target_tokens(q, ids, size):
 
 attempt(check_3, in_target_tokens)
 
+
 # %% tags=["answer"]
 def in_target_tokens_answer(q, ids, size):
-    law = [0.0] * size
+    distribution = [0.0] * size
     for probability, number in zip(q, ids):
         if number is not None:
-            law[number] += probability
-    if sum(law) == 0:
+            distribution[number] += probability
+    if sum(distribution) == 0:
         raise ValueError("no shared token is left")
-    return [probability / sum(law) for probability in law]
+    return [probability / sum(distribution) for probability in distribution]
 
 
 attempt(check_3, in_target_tokens_answer)

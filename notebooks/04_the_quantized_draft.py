@@ -59,7 +59,7 @@ figure_style()
 # It can be done to a small draft model. It can also be done to the target itself: a 4-bit copy drafts, the original checks. Then nobody has to
 # find a second model.
 #
-# Rounding changes the draft's next-token law, so it costs acceptance. How much? And is the draft faster for it?
+# Rounding changes the draft's next-token distribution, so it costs acceptance. How much? And is the draft faster for it?
 
 # %% [markdown]
 # ## Your prediction
@@ -159,8 +159,8 @@ print(f"{memory_bytes(target) / 2**20:.1f} MiB as it is, {our_bytes / 2**20:.1f}
 # Why 9.1 MiB and not a quarter of 27? The embedding stays as it was, 3 MiB of it. In a model of billions of parameters it is a much smaller
 # share.
 #
-# Now a text to measure on: the target writes on after a few beginnings of Python code, each token drawn from its own law. On that text the two
-# laws are compared at every position. The mean overlap is the acceptance rate of the first token of a draft when sampling. No draw is involved
+# Now a text to measure on: the target writes on after a few beginnings of Python code, each token drawn from its own distribution. On that text the two
+# distributions are compared at every position. The mean overlap is the acceptance rate of the first token of a draft when sampling. No draw is involved
 # in the comparison, so the number is not noisy.
 
 # %%
@@ -177,7 +177,7 @@ PROMPTS = [
 
 
 def written(model, prompt, new_tokens=64):
-    """Text drawn from the model's own law; and where the part that it wrote begins."""
+    """Text drawn from the model's own distribution; and where the part that it wrote begins."""
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new_tokens, pad_token_id=0
@@ -186,14 +186,14 @@ def written(model, prompt, new_tokens=64):
 
 
 @torch.no_grad()
-def laws(model):
-    """The model's next-token law at every place where the target wrote: [N, V]."""
+def distributions(model):
+    """The model's next-token distribution at every place where the target wrote: [N, V]."""
     return torch.cat([model(ids).logits[0, start - 1 : -1].float().softmax(-1) for ids, start in TEXTS])
 
 
 TEXTS = [written(target, prompt) for prompt in PROMPTS]
-P = laws(target)
-print(len(P), "places;  kept with 8 bits:", f"{float(overlap(P, laws(ours)).mean()):.1%}")
+P = distributions(target)
+print(len(P), "places;  kept with 8 bits:", f"{float(overlap(P, distributions(ours)).mean()):.1%}")
 
 # %% [markdown]
 # ## The library's call
@@ -248,7 +248,7 @@ MIB = memory_bytes(target)
 curve = []
 for bits in range(2, 9):
     model, size = rounded_copy(target, bits, group=64)
-    curve.append((size / MIB, float(overlap(P, laws(model)).mean()), bits))
+    curve.append((size / MIB, float(overlap(P, distributions(model)).mean()), bits))
 
 formats = {name: quantize_copy(target, name) for name in ("int8", "int8-quanto", "nf4", "fp4", "int4")}
 formats["int8-torchao"] = theirs
@@ -256,7 +256,7 @@ drafts = {"as it is": small, "int8": quantize_copy(small, "int8-torchao"), "nf4"
 
 
 def point(model):
-    return memory_bytes(model) / MIB, float(overlap(P, laws(model)).mean())
+    return memory_bytes(model) / MIB, float(overlap(P, distributions(model)).mean())
 
 
 of_formats = {name: point(model) for name, model in formats.items()}
@@ -429,37 +429,41 @@ def to_int8_answer(weight):
 attempt(check_1, to_int8_answer)
 
 # %% [markdown]
-# **2. Why the output law is unchanged.** Write `output_law(p, q)`: the law of the token that comes out of one drafted token and the acceptance
-# rule of notebook 02, by adding up all that can happen, not by drawing. The check rounds the toy's logits to ever fewer bits and finds the law
+# **2. Why the output distribution is unchanged.** Write `output_distribution(p, q)`: the distribution of the token that comes out of one drafted token and the acceptance
+# rule of notebook 02, by adding up all that can happen, not by drawing. The check rounds the toy's logits to ever fewer bits and finds the distribution
 # of the output equal to $p$, each time. Do not simply return `p`: the check also hands in a rule with a wrong keep probability through `keep`,
-# and there the law must come out wrong.
+# and there the distribution must come out wrong.
 
 
 # %% tags=["check"]
-def check_2(output_law):
+def check_2(output_distribution):
     p = (TOY @ FEATURES).softmax(-1)
     for bits in (8, 4, 3, 2):
         codes, scale = round_rows(TOY, bits)
         q = ((codes * scale) @ FEATURES).softmax(-1)
-        law = output_law(p, q, torch.minimum(p / q, torch.ones(3)))
-        assert law.shape == (3,), "the law of one token: three probabilities"
-        assert abs(float(law.sum()) - 1) < 1e-5, f"the probabilities add up to {float(law.sum()):.3f}"
-        assert torch.allclose(law, p, atol=1e-6), f"with {bits} bits the output has another law than the target"
-    law = output_law(p, q, torch.ones(3))  # keep everything
-    assert torch.allclose(law, q, atol=1e-6), "when every drafted token is kept, the output has the draft's law"
+        distribution = output_distribution(p, q, torch.minimum(p / q, torch.ones(3)))
+        assert distribution.shape == (3,), "the distribution of one token: three probabilities"
+        assert abs(float(distribution.sum()) - 1) < 1e-5, f"the probabilities add up to {float(distribution.sum()):.3f}"
+        assert torch.allclose(distribution, p, atol=1e-6), (
+            f"with {bits} bits the output has another distribution than the target"
+        )
+    distribution = output_distribution(p, q, torch.ones(3))  # keep everything
+    assert torch.allclose(distribution, q, atol=1e-6), (
+        "when every drafted token is kept, the output has the draft's distribution"
+    )
 
 
 # %% tags=["exercise"]
-def output_law(p, q, keep):
-    """p, q: the laws of target and draft. keep: with which probability each token is kept once it was drafted."""
+def output_distribution(p, q, keep):
+    """p, q: the distributions of target and draft. keep: with which probability each token is kept once it was drafted."""
     raise NotImplementedError  # P(drafted and kept) + P(something was rejected) * (what is drawn then)
 
 
-attempt(check_2, output_law)
+attempt(check_2, output_distribution)
 
 
 # %% tags=["answer"]
-def output_law_answer(p, q, keep):
+def output_distribution_answer(p, q, keep):
     kept = q * keep
     rejected = 1 - kept.sum()
     residual = (p - q).clamp(min=0)
@@ -467,7 +471,7 @@ def output_law_answer(p, q, keep):
     return kept + rejected * (residual / total if total > 0 else p)
 
 
-attempt(check_2, output_law_answer)
+attempt(check_2, output_distribution_answer)
 
 # %% [markdown]
 # The rule never asks where $q$ came from. With $\text{keep} = \min(1, p/q)$ the first part is $\min(p, q)$, the second $\max(p - q, 0)$, and
@@ -493,7 +497,9 @@ def check_3(grouped):
         errors[group] = float((back - weight)[:, rest].pow(2).mean())
     expected = {256: 4.0625, 64: 4.25, 32: 4.5}
     assert bits == expected, f"bits per weight are {expected}, not {bits}"
-    assert errors[64] < 0.4 * errors[256], "groups of 64 should spare most weights the large one: is it each row that is cut?"
+    assert errors[64] < 0.4 * errors[256], (
+        "groups of 64 should spare most weights the large one: is it each row that is cut?"
+    )
     assert errors[32] < 0.7 * errors[64], "groups of 32 should be better still"
 
 

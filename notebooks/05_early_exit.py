@@ -170,7 +170,7 @@ print(tokenizer.decode(out[0]))
 # ## The picture
 #
 # Two things are measured for each exit layer. First, how often its guess agrees with the whole model, on text that the model writes itself:
-# by the best token, and by the overlap of the two laws, which is what counts when sampling. The shipped target was *trained* for this: LayerSkip's
+# by the best token, and by the overlap of the two distributions, which is what counts when sampling. The shipped target was *trained* for this: LayerSkip's
 # recipe asks its early layers for the next token, too. Beside it stand two controls: a twin with random weights, and the shipped draft model,
 # two layers, trained without exit losses.
 
@@ -186,7 +186,7 @@ PROMPTS = [
 
 
 def written(model, new_tokens=64):
-    """Text drawn from a model's own law, one for each prompt, and where the part that it wrote begins."""
+    """Text drawn from a model's own distribution, one for each prompt, and where the part that it wrote begins."""
     found = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
@@ -196,13 +196,13 @@ def written(model, new_tokens=64):
 
 
 def agreement(model, texts):
-    """By exit layer: how often its best token is the model's, and the overlap of its law with the model's."""
+    """By exit layer: how often its best token is the model's, and the overlap of its distribution with the model's."""
     same, shared, places = 0, 0, 0
     for ids, start in texts:
         scores = torch.stack([logits[start - 1 : -1].float() for logits in exits(model, ids)])  # [L, n, V]
         same = same + (scores.argmax(-1) == scores[-1].argmax(-1)).sum(-1)
-        laws = scores.softmax(-1)
-        shared = shared + torch.minimum(laws, laws[-1]).sum((-1, -2))
+        distributions = scores.softmax(-1)
+        shared = shared + torch.minimum(distributions, distributions[-1]).sum((-1, -2))
         places += scores.shape[1]
     return (same / places).tolist(), (shared / places).tolist()
 
@@ -214,7 +214,9 @@ random_twin = AutoModelForCausalLM.from_config(target.config, dtype=target.dtype
 small = AutoModelForCausalLM.from_pretrained(zoo.resolve(DRAFT), dtype="auto", device_map=DEVICE).eval()
 twin, _ = agreement(random_twin, TEXTS)
 other, _ = agreement(small, TEXTS)
-print("agree, exit 8 of 16:", f"{greedy[7]:.0%};", "random twin:", f"{twin[7]:.0%};", "draft, 1 of 2:", f"{other[0]:.0%}")
+print(
+    "agree, exit 8 of 16:", f"{greedy[7]:.0%};", "random twin:", f"{twin[7]:.0%};", "draft, 1 of 2:", f"{other[0]:.0%}"
+)
 
 # %% [markdown]
 # Second, what a round brings: real runs with four drafted tokens, for every second exit layer. The report says which share of the first,
@@ -250,7 +252,9 @@ def run(hidden, start, end, cache, known):
     """
     n = hidden.shape[1]
     places = torch.arange(known, known + n, device=hidden.device)
-    seen = torch.arange(known + n, device=hidden.device) <= places[:, None]  # each token sees itself and those before it
+    seen = (
+        torch.arange(known + n, device=hidden.device) <= places[:, None]
+    )  # each token sees itself and those before it
     rotary = target.model.rotary_emb(hidden, position_ids=places[None])
     for layer in target.model.layers[start:end]:
         hidden = layer(
@@ -317,7 +321,12 @@ for name, found, look in (("counting layers", by_layers, "o-"), ("by the clock",
     colour = COLOURS["accepted" if found is by_layers else "rejected"]
     right.plot(list(found), [speedup for speedup, _ in found.values()], look, color=colour, markersize=4, label=name)
 right.legend(loc="lower left")
-right.set(xlabel="exit layer", ylabel="speedup over plain decoding", ylim=(0, 1.8), title="What it is worth, best draft length")
+right.set(
+    xlabel="exit layer",
+    ylabel="speedup over plain decoding",
+    ylim=(0, 1.8),
+    title="What it is worth, best draft length",
+)
 right.set_xticks(list(reports))
 plt.show()
 
@@ -325,7 +334,9 @@ plt.show()
 rows = []
 for layer, report in reports.items():
     (s_layers, g), (s_clock, _) = by_layers[layer], by_clock[layer]
-    rows.append([layer, f"{report.acceptance_rate:.0%}", report.tokens_per_pass, layer / L, g, s_layers, cost[layer], s_clock])
+    rows.append(
+        [layer, f"{report.acceptance_rate:.0%}", report.tokens_per_pass, layer / L, g, s_layers, cost[layer], s_clock]
+    )
 names = ["exit", f"accepted of {G}", "tokens per pass", "c = E/L", "best g", "S, layers", "c, clock", "S, clock"]
 show(table(names, rows))
 print(f"a pass over {1 + G} tokens takes {v[1 + G]:.2f} of a plain one")
@@ -492,7 +503,9 @@ def check_3(control):
     assert other is not target, "a copy is wanted"
     assert all(torch.equal(w, before[n]) for n, w in target.named_parameters()), "the original was changed"
     ids = TEXTS[0][0]
-    assert torch.equal(exits(target, ids)[start - 1], exits(other, ids)[start - 1]), "the first layers must stay as they are"
+    assert torch.equal(exits(target, ids)[start - 1], exits(other, ids)[start - 1]), (
+        "the first layers must stay as they are"
+    )
     fresh = [w for layer in other.model.layers[start:] for w in layer.parameters() if w.dim() == 2]
     assert all(0.015 < float(w.std()) < 0.025 for w in fresh), "a matrix of the later layers is not fresh"
     assert len({round(float(w.flatten()[0]), 6) for w in fresh}) == len(fresh), "two matrices got the same numbers"
@@ -518,7 +531,10 @@ def control_answer(model, start):
 
 
 torch.manual_seed(0)
-for name, model in (("with its own layers behind it", target), ("with noise behind it", control_answer(target, L // 2))):
+for name, model in (
+    ("with its own layers behind it", target),
+    ("with noise behind it", control_answer(target, L // 2)),
+):
     ids, _ = TEXTS[0]
     with torch.no_grad():
         loss = float(model(ids, labels=ids).loss)

@@ -122,7 +122,7 @@ assert [by_hand(TOY, 1.5, price) for price in (0.06, 0.32, 0.65)] == [4, 3, 0]
 # library's own can be put in as well:
 #
 # - `budget(unfinished)`: the most tokens of this round, 0 for a plain pass; the argument names the rows of the batch that still grow;
-# - `go_on(position, q, drawn)`: the draft has run, its law is q: propose a token drawn from it? (With `drawn` false: its likeliest one.)
+# - `go_on(position, q, drawn)`: the draft has run, its distribution is q: propose a token drawn from it? (With `drawn` false: its likeliest one.)
 # - `another(position)`: run the draft once more?
 # - `observe(round)`: what became of the round: tokens drafted, accepted and kept in each row, and the seconds it took.
 
@@ -147,7 +147,7 @@ def simulate(policy, words, draft, column=0.02):
         budget, drafted, forwards = rule.budget([0]), 0, 0
         while drafted < budget:
             forwards += 1
-            if rule.needs_law and not bool(rule.go_on(drafted, law(words[at + drafted][0]))[0]):
+            if rule.needs_q and not bool(rule.go_on(drafted, distribution(words[at + drafted][0]))[0]):
                 break
             drafted += 1
             if drafted == budget or not rule.another(drafted):
@@ -161,8 +161,8 @@ def simulate(policy, words, draft, column=0.02):
     return at / time, drafted_all, accepted_all
 
 
-def law(confidence):
-    """[1, 12], a law whose largest probability this is."""
+def distribution(confidence):
+    """[1, 12], a distribution whose largest probability this is."""
     return torch.tensor([[confidence] + [(1 - confidence) / 11] * 11])
 
 
@@ -177,7 +177,7 @@ def law(confidence):
 class Renewal(Length):
     """Draft while the next token earns at least the average rate."""
 
-    needs_law = True
+    needs_q = True
 
     def __init__(self, draft, column=0.02, maximum=16):
         self.draft, self.column, self.maximum = draft, column, maximum
@@ -225,7 +225,7 @@ for name, policy in {"always 4": Fixed(4), "renewal": Renewal(draft=0.3)}.items(
 
 # %%
 class Threshold(Length):
-    needs_law = True
+    needs_q = True
 
     def start(self, earlier=None):
         return Threshold()
@@ -260,7 +260,14 @@ assert by_library == by_ourselves
 # that it measures on the way. It follows the clock, so its counts differ from run to run.
 
 # %%
-policies = {"2": 2, "4": 4, "8": 8, "Heuristic()": Heuristic(), "Confidence(0.4)": Confidence(0.4), "Adaptive()": Adaptive()}
+policies = {
+    "2": 2,
+    "4": 4,
+    "8": 8,
+    "Heuristic()": Heuristic(),
+    "Confidence(0.4)": Confidence(0.4),
+    "Adaptive()": Adaptive(),
+}
 rows = []
 for name, policy in policies.items():
     tokens, counted = run(policy)
@@ -354,7 +361,7 @@ assert hopeless["Adaptive()"][0] > 0.95 > 0.6 > hopeless["Renewal, ours"][0]
 
 # %% [markdown]
 # An adaptive rule also loses where there is nothing to adapt to: on an even text a well-chosen number does as well, and it costs no measuring.
-# And where runs must be repeatable to the draw, take a number: a rule that follows the clock drafts differently each time. The law of the
+# And where runs must be repeatable to the draw, take a number: a rule that follows the clock drafts differently each time. The distribution of the
 # output is the same.
 
 # %% [markdown]
@@ -463,33 +470,37 @@ attempt(check_2, calibrate_answer)
 
 # %% [markdown]
 # **3. Why decide before the draw.** A tempting rule: draw a token from $q$, and if its *own* probability is below a threshold, drop it and let
-# the target write. Work out what comes out. Write `law_if_dropped(p, q, threshold)`, the law of the next token, by adding up all cases: the
+# the target write. Work out what comes out. Write `distribution_if_dropped(p, q, threshold)`, the distribution of the next token, by adding up all cases: the
 # drafted token is dropped and the target draws from $p$; or it goes through the acceptance rule of notebook [02](02_the_acceptance_rule.ipynb).
 # Before you run the check: should it be $p$?
 
 
 # %% tags=["check"]
-def check_3(law_if_dropped):
+def check_3(distribution_if_dropped):
     p, q = torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.6, 0.3, 0.1])
-    without = law_if_dropped(p, q, 0.0)
+    without = distribution_if_dropped(p, q, 0.0)
     assert without.shape == (3,) and abs(float(without.sum()) - 1) < 1e-6, "three probabilities that add up to 1"
-    assert torch.allclose(without, p, atol=1e-6), "with threshold 0 nothing is dropped, and the law is p"
-    assert torch.allclose(law_if_dropped(p, q, 1.0), p, atol=1e-6), "if all is dropped, the target writes alone"
-    found = law_if_dropped(p, q, 0.4)
-    assert not torch.allclose(found, p, atol=1e-3), "this rule does change the law: A is drafted, B and C never are"
+    assert torch.allclose(without, p, atol=1e-6), "with threshold 0 nothing is dropped, and the distribution is p"
+    assert torch.allclose(distribution_if_dropped(p, q, 1.0), p, atol=1e-6), (
+        "if all is dropped, the target writes alone"
+    )
+    found = distribution_if_dropped(p, q, 0.4)
+    assert not torch.allclose(found, p, atol=1e-3), (
+        "this rule does change the distribution: A is drafted, B and C never are"
+    )
     assert torch.allclose(found, torch.tensor([0.28, 0.40, 0.32]), atol=1e-6), f"not {found.tolist()}"
 
 
 # %% tags=["exercise"]
-def law_if_dropped(p, q, threshold):
+def distribution_if_dropped(p, q, threshold):
     raise NotImplementedError  # your code
 
 
-attempt(check_3, law_if_dropped)
+attempt(check_3, distribution_if_dropped)
 
 
 # %% tags=["answer"]
-def law_if_dropped_answer(p, q, threshold):
+def distribution_if_dropped_answer(p, q, threshold):
     judged = q.where(q >= threshold, 0)  # drafted and not dropped
     kept = judged * torch.minimum(p / q, torch.ones_like(p))
     residual = (p - q).clamp(min=0)
@@ -497,7 +508,7 @@ def law_if_dropped_answer(p, q, threshold):
     return kept + (judged.sum() - kept.sum()) * residual + (1 - judged.sum()) * p
 
 
-attempt(check_3, law_if_dropped_answer)
+attempt(check_3, distribution_if_dropped_answer)
 
 # %% [markdown]
 # The total variation is 0.10: the rejections of A are paid back to B and C as if those had been drafted as often as $q$ says, and they were

@@ -175,6 +175,7 @@ assert all(sum(near) > sum(far) for near, far in itertools.pairwise(hits))
 #
 # Now the tree. `best_tree` takes the most valuable node again and again, and offers that node's children next.
 
+
 # %%
 def best_tree(rates, size):
     """The `size` nodes of most worth, each as (parent, head, guess, worth); parents come first, -1 stands for the text."""
@@ -196,6 +197,7 @@ print(f"promised: {1 + sum(worth for *_, worth in tree):.2f} tokens per pass")
 # %% [markdown]
 # Then the mask, and a pass of the target under it. A node sees what its parent sees, and itself.
 
+
 # %%
 def tree_mask(parents):
     """[n, n] bool, true where the node of the row may look at the node of the column."""
@@ -211,7 +213,9 @@ def pass_over(text, tokens, parents):
     t, mask = len(text), tree_mask(parents)
     sees = torch.ones(t + len(tokens), t + len(tokens), dtype=torch.bool).tril()
     sees[t:, t:] = mask
-    places = torch.cat([torch.arange(t), t - 1 + mask.sum(1)])  # a node of depth d stands d places behind the text's last token
+    places = torch.cat(
+        [torch.arange(t), t - 1 + mask.sum(1)]
+    )  # a node of depth d stands d places behind the text's last token
     ids, sees, places = (x.to(model.device) for x in (torch.tensor([text + tokens]), sees[None, None], places[None]))
     out = target(ids, attention_mask=sees, position_ids=places, output_hidden_states=True, use_cache=False)
     return out.logits[0, t - 1 :], out.hidden_states[-1][0, t - 1 :]
@@ -220,8 +224,13 @@ def pass_over(text, tokens, parents):
 text, parents = prompts[0].ids[0].tolist(), [-1, -1, 0, 1]  # the tree of the mask above
 tokens = [tokenizer(s, add_special_tokens=False).input_ids[0] for s in (".", "(", "x", "x")]
 logits, _ = pass_over(text, tokens, parents)
-alone = [pass_over(text + path, [], [])[0][0] for path in ([tokens[0]], [tokens[1]], [tokens[0], tokens[2]], [tokens[1], tokens[3]])]
-print(f"largest difference from reading each path alone: {max((a - b).abs().max().item() for a, b in zip(alone, logits[1:])):.0e}")
+alone = [
+    pass_over(text + path, [], [])[0][0]
+    for path in ([tokens[0]], [tokens[1]], [tokens[0], tokens[2]], [tokens[1], tokens[3]])
+]
+print(
+    f"largest difference from reading each path alone: {max((a - b).abs().max().item() for a, b in zip(alone, logits[1:])):.0e}"
+)
 assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(alone, logits[1:])) or model.dtype != torch.float32
 
 # %% [markdown]
@@ -231,6 +240,7 @@ assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(alone, logits[1:])) o
 #
 # One detail decides over everything: the heads read the state **from which the last token was chosen**, not the state of that token. That one
 # does not exist yet.
+
 
 # %%
 def decode(prompt, new_tokens, propose):
@@ -260,8 +270,13 @@ def propose_tree(state):
 
 NEW = 40
 prompt = prompts[0].ids[0].tolist()
-plain, listed, treed = (decode(prompt, NEW, propose) for propose in (lambda state: ([], []), propose_list, propose_tree))
-rows = [[name, passes, (NEW - 1) / passes] for name, (_, passes) in {"no draft": plain, "list": listed, "tree of 16": treed}.items()]
+plain, listed, treed = (
+    decode(prompt, NEW, propose) for propose in (lambda state: ([], []), propose_list, propose_tree)
+)
+rows = [
+    [name, passes, (NEW - 1) / passes]
+    for name, (_, passes) in {"no draft": plain, "list": listed, "tree of 16": treed}.items()
+]
 show(table(["", "passes", "tokens per pass"], rows))
 assert (plain[0] == listed[0] == treed[0] and treed[1] < listed[1] < plain[1]) or model.dtype != torch.float32
 
@@ -276,7 +291,11 @@ assert (plain[0] == listed[0] == treed[0] and treed[1] < listed[1] < plain[1]) o
 # %%
 ids = prompts[0].ids.to(model.device)
 ours, library = listed, model.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False)
-print(model.report.target_passes, "passes, by position:", [round(share, 2) for share in model.report.acceptance_by_position])
+print(
+    model.report.target_passes,
+    "passes, by position:",
+    [round(share, 2) for share in model.report.acceptance_by_position],
+)
 if model.dtype == torch.float32:
     assert library[0].tolist() == ours[0]
     assert model.report.target_passes == ours[1]
@@ -286,7 +305,9 @@ draft = Draft(torch.zeros(1, 16).long(), torch.tensor([16]), parents=torch.tenso
 assert torch.equal(draft.ancestors()[0], tree_mask(parents))
 
 some = [sorted(torch.rand(5).tolist(), reverse=True) for _ in range(4)]
-assert torch.allclose(torch.tensor(best_paths(some, 30).worth), torch.tensor([worth for *_, worth in best_tree(some, 30)]))
+assert torch.allclose(
+    torch.tensor(best_paths(some, 30).worth), torch.tensor([worth for *_, worth in best_tree(some, 30)])
+)
 
 # %% [markdown]
 # Our tree has one shape for all places of all texts. The library's tree is another one in every round: where a head is sure the tree is deep,
@@ -294,9 +315,12 @@ assert torch.allclose(torch.tensor(best_paths(some, 30).worth), torch.tensor([wo
 # this head, rank and confidence were right before. The counts start empty, so on a first text a tree that was measured beforehand can be the
 # better one, as it is here. `nodes=16` asks for 16 nodes in every round; left out, the tree is as large as pays.
 
+
 # %%
 def pair(nodes):
-    return AssistedModelForCausalLM.from_models(target, draft=Medusa(heads, nodes=nodes), draft_length=4, tokenizer=tokenizer)
+    return AssistedModelForCausalLM.from_models(
+        target, draft=Medusa(heads, nodes=nodes), draft_length=4, tokenizer=tokenizer
+    )
 
 
 dynamic = pair(16)
@@ -338,7 +362,13 @@ left.bar(places, best, 0.7, color=paint)
 for place, value in list(enumerate(best))[1:]:
     left.text(place, value + 0.015, f"{value:.0%}", ha="center", va="bottom", fontsize=9)
 left.set_xticks(places, ["own\noutput", *range(1, heads.heads + 1)])
-left.annotate(f"among its best {GUESSES}", (1.35, any_of[1]), (1.5, 0.72), color=COLOURS["draft"], arrowprops={"arrowstyle": "-", "color": COLOURS["draft"]})
+left.annotate(
+    f"among its best {GUESSES}",
+    (1.35, any_of[1]),
+    (1.5, 0.72),
+    color=COLOURS["draft"],
+    arrowprops={"arrowstyle": "-", "color": COLOURS["draft"]},
+)
 left.set(title="right guesses", xlabel="head", ylabel="share of places", ylim=(0, 1.05))
 
 right.plot(list(trees), list(trees.values()), "o-", color=COLOURS["accepted"])
@@ -376,12 +406,12 @@ show(table(["at most, times as fast", *(f"c = {c:g}" for c in shares)], rows))
 # behaves like that. A draft that reads its own guesses is right more often; notebook [09](09_eagle.ipynb) builds one.
 #
 # **And there is a rule that is not exact.** When sampling, a tree is checked by the target's own draws: the target draws a token at the text,
-# goes on if a child holds it, draws again. What comes out has the target's law whatever the tree holds. But draws miss the tree. Medusa's
+# goes on if a child holds it, draws again. What comes out has the target's distribution whatever the tree holds. But draws miss the tree. Medusa's
 # paper offers another rule against that, **typical acceptance**: keep a drafted token x if the target finds it likely enough,
 #
 # $$p(x) > \min\big(\varepsilon,\ \delta\, e^{-H(p)}\big), \qquad H \text{ the entropy of } p,$$
 #
-# even where the target would have drawn another one. That keeps more. Does it keep the law? Notebook 02 had a test for that: sample three
+# even where the target would have drawn another one. That keeps more. Does it keep the distribution? Notebook 02 had a test for that: sample three
 # tokens behind a prompt many times, only the three likeliest tokens allowed at each place, and compare the counts of the 27 texts with what
 # the target alone gives them, by chi-square.
 
@@ -394,32 +424,39 @@ for _ in range(3):
     likeliest = last.topk(3)
     chance = (chance[:, None] * likeliest.values.softmax(-1)).flatten()
     following = torch.cat([following.repeat_interleave(3, 0), likeliest.indices.reshape(-1, 1).to(model.device)], 1)
-law = {tuple(row[-3:]): share for row, share in zip(following.tolist(), chance.tolist())}
+distribution = {tuple(row[-3:]): share for row, share in zip(following.tolist(), chance.tolist())}
 
 
-def chi_square(counts, law):
+def chi_square(counts, distribution):
     """counts and probabilities by outcome -> the p-value. Outcomes that are expected fewer than 5 times share a cell."""
     total = sum(counts.values())
-    rare = [outcome for outcome in law if total * law[outcome] < 5]
-    cells = [(counts[outcome], total * law[outcome]) for outcome in law if outcome not in rare]
+    rare = [outcome for outcome in distribution if total * distribution[outcome] < 5]
+    cells = [(counts[outcome], total * distribution[outcome]) for outcome in distribution if outcome not in rare]
     if rare:
-        cells.append((sum(counts[outcome] for outcome in rare), total * sum(law[outcome] for outcome in rare)))
+        cells.append((sum(counts[outcome] for outcome in rare), total * sum(distribution[outcome] for outcome in rare)))
     distance = sum((seen - expected) ** 2 / expected for seen, expected in cells)
-    return torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2).double(), torch.tensor(distance / 2).double()).item()
+    return torch.special.gammaincc(
+        torch.tensor((len(cells) - 1) / 2).double(), torch.tensor(distance / 2).double()
+    ).item()
 
 
 # %%
-sampling = dict(do_sample=True, temperature=1.0, top_p=1.0, top_k=3, min_new_tokens=3, max_new_tokens=3, num_return_sequences=250)
+sampling = dict(
+    do_sample=True, temperature=1.0, top_p=1.0, top_k=3, min_new_tokens=3, max_new_tokens=3, num_return_sequences=250
+)
 sampled = pair(8)
 rows, p_values, kept = [], {}, {}
-for name, rule in {"the target's draws": {}, "typical acceptance": {"lossy_typical": LossyTypical(epsilon=0.09, delta=0.3)}}.items():
+for name, rule in {
+    "the target's draws": {},
+    "typical acceptance": {"lossy_typical": LossyTypical(epsilon=0.09, delta=0.3)},
+}.items():
     seen = Counter()
     sampled.reset_totals()
     for seed in range(3):
         torch.manual_seed(seed)
         seen.update(tuple(row[-3:]) for row in sampled.generate(**inputs, **sampling, **rule).tolist())
-    p_values[name], kept[name] = chi_square(seen, law), sampled.totals.accepted
-    off = sum(abs(seen[t] / seen.total() - law[t]) for t in law) / 2
+    p_values[name], kept[name] = chi_square(seen, distribution), sampled.totals.accepted
+    off = sum(abs(seen[t] / seen.total() - distribution[t]) for t in distribution) / 2
     rows.append([name, seen.total(), sampled.totals.accepted, f"{off:.2f}", f"{p_values[name]:.1g}"])
 show(table(["rule", "texts", "drafted tokens kept", "total variation", "p-value"], rows))
 assert p_values["the target's draws"] > 0.001 and p_values["typical acceptance"] < 1e-6
@@ -427,7 +464,7 @@ assert kept["typical acceptance"] > kept["the target's draws"]
 
 # %% [markdown]
 # A text of three tokens has room for one drafted token: the first comes with the prompt's pass, and the last is the target's own. Typical
-# acceptance keeps that token every time, and the law is gone: with a p-value like this nobody needs another test. (The total variation of the
+# acceptance keeps that token every time, and the distribution is gone: with a p-value like this nobody needs another test. (The total variation of the
 # exact rule is not zero either: 750 draws scatter.) The rule prefers what the heads say. It may well write good text. It does not write the
 # target's text, so in this package it has to be asked for by a name that says so: `generate(..., lossy_typical=LossyTypical())`.
 #
@@ -445,11 +482,14 @@ assert kept["typical acceptance"] > kept["the target's draws"]
 # Published Medusa trees are written as paths: `(0,)` is the best guess of head 1, `(0, 2)` behind it the third guess of head 2. Write
 # `mask_of(paths)`: the n × n table as lists of booleans, `mask[i][j]` true where node i may look at node j. The paths may stand in any order.
 
+
 # %% tags=["check"]
 def check_1(candidate):
     small = [(0,), (1,), (0, 0), (1, 0)]
     shown = [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]
-    assert [list(map(int, row)) for row in candidate(small)] == shown, "For (0,) (1,) (0,0) (1,0) it is not the table under By hand."
+    assert [list(map(int, row)) for row in candidate(small)] == shown, (
+        "For (0,) (1,) (0,0) (1,0) it is not the table under By hand."
+    )
     paths = []
     for parent, _, guess, _ in best_tree(hits, 30):
         paths.append((*(paths[parent] if parent >= 0 else ()), guess))
@@ -467,6 +507,7 @@ def mask_of(paths):
 
 attempt(check_1, mask_of)
 
+
 # %% tags=["answer"]
 def mask_of_answer(paths):
     # a node looks at those whose path is the beginning of its own
@@ -478,9 +519,10 @@ attempt(check_1, mask_of_answer)
 # %% [markdown]
 # ### 2. Typical acceptance fails the test
 #
-# Behind the text the target's law is p, a list. The draft offers the tokens in `drafted` as alternatives. By typical acceptance the first of
-# them that is typical is kept; if none is, the target draws from p. Write `typical_law(p, drafted, epsilon, delta)`: the law of the token
-# that comes out, as a list. (The check draws from your law and puts it to chi-square.)
+# Behind the text the target's distribution is p, a list. The draft offers the tokens in `drafted` as alternatives. By typical acceptance the first of
+# them that is typical is kept; if none is, the target draws from p. Write `typical_distribution(p, drafted, epsilon, delta)`: the distribution of the token
+# that comes out, as a list. (The check draws from your distribution and puts it to chi-square.)
+
 
 # %% tags=["check"]
 def check_2(candidate):
@@ -489,40 +531,46 @@ def check_2(candidate):
         p = (3 * torch.randn(5, generator=generator)).softmax(-1)
         drafted = torch.randperm(5, generator=generator)[:2]
         found = torch.tensor(candidate(p.tolist(), drafted.tolist(), rule.epsilon, rule.delta))
-        assert abs(found.sum() - 1) < 1e-5, "The law does not add up to 1."
+        assert abs(found.sum() - 1) < 1e-5, "The distribution does not add up to 1."
         draft = Draft(drafted[None], torch.tensor([2]), parents=torch.tensor([[-1, -1]]))
         path, verdict = rule.judge(draft, p.expand(1, 3, 5))
         kept = drafted[path[0, 0]].item() if verdict.accepted else None
         wanted = p if kept is None else torch.eye(5)[kept]
-        assert torch.allclose(found, wanted, atol=1e-5), f"p = {[round(x, 2) for x in p.tolist()]}, drafted {drafted.tolist()}: kept is {kept}."
+        assert torch.allclose(found, wanted, atol=1e-5), (
+            f"p = {[round(x, 2) for x in p.tolist()]}, drafted {drafted.tolist()}: kept is {kept}."
+        )
         drawn = Counter(torch.multinomial(found, 400, replacement=True, generator=generator).tolist())
         if kept is not None and p[kept] < 0.9:
-            assert chi_square(drawn, dict(enumerate(p.tolist()))) < 0.001, "A law that is not p has passed the test."
+            assert chi_square(drawn, dict(enumerate(p.tolist()))) < 0.001, (
+                "A distribution that is not p has passed the test."
+            )
 
 
 # %% tags=["exercise"]
-def typical_law(p, drafted, epsilon, delta):
+def typical_distribution(p, drafted, epsilon, delta):
     raise NotImplementedError
 
 
-attempt(check_2, typical_law)
+attempt(check_2, typical_distribution)
+
 
 # %% tags=["answer"]
-def typical_law_answer(p, drafted, epsilon, delta):
-    law = torch.tensor(p)
-    entropy = -(law * law.log()).sum()
+def typical_distribution_answer(p, drafted, epsilon, delta):
+    distribution = torch.tensor(p)
+    entropy = -(distribution * distribution.log()).sum()
     enough = min(epsilon, delta * torch.exp(-entropy).item())
     kept = next((x for x in drafted if p[x] > enough), None)
     return p if kept is None else [float(x == kept) for x in range(len(p))]
 
 
-attempt(check_2, typical_law_answer)
+attempt(check_2, typical_distribution_answer)
 
 # %% [markdown]
 # ### 3. How many nodes pay?
 #
 # The nodes of a tree are worth w₁ ≥ w₂ ≥ …, and each further column adds a share c to the time of a pass. Write `how_many(worth, c)`: the
 # number N, from 0 to all of them, with the most tokens for the time, (1 + w₁ + … + w_N) / (1 + cN). Of equal ones the smallest.
+
 
 # %% tags=["check"]
 def check_3(candidate):
@@ -531,7 +579,9 @@ def check_3(candidate):
     assert candidate([0.5, 0.3, 0.2, 0.12], 0.6) == 0, "A first node worth 0.5 for a price of 0.6 does not pay."
     assert candidate([0.5, 0.3, 0.2, 0.12], 0.2) == 2, "At c = 0.2 two nodes of the toy tree give 1.8 / 1.4, the most."
     for limit in (5, 20, 40):
-        assert candidate(worth[:limit], 0.02) == worthwhile(worth, None, 0.0, limit), "At c = 0.02 the library takes another number of nodes."
+        assert candidate(worth[:limit], 0.02) == worthwhile(worth, None, 0.0, limit), (
+            "At c = 0.02 the library takes another number of nodes."
+        )
 
 
 # %% tags=["exercise"]
@@ -540,6 +590,7 @@ def how_many(worth, c):
 
 
 attempt(check_3, how_many)
+
 
 # %% tags=["answer"]
 def how_many_answer(worth, c):

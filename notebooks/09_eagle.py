@@ -162,6 +162,7 @@ def turned(x, size):
 # %% [markdown]
 # And the layer: attention over what stands before, then the usual gated network.
 
+
 # %%
 def step(embeddings, states):
     """The layer, over all columns; each looks at itself and those before. [n, H] and [n, H] -> [n, H]"""
@@ -172,7 +173,9 @@ def step(embeddings, states):
     query, key = (turned(linear(x, part.weight), size) for part in (attention.q_proj, attention.k_proj))
     value = linear(x, attention.v_proj.weight).unflatten(-1, (-1, size)).transpose(0, 1)
     groups = len(query) // len(key)
-    seen = scaled_dot_product_attention(query, key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0), is_causal=True)
+    seen = scaled_dot_product_attention(
+        query, key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0), is_causal=True
+    )
     states = states + linear(seen.transpose(0, 1).flatten(1), attention.o_proj.weight)
     x = rms(states, layer.post_attention_layernorm)
     return states + linear(silu(linear(x, mlp.gate_proj.weight)) * linear(x, mlp.up_proj.weight), mlp.down_proj.weight)
@@ -187,6 +190,7 @@ def say(states):
 # To draft, pair every token with the feature of the token before it, and run the layer. The last column names the next token. For the one
 # behind it the feature is missing: the target has not been there. So the head takes **its own state in the place of the feature** and goes
 # on.
+
 
 # %%
 @torch.no_grad()
@@ -236,7 +240,11 @@ with torch.no_grad():
 print(f"one step differs by {error:.0e} of the largest state")
 
 output = model.generate(input_ids=ids.to(model.device), max_new_tokens=NEW, do_sample=False)
-print(model.report.target_passes, "passes, by position:", [round(share, 2) for share in model.report.acceptance_by_position])
+print(
+    model.report.target_passes,
+    "passes, by position:",
+    [round(share, 2) for share in model.report.acceptance_by_position],
+)
 if model.dtype == torch.float32:
     assert error < 1e-4 and output[0].tolist() == ours and model.report.target_passes == passes
 
@@ -299,10 +307,12 @@ def learn(way, steps=60, rows=4):
     for n in range(steps):
         at = torch.arange(n * rows, (n + 1) * rows) % len(windows)
         with torch.no_grad():
-            law = target.get_output_embeddings()(last[at, 1:])[..., student.draft_tokens].float().log_softmax(-1)
+            distribution = (
+                target.get_output_embeddings()(last[at, 1:])[..., student.draft_tokens].float().log_softmax(-1)
+            )
         optimizer.param_groups[0]["lr"] = 1e-3 * min(1, (n + 1) / 10, (steps - n) / 40)  # up, and down again
         said = student.logits(student(*reads(way, student, windows[at], features[at]))).log_softmax(-1)
-        loss = kl_div(said.flatten(0, 1), law.flatten(0, 1), log_target=True, reduction="batchmean")
+        loss = kl_div(said.flatten(0, 1), distribution.flatten(0, 1), log_target=True, reduction="batchmean")
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -334,7 +344,10 @@ if TARGET.startswith("zoo:"):
         small = AutoModelForCausalLM.from_pretrained(zoo.folder("draft")).to(model.device)
         longer["token"] = (small(held).logits.argmax(-1)[:, 1:] == choice[:, 1:]).float().mean().item()
         longer["both"] = right("both", head)
-    rows = [[way, curves[way][60], longer[way], who] for way, who in zip(WAYS, ("draft model, two layers", "Medusa, head 1", "EAGLE-3, one layer"))]
+    rows = [
+        [way, curves[way][60], longer[way], who]
+        for way, who in zip(WAYS, ("draft model, two layers", "Medusa, head 1", "EAGLE-3, one layer"))
+    ]
     show(table(["reads", "one layer, after 60 steps", "trained long", "which is"], rows))
     assert longer["feature"] < 0.5 * longer["token"] < longer["both"]
 
@@ -364,7 +377,9 @@ def unrolled(head, ids, features, deep, own=True):
     for k in range(deep):
         out = head(embeddings[:, k : k + n], states, places + k, unrolled_mask(n, k, ids.device), cache)
         yield out
-        states = out if own else true  # own: the head's state takes the feature's place; else the last true feature stays
+        states = (
+            out if own else true
+        )  # own: the head's state takes the feature's place; else the last true feature stays
 
 
 @torch.no_grad()
@@ -387,6 +402,7 @@ assert drift["own states"][5] > 0.9 * drift["own states"][0] > 1.5 * drift["the 
 # It was *made* so. In its training it had to go on from its own states for six steps. EAGLE-3's paper calls this the training-time test. What
 # happens without? Put a fresh layer into the head and train it twice on the same text, once a single step deep, once three.
 
+
 # %%
 def learn_fresh(deep, steps=50, rows=4):
     """The shipped head with a new layer, trained to be right in each of its first `deep` steps."""
@@ -394,18 +410,22 @@ def learn_fresh(deep, steps=50, rows=4):
     student = copy.deepcopy(head).float().train()
     for name, weight in student.layers.named_parameters():
         small = 0.1 if "o_proj" in name or "down_proj" in name else 1.0
-        torch.nn.init.ones_(weight) if weight.ndim == 1 else torch.nn.init.normal_(weight, std=small * weight.shape[1] ** -0.5)
+        torch.nn.init.ones_(weight) if weight.ndim == 1 else torch.nn.init.normal_(
+            weight, std=small * weight.shape[1] ** -0.5
+        )
     student.lm_head.requires_grad_(False)
-    optimizer = torch.optim.AdamW([weight for weight in student.parameters() if weight.requires_grad], lr=2e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(
+        [weight for weight in student.parameters() if weight.requires_grad], lr=2e-3, betas=(0.9, 0.95)
+    )
     for n in range(steps):
         at = torch.arange(n * rows, (n + 1) * rows) % len(windows)
         with torch.no_grad():
-            law = target.get_output_embeddings()(last[at])[..., student.draft_tokens].float().log_softmax(-1)
+            distribution = target.get_output_embeddings()(last[at])[..., student.draft_tokens].float().log_softmax(-1)
         optimizer.param_groups[0]["lr"] = 2e-3 * min(1, (n + 1) / 10, (steps - n) / 40)
         loss = 0
         for k, states in enumerate(unrolled(student, windows[at], features[at].float(), deep)):
             said = student.logits(states).log_softmax(-1)
-            aim = law[:, 1 + k : 1 + k + said.shape[1]]
+            aim = distribution[:, 1 + k : 1 + k + said.shape[1]]
             loss = loss + kl_div(said.flatten(0, 1), aim.flatten(0, 1), log_target=True, reduction="batchmean") / deep
         optimizer.zero_grad()
         loss.backward()
@@ -429,7 +449,12 @@ batch = tokenizer([prompt.text for prompt in prompts[:12]], return_tensors="pt",
 output = model.generate(**batch, max_new_tokens=NEW, do_sample=False, draft_length=DEEP)
 kept = model.report.acceptance_by_position
 while_decoding = [now / before for before, now in itertools.pairwise([1.0, *kept])]
-show(table(["while decoding", *"123456"], [["kept, of all rounds", *kept], ["kept, of those that got there", *while_decoding]]))
+show(
+    table(
+        ["while decoding", *"123456"],
+        [["kept, of all rounds", *kept], ["kept, of those that got there", *while_decoding]],
+    )
+)
 print(f"{model.report.tokens_per_pass:.2f} tokens per pass")
 
 # %% [markdown]
@@ -449,7 +474,9 @@ left.text(0, curves["both"][0] + 0.035, "feature i and token i + 1", color=paint
 left.text(20, curves["token"][20] + 0.06, "token only", color=paint["token"], ha="center")
 left.text(40, curves["feature"][40] - 0.08, "feature only", color=paint["feature"], ha="center")
 left.set_xticks([0, 20, 40, 60, 76], ["0", "20", "40", "60", "long"])
-left.set(title="what the draft reads", xlabel="steps of training without the rest", ylabel="right guesses", ylim=(0, 0.8))
+left.set(
+    title="what the draft reads", xlabel="steps of training without the rest", ylabel="right guesses", ylim=(0, 0.8)
+)
 
 right_.plot(range(1, 7), drift["own states"], "o-", color=COLOURS["accepted"], markersize=4)
 right_.plot(range(1, 7), drift["the last true feature again"], "o-", color=COLOURS["rejected"], markersize=4)
@@ -473,6 +500,7 @@ plt.show()
 # serves every target with its tokenizer. What if the target is changed a little, by fine-tuning or merging? Here noise stands in for the
 # change: each weight matrix is moved by a share of its own size, and the head and the draft model are asked what the changed target says.
 
+
 # %%
 def moved(share):
     """The target with noise on the matrices of its layers."""
@@ -491,7 +519,9 @@ if TARGET.startswith("zoo:"):
             out = moved(share)(held, output_hidden_states=True)
             says, features = out.logits.argmax(-1), torch.cat([out.hidden_states[tap] for tap in taps], -1)
             guess = head.draft_tokens[head.logits(head(*reads("both", head, held, features))).argmax(-1)]
-            same, by_head, by_draft = (a == b for a, b in ((says, choice), (guess[:, :-1], says[:, 1:-1]), (drafted[:, 1:], says[:, 1:])))
+            same, by_head, by_draft = (
+                a == b for a, b in ((says, choice), (guess[:, :-1], says[:, 1:-1]), (drafted[:, 1:], says[:, 1:]))
+            )
             rows.append([f"{share:.0%}", *(x.float().mean().item() for x in (same, by_head, by_draft))])
     show(table(["weights moved by", "target says the same as before", "head right", "draft model right"], rows))
     assert all(now[2] < before[2] for before, now in itertools.pairwise(rows))
@@ -503,9 +533,12 @@ if TARGET.startswith("zoo:"):
 # **A small target leaves little to save.** The head is one layer and an output over the whole vocabulary, and it runs once for each drafted
 # token. Count the numbers that have to be multiplied for a token:
 
+
 # %%
 def multiplied(module):
-    return sum(weight.numel() for name, weight in module.named_parameters() if weight.ndim == 2 and "embed_tokens" not in name)
+    return sum(
+        weight.numel() for name, weight in module.named_parameters() if weight.ndim == 2 and "embed_tokens" not in name
+    )
 
 
 own = multiplied(head)
@@ -531,6 +564,7 @@ print(f"head {own / 1e6:.1f} million, target {body / 1e6:.1f} million: {own / bo
 # the output stays exact, and hardly any guess is right. Mend it. `text` is a list of n ids; `features` is [n, F], but the target has not read
 # the last token yet, so its row is not a number.
 
+
 # %% tags=["check"]
 @torch.no_grad()
 def check_1(candidate):
@@ -542,7 +576,9 @@ def check_1(candidate):
         assert len(tokens) == len(paired), f"{len(tokens)} tokens and {len(paired)} features are no pairs."
         assert not paired.isnan().any(), "The last token has no feature yet: the target has not read it."
         guess = say(step(head.embed(torch.tensor(tokens, device=held.device), target), fuse(paired)))
-        hits += (guess == choice[row, -len(guess) :]).sum().item()  # the last column speaks of the token behind the text
+        hits += (
+            (guess == choice[row, -len(guess) :]).sum().item()
+        )  # the last column speaks of the token behind the text
         asked += len(guess)
     assert hits / asked > 0.6, f"Only {hits / asked:.0%} of the guesses are right. The head was trained on other pairs."
     assert asked == 6 * (len(text) - 1), "A column is missing."
@@ -554,6 +590,7 @@ def pairs(text, features):
 
 
 attempt(check_1, pairs)
+
 
 # %% tags=["answer"]
 def pairs_answer(text, features):
@@ -568,12 +605,19 @@ attempt(check_1, pairs_answer)
 # Write `conditional(kept)`: of the shares of all rounds that a report gives (`acceptance_by_position`), make the shares of those rounds that
 # had kept every guess before. Where no round got, it is 0.
 
+
 # %% tags=["check"]
 def check_2(candidate):
     assert candidate([]) == [], "Without positions there is nothing to say."
-    for shares, wanted in (([0.5, 0.25, 0.125], [0.5, 0.5, 0.5]), ([0.8, 0.4], [0.8, 0.5]), ([0.5, 0.0, 0.0], [0.5, 0.0, 0.0])):
+    for shares, wanted in (
+        ([0.5, 0.25, 0.125], [0.5, 0.5, 0.5]),
+        ([0.8, 0.4], [0.8, 0.5]),
+        ([0.5, 0.0, 0.0], [0.5, 0.0, 0.0]),
+    ):
         found = candidate(shares)
-        assert all(abs(a - b) < 1e-9 for a, b in zip(found, wanted, strict=True)), f"{shares} gives {wanted}, not {found}."
+        assert all(abs(a - b) < 1e-9 for a, b in zip(found, wanted, strict=True)), (
+            f"{shares} gives {wanted}, not {found}."
+        )
     product, found = 1.0, candidate(kept)
     for share, rate in zip(kept, found, strict=True):
         product *= rate
@@ -586,6 +630,7 @@ def conditional(kept):
 
 
 attempt(check_2, conditional)
+
 
 # %% tags=["answer"]
 def conditional_answer(kept):
@@ -601,11 +646,14 @@ attempt(check_2, conditional_answer)
 # it is shown only the columns in `seen` (1 is the bracket, 2 the token). In the toy table that is 1/2, 1/2 and 1. Make it work for any
 # probabilities.
 
+
 # %% tags=["check"]
 def check_3(candidate):
     toy = [(0.25, "(", "x", "="), (0.25, "(", "7", ")"), (0.25, "[", "x", "]"), (0.25, "[", "7", ",")]
     for seen, wanted in (((1,), 0.5), ((2,), 0.5), ((1, 2), 1.0), ((), 0.25)):
-        assert abs(candidate(toy, seen) - wanted) < 1e-9, f"The toy table, columns {seen}: {wanted}, not {candidate(toy, seen)}."
+        assert abs(candidate(toy, seen) - wanted) < 1e-9, (
+            f"The toy table, columns {seen}: {wanted}, not {candidate(toy, seen)}."
+        )
     loaded = [(0.45, "(", "x", "="), (0.05, "(", "7", ")"), (0.1, "[", "x", "]"), (0.4, "[", "7", ",")]
     assert abs(candidate(loaded, (1,)) - 0.85) < 1e-9, "With a loaded coin the bracket alone tells 85 %."
     split = [(0.3, "(", "x", "="), (0.2, "(", "x", ")"), (0.5, "[", "x", ")")]
@@ -618,6 +666,7 @@ def best(worlds, seen):
 
 
 attempt(check_3, best)
+
 
 # %% tags=["answer"]
 def best_answer(worlds, seen):

@@ -73,11 +73,11 @@ figure_style()
 # So the best tree of N nodes holds the N most probable paths. A parent is at least as probable as its child, so the N most probable paths always form a tree.
 
 # %%
-law = {"a": 0.6, "b": 0.3, "c": 0.1}
+distribution = {"a": 0.6, "b": 0.3, "c": 0.1}
 
 
 def worth(path):
-    return math.prod(law[token] for token in path)
+    return math.prod(distribution[token] for token in path)
 
 
 trees = {
@@ -96,7 +96,7 @@ show(table(["tree", "nodes", "expected tokens accepted"], [[k, len(v), sum(map(w
 # the tree holds the N most probable paths; and since nodes are added best first, its first 8 nodes are the best tree of 8.
 #
 # One thing has to be corrected. Our target is greedy, and a greedy target takes the likeliest token far more often than the draft's probabilities say: the draft was trained on text,
-# where the second best comes up, too. So the draft's law is sharpened before it is believed: raised to the power `sharp`, and normalised. We take 2, and look at what 1 gives in
+# where the second best comes up, too. So the draft's distribution is sharpened before it is believed: raised to the power `sharp`, and normalised. We take 2, and look at what 1 gives in
 # the picture.
 
 
@@ -367,7 +367,7 @@ for name, sharp in {"dynamic": 2.0, "dynamic, draft taken at its word": 1.0}.ite
     curves[name] = [tokens_per_pass(lambda t, p: sum(node < n for node in found[t][p])) for n in sizes]
 
 # %% [markdown]
-# Chains, binary trees and fixed shapes need no growing. Only the **rank** of the target's token in the draft's law matters: rank 0 is the draft's first guess. One draft pass over the text
+# Chains, binary trees and fixed shapes need no growing. Only the **rank** of the target's token in the draft's distribution matters: rank 0 is the draft's first guess. One draft pass over the text
 # tells all ranks. A *static* tree has a fixed shape: "the second best token below the best one" and so on. Which shape? The most probable one, by how often each rank was right
 # (`best_paths`; Sequoia, arXiv 2402.12374, computes the best fixed tree from such rates). We measure these rates on the same texts, which is the best case for it.
 
@@ -446,7 +446,9 @@ for price in (0.0, 0.02, 0.05, 0.15):
     right.plot(sizes, gain, color=COLOURS["accepted"], alpha=1 - 4 * price)
     right.plot(sizes[top], gain[top], "o", color=COLOURS["accepted"])
     right.text(36, gain[-1], f"{price:g}", va="center")
-right.set(xscale="log", xlabel="nodes N", ylabel="tokens per unit of pass cost", xlim=(0.9, 36), title="price of a column")
+right.set(
+    xscale="log", xlabel="nodes N", ylabel="tokens per unit of pass cost", xlim=(0.9, 36), title="price of a column"
+)
 right.set_xticks(sizes, map(str, sizes))
 right.minorticks_off()
 plt.show()
@@ -469,8 +471,8 @@ assert at32["dynamic"] > at32["chain"]
 # **Columns have a price.** Right: each node adds a share of a plain pass to the cost of the pass, and the dot marks the best N. At 0 the largest tree wins. At 0.15, as on a busy machine, a
 # handful of nodes is best. And drafting a tree isn't free either.
 #
-# **Sampling.** A tree of candidates waits for the target to *draw* one of them. A chain that was drawn from a known law $q$ doesn't wait: its tokens are kept with probability
-# $\min(1, p/q)$. Take the toy draft and a target with exactly the same law, at temperature 1:
+# **Sampling.** A tree of candidates waits for the target to *draw* one of them. A chain that was drawn from a known distribution $q$ doesn't wait: its tokens are kept with probability
+# $\min(1, p/q)$. Take the toy draft and a target with exactly the same distribution, at temperature 1:
 
 # %%
 p = torch.tensor([[0.6, 0.3, 0.1]] * 7, dtype=torch.float64)
@@ -536,20 +538,22 @@ depths = [1, 2, 2, 1, 3, 2]
 attempt(check_1, mask, depths)
 
 # %% [markdown]
-# ### 2. Two candidates, one law
+# ### 2. Two candidates, one distribution
 #
 # At one node, two drafters each draw a candidate: $x_1 \sim q_1$ and $x_2 \sim q_2$. The first is kept with probability $\min(1, p(x_1)/q_1(x_1))$. If it isn't, the second gets a chance. If that
 # fails, too, the target emits a token of its own. The output must follow $p$ exactly.
 #
-# Write `two_candidates(p, q1, q2, x1, x2)`. Return the chance to keep `x1`, the chance to keep `x2` *given that `x1` was not kept*, and the law of the target's own token, given that neither
-# was kept. All laws are lists. The version below judges both candidates by $p$ itself; the check adds up all pairs and tells how far the output is from $p$.
+# Write `two_candidates(p, q1, q2, x1, x2)`. Return the chance to keep `x1`, the chance to keep `x2` *given that `x1` was not kept*, and the distribution of the target's own token, given that neither
+# was kept. All distributions are lists. The version below judges both candidates by $p$ itself; the check adds up all pairs and tells how far the output is from $p$.
 
 
 # %% tags=["check"]
 def check_2(candidate):
     rng = random.Random(1)
     for _ in range(5):
-        p, q1, q2 = ([weight / sum(w) for weight in w] for w in ([rng.random() ** 2 for _ in range(4)] for _ in range(3)))
+        p, q1, q2 = (
+            [weight / sum(w) for weight in w] for w in ([rng.random() ** 2 for _ in range(4)] for _ in range(3))
+        )
         out = [0.0] * 4
         for x1, x2 in product(range(4), repeat=2):
             first, second, own = candidate(list(p), list(q1), list(q2), x1, x2)
@@ -560,11 +564,15 @@ def check_2(candidate):
         far = sum(abs(a - b) for a, b in zip(out, p)) / 2
         assert far < 1e-12, f"the output is {far:.3f} away from p in total variation"
         pair = torch.tensor([[rng.choices(range(4), q1)[0], rng.choices(range(4), q2)[0]]])
-        laws = [torch.tensor(rows, dtype=torch.float64)[None] for rows in ([p, p, p], [q1, q2])]
+        distributions = [torch.tensor(rows, dtype=torch.float64)[None] for rows in ([p, p, p], [q1, q2])]
         top = torch.tensor([[-1, -1]])
-        _, _, right = acceptance.tree_walk(pair, top, torch.tensor([2]), *laws, torch.ones(1, 2, dtype=torch.float64))
+        _, _, right = acceptance.tree_walk(
+            pair, top, torch.tensor([2]), *distributions, torch.ones(1, 2, dtype=torch.float64)
+        )
         mine = candidate(list(p), list(q1), list(q2), *pair[0].tolist())[:2]
-        assert all(abs(a - b) < 1e-9 for a, b in zip(mine, right[0].tolist())), f"{mine}, the library {right[0].tolist()}"
+        assert all(abs(a - b) < 1e-9 for a, b in zip(mine, right[0].tolist())), (
+            f"{mine}, the library {right[0].tolist()}"
+        )
 
 
 # %% tags=["exercise"]
@@ -588,7 +596,7 @@ def two_candidates(p, q1, q2, x1, x2):
 attempt(check_2, two_candidates)
 
 # %% [markdown]
-# This is the rule of SpecInfer, and `acceptance.rejection_tree` does it for whole trees. Candidates drawn *without* replacement need the law without what was drawn before: `acceptance.taken_out`.
+# This is the rule of SpecInfer, and `acceptance.rejection_tree` does it for whole trees. Candidates drawn *without* replacement need the distribution without what was drawn before: `acceptance.taken_out`.
 #
 # ### 3. How many nodes pay?
 #
@@ -606,7 +614,9 @@ def check_3(candidate):
             rates = [tokens / (1 + column * n) for n, tokens in enumerate(accumulate(worths, initial=1.0))]
             count = candidate(list(worths), column)
             assert 0 <= count <= 20, f"{count} nodes of 20"
-            assert rates[count] > max(rates) - 1e-12, f"{count} nodes at {column:g} a column; {rates.index(max(rates))} are better"
+            assert rates[count] > max(rates) - 1e-12, (
+                f"{count} nodes at {column:g} a column; {rates.index(max(rates))} are better"
+            )
             counts.append(count)
         assert counts == sorted(counts, reverse=True), "dearer columns, fewer nodes"
         assert counts[1] == worthwhile(worths, None, 0.0, 20), "the library takes another number"

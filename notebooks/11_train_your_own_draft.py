@@ -60,7 +60,7 @@ figure_style()
 # can keep without changing its output. Nothing can go wrong with the output. What a bad draft costs is time: rejected guesses are wasted.
 #
 # So a draft has one virtue, **acceptance**: how often its guess is kept. A language model is usually trained to predict text. Is this the best way
-# to make a draft? There are three candidates for the loss, with $p$ the target's law of the next token, $q$ the draft's, and $y$ the token that
+# to make a draft? There are three candidates for the loss, with $p$ the target's distribution of the next token, $q$ the draft's, and $y$ the token that
 # stands in the text:
 #
 # | loss | formula | what it asks for |
@@ -81,7 +81,7 @@ figure_style()
 # ## By hand
 #
 # A draft is small: it cannot say everything that the target says. Take that to the extreme. There are three contexts, equally frequent, and a vocabulary
-# of three words. The target tells the contexts apart. The draft cannot: it has one law $q$ for all of them.
+# of three words. The target tells the contexts apart. The draft cannot: it has one distribution $q$ for all of them.
 #
 # | | red | green | blue |
 # |---|---|---|---|
@@ -105,8 +105,14 @@ toy = torch.tensor([[0.8, 0.1, 0.1], [0.8, 0.1, 0.1], [0.1, 0.1, 0.8]])
 wishes = {"KL": toy.mean(0), "TV": torch.tensor([0.8, 0.1, 0.1])}
 for name, q in wishes.items():
     kept = torch.minimum(toy, q).sum(-1)
-    print(name, "wants", [round(v, 3) for v in q.tolist()], "kept by context", [round(v, 3) for v in kept.tolist()],
-          f"mean {kept.mean():.3f}")
+    print(
+        name,
+        "wants",
+        [round(v, 3) for v in q.tolist()],
+        "kept by context",
+        [round(v, 3) for v in kept.tolist()],
+        f"mean {kept.mean():.3f}",
+    )
 assert torch.minimum(toy, wishes["TV"]).sum(-1).mean() > torch.minimum(toy, wishes["KL"]).sum(-1).mean()
 
 # %% [markdown]
@@ -148,12 +154,15 @@ text = Text(tokenize(tokenizer, learned_from), tokenize(tokenizer, measured_on),
 plan = Plan(steps=160, batch=4, context=32, lr=2e-3)
 windows = Windows(text.training, plan.context, plan.batch, seed=0)
 held_out = pack(text.held_out, context=64, rows=16).to(device)
-print(f"{len(text.training):,} tokens to learn from, of which {plan.steps * plan.batch * plan.context:,} are seen;"
-      f" {held_out.numel():,} to measure on")
+print(
+    f"{len(text.training):,} tokens to learn from, of which {plan.steps * plan.batch * plan.context:,} are seen;"
+    f" {held_out.numel():,} to measure on"
+)
 
 # %% [markdown]
 # Then the losses, and a training loop. The target reads each batch once, and all drafts learn from the same reading, so that they differ in the loss
 # alone. The optimizer is AdamW. The rate rises over the first 4% of the steps and falls to zero over the second half.
+
 
 # %%
 def ce(log_q, log_p, ids):
@@ -168,17 +177,17 @@ def tv(log_q, log_p, ids):
     return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1).mean()
 
 
-def log_law(model, ids):
+def log_distribution(model, ids):
     return F.log_softmax(model(input_ids=ids, use_cache=False).logits.float(), -1)
 
 
-said = log_law(target, held_out)  # what the target says does not change: once is enough
+said = log_distribution(target, held_out)  # what the target says does not change: once is enough
 
 
 @torch.no_grad()
 def acceptance(draft, ids=held_out, log_p=said):
     """1 - TV, which is acceptance at temperature 1, averaged over the places of a text."""
-    return 1 - tv(log_law(draft, ids), log_p, ids).item()
+    return 1 - tv(log_distribution(draft, ids), log_p, ids).item()
 
 
 def rate(step, steps):
@@ -205,9 +214,9 @@ def learn(drafts, losses, batches, steps, rule=adamw, every=20):
                 curve[name].append((step, acceptance(drafts[name])))
         ids = batches[step].to(device)
         with torch.no_grad():
-            log_p = log_law(target, ids)
+            log_p = log_distribution(target, ids)
         for name, draft in drafts.items():
-            loss = losses[name](log_law(draft, ids), log_p, ids)
+            loss = losses[name](log_distribution(draft, ids), log_p, ids)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
             for group in rules[name].param_groups:
@@ -292,6 +301,7 @@ for name, draft in drafts.items():
 # goes to another word. (It looks contrived. A draft whose tokens are numbered in another way than the target's is just that.) The dashed lines there are
 # plain gradient descent (SGD), which takes the slope as it is; AdamW divides every slope by the size it usually has. (Both cut gradients to length 1.)
 
+
 # %%
 def sure_and_wrong():
     draft = first_draft(target, 1).to(device)
@@ -321,8 +331,12 @@ def lines(axis, found, gap):
     height = -1.0
     for name in sorted(found, key=lambda name: found[name][-1][1]):
         colour, plain_descent = colours[name[:2]], name.endswith("SGD")
-        axis.plot(*zip(*found[name], strict=True), color=colour, marker="." if not plain_descent else "",
-                  linestyle="--" if plain_descent else "-")
+        axis.plot(
+            *zip(*found[name], strict=True),
+            color=colour,
+            marker="." if not plain_descent else "",
+            linestyle="--" if plain_descent else "-",
+        )
         step, value = found[name][-1]
         height = max(value, height + gap)  # names do not lie on one another
         axis.annotate(f" {name}", (step, height), color=colour, va="center")
@@ -342,7 +356,7 @@ plt.show()
 #
 # - **CE on the text falls first and has not come back.** The draft already knew something of the target. The text pulls it elsewhere, and one word a place is
 #   a noisy teacher. KL and TV hear the target's opinion of every word at every place.
-# - **KL and TV end close together.** The toy draft had to choose, since it had one law for all places. A draft of one layer is less poor than that.
+# - **KL and TV end close together.** The toy draft had to choose, since it had one distribution for all places. A draft of one layer is less poor than that.
 # - **From the wrong start TV is behind,** and under plain gradient descent it does not leave the floor, as computed by hand. AdamW hides much
 #   of this: where all slopes are small, it takes larger steps.
 #
@@ -363,7 +377,7 @@ few = [windows[0], windows[1]]
 repeated = {"KL": first_draft(target, 1).to(device)}
 learn(repeated, losses, {step: few[step % 2] for step in range(60)}, steps=60, every=60)
 trained_on = torch.cat(few).to(device)
-on_trained = acceptance(repeated["KL"], trained_on, log_law(target, trained_on))
+on_trained = acceptance(repeated["KL"], trained_on, log_distribution(target, trained_on))
 on_new = acceptance(repeated["KL"])
 print(f"on the 8 windows it was trained on: {on_trained:.1%}; on held-out text: {on_new:.1%}")
 assert on_trained > on_new
@@ -378,46 +392,48 @@ assert on_trained > on_new
 #
 # ## Takeaway
 #
-# > Train a draft on the target's law, not on the text. Rejection *is* total variation, so measure $1 - \mathrm{TV}$ on text that was never trained on.
+# > Train a draft on the target's distribution, not on the text. Rejection *is* total variation, so measure $1 - \mathrm{TV}$ on text that was never trained on.
 # > As a loss, TV needs a start that is not far off: KL gets it there, and the sum of both is a safe choice.
 #
 # ## Exercises
 #
-# ### 1. Which law does each loss want?
+# ### 1. Which distribution does each loss want?
 #
-# Three contexts, three words, one law $q$ for all, as in the toy table. Write `best(laws, weights, loss)`: search all $q$ on the grid of hundredths
-# for the one with the smallest weighted loss. `laws` is `[contexts, 3]`, `weights` sums to 1, `loss` is `"kl"` or `"tv"`; return $q$, three numbers.
+# Three contexts, three words, one distribution $q$ for all, as in the toy table. Write `best(distributions, weights, loss)`: search all $q$ on the grid of hundredths
+# for the one with the smallest weighted loss. `distributions` is `[contexts, 3]`, `weights` sums to 1, `loss` is `"kl"` or `"tv"`; return $q$, three numbers.
 # Let KL have only entries above zero to choose from.
+
 
 # %% tags=["check"]
 def check_1(candidate):
     even = torch.full((3,), 1 / 3)
-    for laws, weights in ((toy, even), (toy[[0, 2]], torch.tensor([0.3, 0.7]))):
-        q = torch.as_tensor(candidate(laws, weights, "kl")).float()
-        assert q.shape == (3,) and abs(q.sum().item() - 1) < 1e-5, "return a law: three numbers that sum to 1"
-        mean = (weights[:, None] * laws).sum(0)
+    for distributions, weights in ((toy, even), (toy[[0, 2]], torch.tensor([0.3, 0.7]))):
+        q = torch.as_tensor(candidate(distributions, weights, "kl")).float()
+        assert q.shape == (3,) and abs(q.sum().item() - 1) < 1e-5, "return a distribution: three numbers that sum to 1"
+        mean = (weights[:, None] * distributions).sum(0)
         assert (q - mean).abs().max() < 0.011, f"KL wants the mean {mean.tolist()}, yours is {q.tolist()}"
-        q = torch.as_tensor(candidate(laws, weights, "tv")).float()
-        kept = (weights * torch.minimum(laws, q).sum(-1)).sum()
+        q = torch.as_tensor(candidate(distributions, weights, "tv")).float()
+        kept = (weights * torch.minimum(distributions, q).sum(-1)).sum()
         others = torch.distributions.Dirichlet(torch.ones(3)).sample((2000,))
-        rivals = (weights * torch.minimum(laws, others[:, None]).sum(-1)).sum(-1)
+        rivals = (weights * torch.minimum(distributions, others[:, None]).sum(-1)).sum(-1)
         assert kept >= rivals.max() - 0.006, f"some q is kept more often: {rivals.max():.3f} against {kept:.3f}"
 
 
 # %% tags=["exercise"]
-def best(laws, weights, loss):
+def best(distributions, weights, loss):
     raise NotImplementedError("search the grid")
 
 
 attempt(check_1, best)
 
+
 # %% tags=["answer"]
-def best_on_grid(laws, weights, loss):
+def best_on_grid(distributions, weights, loss):
     steps = torch.arange(101)
     red, green = torch.meshgrid(steps, steps, indexing="ij")
     grid = torch.stack([red, green, 100 - red - green], -1).reshape(-1, 3)
     grid = grid[(grid[:, 2] >= 0) if loss == "tv" else (grid > 0).all(-1)] / 100
-    p, q = laws[None], grid[:, None]
+    p, q = distributions[None], grid[:, None]
     apart = 0.5 * (p - q).abs().sum(-1) if loss == "tv" else (p * (p / q).log()).sum(-1)
     return grid[(apart * weights).sum(-1).argmin()]
 
@@ -434,6 +450,7 @@ attempt(check_1, best_on_grid)
 # Write `mixed(ids, draw, rows, kept)`. `ids` is a batch `[B, T]`. In the first `rows` rows keep the first `kept` tokens and let the draft write the
 # others, one by one; the other rows stay as they are. `draw(ids)` gives the draft's next token for every row of `[b, t]`, as `[b]`. Do not change the batch
 # you were given, and draw no more often than you must.
+
 
 # %% tags=["check"]
 def check_2(candidate):
@@ -465,6 +482,7 @@ def mixed(ids, draw, rows, kept):
 
 attempt(check_2, mixed)
 
+
 # %% tags=["answer"]
 def mixed_batch(ids, draw, rows, kept):
     written = ids[:rows, :kept]
@@ -486,6 +504,7 @@ attempt(check_2, mixed_batch)
 # Held-out text must not be in the training text. Copies hide: the same function in two files, the same file under two names, with other spaces or another
 # header. Write `leaked(training, held_out, run)`: the indices of the held-out documents that have `run` consecutive words in common with
 # some training document. Words are what `str.split()` gives, so that white space does not hide anything.
+
 
 # %% tags=["check"]
 def check_3(candidate):
@@ -515,6 +534,7 @@ def leaked(training, held_out, run):
 
 attempt(check_3, leaked)
 
+
 # %% tags=["answer"]
 def runs(document, run):
     words = document.split()
@@ -526,7 +546,10 @@ def leaking(training, held_out, run):
     return [index for index, document in enumerate(held_out) if runs(document, run) & known]
 
 
-print("this notebook's own held-out files that share 20 words with its training text:", leaking(learned_from, measured_on, 20))
+print(
+    "this notebook's own held-out files that share 20 words with its training text:",
+    leaking(learned_from, measured_on, 20),
+)
 attempt(check_3, leaking)
 
 # %% [markdown]

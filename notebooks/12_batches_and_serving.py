@@ -132,11 +132,14 @@ text = model.generate(prompts, attention_mask=torch.ones_like(prompts), assisted
 with torch.no_grad():
     guesses = draft(input_ids=text).logits.argmax(-1)[:, prompts.shape[1] - 1 : -1]
 right = guesses.eq(text[:, prompts.shape[1] :])  # [rows, new tokens]: would the draft have guessed it?
-print(f"{ROWS} rows; guesses that are right, everywhere: {right.float().mean():.0%}, by row from"
-      f" {right.float().mean(1).min():.0%} to {right.float().mean(1).max():.0%}")
+print(
+    f"{ROWS} rows; guesses that are right, everywhere: {right.float().mean():.0%}, by row from"
+    f" {right.float().mean(1).min():.0%} to {right.float().mean(1).max():.0%}"
+)
 
 # %% [markdown]
 # Both ways can now be counted. `room` is what may still be drafted: the last token of a text is the target's own.
+
 
 # %%
 def agreed(row, place, room):
@@ -170,13 +173,14 @@ def rounds_in_step(rows, length):
 
 eight = range(8)
 print("rounds of 8 rows, each its own way:", rounds_ragged(eight, LENGTH))
-print("in step:", rounds_in_step(eight, LENGTH), "for all of them; plain decoding:", NEW - 1)
+print("in lockstep:", rounds_in_step(eight, LENGTH), "for all of them; plain decoding:", NEW - 1)
 
 # %% [markdown]
 # ## The library's call
 #
 # `generate` takes batches as always. Rows go their own ways: each has a length of its own in the cache, and a row that has ended is not computed any more. The
 # report counts a pass once for every row that takes part. That must be the sum of the rounds above, to the last pass.
+
 
 # %%
 def passes(rows, **more):
@@ -190,8 +194,9 @@ assert passes(eight) == sum(rounds_ragged(eight, LENGTH))
 print(model.report.target_passes, "passes of a row; tokens per pass", round(model.report.tokens_per_pass, 2))
 
 # %% [markdown]
-# The library, too, has to go in step sometimes: for instance when it is handed a logits processor that it does not know, since that may look at all rows
+# The library, too, has to go in lockstep sometimes: for instance when it is handed a logits processor that it does not know, since that may look at all rows
 # and wants to be shown each token once, in order. Here is one that does nothing at all.
+
 
 # %%
 class Unknown(LogitsProcessor):
@@ -208,6 +213,7 @@ print(model.report.target_passes, "passes of a row; tokens per pass", round(mode
 # Now the costs. Passes of both models are timed behind 64 tokens of context, run the way `generate` runs them here: with slots for keys and values and
 # a length for each row, which is not moved between the passes, so that each overwrites what the last one wrote. Costs are shown in units of the target's pass
 # over one token, since the machine is not yours. Passes take turns, and the fastest of all turns counts, since the machine may be busy.
+
 
 # %%
 def ready(network, rows):
@@ -240,12 +246,17 @@ with torch.no_grad():
             samples[kind, rows].append(pass_seconds(run, rows, columns))
 unit = min(samples["plain", 1])
 cost = {key: min(taken) / unit for key, taken in samples.items()}
-show(table(["rows", "plain pass", "verify pass, 5 columns", "draft pass"],
-           [(rows, cost["plain", rows], cost["verify", rows], cost["draft", rows]) for rows in SIZES]))
+show(
+    table(
+        ["rows", "plain pass", "verify pass, 5 columns", "draft pass"],
+        [(rows, cost["plain", rows], cost["verify", rows], cost["draft", rows]) for rows in SIZES],
+    )
+)
 
 # %% [markdown]
 # Then the two lines are fitted, $T(m) = t_0 + t_1 m$ to plain and verify passes together, $d_0 + d_1 B$ to the draft's. Each point is weighed by one over its
 # size, so that small passes count as much as large ones.
+
 
 # %%
 def line(points):
@@ -255,8 +266,9 @@ def line(points):
     return torch.linalg.lstsq(weights, torch.ones(len(y), 1, dtype=torch.float64)).solution[:, 0].tolist()
 
 
-t0, t1 = line([(rows, cost["plain", rows]) for rows in SIZES]
-              + [(rows * (LENGTH + 1), cost["verify", rows]) for rows in SIZES])
+t0, t1 = line(
+    [(rows, cost["plain", rows]) for rows in SIZES] + [(rows * (LENGTH + 1), cost["verify", rows]) for rows in SIZES]
+)
 d0, d1 = line([(rows, cost["draft", rows]) for rows in SIZES])
 fitted = dict(t0=t0, t1=t1, d0=d0, d1=d1)
 per_pass = {g: ROWS * (NEW - 1) / sum(rounds_ragged(range(ROWS), g)) for g in (1, 2, 4, 8)}
@@ -266,6 +278,7 @@ print("tokens per pass by draft length:", {g: round(value, 2) for g, value in pe
 # %% [markdown]
 # One more thing to compare with: the clock. The same loop runs whole calls, once with drafts of four tokens and once with a draft length that
 # never drafts. What reading the prompt takes is subtracted.
+
 
 # %%
 class Nothing(Length):
@@ -291,7 +304,10 @@ for turn in range(3):
     for name, rows in taken:
         taken[name, rows].append(call_seconds(rows, *runs[name]))
 best = {key: min(seconds) for key, seconds in taken.items()}
-by_clock = {rows: (best["plain", rows] - best["prompt", rows]) / (best["drafts", rows] - best["prompt", rows]) for rows in (1, 8, 32)}
+by_clock = {
+    rows: (best["plain", rows] - best["prompt", rows]) / (best["drafts", rows] - best["prompt", rows])
+    for rows in (1, 8, 32)
+}
 print("by the clock, on this machine:", {rows: round(value, 2) for rows, value in by_clock.items()})
 
 # %% [markdown]
@@ -299,11 +315,13 @@ print("by the clock, on this machine:", {rows: round(value, 2) for rows, value i
 #
 # On the left the speedup that the formula gives for these costs and counts, for drafts of 1, 2, 4 and 8 tokens. Dots: the same costs, added up
 # round by round for the first rows of the 32, drafts of 4. Crosses: the clock, drafts of 4. On the right tokens per pass, counted: the mean of all rows, a
-# dot for each batch, and what would be left in step.
+# dot for each batch, and what would be left in lockstep.
 
 # %%
 groups = {rows: [range(first, first + rows) for first in range(0, ROWS, rows)] for rows in SIZES}
-in_step = {rows: (NEW - 1) * len(each) / sum(rounds_in_step(one, LENGTH) for one in each) for rows, each in groups.items()}
+in_lockstep = {
+    rows: (NEW - 1) * len(each) / sum(rounds_in_step(one, LENGTH) for one in each) for rows, each in groups.items()
+}
 spread = {rows: [rows * (NEW - 1) / sum(rounds_ragged(one, LENGTH)) for one in each] for rows, each in groups.items()}
 
 
@@ -329,20 +347,32 @@ for g in reversed(per_pass):
     left.annotate(f" {g}", (sizes[-1], height), va="center", color=COLOURS["draft"])
 dots = [replayed(rows, LENGTH) for rows in SIZES]
 left.plot(SIZES, dots, "o", color=COLOURS["draft"], markersize=5)
-left.annotate("round by round", (4, dots[2]), xytext=(2, -12), textcoords="offset points", ha="right", color=COLOURS["draft"],
-              fontsize=8)
+left.annotate(
+    "round by round",
+    (4, dots[2]),
+    xytext=(2, -12),
+    textcoords="offset points",
+    ha="right",
+    color=COLOURS["draft"],
+    fontsize=8,
+)
 left.plot(list(by_clock), list(by_clock.values()), "x", color=COLOURS["accent"], markersize=8, markeredgewidth=2)
-left.annotate("clock", (32, by_clock[32]), xytext=(0, -15), textcoords="offset points", color=COLOURS["accent"], fontsize=8)
+left.annotate(
+    "clock", (32, by_clock[32]), xytext=(0, -15), textcoords="offset points", color=COLOURS["accent"], fontsize=8
+)
 left.axhline(1, color=COLOURS["plain"], linewidth=1.2)
 left.annotate("plain decoding", (0.9, 1), xytext=(0, -12), textcoords="offset points", color=COLOURS["plain"])
 left.set(title="speedup, drafts of 1, 2, 4, 8 tokens", xlabel="rows in a batch", ylim=(0, None), xlim=(0.8, 190))
 for rows, values in spread.items():
     right_axis.plot([rows] * len(values), values, ".", color=COLOURS["accepted"], alpha=0.4)
 right_axis.plot(SIZES, [per_pass[LENGTH]] * len(SIZES), color=COLOURS["accepted"])
-right_axis.plot(SIZES, list(in_step.values()), color=COLOURS["rejected"], marker="o", markersize=4)
-right_axis.annotate("ragged", (32, per_pass[LENGTH]), xytext=(0, 6), textcoords="offset points", ha="right",
-                    color=COLOURS["accepted"])
-right_axis.annotate("in step", (8, in_step[8]), xytext=(6, 4), textcoords="offset points", color=COLOURS["rejected"])
+right_axis.plot(SIZES, list(in_lockstep.values()), color=COLOURS["rejected"], marker="o", markersize=4)
+right_axis.annotate(
+    "ragged", (32, per_pass[LENGTH]), xytext=(0, 6), textcoords="offset points", ha="right", color=COLOURS["accepted"]
+)
+right_axis.annotate(
+    "in lockstep", (8, in_lockstep[8]), xytext=(6, 4), textcoords="offset points", color=COLOURS["rejected"]
+)
 right_axis.set(title="tokens per pass, drafts of 4", xlabel="rows in a batch", ylim=(0.8, None), xlim=(0.8, 40))
 for axis in (left, right_axis):
     axis.set_xscale("log", base=2)
@@ -358,7 +388,7 @@ plt.show()
 #   batches. A server fills their places with new requests, and is nearer to the line.
 # - **The clock follows the dots, not to the percent.** The formula leaves out what is done around the passes, attention over a text that grows, and what
 #   caches of the processor make of it all. Nothing here is asserted on times.
-# - **Ragged rows keep their tokens per pass; in step they lose them.** With 32 rows there is nearly always one whose first guess is wrong, and
+# - **Ragged rows keep their tokens per pass; in lockstep they lose them.** With 32 rows there is nearly always one whose first guess is wrong, and
 #   the batch goes on as if there were no draft, only dearer.
 #
 # What this one run cannot show: your crossover. On a GPU it may lie far to the right of this picture. It moves with $t_1/t_0$, which is small on an accelerator with a large model (there it takes dozens or hundreds of
@@ -370,7 +400,7 @@ plt.show()
 # the costs of its own passes, adds up what the rows of the batch gain, and stops where a column costs more than all rows together get from it. Where no
 # draft pays it decodes plainly and tries again now and then.
 #
-# **In step.** A target with recurrent layers (Mamba, linear attention) has one state for all rows, so its batches must go in step. Small batches
+# **In step.** A target with recurrent layers (Mamba, linear attention) has one state for all rows, so its batches must go in lockstep. Small batches
 # gain, large ones hardly.
 #
 # **With a draft that is itself dear for many rows.** $d_1$ grows with the draft's size as $t_1$ does with the target's.
@@ -408,11 +438,15 @@ with tempfile.TemporaryDirectory() as folder:
         same = load_eagle(Path(folder) / form, shipped)
         assert same.config.taps == head.config.taps and same.fc.weight.equal(head.fc.weight)
         inner = written.get("eagle_config", written)
-        print(f"{form:12} {written['architectures'][0]:24} layers it says it reads:", inner["eagle_aux_hidden_state_layer_ids"])
+        print(
+            f"{form:12} {written['architectures'][0]:24} layers it says it reads:",
+            inner["eagle_aux_hidden_state_layer_ids"],
+        )
 
 # %% [markdown]
 # The same head, and the two files name different layers. They count differently: `"speculators"` numbers hidden states, where 0 is the embedding; the other
 # numbers layers, where 0 is the first one. Read a file with the wrong convention and the head gets the states of the neighbouring layers. Does anything fail?
+
 
 # %%
 def with_taps(taps):
@@ -427,7 +461,9 @@ few = pack(tokenize(words, map(corpus.read, files[:8])), context=48, rows=16)
 full = torch.ones_like(few)
 plain = pair.generate(few, attention_mask=full, assisted=False, **call)
 for name, read in (("as trained", (2, 8, 13)), ("one layer off", (1, 7, 12)), ("far off", (13, 14, 15))):
-    drafting = AssistedModelForCausalLM.from_models(shipped, draft=Eagle(with_taps(read), tree=False), draft_length=LENGTH)
+    drafting = AssistedModelForCausalLM.from_models(
+        shipped, draft=Eagle(with_taps(read), tree=False), draft_length=LENGTH
+    )
     assert drafting.generate(few, attention_mask=full, **call).equal(plain)
     print(f"{name:14} {read!s:13} {drafting.report.tokens_per_pass:.2f} tokens per pass")
 
@@ -461,6 +497,7 @@ for name, read in (("as trained", (2, 8, 13)), ("one layer off", (1, 7, 12)), ("
 # Write `crossover(tokens, length, t0, t1, d0, d1)`: the batch size $B$, not rounded, at which $S(B) = 1$. Return 0 where drafting does not even pay for the
 # smallest batch, and `float("inf")` where it always pays.
 
+
 # %% tags=["check"]
 def check_1(candidate):
     found = candidate(3.36, 4, **toy)
@@ -488,6 +525,7 @@ def crossover(tokens, length, t0, t1, d0, d1):
 
 attempt(check_1, crossover)
 
+
 # %% tags=["answer"]
 # E (t0 + t1 B) = t0 + t1 (g + 1) B + g (d0 + d1 B): one side gains with the fixed part, the other pays by the row
 def crossing(tokens, length, t0, t1, d0, d1):
@@ -505,8 +543,9 @@ attempt(check_1, crossing)
 # %% [markdown]
 # ### 2. In step
 #
-# Let `survival[k]` be the probability that a row accepts at least `k + 1` tokens of its draft. The rows of a batch are independent and go in step.
+# Let `survival[k]` be the probability that a row accepts at least `k + 1` tokens of its draft. The rows of a batch are independent and go in lockstep.
 # Write `tokens_in_step(survival, rows)`: the expected number of tokens that a round gives to each row, the target's own included.
+
 
 # %% tags=["check"]
 def check_2(candidate):
@@ -529,6 +568,7 @@ def tokens_in_step(survival, rows):
 
 attempt(check_2, tokens_in_step)
 
+
 # %% tags=["answer"]
 # the expectation of a count is the sum over k of the chance that it is at least k
 def in_step_tokens(survival, rows):
@@ -538,7 +578,9 @@ def in_step_tokens(survival, rows):
 starts = [(row, place) for row in range(ROWS) for place in range(1, NEW - LENGTH)]
 lasting = [sum(agreed(row, place, LENGTH) > k for row, place in starts) / len(starts) for k in range(LENGTH)]
 for rows in SIZES:
-    print(f"{rows:2} rows: {in_step_tokens(lasting, rows):.2f} if rows were independent, {in_step[rows]:.2f} counted")
+    print(
+        f"{rows:2} rows: {in_step_tokens(lasting, rows):.2f} if rows were independent, {in_lockstep[rows]:.2f} counted"
+    )
 attempt(check_2, in_step_tokens)
 
 # %% [markdown]
@@ -550,6 +592,7 @@ attempt(check_2, in_step_tokens)
 # Write `taps(config, layers)`. `config` is what stands in `config.json` of an EAGLE-3 head, in either convention; `layers` is the number of layers of the
 # target. Return the tapped states as a tuple, counted as hidden states (0 is the embedding). In `eagle_config` layers are counted, at the top level hidden
 # states. Where neither says anything, it is `(2, layers // 2, layers - 3)`.
+
 
 # %% tags=["check"]
 def check_3(candidate):
@@ -572,6 +615,7 @@ def taps(config, layers):
 
 
 attempt(check_3, taps)
+
 
 # %% tags=["answer"]
 def tapped(config, layers):

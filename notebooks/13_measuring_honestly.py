@@ -442,7 +442,7 @@ attempt(check_2, honest)
 # ### 3. How many prompts?
 #
 # A pilot run on a few prompts gave a speedup for each. You want the mean speedup with a 95% interval of half-width h. The mean of n prompts has the standard error $s/\sqrt n$, with $s$ the standard
-# deviation over prompts, and 95% of a normal law lie within 1.96 standard errors. Write `prompts_needed(speedups, h)`: the smallest n, at least 1.
+# deviation over prompts, and 95% of a normal distribution lie within 1.96 standard errors. Write `prompts_needed(speedups, h)`: the smallest n, at least 1.
 
 
 # %% tags=["check"]
@@ -451,7 +451,9 @@ def check_3(candidate):
     n = candidate(pilot, 0.1)
     assert n == int(n), "a whole number of prompts"
     assert abs(candidate(pilot, 0.05) / n - 4) < 0.05, "half the width takes four times as many prompts"
-    assert abs(candidate([2 * s for s in pilot], 0.2) - n) <= 1, "twice the speedups and twice the width need the same n"
+    assert abs(candidate([2 * s for s in pilot], 0.2) - n) <= 1, (
+        "twice the speedups and twice the width need the same n"
+    )
     assert candidate([1.5, 1.5, 1.5], 0.1) == 1, "where all prompts agree one is enough"
     rng = np.random.default_rng(0)
     pilot = rng.gamma(4, 0.4, size=400)

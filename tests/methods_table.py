@@ -105,7 +105,7 @@ def cells(line: Line) -> list[str]:
         line.needs,
         {True: "yes", False: "no", None: "as its parts"}[spec.trained],
         "yes",
-        {True: "its law", False: "target's draws", None: "as its parts"}[spec.has_law],
+        {True: "its distribution", False: "target's draws", None: "as its parts"}[spec.has_q],
         trees,
     ]
 

@@ -61,7 +61,7 @@ class Source:
 
     Args:
         stretches: mean number of tokens of a predictable and of an unpredictable stretch.
-        confidences: parameters of the beta law of the draft's confidence in either.
+        confidences: parameters of the beta distribution of the draft's confidence in either.
         power: the target agrees with probability confidence ** power: above 1, the draft is too sure of itself.
         scale: and times this.
     """
@@ -88,8 +88,8 @@ PAIRS = (Pair(0.05, 0.01), Pair(0.3, 0.02), Pair(0.6, 0.05))
 Text = Sequence[tuple[float, bool]]
 
 
-def laws(confidences: Sequence[float]) -> torch.Tensor:
-    """[B, VOCABULARY] float32 laws whose largest probabilities these are."""
+def distributions(confidences: Sequence[float]) -> torch.Tensor:
+    """[B, VOCABULARY] float32 distributions whose largest probabilities these are."""
     top = torch.tensor(confidences)[:, None]
     return torch.cat([top, ((1 - top) / (VOCABULARY - 1)).expand(-1, VOCABULARY - 1)], 1)
 
@@ -175,9 +175,9 @@ def _draft(
         return 1, [budget if row in unfinished else 0 for row in range(len(texts))]
     going = [row in unfinished for row in range(len(texts))]
     for position in range(budget):
-        if length.needs_law:
+        if length.needs_q:
             ahead = [text[min(place + position, len(text) - 1)][0] for text, place in zip(texts, at, strict=True)]
-            wanted = length.go_on(position, laws(ahead), drawn).tolist()
+            wanted = length.go_on(position, distributions(ahead), drawn).tolist()
             going = [a and b for a, b in zip(going, wanted, strict=True)]
             if not any(going):
                 return position + 1, drafted

@@ -1,8 +1,8 @@
-"""The acceptance rules, checked against the law they must leave untouched.
+"""The acceptance rules, checked against the distribution they must leave untouched.
 
 Sampling cannot see an error of 1e-5, so the rules are enumerated: every drafted chain, every outcome of the uniforms,
-the law of the emitted token, completed with the target's law. The same enumeration must catch the classic mistakes
-(`MUTANTS`).
+the distribution of the emitted token, completed with the target's distribution. The same enumeration must catch the
+classic mistakes (`MUTANTS`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from assisted.acceptance import (
     block_probabilities,
     by_inversion,
     by_race,
-    emitted_law,
+    emitted_distribution,
     first_failure,
     last_success,
     match,
@@ -40,37 +40,44 @@ EXACT = 1e-12  # float64 rounding of a few hundred sums
 ALPHA = 1e-4  # seeds are fixed: these either pass for ever or show an error
 RULES = {"rejection": rejection, "block": block}
 
-# A law over sequences: tables[k] is [V^k, V], the next-token law after each prefix of k tokens (a base-V number).
+# A distribution over sequences: tables[k] is [V^k, V], the next-token distribution after each prefix of k tokens (a
+# base-V number).
 Tables = list[Tensor]
 
 
 def random_tables(depth: int, V: int, rng: torch.Generator, sharpness: float = 1.0, zeros: float = 0.0) -> Tables:
     tables = []
     for k in range(depth):
-        law = torch.empty(V**k, V, dtype=torch.float64).exponential_(generator=rng) ** sharpness
-        dropped = torch.rand(law.shape, generator=rng) < zeros
-        dropped[torch.arange(len(law)), law.argmax(-1)] = False
-        tables.append(normalised(law.masked_fill(dropped, 0)))
+        distribution = torch.empty(V**k, V, dtype=torch.float64).exponential_(generator=rng) ** sharpness
+        dropped = torch.rand(distribution.shape, generator=rng) < zeros
+        dropped[torch.arange(len(distribution)), distribution.argmax(-1)] = False
+        tables.append(normalised(distribution.masked_fill(dropped, 0)))
     return tables
 
 
-def normalised(law: Tensor) -> Tensor:
-    return law / law.sum(-1, keepdim=True)
+def normalised(distribution: Tensor) -> Tensor:
+    return distribution / distribution.sum(-1, keepdim=True)
 
 
 def one_hot(tables: Tables) -> Tables:
-    return [torch.nn.functional.one_hot(law.argmax(-1), law.shape[-1]).to(law.dtype) for law in tables]
+    return [
+        torch.nn.functional.one_hot(distribution.argmax(-1), distribution.shape[-1]).to(distribution.dtype)
+        for distribution in tables
+    ]
 
 
 def top_k(tables: Tables, k: int) -> Tables:
-    return [normalised(law.where(law >= law.topk(k).values[:, -1:], 0)) for law in tables]
+    return [
+        normalised(distribution.where(distribution >= distribution.topk(k).values[:, -1:], 0))
+        for distribution in tables
+    ]
 
 
 def halves(tables: Tables, first: bool) -> Tables:
     """All mass on the first half of the vocabulary, or on the rest."""
     V = tables[0].shape[-1]
     inside = (torch.arange(V) < V // 2) == first
-    return [normalised(law.where(inside, 0)) for law in tables]
+    return [normalised(distribution.where(inside, 0)) for distribution in tables]
 
 
 def all_chains(g: int, V: int) -> Tensor:
@@ -86,29 +93,29 @@ def prefix(chains: Tensor, k: int, V: int) -> Tensor:
 
 
 def along(tables: Tables, chains: Tensor) -> Tensor:
-    """[B, depth, V]: the laws met along each chain."""
+    """[B, depth, V]: the distributions met along each chain."""
     V = tables[0].shape[-1]
-    laws = [table[prefix(chains, k, V)] for k, table in enumerate(tables)]
-    return torch.stack(laws, 1) if laws else torch.zeros(len(chains), 0, V, dtype=torch.float64)
+    distributions = [table[prefix(chains, k, V)] for k, table in enumerate(tables)]
+    return torch.stack(distributions, 1) if distributions else torch.zeros(len(chains), 0, V, dtype=torch.float64)
 
 
-def chosen(laws: Tensor, chains: Tensor) -> Tensor:
-    """[B, g]: the probability of each drafted token under laws [B, g, V]."""
-    return laws.gather(-1, chains.unsqueeze(-1)).squeeze(-1)
+def chosen(distributions: Tensor, chains: Tensor) -> Tensor:
+    """[B, g]: the probability of each drafted token under distributions [B, g, V]."""
+    return distributions.gather(-1, chains.unsqueeze(-1)).squeeze(-1)
 
 
 def completed(mass: Tables, target: Tables) -> Tensor:
-    """Mass left after 1, 2, ... tokens (mass[k]: [V^k]), completed with the target's law to its whole depth."""
+    """Mass left after 1, 2, ... tokens (mass[k]: [V^k]), completed with the target's distribution to its whole depth."""
     for k in range(1, len(target)):
         mass[k + 1] += (mass[k].unsqueeze(-1) * target[k]).flatten()
     return mass[-1]
 
 
 def joint(target: Tables) -> Tensor:
-    law = torch.ones(1, dtype=torch.float64)
+    distribution = torch.ones(1, dtype=torch.float64)
     for table in target:
-        law = (law.unsqueeze(-1) * table).flatten()
-    return law
+        distribution = (distribution.unsqueeze(-1) * table).flatten()
+    return distribution
 
 
 def matched(tokens: Tensor, lengths: Tensor, choice: Tensor) -> acceptance.Verdict:
@@ -134,11 +141,11 @@ class Rule:
     probabilities: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """(tokens, lengths, p, q) -> [B, n]"""
     decide: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """(tokens, lengths, p, q, uniforms) -> accepted [B], law of the emitted token [B, V]"""
+    """(tokens, lengths, p, q, uniforms) -> accepted [B], distribution of the emitted token [B, V]"""
 
 
 def shipped(rule: Callable[..., acceptance.Verdict]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The public function itself, given its uniforms, and caught handing its law to `sample`."""
+    """The public function itself, given its uniforms, and caught handing its distribution to `sample`."""
 
     def decide(tokens: Tensor, lengths: Tensor, p: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         with (
@@ -163,7 +170,7 @@ class Outcomes:
     chains: Tensor  # [B, g]
     probability: Tensor  # [B]
     accepted: Tensor  # [B]
-    law: Tensor  # [B, V]
+    distribution: Tensor  # [B, V]
 
 
 def enumerate_rule(
@@ -187,22 +194,22 @@ def enumerate_rule(
     q = q.masked_fill(padding.unsqueeze(-1), torch.nan)
 
     a = rule.probabilities(tokens, lengths, p, q).masked_fill(padding, 0.5)
-    accepted, law = rule.decide(tokens, lengths, p, q, torch.where(success, 0.0, 1.0).double())
+    accepted, distribution = rule.decide(tokens, lengths, p, q, torch.where(success, 0.0, 1.0).double())
     assert ((a >= 0) & (a <= 1))[weight > 0].all()
     assert (accepted <= lengths).all() and not padding.gather(1, (accepted - 1).clamp(min=0).unsqueeze(-1))[
         accepted > 0
     ].any()
-    return Outcomes(chains, weight * torch.where(success, a, 1 - a).prod(-1), accepted, law)
+    return Outcomes(chains, weight * torch.where(success, a, 1 - a).prod(-1), accepted, distribution)
 
 
 def output_error(rule: Rule, target: Tables, drawn: Tables, **kwargs: Tensor | Tables) -> float:
-    """TV between the law of the first g+1 tokens of the output and the target's own."""
+    """TV between the distribution of the first g+1 tokens of the output and the target's own."""
     outcomes = enumerate_rule(rule, target, drawn, **kwargs)  # type: ignore[arg-type]
     V = target[0].shape[-1]
     mass = [torch.zeros(V**k, dtype=torch.float64) for k in range(len(target) + 1)]
     for k in range(len(drawn) + 1):
         rows = (outcomes.accepted == k) & (outcomes.probability > 0)
-        emitted = outcomes.probability[rows].unsqueeze(-1) * outcomes.law[rows]  # [rows, V]
+        emitted = outcomes.probability[rows].unsqueeze(-1) * outcomes.distribution[rows]  # [rows, V]
         first = prefix(outcomes.chains[rows], k, V).unsqueeze(-1) * V
         mass[k + 1].index_add_(0, (first + torch.arange(V)).flatten(), emitted.flatten())
     return tv(completed(mass, target), joint(target))
@@ -217,7 +224,7 @@ LAWS = ["random", "sharp", "zeros", "one-hot draft", "one-hot target", "identica
 LAWS += ["truncated draft", "truncated target", "uniform draft", "one token shared"]
 
 
-def pair_of_laws(kind: str, V: int, g: int, seed: int) -> tuple[Tables, Tables]:
+def pair_of_distributions(kind: str, V: int, g: int, seed: int) -> tuple[Tables, Tables]:
     """Target to depth g+1, draft to depth g."""
     rng = torch.Generator().manual_seed(1000 * seed + 10 * V + g)
     sharpness = 6.0 if kind == "sharp" else 1.0
@@ -231,7 +238,7 @@ def pair_of_laws(kind: str, V: int, g: int, seed: int) -> tuple[Tables, Tables]:
         case "identical":
             q = p
         case "nearly identical":
-            q = [normalised(law * (1 + 1e-9 * noise)) for law, noise in zip(p, q, strict=True)]
+            q = [normalised(distribution * (1 + 1e-9 * noise)) for distribution, noise in zip(p, q, strict=True)]
         case "disjoint":
             p, q = halves(p, True), halves(q, False)
         case "truncated draft":
@@ -239,10 +246,14 @@ def pair_of_laws(kind: str, V: int, g: int, seed: int) -> tuple[Tables, Tables]:
         case "truncated target":
             p = top_k(p, 2)
         case "uniform draft":
-            q = [torch.full_like(law, 1 / V) for law in q]
+            q = [torch.full_like(distribution, 1 / V) for distribution in q]
         case "one token shared":
-            p = [normalised(law + half) for law, half in zip(one_hot(p), halves(p, True), strict=True)]
-            q = [normalised(law + half) for law, half in zip(one_hot(p), halves(q, False), strict=True)]
+            p = [
+                normalised(distribution + half) for distribution, half in zip(one_hot(p), halves(p, True), strict=True)
+            ]
+            q = [
+                normalised(distribution + half) for distribution, half in zip(one_hot(p), halves(q, False), strict=True)
+            ]
     return p, q[:g]
 
 
@@ -258,18 +269,18 @@ def stopped_lengths(V: int, g: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("rule", EXACT_RULES)
 @pytest.mark.parametrize("kind", LAWS)
-def test_output_law_is_the_targets(rule: str, kind: str) -> None:
+def test_output_distribution_is_the_targets(rule: str, kind: str) -> None:
     for V, g, seed in itertools.product([3, 4, 5], [1, 2, 3], range(3)):
-        target, draft = pair_of_laws(kind, V, g, seed)
+        target, draft = pair_of_distributions(kind, V, g, seed)
         assert output_error(EXACT_RULES[rule], target, draft) < EXACT, (V, g, seed)
 
 
 @pytest.mark.parametrize("rule", EXACT_RULES)
 @pytest.mark.parametrize("kind", LAWS)
-def test_output_law_is_the_targets_on_ragged_chains(rule: str, kind: str) -> None:
+def test_output_distribution_is_the_targets_on_ragged_chains(rule: str, kind: str) -> None:
     V, g = 4, 3
     for seed in range(3):
-        target, draft = pair_of_laws(kind, V, g, seed)
+        target, draft = pair_of_distributions(kind, V, g, seed)
         for length in range(g):
             lengths = torch.full((V**g,), length)
             assert output_error(EXACT_RULES[rule], target, draft, lengths=lengths) < EXACT
@@ -279,9 +290,9 @@ def test_output_law_is_the_targets_on_ragged_chains(rule: str, kind: str) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_output_law_is_the_targets_on_any_laws(data: st.DataObject) -> None:
+def test_output_distribution_is_the_targets_on_any_distributions(data: st.DataObject) -> None:
     V, g = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 2))
-    # few distinct weights, so that ties, zeros and equal laws are common
+    # few distinct weights, so that ties, zeros and equal distributions are common
     weights = st.lists(st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 1e-9]), min_size=V, max_size=V).filter(any)
 
     def tables(depth: int) -> Tables:
@@ -300,21 +311,21 @@ FIRST_FAILURE_BLOCK = Rule(
     BLOCK.probabilities,
     lambda tokens, lengths, p, q, u: (
         accepted := first_failure(BLOCK.probabilities(tokens, lengths, p, q), u, lengths),
-        emitted_law(p, q, block_probabilities(tokens, lengths, p, q)[1], accepted, lengths),
+        emitted_distribution(p, q, block_probabilities(tokens, lengths, p, q)[1], accepted, lengths),
     ),
 )
 UNWEIGHTED_BLOCK = Rule(
     BLOCK.probabilities,
     lambda tokens, lengths, p, q, u: (
         accepted := last_success(BLOCK.probabilities(tokens, lengths, p, q), u, lengths),
-        emitted_law(p, q, torch.ones_like(p[..., 0]), accepted, lengths),
+        emitted_distribution(p, q, torch.ones_like(p[..., 0]), accepted, lengths),
     ),
 )
 
 
 def block_mutant_error(mutant: Rule) -> float:
-    """The largest error over a few random laws; the same laws are exact under the true rule."""
-    pairs = [pair_of_laws(kind, 4, 3, seed) for kind in ("random", "sharp") for seed in range(5)]
+    """The largest error over a few random distributions; the same distributions are exact under the true rule."""
+    pairs = [pair_of_distributions(kind, 4, 3, seed) for kind in ("random", "sharp") for seed in range(5)]
     assert max(output_error(BLOCK, *pair) for pair in pairs) < EXACT
     return max(output_error(mutant, *pair) for pair in pairs)
 
@@ -328,16 +339,16 @@ def softmax_for_argmax_error(rule: Rule) -> float:
 
 
 def unfiltered_q_error(rule: Rule) -> float:
-    """The draft samples from its top 2 and reports the law before the filter."""
-    target, draft = pair_of_laws("uniform draft", 5, 2, 0)
-    draft = [normalised(law + 0.1 * torch.arange(5)) for law in draft]
+    """The draft samples from its top 2 and reports the distribution before the filter."""
+    target, draft = pair_of_distributions("uniform draft", 5, 2, 0)
+    draft = [normalised(distribution + 0.1 * torch.arange(5)) for distribution in draft]
     assert output_error(rule, target, top_k(draft, 2)) < EXACT
     return output_error(rule, target, top_k(draft, 2), claimed=draft)
 
 
 def anticipation_error(rule: Rule) -> float:
     """The draft drops a token it drew, because of that token's own low probability, and proposes what came before."""
-    target, draft = pair_of_laws("identical", 4, 2, 1)
+    target, draft = pair_of_distributions("identical", 4, 2, 1)
     chains = all_chains(2, 4)
     dropped = chosen(along(draft, chains), chains) < 0.3
     return output_error(rule, target, draft, lengths=(~dropped).long().cumprod(-1).sum(-1))
@@ -381,7 +392,7 @@ def test_block_never_accepts_fewer_than_rejection(pair: tuple[Tables, Tables]) -
 
 
 def test_block_can_accept_more_than_rejection() -> None:
-    pair = pair_of_laws("random", 4, 3, 0)
+    pair = pair_of_distributions("random", 4, 3, 0)
     assert expected_accepted(BLOCK, *pair) > expected_accepted(REJECTION, *pair) + 0.01
 
 
@@ -396,28 +407,30 @@ def test_rejection_accepts_with_one_minus_tv(pair: tuple[Tables, Tables]) -> Non
 
 @pytest.mark.parametrize("seed", range(5))
 def test_one_hot_q_makes_all_rules_one(seed: int) -> None:
-    """Per chain, the joint law of (tokens kept, token emitted) under rejection, block and sample-match."""
+    """Per chain, the joint distribution of (tokens kept, token emitted) under rejection, block and sample-match."""
     V, g = 4, 3
-    target, _ = pair_of_laws("random", V, g, seed)
+    target, _ = pair_of_distributions("random", V, g, seed)
     chain = all_chains(g, V)[13 * seed : 13 * seed + 1]
     draft = [torch.nn.functional.one_hot(chain[:, k], V).double().expand(V**k, V) for k in range(g)]
-    laws = []
+    distributions = []
     for rule in EXACT_RULES.values():
         outcomes = enumerate_rule(rule, target, draft)
-        law = torch.zeros(g + 1, V, dtype=torch.float64)
-        laws.append(law.index_add(0, outcomes.accepted, outcomes.probability.unsqueeze(-1) * outcomes.law))
+        distribution = torch.zeros(g + 1, V, dtype=torch.float64)
+        distributions.append(
+            distribution.index_add(0, outcomes.accepted, outcomes.probability.unsqueeze(-1) * outcomes.distribution)
+        )
     draws = all_chains(g + 1, V)
     rows = len(draws)
     verdict = matched(chain.expand(rows, g), torch.full((rows,), g), draws)
     weight = chosen(along(target, chain).expand(rows, g + 1, V), draws).prod(-1)
     of_match = torch.zeros(g + 1, V, dtype=torch.float64)
     of_match.index_put_((verdict.accepted, verdict.token), weight, accumulate=True)
-    for law in laws:
-        torch.testing.assert_close(law, of_match, rtol=0, atol=EXACT)
+    for distribution in distributions:
+        torch.testing.assert_close(distribution, of_match, rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_hot_laws_are_greedy(rule: str) -> None:
+def test_one_hot_distributions_are_greedy(rule: str) -> None:
     V, g, B = 3, 4, 500
     rng = torch.Generator().manual_seed(0)
     choice = torch.randint(V, (B, g + 1), generator=rng)
@@ -492,13 +505,13 @@ def test_sample_match_is_lossless(tree: str) -> None:
     to_node: list[list[int]] = [[]]  # the tokens that lead to each slot, root first
     for token, parent in zip(tokens, parents, strict=True):
         to_node.append([*to_node[parent + 1], token])
-    laws = []
+    distributions = []
     for prefix_tokens in to_node:
         number = prefix(torch.tensor([prefix_tokens], dtype=torch.int64), len(prefix_tokens), V)
-        laws.append(target[len(prefix_tokens)][number][0])
+        distributions.append(target[len(prefix_tokens)][number][0])
     draws = all_chains(n + 1, V)
     rows = len(draws)
-    weight = chosen(torch.stack(laws).expand(rows, n + 1, V), draws).prod(-1)
+    weight = chosen(torch.stack(distributions).expand(rows, n + 1, V), draws).prod(-1)
     mass = [torch.zeros(V**k, dtype=torch.float64) for k in range(depth + 1)]
     for b in range(rows):
         path, emitted = match_tree(tokens, parents, draws[b].tolist())
@@ -512,10 +525,10 @@ def test_sample_match_is_lossless(tree: str) -> None:
 # The parts
 
 
-def p_value(counts: Tensor, law: Tensor) -> float:
-    """Chi-square of counts [m] against law [m], rare outcomes in one bin. What has probability 0 must not occur."""
-    assert counts[law == 0].sum() == 0
-    expected = normalised(law) * counts.sum()
+def p_value(counts: Tensor, distribution: Tensor) -> float:
+    """Chi-square of counts [m] against distribution [m], rare outcomes in one bin. What has probability 0 must not occur."""
+    assert counts[distribution == 0].sum() == 0
+    expected = normalised(distribution) * counts.sum()
     rare = expected < 5
     observed = torch.cat([counts[~rare], counts[rare].sum().unsqueeze(0)]).double()
     expected = torch.cat([expected[~rare], expected[rare].sum().unsqueeze(0)])
@@ -526,41 +539,41 @@ either_way = pytest.mark.parametrize("sample", [by_race, by_inversion], ids=["ra
 
 
 @either_way
-def test_sample_follows_the_law(sample: Callable[..., Tensor]) -> None:
-    law = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
-    counts = sample(law.expand(200_000, 5), torch.Generator().manual_seed(0)).bincount(minlength=5)
-    assert p_value(counts, law.double()) > ALPHA
+def test_sample_follows_the_distribution(sample: Callable[..., Tensor]) -> None:
+    distribution = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    counts = sample(distribution.expand(200_000, 5), torch.Generator().manual_seed(0)).bincount(minlength=5)
+    assert p_value(counts, distribution.double()) > ALPHA
 
 
 @either_way
 def test_sample_of_unnormalised_rows_of_any_rank(sample: Callable[..., Tensor]) -> None:
-    law = torch.tensor([[[0.0, 1e-30], [7.0, 0.0]], [[0.0, 3.0], [0.0, 0.0]]])
-    drawn = sample(law)
+    distribution = torch.tensor([[[0.0, 1e-30], [7.0, 0.0]], [[0.0, 3.0], [0.0, 0.0]]])
+    drawn = sample(distribution)
     assert drawn.dtype == torch.int64
     assert drawn.tolist() == [[1, 0], [1, 0]]
 
 
 def test_sample_never_draws_probability_zero_when_the_race_ties() -> None:
     """E = 0 gives 0/0, and argmax prefers NaN."""
-    law = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 1.0]])
+    distribution = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 1.0]])
     with mock.patch.object(torch.Tensor, "exponential_", lambda self, generator=None: self.zero_()):
-        assert (law.gather(-1, by_race(law).unsqueeze(-1)) > 0).all()
+        assert (distribution.gather(-1, by_race(distribution).unsqueeze(-1)) > 0).all()
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
 def test_inversion_never_draws_probability_zero(u: float) -> None:
     """Not for the least and the largest number there is, whatever the mass of the row."""
     generator = torch.Generator().manual_seed(0)
-    law = torch.rand(500, 40, generator=generator).square() * torch.rand(500, 1, generator=generator)
-    law = law.where(torch.rand(law.shape, generator=generator) < 0.3, 0)
-    law[:, 0] = law[:, -1] = 0
-    law = law[law.sum(-1) > 0]
+    distribution = torch.rand(500, 40, generator=generator).square() * torch.rand(500, 1, generator=generator)
+    distribution = distribution.where(torch.rand(distribution.shape, generator=generator) < 0.3, 0)
+    distribution[:, 0] = distribution[:, -1] = 0
+    distribution = distribution[distribution.sum(-1) > 0]
     with mock.patch.object(torch, "rand", lambda shape, **kwargs: torch.full(shape, u, dtype=kwargs["dtype"])):
-        drawn = by_inversion(law)
-    assert (law.gather(-1, drawn.unsqueeze(-1)) > 0).all()
+        drawn = by_inversion(distribution)
+    assert (distribution.gather(-1, drawn.unsqueeze(-1)) > 0).all()
     edge = {0.0: 0, 1 - 2**-53: -1}.get(u)
     if edge is not None:
-        assert drawn.tolist() == [row.nonzero()[edge].item() for row in law]
+        assert drawn.tolist() == [row.nonzero()[edge].item() for row in distribution]
 
 
 def test_residual() -> None:
@@ -600,7 +613,8 @@ def test_drawn_output_follows_the_target(rule: str, dtype: torch.dtype, kind: st
     V, g, B = 4, 3, 200_000
     rng = torch.Generator().manual_seed(1)
     target, draft = (
-        [law.to(dtype) for law in tables] for tables in pair_of_laws(kind, V, g, seed=2 if kind == "random" else 0)
+        [distribution.to(dtype) for distribution in tables]
+        for tables in pair_of_distributions(kind, V, g, seed=2 if kind == "random" else 0)
     )
     tokens = torch.zeros(B, g, dtype=torch.int64)
     for k in range(g):
@@ -615,14 +629,14 @@ def test_drawn_output_follows_the_target(rule: str, dtype: torch.dtype, kind: st
         rest = sample(target[k][prefix(output, k, V)], rng)
         output[:, k] = torch.where(verdict.accepted > k, kept, rest).where(verdict.accepted != k, verdict.token)
     counts = prefix(output, g + 1, V).bincount(minlength=V ** (g + 1))
-    assert p_value(counts, joint([law.double() for law in target])) > ALPHA
+    assert p_value(counts, joint([distribution.double() for distribution in target])) > ALPHA
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rows_do_not_touch_each_other(rule: str) -> None:
     """The same uniforms and draws, other neighbours and other padding: the same verdict."""
     V, g = 5, 3
-    target, draft = pair_of_laws("random", V, g, 0)
+    target, draft = pair_of_distributions("random", V, g, 0)
     tokens = all_chains(g, V)
     B = len(tokens)
     lengths = torch.arange(B) % (g + 1)
@@ -652,11 +666,13 @@ def test_nothing_drafted(rule: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dtype_is_kept(dtype: torch.dtype) -> None:
-    target, draft = ([law.to(dtype) for law in tables] for tables in pair_of_laws("random", 3, 2, 0))
+    target, draft = (
+        [distribution.to(dtype) for distribution in tables] for tables in pair_of_distributions("random", 3, 2, 0)
+    )
     tokens = all_chains(2, 3)
     p, q, lengths = along(target, tokens), along(draft, tokens), torch.full((9,), 2)
     h, weights = block_probabilities(tokens, lengths, p, q)
     accept = rejection_probabilities(tokens, p, q)
-    law = emitted_law(p, q, weights, torch.zeros_like(lengths), lengths)
-    for tensor in (h, weights, accept, law, acceptance.uniforms(h)):
+    distribution = emitted_distribution(p, q, weights, torch.zeros_like(lengths), lengths)
+    for tensor in (h, weights, accept, distribution, acceptance.uniforms(h)):
         assert tensor.dtype == dtype

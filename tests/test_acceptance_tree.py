@@ -1,7 +1,7 @@
-"""Several candidates at one node: the rules for token trees, checked against the law they must leave untouched.
+"""Several candidates at one node: the rules for token trees, checked against the distribution they must leave untouched.
 
-As in test_acceptance.py: every drafted tree, every outcome of the uniforms, the law of the emitted token, completed with
-the target's law. The same enumeration must catch the classic mistakes (`MUTANTS`).
+As in test_acceptance.py: every drafted tree, every outcome of the uniforms, the distribution of the emitted token,
+completed with the target's distribution. The same enumeration must catch the classic mistakes (`MUTANTS`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from test_acceptance import (
     normalised,
     one_hot,
     p_value,
-    pair_of_laws,
+    pair_of_distributions,
     prefix,
     random_tables,
     tv,
@@ -58,58 +58,59 @@ def nodes(draft: Draft, V: int) -> Tensor:
     return found
 
 
-def laws_after(draft: Draft, tables: Tables) -> Tensor:
-    """[B, n+1, V]: the law at the root and after each node."""
+def distributions_after(draft: Draft, tables: Tables) -> Tensor:
+    """[B, n+1, V]: the distribution at the root and after each node."""
     return torch.cat(tables)[nodes(draft, tables[0].shape[-1])]
 
 
-def laws_before(draft: Draft, tables: Tables) -> Tensor:
-    """[B, n, V]: the law at each node's parent."""
+def distributions_before(draft: Draft, tables: Tables) -> Tensor:
+    """[B, n, V]: the distribution at each node's parent."""
     found = nodes(draft, tables[0].shape[-1]).gather(1, (draft.parents + 1).clamp(min=0))
     return torch.cat(tables)[found]
 
 
 def drawn_trees(parents: list[int], tables: Tables, replacement: bool) -> Drafted:
-    """All assignments of tokens to a tree of a fixed shape whose siblings are drawn one after the other from one law."""
+    """All assignments of tokens to a tree of a fixed shape whose siblings are drawn one after the other from one
+    distribution."""
     V, n = tables[0].shape[-1], len(parents)
     tokens = torch.tensor(list(itertools.product(range(V), repeat=n))).reshape(V**n, n)
     draft = Draft(tokens, torch.full((V**n,), n), parents=torch.tensor(parents).expand(V**n, n))
-    full = q = laws_before(draft, tables)
+    full = q = distributions_before(draft, tables)
     if not replacement:
         q = taken_out(draft.tokens, draft.parents, draft.lengths, q)
     weight = torch.ones(V**n, dtype=torch.float64)
     for node in range(n):
-        law = full[:, node].clone()
+        distribution = full[:, node].clone()
         for older in range(node) if not replacement else ():
             if parents[older] == parents[node]:
-                law.scatter_(1, tokens[:, older : older + 1], 0)
-        law[law.sum(-1) == 0, 0] = 1  # nothing is left to draw from: some token that does not count
-        weight *= normalised(law).gather(1, tokens[:, node : node + 1])[:, 0]
+                distribution.scatter_(1, tokens[:, older : older + 1], 0)
+        distribution[distribution.sum(-1) == 0, 0] = 1  # nothing is left to draw from: some token that does not count
+        weight *= normalised(distribution).gather(1, tokens[:, node : node + 1])[:, 0]
     return Drafted(replace(draft, q=q), weight)
 
 
 def merged_chains(*members: tuple[Tables, bool]) -> Drafted:
-    """All chains of several drafters, merged; those that say False are certain of theirs (tables of one-hot laws) and bring
-    no q."""
+    """All chains of several drafters, merged; those that say False are certain of theirs (tables of one-hot
+    distributions) and bring no q."""
     V = members[0][0][0].shape[-1]
     chains = [torch.tensor(list(itertools.product(range(V), repeat=len(tables)))) for tables, _ in members]
     picks = torch.tensor(list(itertools.product(*(range(len(c)) for c in chains))))
     weight = torch.ones(len(picks), dtype=torch.float64)
     drafts = []
-    for place, (tables, has_law) in enumerate(members):
+    for place, (tables, has_q) in enumerate(members):
         tokens = chains[place][picks[:, place]]
         q = along(tables, tokens)
         weight *= chosen(q, tokens).prod(-1)
-        drafts.append(Draft(tokens, torch.full((len(picks),), tokens.shape[1]), q if has_law else None))
+        drafts.append(Draft(tokens, torch.full((len(picks),), tokens.shape[1]), q if has_q else None))
     possible = weight > 0
     some = [Draft(d.tokens[possible], d.lengths[possible], None if d.q is None else d.q[possible]) for d in drafts]
     return Drafted(merge(some), weight[possible])
 
 
 def outcomes(drafted: Drafted, target: Tables, walk: Walk | None = None) -> tuple[Tensor, Tensor, Tensor, Draft]:
-    """Every (tree, pattern of successes): its probability, the nodes kept, the law of the emitted token, its tree.
+    """Every (tree, pattern of successes): its probability, the nodes kept, the distribution of the emitted token, its tree.
 
-    walk: a rule in the form of `tree_walk`; None takes the public function, caught handing its law to `sample`.
+    walk: a rule in the form of `tree_walk`; None takes the public function, caught handing its distribution to `sample`.
     """
     n = drafted.draft.width
     patterns = torch.tensor(list(itertools.product([True, False], repeat=n))).reshape(2**n, n)
@@ -117,39 +118,46 @@ def outcomes(drafted: Drafted, target: Tables, walk: Walk | None = None) -> tupl
     success = patterns.repeat(len(draft.tokens), 1)
     tokens, parents, lengths, p, q, weight = (
         x.repeat_interleave(copies, 0)
-        for x in (draft.tokens, draft.parents, draft.lengths, laws_after(draft, target), draft.q, drafted.weight)
+        for x in (
+            draft.tokens,
+            draft.parents,
+            draft.lengths,
+            distributions_after(draft, target),
+            draft.q,
+            drafted.weight,
+        )
     )
     # what stands in the padding must not matter
     padding = torch.arange(n) >= lengths[:, None]
     tokens, parents = tokens.masked_fill(padding, -1), parents.masked_fill(padding, -1)
     p[:, 1:][padding] = q[padding] = torch.nan
     u = torch.where(success, 0.0, 1.0).double()
-    kept, law, accept = (walk or tree_walk)(tokens, parents, lengths, p, q, u)
+    kept, distribution, accept = (walk or tree_walk)(tokens, parents, lengths, p, q, u)
     if walk is None:
         with (
             mock.patch.object(acceptance, "uniforms", return_value=u),
             mock.patch.object(acceptance, "sample", return_value=lengths) as drawn,
         ):
             path, verdict = rejection_tree(tokens, parents, lengths, p, q)
-        assert (verdict.accepted == kept.sum(-1)).all() and (drawn.call_args.args[0] == law).all()
+        assert (verdict.accepted == kept.sum(-1)).all() and (drawn.call_args.args[0] == distribution).all()
         on_path = path.clamp(min=0)
         assert kept.gather(1, on_path)[path >= 0].all() and ((path >= 0).sum(-1) == verdict.accepted).all()
         assert (path.diff(dim=1) > 0)[path[:, 1:] >= 0].all()
     assert ((accept >= 0) & (accept <= 1)).all() and not kept[padding].any()
     probability = weight * torch.where(success, accept, 1 - accept).prod(-1)
-    return probability, kept, law, Draft(tokens, lengths, parents=parents)
+    return probability, kept, distribution, Draft(tokens, lengths, parents=parents)
 
 
 def output_error(drafted: Drafted, target: Tables, walk: Walk | None = None) -> float:
-    """TV between the law of the first tokens of the output and the target's own."""
-    probability, kept, law, draft = outcomes(drafted, target, walk)
+    """TV between the distribution of the first tokens of the output and the target's own."""
+    probability, kept, distribution, draft = outcomes(drafted, target, walk)
     V = target[0].shape[-1]
     last = torch.where(kept, torch.arange(1, draft.width + 1), 0).amax(-1, keepdim=True)
     follows = nodes(draft, V).gather(1, last) * V + 1 + torch.arange(V)  # [rows, V]
     sizes = [V**k for k in range(len(target) + 1)]
     mass = torch.zeros(sum(sizes), dtype=torch.float64)
     possible = probability > 0
-    mass.index_add_(0, follows[possible].flatten(), (probability[:, None] * law)[possible].flatten())
+    mass.index_add_(0, follows[possible].flatten(), (probability[:, None] * distribution)[possible].flatten())
     return tv(completed(list(mass.split(sizes)), target), joint(target))
 
 
@@ -185,16 +193,16 @@ def depth(parents: list[int]) -> int:
     )
 
 
-def tree_of_laws(kind: str, shape: str, V: int, seed: int) -> tuple[Tables, Tables]:
-    return pair_of_laws(kind, V, depth(SHAPES[shape]), seed)
+def tree_of_distributions(kind: str, shape: str, V: int, seed: int) -> tuple[Tables, Tables]:
+    return pair_of_distributions(kind, V, depth(SHAPES[shape]), seed)
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without replacement"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", LAWS)
-def test_output_law_is_the_targets(kind: str, shape: str, replacement: bool) -> None:
+def test_output_distribution_is_the_targets(kind: str, shape: str, replacement: bool) -> None:
     for seed in range(2):
-        target, draft = tree_of_laws(kind, shape, 3, seed)
+        target, draft = tree_of_distributions(kind, shape, 3, seed)
         drafted = drawn_trees(SHAPES[shape], draft, replacement)
         assert drafted.weight.sum() == pytest.approx(1)
         assert output_error(drafted, target) < EXACT
@@ -202,21 +210,21 @@ def test_output_law_is_the_targets(kind: str, shape: str, replacement: bool) -> 
 
 def members_of(kind: str, V: int, seeds: list[int], g: int) -> tuple[Tables, list[Tables]]:
     """A target, and drafters that know it in different ways."""
-    target, _ = pair_of_laws(kind, V, g, seeds[0])
-    return target, [pair_of_laws(kind, V, g, seed)[1] for seed in seeds]
+    target, _ = pair_of_distributions(kind, V, g, seeds[0])
+    return target, [pair_of_distributions(kind, V, g, seed)[1] for seed in seeds]
 
 
 @pytest.mark.parametrize("kind", LAWS)
 def test_merged_chains_of_different_drafters(kind: str) -> None:
-    """Each candidate has the law of its own drafter; twins and what they share included."""
+    """Each candidate has the distribution of its own drafter; twins and what they share included."""
     target, (one, two) = members_of(kind, 3, [0, 1], 2)
     assert output_error(merged_chains((one, True), (two, True)), target) < EXACT
-    assert output_error(merged_chains((one, True), (one, True)), target) < EXACT  # twice the same law
+    assert output_error(merged_chains((one, True), (one, True)), target) < EXACT  # twice the same distribution
     assert output_error(merged_chains((one, True), (two[:1], True)), target) < EXACT  # of different lengths
 
 
 @pytest.mark.parametrize("kind", ["random", "sharp", "zeros"])
-def test_merged_chains_of_drafters_with_and_without_a_law(kind: str) -> None:
+def test_merged_chains_of_drafters_with_and_without_a_distribution(kind: str) -> None:
     target, (one, two, three) = members_of(kind, 3, [0, 1, 2], 2)
     sure, surer = one_hot(two), one_hot(three)
     for first, second in ([(one, True), (sure, False)], [(sure, False), (one, True)], [(sure, True), (one, True)]):
@@ -226,17 +234,17 @@ def test_merged_chains_of_drafters_with_and_without_a_law(kind: str) -> None:
 
 
 def test_merged_chains_of_three_drafters() -> None:
-    target, laws = members_of("random", 2, [0, 1, 2], 2)
-    assert output_error(merged_chains(*((tables, True) for tables in laws)), target) < EXACT
+    target, distributions = members_of("random", 2, [0, 1, 2], 2)
+    assert output_error(merged_chains(*((tables, True) for tables in distributions)), target) < EXACT
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_output_law_is_the_targets_on_any_laws_and_trees(data: st.DataObject) -> None:
+def test_output_distribution_is_the_targets_on_any_distributions_and_trees(data: st.DataObject) -> None:
     V, n = data.draw(st.integers(2, 3)), data.draw(st.integers(1, 4))
     parents = [data.draw(st.integers(-1, node - 1)) for node in range(n)]
     g = depth(parents)
-    # few distinct weights, so that ties, zeros and equal laws are common
+    # few distinct weights, so that ties, zeros and equal distributions are common
     weights = st.lists(st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 1e-9]), min_size=V, max_size=V).filter(any)
 
     def tables(count: int) -> Tables:
@@ -253,8 +261,9 @@ def test_output_law_is_the_targets_on_any_laws_and_trees(data: st.DataObject) ->
 
 
 def walk_with(rest: Callable[..., Tensor], skips: bool = False) -> Walk:
-    """`tree_walk` with another rule for what is left after a rejection: rest(left, law, fresh), `fresh` being the law at
-    the node before any candidate was tried. skips: candidates behind the first rejected one are not tried."""
+    """`tree_walk` with another rule for what is left after a rejection: rest(left, distribution, fresh), `fresh`
+    being the distribution at the node before any candidate was tried. skips: candidates behind the first rejected
+    one are not tried."""
 
     def walk(tokens: Tensor, parents: Tensor, lengths: Tensor, p: Tensor, q: Tensor, u: Tensor) -> tuple[Tensor, ...]:
         kept, accept = torch.zeros(tokens.shape, dtype=torch.bool), torch.zeros_like(u)
@@ -275,15 +284,15 @@ def walk_with(rest: Callable[..., Tensor], skips: bool = False) -> Walk:
     return walk
 
 
-def true_rest(left: Tensor, law: Tensor, fresh: Tensor) -> Tensor:
-    return residual(left, law, torch.ones_like(left[..., 0]))
+def true_rest(left: Tensor, distribution: Tensor, fresh: Tensor) -> Tensor:
+    return residual(left, distribution, torch.ones_like(left[..., 0]))
 
 
 def worst(walk: Walk | None, change: Callable[[Drafted], Drafted] = lambda drafted: drafted, **kwargs: bool) -> float:
-    """The largest error over a few laws; with the true walk and no change it is none."""
+    """The largest error over a few distributions; with the true walk and no change it is none."""
     errors = []
     for kind, shape, seed in itertools.product(["random", "sharp"], ["two candidates", "three candidates"], range(3)):
-        target, draft = tree_of_laws(kind, shape, 4, seed)
+        target, draft = tree_of_distributions(kind, shape, 4, seed)
         drafted = drawn_trees(SHAPES[shape], draft, **kwargs)
         assert output_error(drafted, target, walk_with(true_rest)) < EXACT
         errors.append(output_error(change(drafted), target, walk))
@@ -347,7 +356,7 @@ def without_twins() -> float:
     return output_error(Drafted(once, drafted.weight), target)
 
 
-def certain_as_law() -> float:
+def certain_as_distribution() -> float:
     """One member takes its argmax and reports the softmax it took it from."""
     target, (one, two) = members_of("random", 3, [0, 1], 1)
     drafted = merged_chains((one, True), (one_hot(two), True))
@@ -359,7 +368,7 @@ def certain_as_law() -> float:
 
 def anticipation() -> float:
     """A drafter leaves out the candidate that it drew, because of that candidate's own low probability."""
-    target, draft = pair_of_laws("identical", 4, 1, 1)
+    target, draft = pair_of_distributions("identical", 4, 1, 1)
     drafted = drawn_trees([-1, -1], draft, replacement=True)
     second = drafted.draft.q[:, 1].gather(1, drafted.draft.tokens[:, 1:])[:, 0]
     first = drafted.draft.q[:, 0].gather(1, drafted.draft.tokens[:, :1])[:, 0]
@@ -367,12 +376,12 @@ def anticipation() -> float:
     return output_error(replace(drafted, draft=replace(drafted.draft, lengths=lengths)), target)
 
 
-def unweighted(left: Tensor, law: Tensor, fresh: Tensor) -> Tensor:
-    return true_rest(fresh, law, fresh)
+def unweighted(left: Tensor, distribution: Tensor, fresh: Tensor) -> Tensor:
+    return true_rest(fresh, distribution, fresh)
 
 
-def unnormalised(left: Tensor, law: Tensor, fresh: Tensor) -> Tensor:
-    excess = (left - law).clamp(min=0)
+def unnormalised(left: Tensor, distribution: Tensor, fresh: Tensor) -> Tensor:
+    excess = (left - distribution).clamp(min=0)
     return torch.where(excess.sum(-1, keepdim=True) > 0, excess, left)
 
 
@@ -386,10 +395,13 @@ MUTANTS: dict[str, tuple[Callable[[], float], float]] = {
     "with replacement: siblings by probability": (lambda: worst(None, by_probability(True), replacement=True), 1e-2),
     "the residual of p, not of what is left of it": (lambda: worst(walk_with(unweighted), replacement=True), 1e-2),
     "a residual that is not normalised": (lambda: worst(walk_with(unnormalised), replacement=True), 1e-2),
-    "p as it was after a rejection": (lambda: worst(walk_with(lambda left, law, fresh: left), replacement=True), 1e-2),
+    "p as it was after a rejection": (
+        lambda: worst(walk_with(lambda left, distribution, fresh: left), replacement=True),
+        1e-2,
+    ),
     "stops at the first rejected candidate": (lambda: worst(walk_with(true_rest, skips=True), replacement=True), 1e-2),
     "twins tried once": (without_twins, 1e-3),
-    "a member's softmax as q of its argmax": (certain_as_law, 1e-2),
+    "a member's softmax as q of its argmax": (certain_as_distribution, 1e-2),
     "a candidate dropped for its low probability": (anticipation, 1e-2),
 }
 
@@ -407,7 +419,7 @@ def test_enumeration_catches(mutant: str) -> None:
 @pytest.mark.parametrize("kind", ["random", "sharp", "uniform draft", "disjoint"])
 def test_more_candidates_never_accept_less(kind: str) -> None:
     for seed in range(3):
-        target, draft = pair_of_laws(kind, 4, 1, seed)
+        target, draft = pair_of_distributions(kind, 4, 1, seed)
         for replacement in (True, False):
             counts = [
                 expected_accepted(drawn_trees([-1] * candidates, draft, replacement), target)
@@ -419,7 +431,7 @@ def test_more_candidates_never_accept_less(kind: str) -> None:
 
 def test_without_replacement_all_tokens_are_enough() -> None:
     """Who proposes every token proposes the right one; drawing with replacement does not."""
-    target, draft = pair_of_laws("random", 3, 1, 0)
+    target, draft = pair_of_distributions("random", 3, 1, 0)
     assert expected_accepted(drawn_trees([-1] * 3, draft, False), target) == pytest.approx(1)
     assert expected_accepted(drawn_trees([-1] * 3, draft, True), target) < 0.99
 
@@ -435,8 +447,8 @@ def test_what_is_sure_to_be_proposed_is_best_tried_last() -> None:
 
 
 def test_certain_candidates_are_sample_match() -> None:
-    """One-hot laws of different tokens: accepted with the sum of their probabilities."""
-    target, _ = pair_of_laws("random", 4, 1, 0)
+    """One-hot distributions of different tokens: accepted with the sum of their probabilities."""
+    target, _ = pair_of_distributions("random", 4, 1, 0)
     tokens = torch.tensor([[2, 0]])
     q = torch.nn.functional.one_hot(tokens, 4).double()
     drafted = Drafted(Draft(tokens, torch.tensor([2]), q, torch.tensor([[-1, -1]])), torch.ones(1).double())
@@ -487,11 +499,11 @@ def test_tree_walk_is_the_plain_walk(data: st.DataObject) -> None:
     p, q = normalised(p), normalised(q)
     q[torch.arange(n) >= lengths[:, None]] = torch.nan
     u = torch.rand(B, n, generator=rng, dtype=torch.float64)
-    kept, law, _ = tree_walk(tokens, parents, lengths, p, q, u)
+    kept, distribution, _ = tree_walk(tokens, parents, lengths, p, q, u)
     for b, (of_row, above, length) in enumerate(rows):
         path, left = walk_row(of_row, above, length, p[b], q[b], u[b].tolist())
         assert kept[b].nonzero()[:, 0].tolist() == path
-        assert tv(law[b], left) < EXACT
+        assert tv(distribution[b], left) < EXACT
 
 
 def test_a_chain_is_a_tree() -> None:
@@ -526,17 +538,17 @@ def test_an_exhausted_draft_leaves_p() -> None:
     q = taken_out(tokens, parents, lengths, q)
     assert q[0].tolist() == [[0.5, 0.5, 0], [1, 0, 0], [0, 0, 0]]
     p = torch.tensor([0.2, 0.2, 0.6]).double().expand(1, 4, 3)
-    kept, law, accept = tree_walk(tokens, parents, lengths, p, q, torch.ones(1, 3).double())
-    assert not kept.any() and accept[0, 2] == 0 and law[0].tolist() == pytest.approx([0, 0, 1])
+    kept, distribution, accept = tree_walk(tokens, parents, lengths, p, q, torch.ones(1, 3).double())
+    assert not kept.any() and accept[0, 2] == 0 and distribution[0].tolist() == pytest.approx([0, 0, 1])
 
 
 def test_dtype_is_kept() -> None:
-    target, draft = tree_of_laws("random", "depth 2", 3, 0)
+    target, draft = tree_of_distributions("random", "depth 2", 3, 0)
     drafted = drawn_trees(SHAPES["depth 2"], draft, True).draft
-    p, q = laws_after(drafted, target).float(), drafted.q.float()
+    p, q = distributions_after(drafted, target).float(), drafted.q.float()
     shape = drafted.tokens, drafted.parents, drafted.lengths
-    _, law, accept = tree_walk(*shape, p, q, torch.rand(drafted.tokens.shape))
-    assert law.dtype == accept.dtype == taken_out(*shape, q).dtype == torch.float32
+    _, distribution, accept = tree_walk(*shape, p, q, torch.rand(drafted.tokens.shape))
+    assert distribution.dtype == accept.dtype == taken_out(*shape, q).dtype == torch.float32
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without replacement"])
@@ -545,7 +557,9 @@ def test_drawn_output_follows_the_target(kind: str, replacement: bool) -> None:
     """The public function with its own uniforms, in float32, on trees of two candidates with two each."""
     V, B = 4, 60_000
     rng = torch.Generator().manual_seed(2)
-    target, draft = ([law.float() for law in tables] for tables in pair_of_laws(kind, V, 2, 0))
+    target, draft = (
+        [distribution.float() for distribution in tables] for tables in pair_of_distributions(kind, V, 2, 0)
+    )
     tokens, parents = torch.zeros(B, 6, dtype=torch.int64), torch.tensor([-1, -1, 0, 0, 1, 1]).expand(B, 6)
     lengths = torch.where(torch.arange(B) % 3 == 0, 3, 6)
     p = torch.zeros(B, 7, V)
@@ -553,8 +567,8 @@ def test_drawn_output_follows_the_target(kind: str, replacement: bool) -> None:
     p[:, 0] = target[0]
     for node, above in enumerate([-1, -1, 0, 0, 1, 1]):
         q[:, node] = draft[0] if above < 0 else draft[1][tokens[:, above]]
-        law = q if replacement else taken_out(tokens, parents, (node + 1) + torch.zeros_like(lengths), q)
-        tokens[:, node] = sample(law[:, node], rng)
+        distribution = q if replacement else taken_out(tokens, parents, (node + 1) + torch.zeros_like(lengths), q)
+        tokens[:, node] = sample(distribution[:, node], rng)
         seen = tokens[:, node] if above < 0 else tokens[:, above] * V + tokens[:, node]
         p[:, node + 1] = target[1 if above < 0 else 2][seen]
     q = q if replacement else taken_out(tokens, parents, lengths, q)
@@ -565,18 +579,18 @@ def test_drawn_output_follows_the_target(kind: str, replacement: bool) -> None:
         rest = sample(target[k][prefix(output, k, V)], rng)
         output[:, k] = torch.where(verdict.accepted > k, kept, rest).where(verdict.accepted != k, verdict.token)
     counts = prefix(output, 3, V).bincount(minlength=V**3)
-    assert p_value(counts, joint([law.double() for law in target])) > ALPHA
+    assert p_value(counts, joint([distribution.double() for distribution in target])) > ALPHA
 
 
 def test_in_step_the_walk_is_the_same() -> None:
-    """Judged a column at a time, with the same uniforms, a tree has the same path and the same law behind it."""
-    target, laws = members_of("random", 3, [0, 1], 2)
-    drafted = merged_chains(*((tables, True) for tables in laws)).draft
+    """Judged a column at a time, with the same uniforms, a tree has the same path and the same distribution behind it."""
+    target, distributions = members_of("random", 3, [0, 1], 2)
+    drafted = merged_chains(*((tables, True) for tables in distributions)).draft
     B, n = drafted.tokens.shape
-    p = laws_after(drafted, target)
+    p = distributions_after(drafted, target)
     u = torch.rand(B, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with mock.patch.object(acceptance, "uniforms", return_value=u):
-        kept, law, _ = tree_walk(drafted.tokens, drafted.parents, drafted.lengths, p, drafted.q, u)
+        kept, distribution, _ = tree_walk(drafted.tokens, drafted.parents, drafted.lengths, p, drafted.q, u)
         column = torch.zeros(B, dtype=torch.int64)
         path = []
         for _ in range(n + 1):
@@ -587,7 +601,7 @@ def test_in_step_the_walk_is_the_same() -> None:
                     token, child = verification._choose(scores, drafted, column, True)
             for row in (child == 0).nonzero()[:, 0].tolist():
                 if len(path) == 0 or path[-1][row] > 0:
-                    assert token[row] == law[row].argmax()
+                    assert token[row] == distribution[row].argmax()
             column = torch.where(child > 0, child, column)
             path.append(child.tolist())
             if not (child > 0).any():

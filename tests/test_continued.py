@@ -40,7 +40,7 @@ class Guided(Drafter):
         self.known, self.width, self.trees = known, width, trees
 
     def start(self, call: Call) -> Drafting:
-        return GuidedDrafting(self, self.trees and call.target.masks.trees and not call.target.in_step)
+        return GuidedDrafting(self, self.trees and call.target.masks.trees and not call.target.in_lockstep)
 
 
 class GuidedDrafting(Drafting):

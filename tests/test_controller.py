@@ -9,7 +9,7 @@ import pytest
 import simulation
 import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
-from simulation import HOPELESS, PAIRS, Pair, Source, laws, oracle, simulate
+from simulation import HOPELESS, PAIRS, Pair, Source, distributions, oracle, simulate
 
 from assisted import AssistedModelForCausalLM
 from assisted.bench import held_out_prompts
@@ -50,7 +50,7 @@ def test_close_to_the_rule_tuned_in_hindsight(source, pair):
 
 
 @pytest.mark.parametrize("pair", [*PAIRS, STEP, START], ids=str)
-def test_unsure_laws_that_overlap_are_tried(pair):
+def test_unsure_distributions_that_overlap_are_tried(pair):
     """Of drawn tokens, those of low confidence may be accepted as often as any: nothing is known of them before they are
     proposed. Between the first calls of a pair and the best rule in hindsight lies what is learned on the way."""
     source = Source(stretches=(1e9, 1.0), confidences=((1.5, 6.0), (2.0, 4.0)), power=0.0, scale=0.75)
@@ -182,7 +182,7 @@ def test_costs_are_saved_with_the_policy():
     # what a forward costs is known from the first round on: nothing is drafted that can't pay
     dear = Adaptive(costs=Costs(((1, 1.0), (2, 1.1)), 5.0)).start()
     dear.budget(ONE)
-    dear.go_on(0, laws([0.9]))
+    dear.go_on(0, distributions([0.9]))
     assert not dear.another(1)
     # and is forgotten as soon as this machine's own is
     for _ in range(8):
@@ -199,29 +199,29 @@ def learned(rows=1, confidence=0.9, rounds=60):
         for position in range(length.budget(range(rows))):
             if position and not length.another(position):
                 break
-            if not length.go_on(position, laws([confidence] * rows)).any():
+            if not length.go_on(position, distributions([confidence] * rows)).any():
                 break
             drafted += 1
         length.observe(Round.counted([(drafted, drafted, drafted + 1)] * rows, 0.1 * (drafted + 1), 1 + 0.05 * drafted))
     return length
 
 
-def test_it_decides_from_laws_before_a_token_is_drawn():
-    """Two rounds whose laws and history agree go the same way, whatever was drawn: only laws and committed counts come in.
-    A low law in one row does not stop the others."""
+def test_it_decides_from_distributions_before_a_token_is_drawn():
+    """Two rounds whose distributions and history agree go the same way, whatever was drawn: only distributions and
+    committed counts come in. A low distribution in one row does not stop the others."""
     length = learned(rows=3)
     assert length.budget(range(3)) == 16
-    assert length.go_on(0, laws([0.9, 0.9, 0.9])).tolist() == [True] * 3
+    assert length.go_on(0, distributions([0.9, 0.9, 0.9])).tolist() == [True] * 3
     assert length.another(1)
-    assert length.go_on(1, laws([0.9, 0.07, 0.9])).tolist() in ([True] * 3, [True, False, True])
-    stopped = length.go_on(2, laws([0.9, 0.07, 0.9]))
+    assert length.go_on(1, distributions([0.9, 0.07, 0.9])).tolist() in ([True] * 3, [True, False, True])
+    stopped = length.go_on(2, distributions([0.9, 0.07, 0.9]))
     assert stopped.tolist() == [True, False, True]  # a row that has lost its draft stops by itself
 
 
 def test_rows_that_ended_are_left_out():
     length = learned(rows=3)
     length.budget([1])
-    assert length.go_on(0, laws([0.9, 0.9, 0.9])).tolist() == [False, True, False]
+    assert length.go_on(0, distributions([0.9, 0.9, 0.9])).tolist() == [False, True, False]
     three = Round.counted([(0, 0, 0), (1, 1, 2), (0, 0, 0)], 0.1, 1.05)
     length.observe(dataclasses.replace(three, unfinished=[1]))
 
@@ -245,10 +245,10 @@ def test_positions_behind_a_rejection_are_not_counted():
     length = Adaptive(costs=CHEAP).start()
     length.known.asks = True
     length.budget(ONE)
-    assert length.go_on(0, laws([0.85])).all()
+    assert length.go_on(0, distributions([0.85])).all()
     for position in (1, 2):
         assert length.another(position)
-        assert length.go_on(position, laws([0.85])).all()
+        assert length.go_on(position, distributions([0.85])).all()
     seen = length.known.reliability.cells
     length.observe(Round.counted([(3, 1, 2)], 0.3, 1.0))
     assert seen[confidence_bin(0.85)][:2] == (1.0, 2.0)  # one accepted, one rejected, the third unknown
@@ -261,10 +261,10 @@ def test_a_tree_rejects_nothing_behind_its_last_level():
     length = Adaptive(costs=CHEAP).start()
     length.known.asks = True
     length.budget(ONE)
-    assert length.go_on(0, laws([0.85])).all()
+    assert length.go_on(0, distributions([0.85])).all()
     length.another(1)
     length.survival = dict.fromkeys(length.survival, 0.0)
-    assert not length.go_on(1, laws([0.3])).any()  # no second level
+    assert not length.go_on(1, distributions([0.3])).any()  # no second level
     tree = dataclasses.replace(Round.counted([(5, 1, 2)], 0.3, 1.0), depths=[1])
     length.observe(tree)  # of five nodes one was accepted, as many as a path has
     assert length.known.reliability.cells[confidence_bin(0.85)][:2] == (1.0, 1.0)
@@ -383,7 +383,7 @@ def test_the_simulation_is_fair():
     pair = Pair(0.3, 0.02)
     run = simulate(Fixed(3), pair, [text(Source())], TOKENS)
     assert run.speedup == pytest.approx(simulation._rule(pair, text(Source()), TOKENS, 3, 0.0, 1), rel=0.01)
-    assert torch.allclose(laws([0.3, 0.999]).sum(-1), torch.ones(2))
+    assert torch.allclose(distributions([0.3, 0.999]).sum(-1), torch.ones(2))
 
 
 @pytest.fixture(scope="module")

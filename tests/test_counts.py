@@ -7,8 +7,7 @@ from pairs import CALL, no_fallback
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from assisted import AssistedModelForCausalLM
-from assisted import generation as seam
+from assisted import AssistedModelForCausalLM, generation
 from assisted.drafters import model_drafter
 from assisted.engine.runner import CachedModel
 from assisted.lengths import Confidence
@@ -59,7 +58,7 @@ def passes(monkeypatch):
         return forward(self, ids, kwargs)
 
     monkeypatch.setattr(CachedModel, "_forward", counted)
-    for module in (seam, model_drafter):  # on a CPU, fused models look positions up, which reads them
+    for module in (generation, model_drafter):  # on a CPU, fused models look positions up, which reads them
         monkeypatch.setattr(module, "fused", lambda model: model)
     return seen
 

@@ -18,11 +18,11 @@ from pairs import BY_NAME, CALL, pair, tokenizer
 from assisted import AssistedModelForCausalLM
 from assisted.bench.statistics import Interval
 from assisted.cli.main import main
+from assisted.doctor.comparison import Comparison, Written, compare
 from assisted.doctor.diagnosis import Check, Diagnosis, Examination, Settings
 from assisted.doctor.examine import examine, read_prompts
 from assisted.doctor.findings import advice, bottlenecks, told
 from assisted.doctor.forecast import Drafts, Expected, Token, expect, half_as_wrong, marks, tree_columns
-from assisted.doctor.laws import Laws, Written, compare
 from assisted.doctor.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
 from assisted.doctor.recording import Never, Recorded, Step
 from assisted.doctor.trials import starts
@@ -147,11 +147,11 @@ def test_a_round_is_priced() -> None:
     assert short.milliseconds_per_token == pytest.approx(1e3 * (0.1 + 1.1 + 0.1 + 1.0) / 2)
 
 
-# The two laws
+# The two distributions
 
 
 class Bigrams:
-    """A model whose law depends on the last token alone."""
+    """A model whose distribution depends on the last token alone."""
 
     device = torch.device("cpu")
 
@@ -194,20 +194,22 @@ def test_a_greedy_draft_reaches_the_best() -> None:
         Written(model.generate(ids, draft_length=4, **CALL)[0], 10, starts(call))
         for ids, call in zip(prompts, policy.calls, strict=True)
     ]
-    laws = compare(target, model.drafter.model, texts, 0.0, 4)
+    comparison = compare(target, model.drafter.model, texts, 0.0, 4)
     rounds = [one for call in policy.calls for one in call if one.drafted]
-    assert laws.best_by_position[0] == pytest.approx(sum(one.accepted > 0 for one in rounds) / len(rounds), abs=0.01)
-    assert laws.cosine is not None
-    assert laws.tokens == 8 * CALL["max_new_tokens"]
+    assert comparison.best_by_position[0] == pytest.approx(
+        sum(one.accepted > 0 for one in rounds) / len(rounds), abs=0.01
+    )
+    assert comparison.cosine is not None
+    assert comparison.tokens == 8 * CALL["max_new_tokens"]
 
 
 def test_the_target_itself_is_the_best_draft() -> None:
     target = pair()[0]
     ids = random_ids(target, 1, 30, seed=2)[0]
-    laws = compare(target, target, [Written(ids, 10, (0, 3, 7))], 1.0, 4)
-    assert laws.overlap == pytest.approx(1.0)
-    assert laws.best_by_position == pytest.approx([1.0] * 4)
-    assert laws.cosine == pytest.approx(1.0)
+    comparison = compare(target, target, [Written(ids, 10, (0, 3, 7))], 1.0, 4)
+    assert comparison.overlap == pytest.approx(1.0)
+    assert comparison.best_by_position == pytest.approx([1.0] * 4)
+    assert comparison.cosine == pytest.approx(1.0)
     narrow = build(BY_NAME["llama"], hidden_size=16)
     assert compare(target, narrow, [Written(ids, 10, (0,))], 0.0, 2).cosine is None
 
@@ -293,7 +295,7 @@ def a_diagnosis(**fields: Any) -> Diagnosis:
         "acceptance_by_position": (0.8, 0.7),
         "draft_seconds": 0.001,
         "pass_seconds": 0.01,
-        "laws": Laws(0.8, 0.85, (0.82, 0.71), 0.1, 400),
+        "comparison": Comparison(0.8, 0.85, (0.82, 0.71), 0.1, 400),
         "expected": expected,
         "best": 4,
         "if_twice_as_fast": 2.1,
@@ -348,7 +350,7 @@ def test_the_report_reads() -> None:
     ("fields", "what", "part"),
     [
         ({}, ["acceptance"], "distill"),
-        ({"proposed": 0.4, "laws": None}, ["acceptance"], "proposes something in 40% of the rounds only"),
+        ({"proposed": 0.4, "comparison": None}, ["acceptance"], "proposes something in 40% of the rounds only"),
         ({"if_twice_as_fast": 4.0}, ["draft"], "smaller or a quantized one"),
         ({"if_columns_cost_half": 4.0}, ["verify"], "keep drafts short"),
         ({"if_twice_as_fast": 3.1}, ["draft", "acceptance"], "Nearly as much: what it gets wrong"),
@@ -361,7 +363,7 @@ def test_bottlenecks(fields: dict[str, Any], what: list[str], part: str) -> None
 
 
 def test_warnings() -> None:
-    apart = a_diagnosis(laws=Laws(0.2, 0.1, (0.1,), None, 400), acceptance_by_position=(0.1,))
+    apart = a_diagnosis(comparison=Comparison(0.2, 0.1, (0.1,), None, 400), acceptance_by_position=(0.1,))
     assert "hardly agree" in told(an_examination(apart))
     lost = a_diagnosis(acceptance_by_position=(0.4, 0.3))
     assert "something is lost on the way" in told(an_examination(lost))
@@ -398,9 +400,9 @@ def test_examined() -> None:
         target, drafts, words, str(text), settings, name="tiny", progress=lambda what, share: told_of.append(what)
     )
     half, suffix, nothing = found.drafts
-    assert half.laws is not None
+    assert half.comparison is not None
     assert not half.blocks
-    assert suffix.laws is None
+    assert suffix.comparison is None
     assert suffix.blocks
     assert nothing.error is not None
     assert "max_ngram" in nothing.error

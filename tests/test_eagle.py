@@ -15,7 +15,7 @@ from eagle_heads import features_of, random_head, trained_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import CALL, ENDS, ROUNDING, no_fallback, pair
-from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_law, p_value, tiny
+from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import AutoTokenizer, DynamicCache, LogitsProcessor, LogitsProcessorList
 
@@ -374,7 +374,7 @@ def test_sampling_with_a_reduced_vocabulary(tree):
     torch.manual_seed(3)
     ids = model.generate(PROMPT, max_new_tokens=SAMPLED, do_sample=True, num_return_sequences=SEQUENCES, top_k=0)
     assert model.report.accepted > 0
-    assert p_value(counts(ids), exact_law(target, top_k=0)) > ALPHA
+    assert p_value(counts(ids), exact_distribution(target, top_k=0)) > ALPHA
 
 
 @pytest.mark.parametrize("tree", [False, True])

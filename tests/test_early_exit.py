@@ -91,7 +91,7 @@ def test_ragged_batches_with_processors(name, length, no_fallback):
 
 
 def test_draws_that_its_own_layers_would_have_made_are_all_accepted(no_fallback):
-    """Under sampling an exit behind which nothing happens has the target's own law."""
+    """Under sampling an exit behind which nothing happens has the target's own distribution."""
     model = target(enough=2)
     ours = pair(model, "early-exit:2")
     torch.manual_seed(0)

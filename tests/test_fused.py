@@ -8,8 +8,7 @@ from architectures import ARCHITECTURES, build, half_right, random_ids
 from pairs import BY_NAME
 from test_parts import assert_same, snapshot
 
-from assisted import AssistedModelForCausalLM
-from assisted import generation as seam
+from assisted import AssistedModelForCausalLM, generation
 from assisted.drafters import model_drafter
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
@@ -203,7 +202,7 @@ def test_nothing_is_fused_or_copied_where_that_is_not_wanted(monkeypatch):
     def refused(model):
         raise AssertionError("fused")
 
-    monkeypatch.setattr(seam, "fused", refused)
+    monkeypatch.setattr(generation, "fused", refused)
     monkeypatch.setattr(model_drafter, "fused", refused)
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))

@@ -12,10 +12,9 @@ from eagle_heads import trained_head
 from methods import METHODS
 from pairs import CALL, ENDS, no_fallback, prompt
 from recording import Recording
-from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_law, p_value, tiny
+from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 
-from assisted import AssistedModelForCausalLM, Eagle, decoding
-from assisted import generation as seam
+from assisted import AssistedModelForCausalLM, Eagle, decoding, generation
 from assisted.drafters import eagle, model_drafter
 from assisted.drafts import Draft
 from assisted.engine import runner as runtime
@@ -23,7 +22,7 @@ from assisted.engine import shapes
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel, Masks
 from assisted.fast import capture, graphs
-from assisted.fast.graphs import Graphs, Lease
+from assisted.fast.graphs import CallSettings, Graphs
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 WITH_SLOTS = [a for a in ARCHITECTURES if a.masks != "2d" and a.name != "llama4"]
@@ -35,7 +34,7 @@ REPLAY = Graphs._replay
 def _recorded(monkeypatch):
     monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
     monkeypatch.setattr(Graphs, "_replay", lambda self, run, tried: Recording(run))
-    for module in (seam, model_drafter):  # on a CPU, fused models look positions up, which no capture may
+    for module in (generation, model_drafter):  # on a CPU, fused models look positions up, which no capture may
         monkeypatch.setattr(module, "fused", lambda model: model)
     monkeypatch.setattr(eagle, "fused_head", lambda head: head)
 
@@ -49,9 +48,9 @@ def pair(name="llama", **kwargs):
 def served(model, rows=1, limit=200, mode="graphs"):
     """A runner with captured passes, and what holds them."""
     runner = CachedModel(model, SlotCache(rows, limit), Masks.of(model))
-    holder, lease = Graphs(), Lease(mode)
-    holder.serve(runner, model, lease)
-    runner.lease = lease
+    holder, settings = Graphs(), CallSettings(mode)
+    holder.serve(runner, model, settings)
+    runner.settings = settings
     return runner, holder
 
 
@@ -128,7 +127,7 @@ def test_slots_side_by_side_run_eagerly(name):
 
 
 @pytest.mark.parametrize("draft", [None, "suffix", "early-exit:1"], ids=str)
-def test_sampling_follows_the_targets_law(draft):
+def test_sampling_follows_the_targets_distribution(draft):
     target = tiny(0, layers=2)
     model = AssistedModelForCausalLM.from_models(
         target, draft=tiny(1, layers=2) if draft is None else draft, draft_length=2, fast="graphs"
@@ -137,7 +136,7 @@ def test_sampling_follows_the_targets_law(draft):
     part = SEQUENCES // 4
     kwargs = {"max_new_tokens": 3, "do_sample": True, "num_return_sequences": part, "top_k": 0}
     ids = torch.cat([model.generate(PROMPT, **kwargs) for _ in range(4)])
-    assert p_value(counts(ids), exact_law(target, top_k=0)) > ALPHA
+    assert p_value(counts(ids), exact_distribution(target, top_k=0)) > ALPHA
     assert model.graphs.replays > 0
 
 
@@ -211,11 +210,11 @@ def test_slots_that_grow_are_captured_anew(monkeypatch):
     ids = random_ids(model, 1, 400)
     runner.prefill(ids[:, :230], None)
     passes(runner, ids[:, 230:], 10)
-    small = holder._arena
+    small = holder._buffers
     assert (small.capacity, holder.captured) == (256, 1)
     logits = passes(runner, ids[:, 240:], 60)
-    assert holder._arena is not small
-    assert (holder._arena.capacity, holder.captured) == (512, 1)
+    assert holder._buffers is not small
+    assert (holder._buffers.capacity, holder.captured) == (512, 1)
     assert (logits[:, 0] - model(ids[:, :300]).logits[:, -1]).abs().max() < ROUNDING
 
 
@@ -244,11 +243,11 @@ def test_a_path_at_the_end_of_the_slots():
 def test_captures_outlive_a_call_and_serve_fewer_rows():
     target, model = pair()
     check(target, model, 4)
-    known = model.graphs._arena
+    known = model.graphs._buffers
     check(target, model, 2)
-    assert model.graphs._arena is known
+    assert model.graphs._buffers is known
     check(target, model, 6)
-    assert model.graphs._arena is not known
+    assert model.graphs._buffers is not known
 
 
 def test_captures_are_bounded(monkeypatch):
@@ -311,17 +310,17 @@ def test_what_changed_in_a_model_is_noticed():
     check(target, model)
     with torch.no_grad():
         target.model.layers[0].mlp.down_proj.weight.mul_(0.5)
-    known = model.graphs._arena
+    known = model.graphs._buffers
     check(target, model)
-    assert model.graphs._arena is known
+    assert model.graphs._buffers is known
     weight = target.model.layers[0].mlp.down_proj
     weight.weight = torch.nn.Parameter(0.7 * weight.weight)
     check(target, model)
-    assert model.graphs._arena is not known
-    known = model.graphs._arena
+    assert model.graphs._buffers is not known
+    known = model.graphs._buffers
     target.model.layers[0].self_attn.scaling *= 0.5  # nothing of it shows outside
     check(target, model)
-    assert model.graphs._arena is not known
+    assert model.graphs._buffers is not known
     assert model.graphs.reason is None
 
 
@@ -368,7 +367,7 @@ def test_one_call_at_a_time_has_the_captures():
 
     class Streamer:
         def put(self, tokens):
-            if not inner and model.graphs._lease is not None and not model.graphs._lease.over:
+            if not inner and model.graphs._settings is not None and not model.graphs._settings.over:
                 before = model.graphs.replays
                 inner.append((model.generate(ids, **CALL), model.graphs.replays - before))
 
@@ -433,7 +432,7 @@ def test_a_copy_of_a_pair_captures_its_own():
     other = copy.deepcopy(model)
     assert other.graphs.captured == 0
     check(other.target, other, 1)
-    assert other.graphs._arena is not model.graphs._arena
+    assert other.graphs._buffers is not model.graphs._buffers
 
 
 def test_a_caller_goes_on_with_a_cache():

@@ -127,8 +127,8 @@ def test_saving_a_default_and_what_is_not_ours():
     assert fields == {"policy": "oracle", "depth": 3}
 
 
-def law_of(*largest):
-    """[B, 4]: a law for each row whose largest probability is the given one."""
+def distribution_of(*largest):
+    """[B, 4]: a distribution for each row whose largest probability is the given one."""
     q = torch.tensor(largest)[:, None]
     return torch.cat([q, (1 - q).expand(-1, 3) / 3], 1)
 
@@ -136,21 +136,21 @@ def law_of(*largest):
 def test_fixed_always_goes_on():
     length = Fixed(3).start()
     assert length.budget(ONE) == 3
-    assert not length.needs_law
+    assert not length.needs_q
     length.observe(Round.counted([(3, 0, 1), (3, 0, 1)], 1.0, 1.0))
     assert length.budget(ONE) == 3
     assert length.another(2)
-    assert length.go_on(1, law_of(0.25, 1.0)).tolist() == [True, True]
+    assert length.go_on(1, distribution_of(0.25, 1.0)).tolist() == [True, True]
 
 
 @pytest.mark.parametrize(("threshold", "goes_on"), [(0.0, [1, 1, 1, 1]), (0.5, [0, 1, 1, 1]), (1.0, [0, 0, 0, 1])])
 def test_confidence_stops_below_its_threshold(threshold, goes_on):
     length = Confidence(threshold, maximum=6).start()
     assert length.budget(ONE) == 6
-    assert length.needs_law
+    assert length.needs_q
     length.observe(Round.counted([(6, 0, 1)], 1.0, 1.0))
     assert length.budget(ONE) == 6
-    q = law_of(0.25, 0.5, 0.75, 1.0)  # each row on its own
+    q = distribution_of(0.25, 0.5, 0.75, 1.0)  # each row on its own
     assert length.go_on(0, q).all()  # one token is always proposed
     for position in (1, 5):
         assert length.go_on(position, q).tolist() == [bool(flag) for flag in goes_on]
@@ -158,7 +158,7 @@ def test_confidence_stops_below_its_threshold(threshold, goes_on):
 
 def test_the_heuristic_takes_two_more_or_one_less():
     length = Heuristic(start_tokens=3, maximum=6).start()
-    assert not length.needs_law
+    assert not length.needs_q
     budgets = []
     for rows in ([(3, 3, 4)], [(5, 5, 6)], [(6, 5, 6)], [(0, 0, 1)], [(5, 5, 6), (5, 4, 5)], *[[(4, 0, 1)]] * 5):
         length.observe(Round.counted(rows, 1.0, 1.0))
@@ -171,7 +171,7 @@ def test_the_heuristic_takes_two_more_or_one_less():
 def test_adaedl_stops_below_a_bound_that_follows_the_acceptance():
     length = AdaEDL(gamma=0.2, threshold=0.5, step=0.05, maximum=7).start()
     assert length.budget(ONE) == 7
-    assert length.needs_law
+    assert length.needs_q
     certain, even, uniform = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4])
     q = torch.stack([certain, even, uniform])
     # 1 - sqrt(0.2 H): H = 0, log 2, log 4 give 1, 0.63, 0.47

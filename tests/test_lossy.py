@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import CALL, pair
-from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SEQUENCES, counts, exact_law, p_value
+from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SEQUENCES, counts, exact_distribution, p_value
 from test_sampling import pair as sampled_pair  # noqa: F401  a fixture
 from trees import any_parents, walk
 
@@ -28,9 +28,9 @@ def test_the_longest_path_of_typical_tokens_is_kept(parents, seed, numbers):
     for row in range(2):
 
         def typical(node, row=row):
-            law = p[row, parents[row][node] + 1].tolist()
-            entropy = -sum(x * math.log(x) for x in law if x)
-            return law[tokens[row, node]] > min(numbers[0], numbers[1] * math.exp(-entropy))
+            distribution = p[row, parents[row][node] + 1].tolist()
+            entropy = -sum(x * math.log(x) for x in distribution if x)
+            return distribution[tokens[row, node]] > min(numbers[0], numbers[1] * math.exp(-entropy))
 
         drafted = range(int(lengths[row]))
         kept = [walk(parents[row], node) for node in drafted]
@@ -54,9 +54,9 @@ def test_it_is_lossy(sampled_pair):  # noqa: F811
     model.reset_totals()
     lossy = model.generate(PROMPT, draft_length=2, lossy_typical=LossyTypical(), **many)
     assert model.totals.acceptance_rate > before
-    law = exact_law(target, top_k=0)
-    assert p_value(counts(exact), law) > ALPHA
-    assert p_value(counts(lossy), law) < ALPHA
+    distribution = exact_distribution(target, top_k=0)
+    assert p_value(counts(exact), distribution) > ALPHA
+    assert p_value(counts(lossy), distribution) < ALPHA
 
 
 def test_nothing_is_typical_above_certainty():

@@ -1,4 +1,4 @@
-"""Merged drafters: one tree of their chains, with every path once and every candidate's own law."""
+"""Merged drafters: one tree of their chains, with every path once and every candidate's own distribution."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from pairs import BY_NAME, CALL, no_fallback
 from transformers import LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, Merged, Suffix, decoding
-from assisted.distribution import Law
+from assisted.distribution import Distribution
 from assisted.drafters.merged import merge
 from assisted.drafts import Draft
 
@@ -71,18 +71,18 @@ def test_a_merged_tree_of_trees():
     assert merged.parents.tolist() == [[-1, 0, -1, 1]]
 
 
-def law(*tokens, vocabulary=6):
-    """[1, n, V]: a law of its own for every token, which it gives some of its mass to."""
-    laws = torch.rand(1, len(tokens), vocabulary, generator=torch.Generator().manual_seed(sum(tokens)))
-    return laws / laws.sum(-1, keepdim=True)
+def distribution(*tokens, vocabulary=6):
+    """[1, n, V]: a distribution of its own for every token, which it gives some of its mass to."""
+    distributions = torch.rand(1, len(tokens), vocabulary, generator=torch.Generator().manual_seed(sum(tokens)))
+    return distributions / distributions.sum(-1, keepdim=True)
 
 
 def chain(*tokens, q=None):
     return Draft(torch.tensor([tokens]), torch.tensor([len(tokens)]), q)
 
 
-def test_every_candidate_keeps_the_law_that_it_was_drawn_from():
-    one, two = law(1, 2, 3), law(1, 4)
+def test_every_candidate_keeps_the_distribution_that_it_was_drawn_from():
+    one, two = distribution(1, 2, 3), distribution(1, 4)
     tree = merge([chain(1, 2, 3, q=one), chain(1, 4, q=two)])
     # the second 1 is a leaf: it counts as tried, and what follows it hangs on the first
     assert tree.tokens.tolist() == [[1, 2, 3, 1, 4]]
@@ -91,7 +91,7 @@ def test_every_candidate_keeps_the_law_that_it_was_drawn_from():
 
 
 def test_certain_candidates_come_last_and_need_no_twin():
-    q = law(1, 2)
+    q = distribution(1, 2)
     tree = merge([chain(1, 3), chain(5), chain(1, 2, q=q)])
     assert tree.tokens.tolist() == [[1, 2, 3, 5]]
     assert tree.parents.tolist() == [[-1, 0, 0, -1]]
@@ -123,10 +123,10 @@ def test_drawing_accepts_more_than_proposing_the_most_probable():
     model = AssistedModelForCausalLM.from_models(target, draft=Merged(members), draft_length=3)
     ids = random_ids(target, 8, 12, seed=3)
     start = model.drafter.start
-    argmax = Law(LogitsProcessorList(), do_sample=False)
+    argmax = Distribution(LogitsProcessorList(), do_sample=False)
     rates = []
     torch.manual_seed(0)
-    for begin in (start, lambda call: start(replace(call, law=argmax))):
+    for begin in (start, lambda call: start(replace(call, distribution=argmax))):
         model.drafter.start = begin
         with no_fallback():
             model.generate(ids, **CALL | {"do_sample": True, "top_k": 0, "temperature": 3.0, "max_new_tokens": 60})

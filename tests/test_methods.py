@@ -7,7 +7,7 @@ import torch
 from architectures import ARCHITECTURES, build, random_ids
 from methods import METHODS
 from pairs import ENDS
-from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_law, p_value, tiny
+from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
 
 from assisted import AssistedModelForCausalLM, decoding
@@ -65,7 +65,7 @@ def test_equals_plain(architecture, method):
     ],
 )
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
-def test_sampling_follows_the_targets_law(method, setting):
+def test_sampling_follows_the_targets_distribution(method, setting):
     target = tiny(0, layers=2)
     model = AssistedModelForCausalLM.from_models(target, draft=method.draft(target), draft_length=2)
     torch.manual_seed(21)
@@ -73,4 +73,4 @@ def test_sampling_follows_the_targets_law(method, setting):
     ids = model.generate(
         PROMPT, max_new_tokens=SAMPLED, do_sample=True, num_return_sequences=SEQUENCES, draft_length=2, **kwargs
     )
-    assert p_value(counts(ids), exact_law(target, **kwargs)) > ALPHA
+    assert p_value(counts(ids), exact_distribution(target, **kwargs)) > ALPHA

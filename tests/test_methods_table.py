@@ -100,9 +100,9 @@ def test_methods_do_what_they_declare(line: Line, monkeypatch: pytest.MonkeyPatc
     assert len(output) == 3
     assert torch.stack([draft.lengths > 0 for draft in drafts]).any(0).sum() > 1
 
-    # sampling: a law of the drafted tokens, or none
+    # sampling: a distribution of the drafted tokens, or none
     torch.manual_seed(0)
     drafts, _ = run(spec, one, do_sample=True, temperature=0.7)
-    with_law = any(draft.q is not None for draft in drafts)
-    if spec.has_law is not None:
-        assert with_law == spec.has_law
+    with_distribution = any(draft.q is not None for draft in drafts)
+    if spec.has_q is not None:
+        assert with_distribution == spec.has_q

@@ -1,4 +1,5 @@
-"""Drafts with another tokenizer: the target's tokens exactly, its law under sampling, and slots that follow the text."""
+"""Drafts with another tokenizer: the target's tokens exactly, its distribution under sampling, and slots that follow
+the text."""
 
 import copy
 import dataclasses
@@ -8,7 +9,7 @@ import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
 from made_tokenizers import byte_level, characters, pieces
 from pairs import BY_NAME, CALL, ENDS, no_fallback
-from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SEQUENCES, VOCABULARY, counts, exact_law, p_value, tiny
+from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SEQUENCES, VOCABULARY, counts, exact_distribution, p_value, tiny
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, zoo
@@ -231,7 +232,7 @@ SETTINGS = [{}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.8, "repetition_pen
     ids=str,
 )
 @pytest.mark.parametrize("theirs", OTHERS)
-def test_sampling_follows_the_targets_law(ways, theirs, setting, monkeypatch):
+def test_sampling_follows_the_targets_distribution(ways, theirs, setting, monkeypatch):
     monkeypatch.setattr(_Choice, "trials", 1)  # rounds take turns
     model = sampler(OTHERS[theirs], ways)
     torch.manual_seed(3)
@@ -240,10 +241,10 @@ def test_sampling_follows_the_targets_law(ways, theirs, setting, monkeypatch):
         PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, num_return_sequences=SEQUENCES // 2, draft_length=2, **kwargs
     )
     assert 0 < model.report.accepted < model.report.drafted
-    assert p_value(counts(ids), exact_law(model.target, **kwargs)) > ALPHA
+    assert p_value(counts(ids), exact_distribution(model.target, **kwargs)) > ALPHA
 
 
-def test_a_law_that_is_not_renormalised_is_found(monkeypatch):
+def test_a_distribution_that_is_not_renormalised_is_found(monkeypatch):
     """The test's own power: q as the draft says it, with what the target lacks left out but not made up for."""
     model = sampler(OTHERS["no shared c"], ("tokens",))
     drawn = TranslatedDrafting._as_tokens
@@ -258,10 +259,10 @@ def test_a_law_that_is_not_renormalised_is_found(monkeypatch):
     ids = model.generate(
         PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, num_return_sequences=SEQUENCES // 2, draft_length=1, top_k=0
     )
-    assert p_value(counts(ids), exact_law(model.target, top_k=0)) < ALPHA
+    assert p_value(counts(ids), exact_distribution(model.target, top_k=0)) < ALPHA
 
 
-def test_q_is_the_law_of_the_draft_on_what_both_can_say(monkeypatch):
+def test_q_is_the_distribution_of_the_draft_on_what_both_can_say(monkeypatch):
     model = sampler(OTHERS["no shared c"], ("tokens",))
     drafts = []
     propose = TranslatedDrafting.propose
@@ -284,17 +285,17 @@ def test_q_is_the_law_of_the_draft_on_what_both_can_say(monkeypatch):
             assert draft.q[row, range(draft.lengths[row]), draft.tokens[row, : draft.lengths[row]]].gt(0).all()
 
 
-def test_text_is_drafted_without_a_law(shipped):
+def test_text_is_drafted_without_a_distribution(shipped):
     shipped.drafter.ways = ("text",)
-    laws = []
+    distributions = []
     judge = decoding.judge
     try:
-        decoding.judge = lambda draft, *rest: laws.append(draft.q) or judge(draft, *rest)
+        decoding.judge = lambda draft, *rest: distributions.append(draft.q) or judge(draft, *rest)
         shipped.generate(**shipped.tokenizer(CODE[0], return_tensors="pt"), max_new_tokens=8, do_sample=True)
     finally:
         decoding.judge = judge
-    assert laws
-    assert all(law is None for law in laws)
+    assert distributions
+    assert all(distribution is None for distribution in distributions)
 
 
 # --- which way

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import METHODS, Method
 from pairs import CALL, ENDS, no_fallback
-from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_law, p_value
+from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_distribution, p_value
 from test_sampling import NEW_TOKENS as SAMPLED
 from test_sampling import tiny as tiny_llama
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -277,7 +277,7 @@ def test_a_callers_cache_is_gone_on_with(name):
 
 
 class Mixture(Drafter, Drafting):
-    """Drafts from the target's own law mixed with a uniform one, which is often right and always known."""
+    """Drafts from the target's own distribution mixed with a uniform one, which is often right and always known."""
 
     def __init__(self, target):
         self.target = target
@@ -286,18 +286,18 @@ class Mixture(Drafter, Drafting):
         return self
 
     def propose(self, text, budget):
-        ids, laws = text.ids[:, : text.lengths[0]], []
+        ids, distributions = text.ids[:, : text.lengths[0]], []
         for _ in range(min(2, budget)):
-            laws.append(0.8 * self.target(ids).logits[:, -1].softmax(-1) + 0.2 / VOCABULARY)
-            ids = torch.cat([ids, torch.multinomial(laws[-1], 1)], 1)
+            distributions.append(0.8 * self.target(ids).logits[:, -1].softmax(-1) + 0.2 / VOCABULARY)
+            ids = torch.cat([ids, torch.multinomial(distributions[-1], 1)], 1)
         tokens = ids[:, text.lengths[0] :]
-        return Draft(tokens, torch.full((text.rows,), len(laws)), torch.stack(laws, 1))
+        return Draft(tokens, torch.full((text.rows,), len(distributions)), torch.stack(distributions, 1))
 
 
 @pytest.mark.parametrize(
     ("name", "setting"), [("lfm2", {}), ("qwen3_5", {"temperature": 0.6, "top_p": 0.9})], ids=["lfm2", "qwen3_5"]
 )
-def test_sampling_follows_the_targets_law(name, setting):
+def test_sampling_follows_the_targets_distribution(name, setting):
     """Rows come in small batches: a large one accepts what its least lucky row accepts, nothing."""
     fields = {"vocab_size": VOCABULARY, "eos_token_id": None, "bos_token_id": None, "hidden_size": 16}
     torch.manual_seed(0)
@@ -314,9 +314,9 @@ def test_sampling_follows_the_targets_law(name, setting):
     with no_fallback():
         outputs = [model.generate(PROMPT, **call, **kwargs) for _ in range(500)]
     assert model.totals.accepted > 500
-    law = exact_law(target, **kwargs)
-    assert law.max() < 0.7
-    assert p_value(counts(torch.cat(outputs)), law) > ALPHA
+    distribution = exact_distribution(target, **kwargs)
+    assert distribution.max() < 0.7
+    assert p_value(counts(torch.cat(outputs)), distribution) > ALPHA
 
 
 # --- the states
@@ -369,7 +369,7 @@ def test_what_states_cannot_do_raises():
     with pytest.raises(ValueError, match=r"^draft: .*trees"):
         runner(ids[:, :3], tree)
     runner(ids[:, 6:9])
-    with pytest.raises(ValueError, match=r"^counts: .*in step"):
+    with pytest.raises(ValueError, match=r"^counts: .*in lockstep"):
         runner.commit([1, 2])
     with pytest.raises(ValueError, match=r"(?s)^counts: .*chain"):
         runner.commit([2, 2], torch.tensor([[0, 1], [0, 1]]))

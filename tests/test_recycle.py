@@ -1,4 +1,4 @@
-"""Token recycling: the tree's shape, the table, drafts made of both; and trees where rows are judged in step."""
+"""Token recycling: the tree's shape, the table, drafts made of both; and trees where rows are judged in lockstep."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pairs import BY_NAME, CALL, prompt
 from test_ngram import call, text_of
-from test_sampling import ALPHA, NEW_TOKENS, PROMPT, Doubled, counts, exact_law, p_value, tiny
+from test_sampling import ALPHA, NEW_TOKENS, PROMPT, Doubled, counts, exact_distribution, p_value, tiny
 from transformers import LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, Suffix, TokenRecycling, decoding
@@ -172,7 +172,7 @@ def test_trees_in_step(draft):
         assert model.report.accepted > 0 or rows.stop == 3
 
 
-def test_trees_in_step_follow_the_targets_law():
+def test_trees_in_step_follow_the_targets_distribution():
     target = tiny(0)
     model = AssistedModelForCausalLM.from_models(target, draft=TokenRecycling(nodes=6), draft_length=2)
     kwargs = {"top_k": 0, "logits_processor": LogitsProcessorList([Doubled()])}
@@ -180,7 +180,7 @@ def test_trees_in_step_follow_the_targets_law():
     many = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "num_return_sequences": 2}
     drawn = torch.cat([model.generate(PROMPT, **many, **kwargs) for _ in range(1000)])
     assert model.totals.accepted > 0
-    assert p_value(counts(drawn), exact_law(target, **kwargs)) > ALPHA
+    assert p_value(counts(drawn), exact_distribution(target, **kwargs)) > ALPHA
 
 
 def test_specs():

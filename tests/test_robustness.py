@@ -132,7 +132,7 @@ def test_a_draft_that_fails_while_sampling(how: str) -> None:
     torch.manual_seed(0)
     with failing(model.drafter.model, FAILURES[how], 5), one_warning("Drafting failed"):
         ours = model.generate(prompt()["ids"], **(CALL | {"do_sample": True, "top_k": 1}))
-    assert ours.tolist() == plainly(**prompt()).tolist()  # of one token to choose from, the law is greedy
+    assert ours.tolist() == plainly(**prompt()).tolist()  # of one token to choose from, the distribution is greedy
 
 
 def test_a_draft_that_fails_in_step() -> None:
@@ -258,7 +258,7 @@ def test_text_that_reaches_the_end_of_the_context(
     call = CALL | {"attention_mask": start["attention_mask"], "max_new_tokens": new_tokens, "draft_length": 6}
     if name == "gpt2":
         call["stopping_criteria"] = [lambda ids, scores: torch.full((len(ids),), ids.shape[1] > CONTEXT)]
-        if new_tokens < 30:  # without it, rows are not kept in step
+        if new_tokens < 30:  # without it, rows are not kept in lockstep
             del call["stopping_criteria"]
     with no_fallback():
         ours = model.generate(start["ids"], **call)

@@ -186,4 +186,4 @@ def test_far_from_the_change_rows_keep_their_own_lengths() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CachedModel, "__init__", watched)
         model.generate(**batch(target, 2, 20), **CALL)
-    assert runners and not any(runner.in_step for runner in runners)
+    assert runners and not any(runner.in_lockstep for runner in runners)

@@ -1,4 +1,4 @@
-"""Sampling: the law of the output is the target's own, by chi-square over whole sequences."""
+"""Sampling: the distribution of the output is the target's own, by chi-square over whole sequences."""
 
 import itertools
 
@@ -12,8 +12,8 @@ from assisted import AssistedModelForCausalLM, decoding
 VOCABULARY = 5  # sequences of 3 new tokens: 125 outcomes
 NEW_TOKENS = 3
 ALPHA = 1e-4
-# A total variation of 0.05 from the right law is found with a power above 0.999 at this many sequences: the smallest of
-# the known mutants is at 0.07. Noncentrality n * sum (p-q)^2/q >= 4 n TV^2 = 200 against 124 degrees of freedom.
+# A total variation of 0.05 from the right distribution is found with a power above 0.999 at this many sequences: the
+# smallest of the known mutants is at 0.07. Noncentrality n * sum (p-q)^2/q >= 4 n TV^2 = 200 against 124 degrees of freedom.
 SEQUENCES = 20_000
 PROMPT = torch.tensor([[1, 3, 2, 4]])
 
@@ -67,9 +67,9 @@ class Doubled:
         return scores * (1.0 + 0.5 * (input_ids.shape[1] % 2))
 
 
-def exact_law(target, new_tokens=NEW_TOKENS, **kwargs):
-    """The law of so many tokens after the prompt: plain `generate` gives the scores after every prefix."""
-    law = torch.ones(1, dtype=torch.float64)
+def exact_distribution(target, new_tokens=NEW_TOKENS, **kwargs):
+    """The distribution of so many tokens after the prompt: plain `generate` gives the scores after every prefix."""
+    distribution = torch.ones(1, dtype=torch.float64)
     prefixes = PROMPT
     for _ in range(new_tokens):
         seen = torch.ones_like(prefixes)  # otherwise the pad token, once generated, would be hidden
@@ -82,10 +82,10 @@ def exact_law(target, new_tokens=NEW_TOKENS, **kwargs):
             output_scores=True,
             **kwargs,
         )
-        law = (law[:, None] * torch.softmax(out.scores[0].double(), -1)).flatten()
+        distribution = (distribution[:, None] * torch.softmax(out.scores[0].double(), -1)).flatten()
         step = torch.arange(VOCABULARY).repeat(len(prefixes))[:, None]
         prefixes = torch.cat([prefixes.repeat_interleave(VOCABULARY, 0), step], 1)
-    return law
+    return distribution
 
 
 def counts(sequences):
@@ -94,10 +94,10 @@ def counts(sequences):
     return torch.bincount((new * base).sum(1), minlength=VOCABULARY ** new.shape[1])
 
 
-def p_value(observed, law):
+def p_value(observed, distribution):
     """Chi-square with rare outcomes pooled; an impossible outcome that occurred gives 0."""
-    expected = law * observed.sum()
-    if observed[law < 1e-12].any():
+    expected = distribution * observed.sum()
+    if observed[distribution < 1e-12].any():
         return 0.0
     rare = expected < 5
     observed = torch.cat([observed[~rare], observed[rare].sum()[None]]).double()
@@ -107,7 +107,7 @@ def p_value(observed, law):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_batches_follow_the_targets_law(pair, setting):
+def test_batches_follow_the_targets_distribution(pair, setting):
     target, model = pair
     torch.manual_seed(11)
     kwargs = {"top_k": 0} | SETTINGS[setting]
@@ -115,10 +115,10 @@ def test_batches_follow_the_targets_law(pair, setting):
     model.reset_totals()
     sequences = [model.generate(PROMPT, draft_length=length, **many, **kwargs) for length in (2, "confidence")]
     assert 0 < model.totals.accepted < model.totals.drafted
-    assert p_value(counts(torch.cat(sequences)), exact_law(target, **kwargs)) > ALPHA
+    assert p_value(counts(torch.cat(sequences)), exact_distribution(target, **kwargs)) > ALPHA
 
 
-def test_an_unknown_processor_follows_the_law_in_step(pair):
+def test_an_unknown_processor_follows_the_distribution_in_step(pair):
     target, model = pair
     torch.manual_seed(12)
     kwargs = {"top_k": 0, "logits_processor": [Doubled()]}
@@ -126,20 +126,20 @@ def test_an_unknown_processor_follows_the_law_in_step(pair):
         model.generate(PROMPT.repeat(2, 1), max_new_tokens=NEW_TOKENS, do_sample=True, draft_length=2, **kwargs)
         for _ in range(1_500)
     ]
-    assert p_value(counts(torch.cat(sequences)), exact_law(target, **kwargs)) > ALPHA
+    assert p_value(counts(torch.cat(sequences)), exact_distribution(target, **kwargs)) > ALPHA
 
 
-def test_a_law_that_is_wrong_is_found(pair):
+def test_a_distribution_that_is_wrong_is_found(pair):
     """The test's own power: a temperature of 0.8 instead of 1."""
     target, model = pair
     torch.manual_seed(13)
     out = model.generate(
         PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0, num_return_sequences=SEQUENCES, temperature=0.8
     )
-    assert p_value(counts(out), exact_law(target, top_k=0)) < ALPHA
+    assert p_value(counts(out), exact_distribution(target, top_k=0)) < ALPHA
 
 
-def test_the_enumeration_is_a_law(pair):
-    law = exact_law(pair[0], top_k=3)
-    assert law.sum().item() == pytest.approx(1.0, abs=1e-6)
-    assert len(law) == len(list(itertools.product(range(VOCABULARY), repeat=NEW_TOKENS)))
+def test_the_enumeration_is_a_distribution(pair):
+    distribution = exact_distribution(pair[0], top_k=3)
+    assert distribution.sum().item() == pytest.approx(1.0, abs=1e-6)
+    assert len(distribution) == len(list(itertools.product(range(VOCABULARY), repeat=NEW_TOKENS)))

@@ -101,7 +101,7 @@ CRITERIA = {
 def test_any_split_equals_one_by_one(criteria, keep_scores, data):
     tokens = data.draw(wanted())
     ours = text(PROMPT, *criteria, keep_scores=keep_scores)
-    assert not ours.in_step
+    assert not ours.in_lockstep
     assert not ours.done
     taken = [0, 0, 0]
     while not ours.done:
@@ -147,7 +147,7 @@ def test_in_step_equals_plain(criteria, tokens):
 def test_stop_strings_without_an_end_token_run_in_step(tokens):
     """Rows that have stopped go on with their own tokens until all have: plain decoding pads them only for an end token."""
     ours = text(PROMPT, LENGTH, STOP, pad=None)
-    assert ours.in_step
+    assert ours.in_lockstep
     none = torch.zeros(3, VOCABULARY)
     for new in torch.tensor(tokens).T:
         if ours.done:
@@ -200,7 +200,7 @@ def test_the_smallest_limit_counts():
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
-    ("criteria", "streams", "in_step"),
+    ("criteria", "streams", "in_lockstep"),
     [
         ((LENGTH,), False, False),
         ((LENGTH, END), False, False),
@@ -211,9 +211,9 @@ def test_the_smallest_limit_counts():
         ((LENGTH, END), True, True),
     ],
 )
-def test_when_rows_must_stay_in_step(rows, criteria, streams, in_step):
+def test_when_rows_must_stay_in_step(rows, criteria, streams, in_lockstep):
     ours = text([[2]] * rows, *criteria, streamer=Streamer() if streams else None)
-    assert ours.in_step == (in_step and rows > 1)
+    assert ours.in_lockstep == (in_lockstep and rows > 1)
 
 
 @pytest.mark.parametrize("written", [EOS, [EOS], torch.tensor(EOS), torch.tensor([EOS])], ids=repr)
@@ -225,7 +225,7 @@ def test_a_criterion_derived_from_a_known_one_is_not_known():
     class Mine(EosTokenCriteria):
         pass
 
-    assert text([[2], [2]], LENGTH, Mine(EOS)).in_step
+    assert text([[2], [2]], LENGTH, Mine(EOS)).in_lockstep
 
 
 def test_one_row_streams_each_token_once_in_order():

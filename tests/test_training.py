@@ -367,7 +367,7 @@ def test_medusa_heads_load(target, text, tmp_path):
     assert torch.equal(loaded(hidden, output), method.student(hidden, output))
 
 
-def test_medusa_heads_learn_the_law_further_on(target, text):
+def test_medusa_heads_learn_the_distribution_further_on(target, text):
     """A head that says what the target says so much later has nothing to learn; acceptance counts the same places."""
     method = MedusaTraining(target, MedusaSettings(heads=2))
     ids = torch.from_numpy(text.training[:64].astype(np.int64)).view(2, 32)

@@ -1,4 +1,4 @@
-"""Divergences between laws, and agreement: what they are worth where that is known."""
+"""Divergences between distributions, and agreement: what they are worth where that is known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assisted.training.losses import DIVERGENCES, agreement, divergence, law
+from assisted.training.losses import DIVERGENCES, agreement, divergence, log_probabilities
 
 
 def logits(seed, *shape):
@@ -16,10 +16,10 @@ def logits(seed, *shape):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(sorted(DIVERGENCES)), st.integers(2, 30))
-def test_a_divergence_is_zero_for_equal_laws_alone(seed, name, vocabulary):
+def test_a_divergence_is_zero_for_equal_distributions_alone(seed, name, vocabulary):
     target, draft = logits(seed, 3, 4, vocabulary), logits(seed + 1, 3, 4, vocabulary)
-    assert divergence(name, law(target), target + 5.0).item() == pytest.approx(0, abs=1e-6)
-    assert divergence(name, law(target), draft).item() > 0
+    assert divergence(name, log_probabilities(target), target + 5.0).item() == pytest.approx(0, abs=1e-6)
+    assert divergence(name, log_probabilities(target), draft).item() > 0
 
 
 def test_they_are_what_they_are_called():
@@ -32,7 +32,7 @@ def test_they_are_what_they_are_called():
     }
     expected["kl+tv"] = expected["kl"] + expected["tv"]
     for name, value in expected.items():
-        torch.testing.assert_close(divergence(name, law(target), draft), value)
+        torch.testing.assert_close(divergence(name, log_probabilities(target), draft), value)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -42,7 +42,7 @@ def test_excluded_tokens_are_no_trouble(name):
     target[:, :2] = -torch.inf
     draft[:, 1:3] = -torch.inf
     draft.requires_grad_()
-    loss = divergence(name, law(target), draft)
+    loss = divergence(name, log_probabilities(target), draft)
     loss.backward()
     assert loss.isfinite()
     assert draft.grad.isfinite().all()
@@ -61,15 +61,15 @@ def test_gradients_are_those_of_differences(name):
 def test_positions_of_no_weight_do_not_count():
     target, draft = logits(0, 2, 3, 5), logits(1, 2, 3, 5)
     weights = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
-    kept = divergence("kl", law(target[0, ::2]), draft[0, ::2])
-    torch.testing.assert_close(divergence("kl", law(target), draft, weights), kept)
-    assert divergence("kl", law(target), draft, torch.zeros(2, 3)).item() == 0
+    kept = divergence("kl", log_probabilities(target[0, ::2]), draft[0, ::2])
+    torch.testing.assert_close(divergence("kl", log_probabilities(target), draft, weights), kept)
+    assert divergence("kl", log_probabilities(target), draft, torch.zeros(2, 3)).item() == 0
 
 
-def test_the_law_is_the_targets_own():
+def test_the_distribution_is_the_targets_own():
     target = logits(0, 2, 3, 5).requires_grad_()
-    assert not law(target).requires_grad
-    torch.testing.assert_close(law(target).exp(), target.softmax(-1))
+    assert not log_probabilities(target).requires_grad
+    torch.testing.assert_close(log_probabilities(target).exp(), target.softmax(-1))
 
 
 def test_agreement_is_acceptance():

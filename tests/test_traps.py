@@ -435,7 +435,7 @@ def test_a_twin_with_a_padded_vocabulary_drafts(entries: int, do_sample: bool, r
         assert ours.tolist() == plainly(**start).tolist()
 
 
-def test_q_is_the_law_the_draft_was_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_q_is_the_distribution_the_draft_was_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = []
     block = acceptance.block
 
@@ -448,9 +448,9 @@ def test_q_is_the_law_the_draft_was_drawn_from(monkeypatch: pytest.MonkeyPatch) 
     assistedly(do_sample=True, temperature=0.7, top_k=5, repetition_penalty=1.2, **prompt())
     for tokens, p, q in judged:
         assert (q.gather(2, tokens[:, :, None]) > 0).all()
-        for law in (p, q):
-            assert ((law > 0).sum(-1) <= 5).all()
-            assert torch.allclose(law.sum(-1), torch.ones(()))
+        for distribution in (p, q):
+            assert ((distribution > 0).sum(-1) <= 5).all()
+            assert torch.allclose(distribution.sum(-1), torch.ones(()))
 
 
 # --- leaks and costs

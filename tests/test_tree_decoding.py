@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import build, half_right
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, tokenizer
-from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_law, p_value, tiny
+from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_distribution, p_value, tiny
 from test_text import Streamer
 from test_traps import Remembers
 
@@ -194,7 +194,7 @@ class Drawn(Drafter, Drafting):
         self.model, self.replacement = model, replacement
 
     def start(self, call):
-        self.law = call.law
+        self.distribution = call.distribution
         return self
 
     def propose(self, text, budget):
@@ -204,15 +204,15 @@ class Drawn(Drafter, Drafting):
         sizes = torch.where(torch.arange(rows) % 2 == 0, len(shape), 2)
         behind = torch.tensor(text.lengths)
         ids = torch.nn.functional.pad(text.ids, (0, 3))
-        draft, laws = Draft.empty(rows), []
+        draft, distributions = Draft.empty(rows), []
         for node, parent in enumerate(shape):
             path = [] if parent < 0 else [parent]
             for depth, above in enumerate(path):
                 ids.scatter_(1, behind[:, None] + depth, draft.tokens[:, above : above + 1])
             logits = self.model(ids).logits[torch.arange(rows), behind - 1 + len(path)]
-            scores = self.law.scores(text.ids, text.lengths, logits[:, None], draft, nodes=[parent])[:, 0]
-            laws.append(probabilities(scores))
-            q = torch.stack(laws, 1)
+            scores = self.distribution.scores(text.ids, text.lengths, logits[:, None], draft, nodes=[parent])[:, 0]
+            distributions.append(probabilities(scores))
+            q = torch.stack(distributions, 1)
             tokens = torch.nn.functional.pad(draft.tokens, (0, 1))
             sizes_so_far = torch.full((rows,), node + 1)
             if not self.replacement:
@@ -236,7 +236,7 @@ SAMPLED = 4  # the first, a path of two and a bonus
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without replacement"])
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.5}], ids=str)
-def test_drawn_trees_follow_the_targets_law(small, setting, replacement):
+def test_drawn_trees_follow_the_targets_distribution(small, setting, replacement):
     target, draft = small
     model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=2)
     model.drafter = Drawn(draft, replacement)
@@ -246,8 +246,8 @@ def test_drawn_trees_follow_the_targets_law(small, setting, replacement):
     with no_fallback():
         sequences = model.generate(PROMPT, **many, **kwargs)
     assert 0 < model.report.accepted < model.report.drafted
-    law = exact_law(target, SAMPLED, **kwargs)
-    assert p_value(counts(sequences), law) > ALPHA
+    distribution = exact_distribution(target, SAMPLED, **kwargs)
+    assert p_value(counts(sequences), distribution) > ALPHA
 
 
 def test_trees_claimed_to_be_drawn_otherwise_are_found(small):
@@ -265,12 +265,12 @@ def test_trees_claimed_to_be_drawn_otherwise_are_found(small):
     torch.manual_seed(32)
     many = {"max_new_tokens": SAMPLED, "do_sample": True, "num_return_sequences": 10_000}
     sequences = model.generate(PROMPT, top_k=0, **many)
-    assert p_value(counts(sequences), exact_law(target, SAMPLED, top_k=0)) < ALPHA
+    assert p_value(counts(sequences), exact_distribution(target, SAMPLED, top_k=0)) < ALPHA
 
 
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.6, "repetition_penalty": 1.3}], ids=str)
-def test_merged_drafters_follow_the_targets_law(small, setting):
-    """Two models and a copier: draws of two laws and certain tokens at one node."""
+def test_merged_drafters_follow_the_targets_distribution(small, setting):
+    """Two models and a copier: draws of two distributions and certain tokens at one node."""
     target, draft = small
     text = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
     members = (Suffix(corpus=text, tree=True, min_probability=0.01), draft, tiny(2))
@@ -281,7 +281,7 @@ def test_merged_drafters_follow_the_targets_law(small, setting):
     with no_fallback():
         sequences = model.generate(PROMPT, **many, **kwargs)
     assert 0 < model.report.accepted < model.report.drafted
-    assert p_value(counts(sequences), exact_law(target, SAMPLED, **kwargs)) > ALPHA
+    assert p_value(counts(sequences), exact_distribution(target, SAMPLED, **kwargs)) > ALPHA
 
 
 def test_stateful_processors_see_each_prefix_once_when_drawn_trees_are_judged(small):

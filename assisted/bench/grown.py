@@ -85,9 +85,9 @@ def grow(
 
     The residual stream is zero behind the small model's width: what writes into it (embedding, output and down projections)
     has zeros there, and is all zeros in added layers. Norms divide by a larger width, which their weights and the epsilon
-    make good. All other added weights are drawn from the normal law with mean and deviation of the small model's own, so
-    that their products are computed from numbers like any. Added layers are spread evenly. Hidden states of the small
-    model are the first columns of those behind `layer_places`.
+    make good. All other added weights are drawn from the normal distribution with mean and deviation of the small
+    model's own, so that their products are computed from numbers like any. Added layers are spread evenly. Hidden
+    states of the small model are the first columns of those behind `layer_places`.
 
     Args:
         model: a Llama; not changed.
@@ -224,7 +224,7 @@ def _tensors(
     model: Any, grown: Any, shape: Shape
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[Places, ...] | None, bool, float]]:
     """Every parameter of the grown model: (itself, the small model's, places by dimension, whether it writes into the residual
-    stream, factor of the small one's). Without places nothing is taken over but the law of the entries."""
+    stream, factor of the small one's). Without places nothing is taken over but the distribution of the entries."""
     small = model.config
     hidden, inner = _same(small.hidden_size), _same(small.intermediate_size)
     heads, keys = _heads(small, shape)

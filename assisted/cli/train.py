@@ -26,14 +26,16 @@ def add(commands: Any, command: Command) -> None:
     about = "Train what drafts for a target, which itself is not changed. See docs/howto/train.md."
     train = commands.add_parser("train", help="distill a draft, train heads or early exits", description=about)
     methods = train.add_subparsers(required=True, metavar="METHOD")
-    distill = command("distill", _distill, "a small draft learns the target's law", methods)
+    distill = command("distill", _distill, "a small draft learns the target's distribution", methods)
     _common(distill, lr=1e-3)
     start = distill.add_argument_group("the draft")
     start.add_argument("--draft", help="the model to go on from: Hub id, folder or zoo: name")
     start.add_argument(
         "--layers", type=int, help="instead of --draft: so many of the target's own layers, evenly chosen"
     )
-    start.add_argument("--loss", choices=_LOSSES, default="kl+tv", help="divergence from the target's law" + DEFAULT)
+    start.add_argument(
+        "--loss", choices=_LOSSES, default="kl+tv", help="divergence from the target's distribution" + DEFAULT
+    )
     start.add_argument(
         "--on-policy",
         type=float,
@@ -57,7 +59,9 @@ def add(commands: Any, command: Command) -> None:
     heads.add_argument("--heads", type=int, default=4, help="how many" + DEFAULT)
     heads.add_argument("--layers", type=int, default=1, help="blocks of each" + DEFAULT)
     heads.add_argument("--own-output", action="store_true", help="each has an output layer of its own: much larger")
-    heads.add_argument("--loss", choices=_LOSSES, default="kl", help="divergence from the target's law" + DEFAULT)
+    heads.add_argument(
+        "--loss", choices=_LOSSES, default="kl", help="divergence from the target's distribution" + DEFAULT
+    )
     heads.add_argument("--decay", type=float, default=0.8, help="weight of the next head, of this one's" + DEFAULT)
 
     eagle = command("eagle", _eagle, "one layer that goes on from the target's hidden states", methods)
@@ -73,7 +77,9 @@ def add(commands: Any, command: Command) -> None:
     head.add_argument("--layers", type=int, default=1, help="decoder layers of the head" + DEFAULT)
     head.add_argument("--unroll", type=int, default=7, help="steps in which it reads its own states" + DEFAULT)
     head.add_argument("--decay", type=float, default=0.8, help="weight of the next step, of this one's" + DEFAULT)
-    head.add_argument("--loss", choices=_LOSSES, default="kl", help="divergence from the target's law" + DEFAULT)
+    head.add_argument(
+        "--loss", choices=_LOSSES, default="kl", help="divergence from the target's distribution" + DEFAULT
+    )
     head.add_argument(
         "--no-norms",
         dest="norms",

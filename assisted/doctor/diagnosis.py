@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..bench.statistics import Interval
+from .comparison import Comparison
 from .forecast import Expected
-from .laws import Laws
 from .passes import Memory, PassTimes
 
 __all__ = ["Check", "Diagnosis", "Examination", "Settings"]
@@ -83,7 +83,7 @@ class Diagnosis:
         blocks: it proposes all at once, in the same time whatever the length.
         tree_columns: tokens that a pass checks at the best length, the mean; None for chains.
         translated: it has another tokenizer than the target.
-        laws: its law against the target's; None where no model of the same vocabulary drafts.
+        comparison: its distribution against the target's; None where no model of the same vocabulary drafts.
         expected: by draft length, 0 first: what this package takes without drafts.
         best: the draft length of at least 1 with the highest expected speedup.
         if_twice_as_fast, if_columns_cost_half, if_half_as_wrong: the highest expected speedup if the draft took half as
@@ -101,7 +101,7 @@ class Diagnosis:
     blocks: bool = False
     tree_columns: float | None = None
     translated: bool = False
-    laws: Laws | None = None
+    comparison: Comparison | None = None
     expected: tuple[Expected, ...] = ()
     best: int = 0
     if_twice_as_fast: float = 0.0

@@ -177,7 +177,7 @@ def _diagnosis(found: Found, race: Race, settings: Settings) -> Diagnosis:
         blocks=drafts.blocks,
         tree_columns=None if drafts.columns is None else drafts.columns[found.best],
         translated=isinstance(found.model.drafter, TranslatedDrafter),
-        laws=found.laws,
+        comparison=found.comparison,
         expected=expected(drafts),
         best=found.best,
         if_twice_as_fast=highest(replace(drafts, costs=Costs(costs.verify, costs.draft / 2))),

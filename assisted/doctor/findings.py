@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 
 from ..bench.statistics import Interval
+from .comparison import Comparison
 from .diagnosis import Diagnosis, Examination
-from .laws import Laws
 
 __all__ = ["advice", "bottlenecks", "told"]
 
@@ -18,7 +18,7 @@ WIDTH = 110
 PAYS = 1.03  # speedup below which drafting is not worth it
 NEARLY_FREE = 1.25  # a pass over five tokens, in passes over one
 HARDLY = 0.35  # overlap, or agreement, of two models that hardly agree
-LOST = 0.85  # accepted, of what the two laws allow
+LOST = 0.85  # accepted, of what the two distributions allow
 NEARLY = 0.8  # of the gain that the greatest obstacle stands in the way of
 LOOPS = 0.2  # repeated 4-grams from which figures flatter
 SHOWN = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15)
@@ -170,13 +170,15 @@ def _diagnosis(one: Diagnosis, examination: Examination) -> Iterator[str]:
         )
     rows = [["position", *(str(n + 1) for n in range(min(POSITIONS, len(one.acceptance_by_position))))]]
     rows.append(["accepted", *(f"{share:.0%}" for share in one.acceptance_by_position[:POSITIONS])])
-    if one.laws is not None:
-        rows.append(["at best", *(f"{share:.0%}" for share in one.laws.best_by_position[: len(rows[0]) - 1])])
+    if one.comparison is not None:
+        rows.append(["at best", *(f"{share:.0%}" for share in one.comparison.best_by_position[: len(rows[0]) - 1])])
     yield _table(rows, "    ")
-    if one.laws is not None:
-        yield from map(_item, _laws(one.laws, one))
+    if one.comparison is not None:
+        yield from map(_item, _on_comparison(one.comparison, one))
     if one.translated:
-        yield _item("It has another tokenizer and is translated; the laws of the two models cannot be compared.")
+        yield _item(
+            "It has another tokenizer and is translated; the distributions of the two models cannot be compared."
+        )
     shown = [one.expected[length] for length in SHOWN if length < len(one.expected)]
     rows = [
         ["draft length", *(str(e.length) if e.length else "none" for e in shown)],
@@ -199,22 +201,26 @@ def _diagnosis(one: Diagnosis, examination: Examination) -> Iterator[str]:
         yield _item(measured)
 
 
-def _laws(laws: Laws, one: Diagnosis) -> Iterator[str]:
+def _on_comparison(comparison: Comparison, one: Diagnosis) -> Iterator[str]:
     yield (
-        f"The two models find the same token likeliest at {laws.agreement:.0%} of the text; their laws overlap by "
-        f"{laws.overlap:.0%} (1 minus the total variation, at temperature 1: what the best sampled chain has accepted)."
+        f"The two models have the same top-1 token at {comparison.agreement:.0%} of the text; their distributions "
+        f"overlap by {comparison.overlap:.0%} (1 minus the total variation, at temperature 1: what the best sampled chain "
+        "has accepted)."
     )
-    positions = min(len(laws.best_by_position), len(one.acceptance_by_position))
-    allowed, came = _survived(laws.best_by_position[:positions]), _survived(one.acceptance_by_position[:positions])
+    positions = min(len(comparison.best_by_position), len(one.acceptance_by_position))
+    allowed, came = (
+        _survived(comparison.best_by_position[:positions]),
+        _survived(one.acceptance_by_position[:positions]),
+    )
     if allowed > 0 and came / allowed < LOST:
-        yield f"Only {came / allowed:.0%} of what these two laws allow was accepted: something is lost on the way."
-    if min(laws.overlap, laws.agreement) < HARDLY:
+        yield f"Only {came / allowed:.0%} of what these two distributions allow was accepted: something is lost on the way."
+    if min(comparison.overlap, comparison.agreement) < HARDLY:
         yield (
             "The two models hardly agree. Check that the draft is meant for this target: the same tokenizer, the same chat "
             "template, weights that were loaded as a whole. If so, distil it: assisted train distill."
         )
-    if laws.cosine is not None:
-        yield f"(Diagnostic, no predictor: the cosine of their last hidden states is {laws.cosine:.2f} on average.)"
+    if comparison.cosine is not None:
+        yield f"(Diagnostic, no predictor: the cosine of their last hidden states is {comparison.cosine:.2f} on average.)"
 
 
 def _survived(by_position: Sequence[float]) -> float:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..engine.recurrent import runner_for, slots_for
 from ..engine.runner import Masks
 from ..fast.fused import fused
-from ..fast.graphs import Graphs, Lease
+from ..fast.graphs import CallSettings, Graphs
 from ..loading.quantization import memory_bytes
 
 __all__ = ["Bandwidth", "Memory", "PassTimes", "bandwidth", "memory", "pass_times"]
@@ -99,8 +99,8 @@ def pass_times(
     # states can't forget a pass over one token: each round leaves one more
     cache = slots_for(target, None, 1, context + widest + repeats + 3, masks)
     run = runner_for(target)(fused(target), cache, masks)
-    lease = Lease("auto")
-    Graphs().serve(run, target, lease)
+    settings = CallSettings("auto")
+    Graphs().serve(run, target, settings)
     uncounted = 1 if target.device.type == "cpu" else 3  # passes are captured, and compared, in the first rounds
     text = ids.to(target.device).repeat(-(-(context + widest) // len(ids)))[None]
     found: dict[int, list[float]] = {width: [] for width in columns}
@@ -114,10 +114,10 @@ def pass_times(
                 started = time.perf_counter()
                 run(text[:, context : context + width]).argmax(-1).tolist()  # waits for the device
                 took = time.perf_counter() - started
-                run.commit([1 if run.in_step and width == 1 else 0])
+                run.commit([1 if run.in_lockstep and width == 1 else 0])
                 if repeat >= uncounted:
                     found[width].append(took)
-    lease.over = True
+    settings.over = True
     return PassTimes(context, onednn, {width: median(taken) for width, taken in found.items()})
 
 

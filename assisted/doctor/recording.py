@@ -74,7 +74,7 @@ class Recorded:
 class _Recording(Length):
     def __init__(self, policy: Recorded):
         self.policy = policy
-        self.needs_law = policy.waits
+        self.needs_q = policy.waits
         self.costs = policy.costs
         self.asked = 0
 

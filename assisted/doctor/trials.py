@@ -23,9 +23,9 @@ from ..drafters.trees import COLUMN, verify_seconds
 from ..lengths.base import Costs
 from ..lengths.estimates import Curve
 from ..modeling import AssistedModelForCausalLM
+from .comparison import Comparison, Written, compare
 from .diagnosis import Settings
 from .forecast import Drafts, expect, marks, tree_columns
-from .laws import Laws, Written, compare
 from .passes import PassTimes, pass_times
 from .recording import Never, Recorded, Step
 
@@ -57,7 +57,7 @@ class Found:
     best: int
     written: list[Written]
     rounds: list[list[Step]]
-    laws: Laws | None
+    comparison: Comparison | None
     prompt_seconds: float  # the draft's reading of a prompt
     warned: str | None
 
@@ -145,9 +145,9 @@ class Trials:
             Written(text, len(ids), starts(rounds))
             for text, ids, rounds in zip(texts, self.prompts, calls, strict=False)
         ]
-        laws = None
+        comparison = None
         if type(model.drafter) is ModelDrafter:
-            laws = compare(self.target, model.drafter.model, written, settings.temperature, settings.longest)
+            comparison = compare(self.target, model.drafter.model, written, settings.temperature, settings.longest)
         drafts, prompt_seconds = _priced(policy, measured)
         lengths = [expect(drafts, length, 1.0).milliseconds_per_token for length in range(1, settings.longest + 1)]
         warned = next((str(warning.message) for warning in caught if "plainly" in str(warning.message)), None)
@@ -158,7 +158,7 @@ class Trials:
             best=1 + lengths.index(min(lengths)),
             written=written,
             rounds=calls,
-            laws=laws,
+            comparison=comparison,
             prompt_seconds=prompt_seconds,
             warned=warned,
         )

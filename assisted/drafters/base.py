@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..distribution import Law
+from ..distribution import Distribution
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.recurrent import runner_for
 from ..engine.runner import CachedModel, Masks
-from ..fast.graphs import Lease
+from ..fast.graphs import CallSettings
 from ..lengths.base import DraftLength, Length
 from ..loading.files import inside
 from ..text import Text
@@ -49,21 +49,21 @@ class Call:
 
     Args:
         attention_mask: [B, P] of the prompt, None when nothing is padding.
-        law: how the target's logits become a token; what only committed prefixes may be shown to is left out.
+        distribution: how the target's logits become a token; what only committed prefixes may be shown to is left out.
         length: when to stop drafting.
         limit: the most tokens a row may come to hold.
         target: the target as it is run in this call, with the KV of all committed tokens but the last; for drafters
             that draft with parts of it. Whatever they write behind the committed slots they must forget again
             (`cache.rewind`) before they return or raise.
-        lease: how models are run in this call, for drafters that have captured passes (`graphs.Graphs`).
+        settings: how models are run in this call, for drafters that have captured passes (`graphs.Graphs`).
     """
 
     attention_mask: torch.Tensor | None
-    law: Law
+    distribution: Distribution
     length: Length
     limit: int
     target: CachedModel
-    lease: Lease = field(default_factory=Lease)
+    settings: CallSettings = field(default_factory=CallSettings)
 
     @property
     def vocab_size(self) -> int:
@@ -91,7 +91,7 @@ class Drafting:
 
 
 class Drafter:
-    """A loaded method, shared by all calls; it keeps nothing of one call that could change the law of another."""
+    """A loaded method, shared by all calls; it keeps nothing of one call that could change the distribution of another."""
 
     model: PreTrainedModel | None = None
     """A model of its own that drafts, if it has one."""
@@ -126,7 +126,7 @@ class Spec:
     those whose metadata says {"saved": False}.
 
     A spec says what kind of method it is, for the table of methods in the documentation: `trained`, somebody has to train it
-    for the target; `trees`, it can propose token trees; `has_law`, sampled drafts come with q. None says that it depends on
+    for the target; `trees`, it can propose token trees; `has_q`, sampled drafts come with q. None says that it depends on
     what it is made of.
     """
 
@@ -135,7 +135,7 @@ class Spec:
     `"name:rest"`."""
     trained: ClassVar[bool | None] = False
     trees: ClassVar[bool | None] = False
-    has_law: ClassVar[bool | None] = False
+    has_q: ClassVar[bool | None] = False
 
     def load(self, target: Target, **kwargs: Any) -> Drafter:
         """The drafter for this target. Raises ValueError for what cannot work together."""

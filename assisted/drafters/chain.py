@@ -1,6 +1,6 @@
 """Drafting a chain token by token: the loop that every drafter with next-token logits of its own shares.
 
-Knows the law, the length policy and the text. What makes the logits (a model, a part of the target) is the caller's.
+Knows the distribution, the length policy and the text. What makes the logits (a model, a part of the target) is the caller's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ChainDrafting", "PartDrafting", "predicted_speedup"]
 
 
 class ChainDrafting(Drafting):
-    """A drafter that writes chains, one token after the other, each under the law of the call."""
+    """A drafter that writes chains, one token after the other, each under the distribution of the call."""
 
     def __init__(self, call: Call):
         self.call = call
@@ -38,31 +38,33 @@ class ChainDrafting(Drafting):
         """
         if self.broken is not None and self.broken:
             raise FloatingPointError("the draft's logits are not a number")
-        law, length = self.call.law, self.call.length
+        distribution, length = self.call.distribution, self.call.length
         going = [not ended for ended in text.ended]
         wanted_of = [0] * text.rows  # tokens that each row was to propose
         tokens: list[torch.Tensor] = []
-        laws: list[torch.Tensor] = []
+        distributions: list[torch.Tensor] = []
         best: list[torch.Tensor] = []
         for position in range(budget):
             scores = logits
-            if law.processors or law.do_sample:
-                chain = _chain(text, tokens if law.processors else [])
+            if distribution.processors or distribution.do_sample:
+                chain = _chain(text, tokens if distribution.processors else [])
                 last = [chain.width - 1]
-                scores = law.scores(text.ids, text.lengths, logits[:, None], chain, text.unfinished, last)[:, 0]
+                scores = distribution.scores(text.ids, text.lengths, logits[:, None], chain, text.unfinished, last)[
+                    :, 0
+                ]
             score, token = scores.max(-1, keepdim=True)
             best.append(score)
-            q = probabilities(scores) if law.do_sample or length.needs_law else None
-            if q is not None and length.needs_law:
+            q = probabilities(scores) if distribution.do_sample or length.needs_q else None
+            if q is not None and length.needs_q:
                 wanted = length.go_on(
-                    position, q, law.do_sample
+                    position, q, distribution.do_sample
                 ).tolist()  # what was decided on the host need not be waited for
                 going = [goes and wants for goes, wants in zip(going, wanted, strict=True)]
                 if not any(going):
                     break
-            if law.do_sample and q is not None:
+            if distribution.do_sample and q is not None:
                 token = acceptance.sample(q)[:, None]
-                laws.append(q)
+                distributions.append(q)
             tokens.append(token)
             wanted_of = [count + goes for count, goes in zip(wanted_of, going, strict=True)]
             if position + 1 == budget or not length.another(position + 1):
@@ -72,10 +74,10 @@ class ChainDrafting(Drafting):
         self.broken = found.isnan().any()
         if not tokens:
             return Draft.empty(text.rows, text.ids.device)
-        # nothing is drawn from a law that allows only what the draft lacks, nor behind it
+        # nothing is drawn from a distribution that allows only what the draft lacks, nor behind it
         possible = found[:, : len(tokens)].isfinite().cumprod(1).sum(1)
         lengths = possible.minimum(on_device(wanted_of, text.ids.device))
-        return Draft(torch.cat(tokens, 1), lengths, torch.stack(laws, 1) if laws else None)
+        return Draft(torch.cat(tokens, 1), lengths, torch.stack(distributions, 1) if distributions else None)
 
 
 def _chain(text: Text, tokens: list[torch.Tensor]) -> Draft:

@@ -45,7 +45,7 @@ class Combined(Spec):
     name: ClassVar[str] = "combined"
     trained: ClassVar[bool | None] = None
     trees: ClassVar[bool | None] = None
-    has_law: ClassVar[bool | None] = None
+    has_q: ClassVar[bool | None] = None
 
     drafters: tuple[Any, ...]
 

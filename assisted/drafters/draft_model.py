@@ -41,7 +41,7 @@ class DraftModel(Spec):
     name: ClassVar[str] = "draft-model"
     trained: ClassVar[bool | None] = False
     trees: ClassVar[bool | None] = False
-    has_law: ClassVar[bool | None] = True
+    has_q: ClassVar[bool | None] = True
 
     model: str | PreTrainedModel
     quantization: Any = None

@@ -47,7 +47,8 @@ class Eagle(HeadSpec):
             SpecForge or of speculators; or an `EagleHead`.
         tree: draft token trees (EAGLE-2) where the target can verify them; False drafts chains: for large batches, where every
             column has its price. None (default) drafts trees for a greedy target and chains when sampling: drawn and accepted
-            by its law, a chain gets about as far as a tree of several times its size, of which the target draws one node.
+            by its distribution, a chain gets about as far as a tree of several times its size, of which the target
+            draws one node.
         top_k: nodes of each level that are read, and tokens tried below each. None (default) takes 10 on an accelerator, as
             the paper does, and 4 on a CPU. A tree is as deep as the draft length allows.
         nodes: of a tree, in every round. None (default) takes as many as pay, by what was measured of the target: at most 60
@@ -57,7 +58,7 @@ class Eagle(HeadSpec):
     name: ClassVar[str] = "eagle"
     trained: ClassVar[bool | None] = True
     trees: ClassVar[bool | None] = True
-    has_law: ClassVar[bool | None] = True
+    has_q: ClassVar[bool | None] = True
 
     path: str | EagleHead
     tree: bool | None = None
@@ -172,11 +173,11 @@ class EagleDrafting(ChainDrafting):
     def __init__(self, drafter: EagleDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
-        wanted = not call.law.do_sample if drafter.tree is None else drafter.tree
+        wanted = not call.distribution.do_sample if drafter.tree is None else drafter.tree
         self.trees = wanted and call.target.masks.trees
         self.runner: HeadRunner | None = None
         self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F] and how many count in each row
-        self.rates = drafter.rates[call.law.do_sample]
+        self.rates = drafter.rates[call.distribution.do_sample]
         self.text: Text | None = None
         self.offers: list[Offers] = []  # of the tree that was proposed, until the target has chosen
         # of the prompt's columns the last ones are shown: a caller's past and chunks read before them are not
@@ -237,7 +238,7 @@ class EagleDrafting(ChainDrafting):
             self.skipped = text.prompt_length - width  # columns of the text without a feature
             mask = call.attention_mask[:, -width:] if call.attention_mask is not None and text.prompt_length else None
             self.runner = HeadRunner(drafter.drafting_head, call.target.model, call.limit + drafter.most, first, mask)
-            drafter.graphs.serve(self.runner, drafter.head, call.lease)
+            drafter.graphs.serve(self.runner, drafter.head, call.settings)
             if self.runner.cache.visible is not None:  # whatever the target made of padding, it must be numbers
                 features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)
             self.unread.insert(0, (features, [width] * rows))

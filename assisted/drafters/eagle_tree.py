@@ -1,7 +1,7 @@
 """EAGLE-2's dynamic token tree (2406.16858): as wide and as deep as the head is sure of what follows.
 
-Knows the head as it is run, the law of the call and the draft length, and learns how far the head is to be believed; what
-becomes of the tree is the loop's.
+Knows the head as it is run, the distribution of the call and the draft length, and learns how far the head is to be
+believed; what becomes of the tree is the loop's.
 
 The head's few best tokens of each level are read on the host, and the tree is kept there: so few numbers cost less in lists
 than the calls of tensors that they would take, on a CPU and on an accelerator, which these calls would not keep busy.
@@ -108,7 +108,7 @@ def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates:
 
     Raises FloatingPointError where the head's logits after the text are no numbers.
     """
-    law, length = call.law, call.length
+    distribution, length = call.distribution, call.length
     going = [not ended for ended in text.ended]
     offers = [Offers() for _ in going]
     reading = [[ROOT]] * text.rows  # the nodes of each row that were just read
@@ -119,14 +119,14 @@ def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates:
         logits = runner.logits(level.states)
         if depth == 0 and math.isnan(float(logits.sum())):
             raise FloatingPointError("the head's logits are not a number")
-        laws, vocabulary = _laws(runner, call, text, logits, read)
-        if length.needs_law:
-            wanted = length.go_on(depth, laws[:, 0].to(text.ids.device)).tolist()
+        distributions, vocabulary = _laws(runner, call, text, logits, read)
+        if length.needs_q:
+            wanted = length.go_on(depth, distributions[:, 0].to(text.ids.device)).tolist()
             going = [before and now for before, now in zip(going, wanted, strict=True)]
             if not any(going):
                 break
         levels = depth + 1
-        found, best = laws.topk(min(limits.top_k, laws.shape[-1]))
+        found, best = distributions.topk(min(limits.top_k, distributions.shape[-1]))
         sure, tokens = found.tolist(), (best if vocabulary is None else vocabulary[best]).tolist()
         firsts = [len(offered.tokens) for offered in offers]
         for row, offered in enumerate(offers):
@@ -146,7 +146,7 @@ def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates:
             _filled([nodes.index(offered.parents[node]) for node in below], width)
             for offered, nodes, below in zip(offers, above, reading, strict=True)
         ]
-        if law.processors:
+        if distribution.processors:
             read.add(next_tokens, parents)
         level = runner.level(next_tokens, parents, level)
         runner.cache.commit([width] * text.rows)
@@ -197,13 +197,13 @@ def _laws(
 
     logits: [B, k, Vd].
     """
-    head, law = runner.head, call.law
-    if not law.processors:
+    head, distribution = runner.head, call.distribution
+    if not distribution.processors:
         return probabilities(logits.float()), None if head.d2t is None else head.draft_tokens
     draft = read.draft()
     last = range(draft.width - logits.shape[1], draft.width)  # the committed text alone, before any node was read
     full = head.over_all(logits).to(text.ids.device)
-    scores = law.scores(text.ids, text.lengths, full, draft, text.unfinished, last)
+    scores = distribution.scores(text.ids, text.lengths, full, draft, text.unfinished, last)
     return probabilities(scores).to(logits.device), None
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from ..distribution import Law, probabilities
+from ..distribution import Distribution, probabilities
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.parts import Layers, few_ids, find_layers, unwrapped
@@ -44,7 +44,7 @@ class EarlyExit(Spec):
     name: ClassVar[str] = "early-exit"
     trained: ClassVar[bool | None] = False
     trees: ClassVar[bool | None] = False
-    has_law: ClassVar[bool | None] = True
+    has_q: ClassVar[bool | None] = True
 
     exit_layer: int | None = None
 
@@ -167,7 +167,7 @@ class ExitDrafting(PartDrafting):
 
     def _measure(self, target: SplitModel, round: Round) -> None:
         """What the other exits would have said where the text has grown, against what the target says there."""
-        text, law, draft, logits = self.text, self.call.law, round.draft, round.logits
+        text, distribution, draft, logits = self.text, self.call.distribution, round.draft, round.logits
         grown = [(row, round.kept[row]) for row in round.unfinished]
         places = [(row, column) for column in range(logits.shape[1]) for row, new in grown if column < new]
         rows, columns = (list(numbers) for numbers in zip(*places[:MEASURED_COLUMNS], strict=True))
@@ -175,19 +175,23 @@ class ExitDrafting(PartDrafting):
         exits = target.exits(torch.cat(states, -2)[..., None, :, :]).to(logits.device).split(len(rows))
 
         def at_places(logits: torch.Tensor) -> torch.Tensor:
-            scores = law.scores(text.ids, self.before, logits, draft) if law.processors else logits.float()
+            scores = (
+                distribution.scores(text.ids, self.before, logits, draft) if distribution.processors else logits.float()
+            )
             return scores[rows, columns]
 
         wanted = at_places(logits)
         index = torch.tensor(rows), torch.tensor(columns)
-        shares = [_agreement(at_places(logits.index_put(index, own.to(logits.dtype))), wanted, law) for own in exits]
+        shares = [
+            _agreement(at_places(logits.index_put(index, own.to(logits.dtype))), wanted, distribution) for own in exits
+        ]
         for end, share in zip(target.states, torch.stack(shares).tolist(), strict=True):
             self.drafter.choice.learn(end, share, len(rows))
 
 
-def _agreement(ours: torch.Tensor, theirs: torch.Tensor, law: Law) -> torch.Tensor:
+def _agreement(ours: torch.Tensor, theirs: torch.Tensor, distribution: Distribution) -> torch.Tensor:
     """How many of the tokens drawn from [N, V] scores are accepted, in expectation, against those of the target."""
-    if not law.do_sample:
+    if not distribution.do_sample:
         return (ours.argmax(-1) == theirs.argmax(-1)).sum().float()
     return torch.minimum(probabilities(ours), probabilities(theirs)).sum().nan_to_num()
 

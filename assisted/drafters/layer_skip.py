@@ -43,7 +43,7 @@ class LayerSkip(Spec):
     name: ClassVar[str] = "layer-skip"
     trained: ClassVar[bool | None] = False
     trees: ClassVar[bool | None] = False
-    has_law: ClassVar[bool | None] = True
+    has_q: ClassVar[bool | None] = True
 
     skipped: float = 0.45
     window: int = 32

@@ -50,7 +50,7 @@ class Medusa(HeadSpec):
     name: ClassVar[str] = "medusa"
     trained: ClassVar[bool | None] = True
     trees: ClassVar[bool | None] = True
-    has_law: ClassVar[bool | None] = False
+    has_q: ClassVar[bool | None] = False
 
     path: str | MedusaHeads
     tree: bool = True
@@ -168,7 +168,7 @@ class MedusaDrafting(Drafting):
     def __init__(self, drafter: MedusaDrafter, call: Call):
         self.drafter = drafter
         self.call = call
-        self.rates = drafter.rates[call.law.do_sample]
+        self.rates = drafter.rates[call.distribution.do_sample]
         self.text: Text | None = None
         self.guesses: dict[int, list[Guesses]] = {}  # by row: those of each head, until the target has chosen
         # the target's states at the last token of each row whose next one is committed, [B, H]

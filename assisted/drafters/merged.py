@@ -28,9 +28,9 @@ class Merged(Combined):
     """Several drafters guess, the target checks all their guesses at once: `Merged(["zoo:draft", "suffix"])`.
 
     Worth its price where the drafters err in different places and a pass over more tokens costs little more (a GPU, one
-    row). Each of them drafts as it does alone: its argmax where the target is greedy, a draw from its own law where the
-    target samples. The candidates at a node are then tried one after the other, each against the law that it was drawn
-    from, so that the law of the output is the target's.
+    row). Each of them drafts as it does alone: its argmax where the target is greedy, a draw from its own
+    distribution where the target samples. The candidates at a node are then tried one after the other, each against
+    the distribution that it was drawn from, so that the distribution of the output is the target's.
 
     Args:
         drafters: what drafts, as strings or specs. At least two.
@@ -39,7 +39,7 @@ class Merged(Combined):
     name: ClassVar[str] = "merged"
     trained: ClassVar[bool | None] = None
     trees: ClassVar[bool | None] = True
-    has_law: ClassVar[bool | None] = None
+    has_q: ClassVar[bool | None] = None
 
     drafters: tuple[Any, ...]
 
@@ -93,9 +93,9 @@ def merge(drafts: list[Draft]) -> Draft:
     """One tree a row of several drafts' chains or trees; what they share on the way from the root is there once.
 
     Nodes keep the order in which they were met, parents first. Where a draft has q the tree has it, too, one-hot for
-    drafts without. These come last: candidates that are certain lose nothing by it, and spoil no law for the others.
-    A token that a second law drew at the same place is one more leaf there, since it counts as tried against that law;
-    what the second draft has behind it hangs on the first.
+    drafts without. These come last: candidates that are certain lose nothing by it, and spoil no distribution for the others.
+    A token that a second distribution drew at the same place is one more leaf there, since it counts as tried
+    against that distribution; what the second draft has behind it hangs on the first.
     """
     drafts = sorted(drafts, key=lambda draft: draft.q is None)
     starts = [0, *itertools.accumulate(draft.width for draft in drafts)]
@@ -116,8 +116,8 @@ def merge(drafts: list[Draft]) -> Draft:
     lengths = torch.tensor([len(tree.tokens) for tree in rows], device=device)
     if drafts[0].q is None:
         return Draft(tokens, lengths, parents=parents)
-    laws = torch.cat([_laws(draft, drafts[0].q) for draft in drafts], 1)
-    q = laws.gather(1, origins[:, :, None].expand(-1, -1, laws.shape[-1]))
+    distributions = torch.cat([_laws(draft, drafts[0].q) for draft in drafts], 1)
+    q = distributions.gather(1, origins[:, :, None].expand(-1, -1, distributions.shape[-1]))
     return Draft(tokens, lengths, q, parents)
 
 
@@ -146,7 +146,7 @@ class _Tree:
 
 
 def _laws(draft: Draft, like: torch.Tensor) -> torch.Tensor:
-    """The laws of a draft's nodes, [B, n, V]: certainty where it has none."""
+    """The distributions of a draft's nodes, [B, n, V]: certainty where it has none."""
     if draft.q is not None:
         return draft.q
     return torch.nn.functional.one_hot(draft.tokens.clamp(0, like.shape[-1] - 1), like.shape[-1]).to(like.dtype)

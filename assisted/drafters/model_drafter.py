@@ -17,7 +17,7 @@ from ..engine.host import on_device
 from ..engine.recurrent import RecurrentCache, is_recurrent
 from ..engine.runner import CachedModel, Masks, is_sum_of_parts
 from ..fast.fused import fused
-from ..fast.graphs import Graphs, Lease
+from ..fast.graphs import CallSettings, Graphs
 from ..text import Text
 from .base import Call, Drafter, Drafting
 from .chain import ChainDrafting
@@ -45,13 +45,13 @@ class ModelDrafter(Drafter):
     def _is_sum_of_parts(self) -> bool:
         return is_sum_of_parts(self.model)
 
-    def runner(self, cache: SlotCache, lease: Lease) -> CachedModel:
+    def runner(self, cache: SlotCache, settings: CallSettings) -> CachedModel:
         """The draft over these slots: where its submodules are all there is to it, without the outer forward; its passes
         captured, where the call is to be run like that."""
-        model = fused(self.model) if lease.fuses else self.model
+        model = fused(self.model) if settings.fuses else self.model
         bare = not getattr(model, "is_sum_of_parts", False) and is_untouched(self.model) and self._is_sum_of_parts
         runner = CachedModel(model, cache, self.masks, bare)
-        self.graphs.serve(runner, self.model, lease)
+        self.graphs.serve(runner, self.model, settings)
         return runner
 
     def start(self, call: Call) -> Drafting:
@@ -105,7 +105,7 @@ class ModelDrafting(ChainDrafting):
 
     def _catch_up_prompt(self, text: Text) -> CachedModel:
         if self.runner is None:
-            self.runner = self.drafter.runner(self._slots(text.rows), self.call.lease)
+            self.runner = self.drafter.runner(self._slots(text.rows), self.call.settings)
             if text.prompt_length:
                 prompt = text.ids[:, : text.prompt_length]
                 self.runner.prefill(self._readable(prompt), self.call.attention_mask)
@@ -122,7 +122,7 @@ class ModelDrafting(ChainDrafting):
         Rows behind by fewer tokens than others are filled up on the right; the filler is not kept.
         """
         cache = runner.cache
-        # the last token is always read (again, where a batch in step kept a row's whole draft): its logits are needed
+        # the last token is always read (again, where a batch in lockstep kept a row's whole draft): its logits are needed
         cache.rewind([min(known, total - 1) for total, known in zip(text.lengths, cache.known, strict=True)])
         behind = [total - known for total, known in zip(text.lengths, cache.known, strict=True)]
         width = max(behind)

@@ -69,8 +69,8 @@ class TranslatedDrafting(ChainDrafting):
     def __init__(self, drafter: TranslatedDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
-        # nothing is lost by cutting the most probable text, unless its law has been changed or has to be compared
-        free = call.law.do_sample or call.law.processors
+        # nothing is lost by cutting the most probable text, unless its distribution has been changed or has to be compared
+        free = call.distribution.do_sample or call.distribution.processors
         self.choice = _Choice(drafter.ways if free else drafter.ways[:1])
         self.runner: CachedModel | None = None
         self.rows: list[TranslatedText] = []
@@ -104,8 +104,9 @@ class TranslatedDrafting(ChainDrafting):
         self.proposed = None
 
     def _as_tokens(self, text: Text, budget: int, room: int, logits: torch.Tensor) -> Draft:
-        """TLI: an ordinary chain under the draft's law restricted to the shared tokens. Softmax renormalises it, so that q is
-        the law that the tokens are drawn from; processors have changed it as they change p."""
+        """TLI: an ordinary chain under the draft's distribution restricted to the shared tokens. Softmax
+        renormalises it, so that q is the distribution that the tokens are drawn from; processors have changed it as
+        they change p."""
 
         def read(tokens: torch.Tensor) -> torch.Tensor:
             size = self.drafter.translation.draft.size
@@ -116,8 +117,8 @@ class TranslatedDrafting(ChainDrafting):
     def _as_text(self, text: Text, budget: int, room: int, logits: torch.Tensor) -> Draft:
         """SLEM: the draft writes what it finds most probable in its own tokens; the target's tokenizer cuts the text.
 
-        Without q: the target's own choice has to match, which is exact for any draft. A law is asked about once for each
-        target token that begins, on average.
+        Without q: the target's own choice has to match, which is exact for any draft. A distribution is asked about
+        once for each target token that begins, on average.
         """
         if self.broken is not None and self.broken:
             raise FloatingPointError("the draft's logits are not a number")
@@ -132,7 +133,7 @@ class TranslatedDrafting(ChainDrafting):
         for step in range(steps):
             scores = logits.to(text.ids.device)[:, : len(self.mute)].float() + self.mute
             if step >= asked * per_token:
-                if length.needs_law:
+                if length.needs_q:
                     going = going & length.go_on(asked, probabilities(scores)).to(going.device)
                     if not going.any():
                         break
@@ -163,7 +164,7 @@ class TranslatedDrafting(ChainDrafting):
         self.to_draft = drafter.translation.to_draft.to(text.ids.device)
         self.mute = drafter.translation.mute.to(text.ids.device)
         cache = SlotCache(text.rows, 4 * self.call.limit, right_aligned=not drafter.masks.trees)
-        self.runner = drafter.runner(cache, self.call.lease)
+        self.runner = drafter.runner(cache, self.call.settings)
         return self.runner
 
     def _translate(self, text: Text) -> None:

@@ -1,4 +1,5 @@
-"""Drafting with a quantized copy of the target: nearly the same law at a fraction of the bytes (2502.10424, 2503.13565)."""
+"""Drafting with a quantized copy of the target: nearly the same distribution at a fraction of the bytes (2502.10424,
+2503.13565)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class QuantizedSelf(Spec):
     name: ClassVar[str] = "self"
     trained: ClassVar[bool | None] = False
     trees: ClassVar[bool | None] = False
-    has_law: ClassVar[bool | None] = True
+    has_q: ClassVar[bool | None] = True
 
     quantization: Any = "nf4"
 

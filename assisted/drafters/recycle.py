@@ -43,7 +43,7 @@ class TokenRecycling(Spec):
     name: ClassVar[str] = "recycle"
     trained: ClassVar[bool | None] = False
     trees: ClassVar[bool | None] = True
-    has_law: ClassVar[bool | None] = False
+    has_q: ClassVar[bool | None] = False
 
     nodes: int | None = None
     successors: int = 8

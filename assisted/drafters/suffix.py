@@ -50,7 +50,7 @@ class Suffix(Spec):
     name: ClassVar[str] = "suffix"
     trained: ClassVar[bool | None] = False
     trees: ClassVar[bool | None] = True
-    has_law: ClassVar[bool | None] = False
+    has_q: ClassVar[bool | None] = False
 
     max_match: int = 24
     min_probability: float = 0.1

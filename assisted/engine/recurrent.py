@@ -125,7 +125,7 @@ class RecurrentCache(SlotCache):
         Raises ValueError for token trees and ragged rows, RuntimeError where nothing was saved before a forward to undo.
         """
         if path is not None or len(set(counts)) > 1:
-            raise ValueError(f"counts: {counts} with path {path}: states follow one chain, in all rows in step")
+            raise ValueError(f"counts: {counts} with path {path}: states follow one chain, in all rows in lockstep")
         if counts[0] == self.width:
             self.is_saved = False
         elif self.is_saved:
@@ -177,7 +177,7 @@ class RecurrentModel(CachedModel):
     the logits, those of the new columns are returned.
     """
 
-    in_step = True
+    in_lockstep = True
     cache: RecurrentCache
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, masks: Masks):

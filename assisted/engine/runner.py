@@ -54,9 +54,9 @@ class Runner(Protocol):
     @property
     def inject(self) -> Inject | None: ...
     @property
-    def has_places(self) -> bool: ...
+    def is_capturable(self) -> bool: ...
     def eager(self, ids: torch.Tensor, draft: Draft | None = None) -> torch.Tensor: ...
-    def with_places(
+    def static_forward(
         self,
         ids: torch.Tensor,
         behind: torch.Tensor,
@@ -77,9 +77,9 @@ class Replayer(Protocol):
 
 
 class Spending(Protocol):
-    """Seconds that were spent on what later passes do not need again (`graphs.Lease`)."""
+    """Seconds that were spent on what later passes do not need again (`graphs.CallSettings`)."""
 
-    once: float
+    spent_once: float
 
 
 class CachedModel:
@@ -94,10 +94,10 @@ class CachedModel:
             `is_sum_of_parts` is true, since a wrong draft costs speed only.
     """
 
-    in_step = False  # whether all rows of a batch must keep the same number of columns
+    in_lockstep = False  # whether all rows of a batch must keep the same number of columns
     change: Change | None = None  # of the model's angles, where this call may come to it
     graphs: Replayer | None = None  # what runs its passes, None for the eager path below
-    lease: Spending | None = None  # of the call, where it says how much of its time was spent once and for all
+    settings: Spending | None = None  # of the call, where it says how much of its time was spent once and for all
     kind: Hashable = "whole"  # tells apart the runners of a call that share slots
     taps: Sequence[Tap] = ()  # modules of the model whose output counts as well
     inject: Inject | None = None  # the module of a part that goes on from hidden states
@@ -117,7 +117,7 @@ class CachedModel:
         self._takes_logits_to_keep = takes(model, "logits_to_keep")
         change = change_of(model)
         if change is not None and cache.limit + WIDTHS[-1] > change.position:
-            self.change, self.in_step = change, True
+            self.change, self.in_lockstep = change, True
 
     def prefill(self, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Read a prompt, [B, P] int64, in the model's own way. Returns the logits after it, [B, 1, V]."""
@@ -148,7 +148,9 @@ class CachedModel:
         rows, [B, 1, V].
         """
         cache, rows = self.cache, list(range(self.cache.rows))
-        apart = self.has_places and not cache.layers and cache.visible is not None and cache.visible.shape[1] == width
+        apart = (
+            self.is_capturable and not cache.layers and cache.visible is not None and cache.visible.shape[1] == width
+        )
         parts: list[Group] = groups(cache.visible, rows, self.device) if apart else [(rows, 0)]
         if parts == [(rows, 0)]:
             return read(rows, 0)
@@ -199,7 +201,7 @@ class CachedModel:
             kwargs["attention_mask"] = self.masks.made(behind, depths, draft, visible, cache.top, self.model.dtype)
         return cache.spread(self._forward(ids, kwargs))
 
-    def with_places(
+    def static_forward(
         self,
         ids: torch.Tensor,
         behind: torch.Tensor,
@@ -232,10 +234,10 @@ class CachedModel:
         return part
 
     @property
-    def has_places(self) -> bool:
-        """Whether passes can be run by `with_places`: those that take 2-D masks, or states, cannot; nor those whose columns
+    def is_capturable(self) -> bool:
+        """Whether passes can be run by `static_forward`: those that take 2-D masks, or states, cannot; nor those whose columns
         beyond the last one that counts would change something."""
-        return self.masks.trees and not self.cache.right_aligned and not self.in_step and not self._counts_padding
+        return self.masks.trees and not self.cache.right_aligned and not self.in_lockstep and not self._counts_padding
 
     def run_only(self, rows: list[int]) -> None:
         """Let passes be over these rows alone until told otherwise: those that have ended cost time for nothing."""
@@ -253,7 +255,7 @@ class CachedModel:
 
     def spent_once(self) -> float:
         """Seconds of this call, so far, that went into preparing passes, its drafter's included."""
-        return 0.0 if self.lease is None else self.lease.once
+        return 0.0 if self.settings is None else self.settings.spent_once
 
     def room(self, lengths: list[int]) -> int:
         """Positions left behind the longest of these texts before the model's context ends, or its angles change."""

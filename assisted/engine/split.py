@@ -1,6 +1,6 @@
 """The target in two parts: what its first layers have read while drafting, only the others read in the target's pass.
 
-Knows parts of models and slots; nothing of laws, nor of why a draft was made. Falls back to the whole model.
+Knows parts of models and slots; nothing of distributions, nor of why a draft was made. Falls back to the whole model.
 """
 
 from __future__ import annotations

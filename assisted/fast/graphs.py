@@ -30,9 +30,9 @@ from . import capture
 from .capture import CodeReplay, CudaReplay, Pass
 from .products import may_copy
 from .sources import Modules, Weights
-from .static_buffers import Arena
+from .static_buffers import StaticBuffers
 
-__all__ = ["MODES", "Graphs", "Lease", "require_mode"]
+__all__ = ["MODES", "CallSettings", "Graphs", "require_mode"]
 
 MODES = ("auto", "eager", "graphs", "compile")
 _AHEAD = 4096  # slots reserved at once where a call may need so many; more are reserved as they are needed
@@ -66,17 +66,17 @@ class _Shape(NamedTuple):
 
 
 @dataclass
-class Lease:
+class CallSettings:
     """One `generate`: how its passes are run, and whether it is over, so that the next one may have the captured passes.
 
     Args:
         mode: of `MODES`.
-        once: seconds spent so far on what later passes will not need again, captures above all.
+        spent_once: seconds spent so far on what later passes will not need again, captures above all.
     """
 
     mode: str = "eager"
     over: bool = False
-    once: float = 0.0
+    spent_once: float = 0.0
 
     @property
     def fuses(self) -> bool:
@@ -109,11 +109,11 @@ class Graphs:
         self.obstacle: str | None = None
         self.replays = 0
         self._lock = threading.Lock()
-        self._lease: Lease | None = None
-        self._served: weakref.ref[SlotCache] | None = None  # the slots of the call that holds the lease
+        self._settings: CallSettings | None = None
+        self._served: weakref.ref[SlotCache] | None = None  # the slots of the call that holds the settings
         self._made_for: Any = None
         self._inner: Modules | None = None
-        self._arena: Arena | None = None
+        self._buffers: StaticBuffers | None = None
         self._captured: OrderedDict[Hashable, Pass] = OrderedDict()
         self._asked: set[Hashable] = set()
         self._proven: set[Hashable] = set()  # of runners, with chains or trees: captures that were as the eager pass
@@ -136,20 +136,20 @@ class Graphs:
         """How many passes are captured."""
         return len(self._captured)
 
-    def serve(self, runner: Runner, model: nn.Module, lease: Lease) -> None:
+    def serve(self, runner: Runner, model: nn.Module, settings: CallSettings) -> None:
         """Run the passes of this runner, and of those that share its slots, where that is possible; otherwise do nothing.
 
         runner: of one call, its prompt not yet read. model: what it runs, as its owner knows it.
         """
-        mode = lease.mode
+        mode = settings.mode
         if mode == "eager" or (mode == "auto" and runner.device.type != "cuda"):
             return
-        if not runner.has_places:
+        if not runner.is_capturable:
             return
         with self._lock:
-            if self._lease is lease or (self._lease is not None and not self._lease.over):
+            if self._settings is settings or (self._settings is not None and not self._settings.over):
                 return
-            self._lease, self._served = lease, weakref.ref(runner.cache)
+            self._settings, self._served = settings, weakref.ref(runner.cache)
         self.obstacle = obstacle(model, runner.device)
         if self.obstacle is not None:
             return
@@ -166,8 +166,8 @@ class Graphs:
             self._open, self._frozen = sizes_open, frozen
         self._confirmed = False
         self._sound.clear()
-        if self._arena is not None:
-            self._arena.shown = None
+        if self._buffers is not None:
+            self._buffers.shown = None
         runner.graphs = self
 
     def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor | None:
@@ -189,24 +189,24 @@ class Graphs:
         started = time.perf_counter()
         going_on = None if runner.inject is None else runner.inject.hidden
         try:
-            arena = self._hold(cache, shape.top)
+            buffers = self._hold(cache, shape.top)
             proven = sort in self._proven
             fresh = self._open and proven and shape not in self._captured
             if fresh:
-                self._add(shape, self._pass(runner, arena, shape))
+                self._add(shape, self._pass(runner, buffers, shape))
             known = shape in self._captured
             by_eager = not (self._confirmed or self._open if known else proven)
             expected = runner.eager(ids, draft) if by_eager else None
-            arena.feed(cache, rows, columns, ids, draft)
+            buffers.feed(cache, rows, columns, ids, draft)
             if going_on is not None:
-                arena.feed_states(runner.kind, cache, rows, going_on)
+                buffers.feed_states(runner.kind, cache, rows, going_on)
             if not known:
-                run = self._pass(runner, arena, shape)
+                run = self._pass(runner, buffers, shape)
                 if expected is None or self._mode == "compile":  # a compiler works when it is first called
                     with self._compiling():
-                        first = _results(run(), runner, arena, width)
+                        first = _results(run(), runner, buffers, width)
                     expected = first if expected is None else expected
-                with arena.other_ids():
+                with buffers.other_ids():
                     self._add(shape, run, tried=proven)
             self._captured.move_to_end(shape)
             if fresh:  # the compiler may find that this size needs a code of its own
@@ -216,11 +216,11 @@ class Graphs:
                 self._spend(time.perf_counter() - started)
             if expected is None:
                 self.replays += 1
-                return _results(self._replayed(shape, runner), runner, arena, width)
-            capture.wait(arena.device)
+                return _results(self._replayed(shape, runner), runner, buffers, width)
+            capture.wait(buffers.device)
             replayed = time.perf_counter()
-            logits = _results(self._replayed(shape, runner), runner, arena, width)
-            capture.wait(arena.device)
+            logits = _results(self._replayed(shape, runner), runner, buffers, width)
+            capture.wait(buffers.device)
         except Exception as error:  # a capture runs somebody's forward in a way that it may not be made for
             self._spend(time.perf_counter() - started)
             self._give_up(f"{type(error).__name__}: {error}")
@@ -244,21 +244,21 @@ class Graphs:
 
     def gather(self, runner: Runner, path: Paths) -> bool:
         """See `runtime.Replayer`."""
-        cache, arena = runner.cache, self._arena
-        if arena is None or not self._serves(cache):
+        cache, buffers = runner.cache, self._buffers
+        if buffers is None or not self._serves(cache):
             return False
         rows, last = _places(cache, self._open)
         columns = columns_for(max(map(len, path)), rows)
         key = ("gather", rows, columns)
-        if columns is None or not arena.holds(cache, last + columns):
+        if columns is None or not buffers.holds(cache, last + columns):
             return False
         started = time.perf_counter()
         try:
             if key not in self._captured:
-                arena.stay(rows, columns)  # what runs before a capture moves nothing
-                self._add(key, lambda: arena.move(rows, columns))
+                buffers.stay(rows, columns)  # what runs before a capture moves nothing
+                self._add(key, lambda: buffers.move(rows, columns))
                 self._spend(time.perf_counter() - started)
-            arena.follow(cache, rows, columns, path)
+            buffers.follow(cache, rows, columns, path)
             self._captured[key]()
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
@@ -312,8 +312,8 @@ class Graphs:
 
     def _spend(self, seconds: float) -> None:
         """Seconds of the call that later passes will not need."""
-        if self._lease is not None:
-            self._lease.once += seconds
+        if self._settings is not None:
+            self._settings.spent_once += seconds
 
     def _serves(self, cache: SlotCache) -> bool:
         return self.reason is None and self._served is not None and cache is self._served()
@@ -327,37 +327,37 @@ class Graphs:
         self._asked.add(key)
         return False
 
-    def _hold(self, cache: SlotCache, top: int) -> Arena:
+    def _hold(self, cache: SlotCache, top: int) -> StaticBuffers:
         """The call's slots, moved to where the captured passes look for them."""
-        arena = self._arena
-        if arena is not None and arena.holds(cache, top):
-            return arena
-        if arena is None or not arena.fits(cache, top):
+        buffers = self._buffers
+        if buffers is not None and buffers.holds(cache, top):
+            return buffers
+        if buffers is None or not buffers.fits(cache, top):
             self._drop()
-            arena = self._arena = Arena(cache, max(top, slots_for(min(cache.limit + WIDTHS[-1], _AHEAD))))
-        arena.take(cache)
-        return arena
+            buffers = self._buffers = StaticBuffers(cache, max(top, slots_for(min(cache.limit + WIDTHS[-1], _AHEAD))))
+        buffers.take(cache)
+        return buffers
 
-    def _pass(self, runner: Runner, arena: Arena, shape: _Shape) -> Pass:
-        """A pass of this shape over the arena: compiled for a CPU it still has to be checked."""
+    def _pass(self, runner: Runner, buffers: StaticBuffers, shape: _Shape) -> Pass:
+        """A pass of this shape over the buffers: compiled for a CPU it still has to be checked."""
         kind, rows, columns, top, tree = shape
-        run = self._over(runner, arena, tree)
+        run = self._over(runner, buffers, tree)
         arguments = (
-            arena.ids[:rows, :columns],
-            arena.numbers[:rows],
-            arena.parents[:rows, : columns - 1] if tree else None,
-            arena.visible[:rows, :top],
-            None if runner.inject is None else arena.states[kind][:rows, :columns],
+            buffers.ids[:rows, :columns],
+            buffers.numbers[:rows],
+            buffers.parents[:rows, : columns - 1] if tree else None,
+            buffers.visible[:rows, :top],
+            None if runner.inject is None else buffers.states[kind][:rows, :columns],
         )
         return CodeReplay(run, arguments) if self._open else functools.partial(run, *arguments)
 
-    def _over(self, runner: Runner, arena: Arena, tree: bool) -> _Run:
-        """What a runner makes of its inputs over the arena's slots."""
+    def _over(self, runner: Runner, buffers: StaticBuffers, tree: bool) -> _Run:
+        """What a runner makes of its inputs over the buffers's slots."""
         known = self._compiled.get((runner.kind, tree))
         if known is not None:
             return known
         twin: Any = copy.copy(runner)
-        _renew(twin, runner, arena.slots)
+        _renew(twin, runner, buffers.slots)
         self._twins[runner.kind, tree] = twin
 
         def run(
@@ -369,7 +369,7 @@ class Graphs:
         ) -> list[torch.Tensor]:
             if states is not None:
                 twin.inject.hidden = states
-            logits = twin.with_places(ids, numbers[:, :1], numbers[:, 1:2], parents, visible)
+            logits = twin.static_forward(ids, numbers[:, :1], numbers[:, 1:2], parents, visible)
             return [logits, *(tap.hidden for tap in twin.taps)]
 
         if self._mode != "compile":
@@ -383,12 +383,12 @@ class Graphs:
             self._captured.popitem(last=False)
 
     def _replay(self, run: Pass, tried: bool) -> Pass:
-        assert self._arena is not None
-        if self._arena.device.type != "cuda":
+        assert self._buffers is not None
+        if self._buffers.device.type != "cuda":
             return run
-        if self._arena.pool is None:
-            self._arena.pool = torch.cuda.graph_pool_handle()
-        return CudaReplay(run, self._arena.device, self._arena.pool, tried)
+        if self._buffers.pool is None:
+            self._buffers.pool = torch.cuda.graph_pool_handle()
+        return CudaReplay(run, self._buffers.device, self._buffers.pool, tried)
 
     def _drop(self) -> None:
         """Forget all that was captured."""
@@ -400,7 +400,7 @@ class Graphs:
         self._sound.clear()
         self._grounds.clear()
         self._filled_up.clear()
-        self._arena = None
+        self._buffers = None
         self._confirmed = False
 
     def _give_up(self, reason: str) -> None:
@@ -409,7 +409,7 @@ class Graphs:
         self._drop()
 
 
-def _results(outputs: list[torch.Tensor], runner: Runner, arena: Arena, width: int) -> torch.Tensor:
+def _results(outputs: list[torch.Tensor], runner: Runner, buffers: StaticBuffers, width: int) -> torch.Tensor:
     """The logits of a replay, [B, n, V], zeros for rows that don't run; the runner's taps hold what they would hold."""
     cache, running = runner.cache, len(runner.cache.running)
     logits, *states = (output[:running, :width] for output in outputs)
@@ -418,13 +418,13 @@ def _results(outputs: list[torch.Tensor], runner: Runner, arena: Arena, width: i
     if cache.running == list(range(cache.rows)):
         return logits
     spread = logits.new_zeros(cache.rows, *logits.shape[1:])
-    return spread.index_copy_(0, arena.numbers[:running, 2], logits)
+    return spread.index_copy_(0, buffers.numbers[:running, 2], logits)
 
 
 def _renew(twin: Any, runner: Runner, slots: SlotCache) -> None:
-    """Let a runner over the arena's slots run what this one runs."""
+    """Let a runner over the buffers's slots run what this one runs."""
     vars(twin).update(vars(runner))
-    twin.cache, twin.graphs = slots, None  # the arena's lengths are none of this call
+    twin.cache, twin.graphs = slots, None  # the buffers's lengths are none of this call
 
 
 def _identical(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:

@@ -16,10 +16,10 @@ from ..engine.cache import Paths, SlotCache, SlotLayer
 from ..engine.host import pinned
 from ..engine.shapes import WIDTHS
 
-__all__ = ["Arena"]
+__all__ = ["StaticBuffers"]
 
 
-class Arena:
+class StaticBuffers:
     """Slots, and tensors for what changes from pass to pass. Captured passes know them by where they lie.
 
     Args:

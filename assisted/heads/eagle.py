@@ -210,7 +210,7 @@ class _FusedLayer(nn.Module):
 
 
 def unrolled_mask(columns: int, step: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """What a column may look at in step `step` (0-based) of training, [1, 1, n, (step + 1) * n] bool, true where it may.
+    """What a column may look at in lockstep `step` (0-based) of training, [1, 1, n, (step + 1) * n] bool, true where it may.
 
     The keys of all steps lie side by side. True features are seen up to the column's own place; of each later step, which
     stands for one token more of this column's continuation, its own column alone. Two steps over three columns:

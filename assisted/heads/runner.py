@@ -68,7 +68,7 @@ class HeadRunner:
         self.cache.hide(attention_mask)
         before = (-first[:, 0]).tolist()
         self.cache.padding, self.cache.prompt_padding = before, list(before)
-        self.has_places = min(before) >= 0  # a past puts columns further than slots tell
+        self.is_capturable = min(before) >= 0  # a past puts columns further than slots tell
 
     def read(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Read, and keep, what became text: `counts[b]` columns of row b. Returns the states after them, [B, H].
@@ -143,7 +143,7 @@ class HeadRunner:
         )
         return cache.spread(states)
 
-    def with_places(
+    def static_forward(
         self,
         ids: torch.Tensor,
         behind: torch.Tensor,
@@ -151,7 +151,7 @@ class HeadRunner:
         parents: torch.Tensor | None,
         visible: torch.Tensor,
     ) -> torch.Tensor:
-        """The same of tensors alone: see `CachedModel.with_places`. Of a chain: parents is None."""
+        """The same of tensors alone: see `CachedModel.static_forward`. Of a chain: parents is None."""
         cache, columns = self.cache, torch.arange(ids.shape[1], device=self.device)
         cache.row_index = torch.arange(len(ids), device=self.device)[:, None]
         cache.start, cache.top = behind + columns, visible.shape[1]

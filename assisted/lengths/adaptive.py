@@ -66,7 +66,7 @@ class Adaptive:
 
 
 class _Adaptive(Length):
-    needs_law = True
+    needs_q = True
 
     def __init__(self, policy: Adaptive, earlier: _Adaptive | None):
         self.policy = policy
@@ -93,7 +93,7 @@ class _Adaptive(Length):
     def _begin(self) -> None:
         self.asked_for = 0  # tokens; 0 in a plain round
         self.forwards = 0  # of the draft
-        self.asked = False  # about a law
+        self.asked = False  # about a distribution
         self.probing = False
         self.prices: dict[int, float] = {}  # by row
         self.survival: dict[int, float] = {}  # by row: how likely all its drafted tokens are to be accepted
@@ -160,7 +160,7 @@ class _Adaptive(Length):
     def another(self, position: int) -> bool:
         if self.asked:
             follow = self._following(self.survival)
-        else:  # the drafter has no law to tell
+        else:  # the drafter has no distribution to tell
             accept = self.known.reliability.chain(position + 1)
             if position == 1:
                 self._enter()

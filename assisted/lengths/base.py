@@ -1,6 +1,6 @@
 """When to stop drafting. A policy is what the caller writes down; a `Length` is its memory during one `generate`.
 
-Knows numbers and confidences, nothing of models. To stay exact under sampling a policy decides from the draft's law
+Knows numbers and confidences, nothing of models. To stay exact under sampling a policy decides from the draft's distribution
 before a token is drawn from it, never from the token (non-anticipation): `Length.go_on` is called in that place.
 """
 
@@ -21,8 +21,8 @@ class Length:
     """A policy at work during one `generate`. What it does not override, it does not care about. All that it is told comes as
     arguments: nobody sets its attributes."""
 
-    needs_law = False
-    """Whether `go_on` looks at the law; a policy that does not spares the draft a softmax and a synchronisation."""
+    needs_q = False
+    """Whether `go_on` looks at the distribution; a policy that does not spares the draft a softmax and a synchronisation."""
 
     predicted_speedup: float | None = None
     """Against plain decoding, for the draft lengths it chooses; None where nothing is predicted."""
@@ -46,12 +46,12 @@ class Length:
         return True
 
     def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:
-        """Which rows propose a token at `position` (0-based). Asked before it is drawn from q, and only if `needs_law`.
+        """Which rows propose a token at `position` (0-based). Asked before it is drawn from q, and only if `needs_q`.
 
-        q: [B, V] float32, the draft's law there. drawn: the token is drawn from q and accepted as often as q overlaps with
-        the target's law: also where neither is sure of a token, these may be nearly the same. Otherwise it is the likeliest
-        one of each row. Returns [B] bool, on q's device or, where it was decided there, on the host. Rows that said no once
-        are not asked again.
+        q: [B, V] float32, the draft's distribution there. drawn: the token is drawn from q and accepted as often as
+        q overlaps with the target's distribution: also where neither is sure of a token, these may be nearly the
+        same. Otherwise it is the likeliest one of each row. Returns [B] bool, on q's device or, where it was decided
+        there, on the host. Rows that said no once are not asked again.
         """
         return q.new_ones(len(q), dtype=torch.bool)
 

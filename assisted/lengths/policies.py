@@ -42,7 +42,8 @@ class Confidence:
     """Draft until the draft model is unsure: the rule of transformers' `assistant_confidence_threshold`.
 
     Args:
-        threshold: stop before a token whose law has no probability above this; in [0, 1]. Higher pays where the draft is
+        threshold: stop before a token whose distribution has no probability above this; in [0, 1]. Higher pays where
+        the draft is
             slow against the target.
         maximum: the most tokens of a round, at least 1.
     """
@@ -87,7 +88,8 @@ class Heuristic:
 
 @dataclass(frozen=True)
 class AdaEDL:
-    """Draft while a lower bound on the acceptance, from the entropy of the draft's law, stays above a threshold. 2410.18351.
+    """Draft while a lower bound on the acceptance, from the entropy of the draft's distribution, stays above a
+    threshold. 2410.18351.
 
     Stop before a token if 1 - sqrt(gamma * H(q)) < threshold, H in nats. After every round the threshold moves by `step`,
     smoothed: up while fewer than `acceptance` of the drafted tokens are accepted, down otherwise.
@@ -135,7 +137,7 @@ class _Fixed(Length):
 
 
 class _Confidence(Length):
-    needs_law = True
+    needs_q = True
 
     def __init__(self, policy: Confidence):
         self.policy = policy
@@ -166,7 +168,7 @@ class _Heuristic(Length):
 
 
 class _AdaEDL(Length):
-    needs_law = True
+    needs_q = True
 
     def __init__(self, policy: AdaEDL, earlier: Length | None):
         self.policy = policy

@@ -25,9 +25,9 @@ _POOLED, _OWN = 2.0, 4.0  # weight of the word that is given beside what was see
 class Rates:
     """How often a guess is right, by its probability, its rank among the guesses at its place, and a level.
 
-    A head gives its guesses probabilities without knowing the law that they are judged by: a greedy target takes the best
-    guess far more often than a head says that was trained on the target's law. Nor does it always know which tokens come
-    between. Before anything is learned a guess is taken at its word; the past fades round by round.
+    A head gives its guesses probabilities without knowing the distribution that they are judged by: a greedy target
+    takes the best guess far more often than a head says that was trained on the target's distribution. Nor does it always know
+    which tokens come between. Before anything is learned a guess is taken at its word; the past fades round by round.
 
     Args:
         levels: kinds of places that are counted apart and lean on each other while little was seen of one.

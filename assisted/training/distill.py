@@ -1,4 +1,4 @@
-"""Distilling a draft: a small model learns the target's law, on text and on what it writes itself.
+"""Distilling a draft: a small model learns the target's distribution, on text and on what it writes itself.
 
 DistillSpec, arXiv 2310.08461. Knows two models with one tokenizer; steps and files are the trainer's.
 """
@@ -18,7 +18,7 @@ from .. import zoo
 from ..engine.parts import find_layers
 from ..loading.vocabulary import find_tokenizer, same_tokens
 from .features import Features
-from .losses import DIVERGENCES, Agreement, agreement, divergence, law, rows_at_once
+from .losses import DIVERGENCES, Agreement, agreement, divergence, log_probabilities, rows_at_once
 from .method import Method
 
 __all__ = ["DistillSettings", "Distillation", "first_draft"]
@@ -33,7 +33,8 @@ class DistillSettings:
     Args:
         draft: a model to go on from, a path; None makes one of the target's own layers.
         layers: how many of those, evenly chosen.
-        loss: divergence from the target's law: "kl", "reverse-kl", "tv" or "kl+tv". 1 - TV is what is accepted; KL learns
+        loss: divergence from the target's distribution: "kl", "reverse-kl", "tv" or "kl+tv". 1 - TV is what is
+        accepted; KL learns
             faster from afar.
         on_policy: share of the sequences that the draft writes itself behind a beginning of the text, so that it learns
             where it really goes. Each costs a generation by the draft.
@@ -88,7 +89,7 @@ class Distillation(Method):
             self.student = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             if not same_tokens(target, self.student, tokenizer, find_tokenizer(path)):
                 raise ValueError(
-                    f"draft: {settings.draft} has another tokenizer than the target, whose law it can't learn"
+                    f"draft: {settings.draft} has another tokenizer than the target, whose distribution it can't learn"
                 )
         self.frozen = (target,)
         self.vocabulary = target.config.get_text_config(decoder=True).vocab_size
@@ -106,7 +107,9 @@ class Distillation(Method):
         total = torch.zeros((), device=ids.device)
         rows = rows_at_once(ids)
         for wanted, said in zip(taught.split(rows), drafted.split(rows), strict=True):
-            apart = divergence(self.about.loss, law(wanted[..., :shared]), said[..., :shared], compiled=self.compiled)
+            apart = divergence(
+                self.about.loss, log_probabilities(wanted[..., :shared]), said[..., :shared], compiled=self.compiled
+            )
             total = total + apart * len(said)
         return total / len(ids)
 

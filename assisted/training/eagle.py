@@ -21,7 +21,7 @@ from ..engine.tapped import find_final_norm
 from ..heads.eagle import EagleConfig, EagleHead, unrolled_mask
 from ..heads.eagle_formats import save_eagle
 from .features import Features, Seen
-from .losses import DIVERGENCES, Agreement, agreement, divergence, law, rows_at_once
+from .losses import DIVERGENCES, Agreement, agreement, divergence, log_probabilities, rows_at_once
 from .method import Method
 
 __all__ = ["EagleSettings", "EagleTraining", "frequent_tokens"]
@@ -40,7 +40,7 @@ class EagleSettings:
         unroll: EAGLE-3: steps of the training-time test, in which the head reads its own states. As many as are drafted;
             each costs as much as the first. EAGLE-1 has one.
         decay: weight of unrolled step i is decay**i.
-        loss: EAGLE-3: divergence from the target's law: "kl", "reverse-kl", "tv" or "kl+tv".
+        loss: EAGLE-3: divergence from the target's distribution: "kl", "reverse-kl", "tv" or "kl+tv".
         norms: EAGLE-3: norms the features of each tap, and begins the residual with normed states: a target's states are large
             (the shipped one's 60 to 120 in the root mean square), and larger the deeper. False is the paper's head.
         draft_vocab: EAGLE-3: the head proposes only so many tokens, the most frequent of the text; None for all. Saves time
@@ -189,12 +189,12 @@ class EagleTraining(Method):
         return torch.cat([seen.states[tap] for tap in self.student.config.taps], -1)
 
     def _taught(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's law over the head's vocabulary, [B, T, Vd], and where it counts: where the target's own choice is in
-        that vocabulary, [B, T]."""
+        """The target's distribution over the head's vocabulary, [B, T, Vd], and where it counts: where the target's
+        own choice is in that vocabulary, [B, T]."""
         if self._tokens is None:
-            return law(logits), torch.ones(logits.shape[:-1], device=logits.device)
+            return log_probabilities(logits), torch.ones(logits.shape[:-1], device=logits.device)
         tokens = self._tokens.to(logits.device)
-        return law(logits[..., tokens]), torch.isin(logits.argmax(-1), tokens).float()
+        return log_probabilities(logits[..., tokens]), torch.isin(logits.argmax(-1), tokens).float()
 
     def _token_loss(self, log_p: Tensor, counts: Tensor, states: Tensor) -> Tensor:
         """log_p: [B, n, Vd], counts: [B, n], states: [B, n, H]. Returns a scalar."""

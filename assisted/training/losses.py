@@ -1,4 +1,4 @@
-"""How far a draft's law is from the target's, from their logits.
+"""How far a draft's distribution is from the target's, from their logits.
 
 Knows tensors. What is accepted when drafting is 1 - TV on average (arXiv 2211.17192), which is why TV is among them.
 """
@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["DIVERGENCES", "Agreement", "agreement", "divergence", "law", "rows_at_once"]
+__all__ = ["DIVERGENCES", "Agreement", "agreement", "divergence", "log_probabilities", "rows_at_once"]
 
-_IMPOSSIBLE = -100.0  # log-probability of what a law excludes
+_IMPOSSIBLE = -100.0  # log-probability of what a distribution excludes
 
 
 def _forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 (arXiv 2310.08461)."""
 
 
-def law(logits: Tensor) -> Tensor:
+def log_probabilities(logits: Tensor) -> Tensor:
     """The target's log-probabilities, float32, without gradients. [..., V] -> [..., V]."""
     return F.log_softmax(logits.detach().float(), -1)
 
@@ -57,11 +57,11 @@ def rows_at_once(like: Tensor) -> int:
 def divergence(
     name: str, log_p: Tensor, draft_logits: Tensor, weights: Tensor | None = None, compiled: bool = False
 ) -> Tensor:
-    """A divergence from the target's law to the draft's, averaged over positions.
+    """A divergence from the target's distribution to the draft's, averaged over positions.
 
     Args:
         name: one of DIVERGENCES.
-        log_p: [..., V], the target's (`law`).
+        log_p: [..., V], the target's (`log_probabilities`).
         draft_logits: [..., V].
         weights: [...] of each position, ones when None; a position of weight 0 does not count.
         compiled: whether to fuse it: faster where the vocabulary is large and the processor is slow.
@@ -83,7 +83,7 @@ _fused = torch.compile(_apart, dynamic=False)
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often a draft would be accepted, from laws at the same positions.
+    """How often a draft would be accepted, from distributions at the same positions.
 
     Args:
         greedy: share of positions where both have the same likeliest token: acceptance at temperature 0.

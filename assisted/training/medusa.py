@@ -1,4 +1,4 @@
-"""Training Medusa heads (Medusa-1, arXiv 2401.10774): the target stays as it is, the heads learn its law further on.
+"""Training Medusa heads (Medusa-1, arXiv 2401.10774): the target stays as it is, the heads learn its distribution further on.
 
 Knows heads and features; steps and files are the trainer's.
 """
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..engine.parts import find_layers
 from ..heads.medusa import MedusaHeads
 from .features import Features
-from .losses import DIVERGENCES, Agreement, agreement, divergence, law, rows_at_once
+from .losses import DIVERGENCES, Agreement, agreement, divergence, log_probabilities, rows_at_once
 from .method import Method
 
 __all__ = ["MedusaSettings", "MedusaTraining"]
@@ -31,7 +31,7 @@ class MedusaSettings:
         layers: blocks x + SiLU(Wx + b) of each head. More learn more and cost more.
         own_output: each head has an output layer of its own (V x H numbers, started from the target's). Without, all use
             the target's: much smaller, and faster to train.
-        loss: divergence from the target's law: "kl", "reverse-kl", "tv" or "kl+tv".
+        loss: divergence from the target's distribution: "kl", "reverse-kl", "tv" or "kl+tv".
         decay: weight of head h is decay**h.
     """
 
@@ -82,11 +82,13 @@ class MedusaTraining(Method):
         heads = self.about.heads
         weights = [self.about.decay**head for head in range(heads)]
         total = torch.zeros((), device=ids.device)
-        slices = (tensor.split(rows_at_once(ids)) for tensor in (seen.states[self._last], law(seen.logits)))
+        slices = (
+            tensor.split(rows_at_once(ids)) for tensor in (seen.states[self._last], log_probabilities(seen.logits))
+        )
         for hidden, taught in zip(*slices, strict=True):  # [b, T, H], [b, T, V]
             drafted = self.student(hidden, self._said)  # [heads, b, T, V]
             for head, weight in enumerate(weights):
-                ahead = 1 + head  # the target's law there is at the position of the token before
+                ahead = 1 + head  # the target's distribution there is at the position of the token before
                 apart = divergence(
                     self.about.loss, taught[:, ahead:], drafted[head, :, :-ahead], compiled=self.compiled
                 )

@@ -337,7 +337,7 @@ def _same_details(call: Call, name: str, plain: Any, ours: Any, new: torch.Tenso
         finite = one.isfinite()
         same = one.shape == two.shape and bool((finite == two.isfinite()).all())
         if finite.any() and (not same or (one - two)[finite].abs().max() > CLOSE):
-            outcome.failures.append(f"{_of(call)}: {name} differ in step {number}")
+            outcome.failures.append(f"{_of(call)}: {name} differ in lockstep {number}")
             return
 
 

@@ -1,4 +1,4 @@
-"""How near a draft's law is to its target's, on text that the target wrote: the bound on what can be accepted.
+"""How near a draft's distribution is to its target's, on text that the target wrote: the bound on what can be accepted.
 
 Knows two models of one vocabulary. Nothing of how the text was drafted but where each draft began.
 """
@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 
-__all__ = ["Laws", "Written", "compare"]
+__all__ = ["Comparison", "Written", "compare"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Laws:
-    """Two laws side by side.
+class Comparison:
+    """Two distributions side by side.
 
     Args:
-        overlap: 1 minus the total variation of the two laws at temperature 1, mean over the text: how often the best
+        overlap: 1 minus the total variation of the two distributions at temperature 1, mean over the text: how often the best
             possible coupling lets a sampled token pass (2211.17192).
         agreement: share of the text at which both find the same token likeliest: what greedy drafts live on.
         best_by_position: how often a token drafted first, second, ... is accepted, those before it having been, if nothing is
@@ -59,7 +59,7 @@ def compare(
     texts: Sequence[Written],
     temperature: float,
     longest: int,
-) -> Laws:
+) -> Comparison:
     """Read the texts with both models.
 
     Args:
@@ -86,7 +86,7 @@ def compare(
         passing = (q.gather(1, words) / p.gather(1, words).clamp(min=1e-30)).clamp(max=1)[:, 0].cpu()
         best = _overlap(p, q).cpu()
         for start in text.starts:
-            # of texts from the target's law, the product of min(1, q/p) is how likely a draft is to get so far
+            # of texts from the target's distribution, the product of min(1, q/p) is how likely a draft is to get so far
             reach = passing[start : start + longest - 1].cumprod(0)
             reach = torch.cat([torch.ones(1), reach])[: len(best) - start]
             survived[1 : len(reach) + 1] += reach * best[start : start + len(reach)]
@@ -94,7 +94,7 @@ def compare(
     shares = torch.where(begun > 0, survived / begun.clamp(min=1), torch.zeros(()))
     shares[0] = 1
     by_position = [min(1.0, (after / before).item()) for before, after in pairwise(shares) if before > 1e-3]
-    return Laws(
+    return Comparison(
         overlap=torch.cat(overlaps).mean().item(),
         agreement=torch.cat(agreements).mean().item(),
         best_by_position=tuple(by_position),

@@ -1,4 +1,4 @@
-"""Law: all nodes of a draft at once get the scores that each real prefix gets alone."""
+"""Distribution: all nodes of a draft at once get the scores that each real prefix gets alone."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessorList
 
-from assisted.distribution import _NOT_YET, _PREFIX_FREE, _PREFIX_READING, Law, probabilities
+from assisted.distribution import _NOT_YET, _PREFIX_FREE, _PREFIX_READING, Distribution, probabilities
 from assisted.drafts import Draft
 
 VOCABULARY = 12
@@ -68,8 +68,8 @@ class Derived(hf.TemperatureLogitsWarper):
     """Whatever a class adds to a known one is not known."""
 
 
-def law(*kinds, do_sample=True):
-    return Law(LogitsProcessorList(KNOWN[kind]() for kind in kinds), do_sample)
+def distribution(*kinds, do_sample=True):
+    return Distribution(LogitsProcessorList(KNOWN[kind]() for kind in kinds), do_sample)
 
 
 def committed(seed=0):
@@ -104,7 +104,7 @@ def alone(kinds, text, logits):
 def check(kinds, draft, seed=0):
     ids, logits = committed(seed), logits_for(kinds, len(LENGTHS), draft.width + 1, seed=seed)
     given_logits = logits.clone()
-    scores = law(*kinds).scores(ids, LENGTHS, logits, draft)
+    scores = distribution(*kinds).scores(ids, LENGTHS, logits, draft)
     assert scores.dtype == torch.float32
     for row in range(len(LENGTHS)):
         for node in range(-1, draft.width):
@@ -134,7 +134,7 @@ def test_a_text_may_not_end_before_it_is_long_enough(of_the_new, enough):
         else hf.MinLengthLogitsProcessor(enough, ends)
     )
     ids, draft, logits = committed(), drafted(), logits_for((), len(LENGTHS), WIDTH + 1)
-    scores = Law(LogitsProcessorList([processor]), False).scores(ids, LENGTHS, logits, draft)
+    scores = Distribution(LogitsProcessorList([processor]), False).scores(ids, LENGTHS, logits, draft)
     for row in range(len(LENGTHS)):
         for node in range(-1, WIDTH):
             expected = processor(prefix(ids, draft, row, node)[None], logits[row, node + 1][None])[0]
@@ -161,8 +161,8 @@ def test_trees(kinds, data):
 def test_scores_of_the_last_node_are_the_column_of_all(kinds, width):
     ids, draft = committed(), drafted(width=width)
     logits = logits_for(kinds, len(LENGTHS), width + 1)
-    whole = law(*kinds).scores(ids, LENGTHS, logits, draft)
-    last = law(*kinds).scores(ids, LENGTHS, logits[:, -1:], draft, nodes=[draft.width - 1])[:, 0]
+    whole = distribution(*kinds).scores(ids, LENGTHS, logits, draft)
+    last = distribution(*kinds).scores(ids, LENGTHS, logits[:, -1:], draft, nodes=[draft.width - 1])[:, 0]
     torch.testing.assert_close(last, whole[:, -1], rtol=0, atol=1e-6, equal_nan=True)
 
 
@@ -191,8 +191,8 @@ def test_prefix_free_classes_read_no_prefix(kind):
 
 @by_class
 def test_known_classes_need_no_order(kind):
-    assert not law(kind).in_order
-    assert [type(processor) for processor in law(kind).for_draft().processors] == [kind]
+    assert not distribution(kind).in_order
+    assert [type(processor) for processor in distribution(kind).for_draft().processors] == [kind]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_known_classes_need_no_order(kind):
 )
 def test_anything_else_sees_committed_prefixes_in_order(unknown):
     known = [hf.TemperatureLogitsWarper(0.5), hf.NoRepeatNGramLogitsProcessor(2)]
-    mixed = Law(LogitsProcessorList([known[0], unknown, known[1]]), True)
+    mixed = Distribution(LogitsProcessorList([known[0], unknown, known[1]]), True)
     assert mixed.in_order
     left = mixed.for_draft()
     assert not left.in_order
@@ -219,15 +219,15 @@ def test_anything_else_sees_committed_prefixes_in_order(unknown):
 
 
 def test_no_processors_need_no_order():
-    assert not law().in_order
-    assert not law(*SEVERAL).in_order
+    assert not distribution().in_order
+    assert not distribution(*SEVERAL).in_order
 
 
 def test_ordered_scores_are_those_of_plain_decoding():
     """Every processor gets the whole batch, once a call, and the model's logits stay as they are."""
     counting = Counting()
     temperature = hf.TemperatureLogitsWarper(0.5)
-    ordered = Law(LogitsProcessorList([counting, temperature]), False)
+    ordered = Distribution(LogitsProcessorList([counting, temperature]), False)
     ids = committed()
     for step in (1, 2):
         logits = logits_for((), 3).to(torch.bfloat16 if step == 2 else torch.float32)
@@ -246,17 +246,17 @@ def test_a_processor_that_writes_in_place_leaves_the_logits_alone():
 
     logits = logits_for((), 3)
     before = logits.clone()
-    Law(LogitsProcessorList([InPlace()]), False).ordered_scores(committed(), logits)
+    Distribution(LogitsProcessorList([InPlace()]), False).ordered_scores(committed(), logits)
     assert torch.equal(logits, before)
 
 
 def test_half_precision_logits_are_judged_in_float32():
     logits = logits_for((), len(LENGTHS), WIDTH + 1).bfloat16()
-    scores = law(hf.TemperatureLogitsWarper).scores(committed(), LENGTHS, logits, drafted())
+    scores = distribution(hf.TemperatureLogitsWarper).scores(committed(), LENGTHS, logits, drafted())
     assert torch.equal(scores, logits.float() / 0.7)
-    last = law(hf.TemperatureLogitsWarper).scores(committed(), LENGTHS, logits[:, -1:], drafted(), nodes=[WIDTH - 1])[
-        :, 0
-    ]
+    last = distribution(hf.TemperatureLogitsWarper).scores(
+        committed(), LENGTHS, logits[:, -1:], drafted(), nodes=[WIDTH - 1]
+    )[:, 0]
     assert torch.equal(last, scores[:, -1])
 
 
@@ -277,13 +277,13 @@ def test_a_nucleus_of_a_large_vocabulary(top_p, spread, kept):
     warper = hf.TopPLogitsWarper(top_p, min_tokens_to_keep=kept)
     scores = spread * torch.randn(2, 3, 2000, generator=torch.Generator().manual_seed(1))
     expected = warper(None, scores.flatten(0, 1)).view_as(scores)
-    found = Law(LogitsProcessorList([warper]), True).scores(
+    found = Distribution(LogitsProcessorList([warper]), True).scores(
         torch.ones(2, 1), [1, 1], scores, drafted(), nodes=[-1, 0, 1]
     )
     assert torch.equal(found, expected)
     halves = scores.bfloat16().float()
     expected = probabilities(warper(None, halves.flatten(0, 1)).view_as(scores)).sort(-1).values
-    found = Law(LogitsProcessorList([warper]), True).scores(
+    found = Distribution(LogitsProcessorList([warper]), True).scores(
         torch.ones(2, 1), [1, 1], halves, drafted(), nodes=[-1, 0, 1]
     )
     assert torch.allclose(probabilities(found).sort(-1).values, expected, atol=1e-7)
@@ -292,7 +292,7 @@ def test_a_nucleus_of_a_large_vocabulary(top_p, spread, kept):
 def test_the_vocabulary_is_not_sorted_for_a_nucleus(monkeypatch):
     scores = 12 * torch.randn(1, 3, 2000, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(hf.TopPLogitsWarper, "__call__", None)
-    found = law(hf.TopPLogitsWarper).scores(torch.ones(1, 1), [1], scores, drafted(), nodes=[-1, 0, 1])
+    found = distribution(hf.TopPLogitsWarper).scores(torch.ones(1, 1), [1], scores, drafted(), nodes=[-1, 0, 1])
     assert 1 <= found.isfinite().sum(-1).max() < 256
 
 
@@ -300,7 +300,7 @@ def test_the_vocabulary_is_not_sorted_for_a_nucleus(monkeypatch):
 def test_rows_that_have_ended_are_no_work(kind, monkeypatch):
     """They keep their logits; the others get the scores that they have in company."""
     logits = logits_for((), len(LENGTHS), WIDTH + 1)
-    raw, own = logits.clone(), law(kind)
+    raw, own = logits.clone(), distribution(kind)
     expected = own.scores(committed(), LENGTHS, logits, drafted())
     for rows in ([0], [2], [0, 2], [1, 2]):
         found = own.scores(committed(), LENGTHS, logits, drafted(), rows)
@@ -308,8 +308,8 @@ def test_rows_that_have_ended_are_no_work(kind, monkeypatch):
         assert torch.equal(found[rows], expected[rows]) and torch.equal(found[others], raw[others])
     assert torch.equal(logits, raw)
     seen = []
-    apply = Law._apply
-    monkeypatch.setattr(Law, "_apply", lambda self, *args: [seen.append(len(args[3])), apply(self, *args)][1])
+    apply = Distribution._apply
+    monkeypatch.setattr(Distribution, "_apply", lambda self, *args: [seen.append(len(args[3])), apply(self, *args)][1])
     own.scores(committed(), LENGTHS, logits, drafted(), [1])
     assert seen == [1]
 
@@ -323,7 +323,7 @@ def test_the_vocabulary_is_sorted_where_a_nucleus_is_wide_alone(monkeypatch):
     monkeypatch.setattr(
         hf.TopPLogitsWarper, "__call__", lambda self, ids, s: [sorted_rows.append(len(s)), own(self, ids, s)][1]
     )
-    found = Law(LogitsProcessorList([warper]), True).scores(
+    found = Distribution(LogitsProcessorList([warper]), True).scores(
         torch.ones(2, 1), [1, 1], scores, drafted(), nodes=[-1, 0, 1]
     )
     assert torch.equal(found, expected) and sorted_rows == [2]

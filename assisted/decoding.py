@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
 
 import torch
 
 from .distribution import Distribution
 from .drafters.base import Drafting
 from .drafts import Draft, Round
-from .engine.runner import CachedModel
+from .engine.runner import CachedModel, CallSettings
 from .lengths.base import Length
 from .report import Recorder
 from .text import Text
@@ -42,7 +41,7 @@ def decode(
     in_lockstep = distribution.in_order or text.in_lockstep or (target.in_lockstep and text.rows > 1)
     rule = judge_in_lockstep if in_lockstep else judge
     earlier = target.cache.known[0] - text.lengths[0]  # columns of a past that the text does not repeat
-    stopwatch = Stopwatch(target.spent_once)
+    stopwatch = Stopwatch(target.settings)
     rule(Draft.empty(text.rows, text.ids.device), logits, distribution, text)
     while not text.done:
         unfinished = text.unfinished
@@ -74,16 +73,16 @@ def decode(
 class Stopwatch:
     """What steps take, without what was spent in them once and for all: that says nothing of what the next one will take.
 
-    spent_once: seconds so far of the latter kind.
+    settings: of the call, which count the seconds of the latter kind.
     """
 
-    def __init__(self, spent_once: Callable[[], float]):
-        self.spent_once = spent_once
+    def __init__(self, settings: CallSettings):
+        self.settings = settings
         self.start()
 
     def start(self) -> None:
         """A step begins."""
-        self.began = time.perf_counter() - self.spent_once()
+        self.began = time.perf_counter() - self.settings.spent_once
 
     def lap(self) -> float:
         """Seconds of the step that ends here; another one begins."""

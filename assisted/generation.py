@@ -25,10 +25,9 @@ from .engine.cache import SlotCache
 from .engine.parts import unwrapped
 from .engine.recurrent import held, slots_for
 from .engine.rope import change_of
-from .engine.runner import CachedModel, Masks, without_gradients
+from .engine.runner import CachedModel, CallSettings, Masks, without_gradients
 from .engine.verifiable import require_verifiable
-from .fast.fused import fused
-from .fast.graphs import CallSettings
+from .fast.runner import open_runner
 from .lengths.base import Length
 from .lossy import LossyTypical
 from .report import Recorder
@@ -175,11 +174,9 @@ def _extend(
     model_kwargs[cache_name(model_kwargs)] = cache
     length = call.start_length(text.rows, distribution.do_sample)
     drafter = call.model.drafter
-    target = drafter.run_target(fused(model) if call.settings.fuses else model, cache, masks)
-    target.settings = call.settings
+    target = open_runner(model, lambda form: drafter.run_target(form, cache, masks), call.settings, call.model.graphs)
     if distribution.lossy is not None:
         _require_possible(distribution, text, target)
-    call.model.graphs.serve(target, model, call.settings)
     started = time.perf_counter()
     logits = _read_prompt(target, input_ids, generation_config, model_kwargs, wanted)
     positions = model_kwargs.get("position_ids")  # plain decoding counts on from the last ones

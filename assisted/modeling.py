@@ -29,8 +29,9 @@ from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
 from .drafts import Round
 from .engine.parts import device_of, uncompiled
+from .engine.runner import CallSettings
 from .engine.verifiable import require_verifiable
-from .fast.graphs import CallSettings, Graphs, require_mode
+from .fast.graphs import Graphs, require_mode
 from .forwarding import ForwardsToTarget
 from .generation import CALL, HookedCall, hooked
 from .loading.adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting

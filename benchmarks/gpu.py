@@ -27,14 +27,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import assisted
 from assisted import AssistedModelForCausalLM, DraftModel, zoo
 from assisted.bench.grown import load_target
+from assisted.drafters.model_drafter import ModelDrafter
 from assisted.engine.cache import SlotCache
-from assisted.engine.runner import CachedModel, Masks, is_sum_of_parts
+from assisted.engine.runner import CachedModel, CallSettings, Runnable
 from assisted.fast.fused import fused
-from assisted.fast.graphs import CallSettings, Graphs
+from assisted.fast.graphs import Graphs
+from assisted.fast.runner import open_runner
 
 PROMPT = 160  # tokens
 VERIFIED = 5  # columns of a verify pass: a draft of four tokens
 FILES = ("engine/cache.py", "lengths/policies.py", "text.py", "distribution.py")
+FAST = {"graphs": "auto"}  # what `fast=` is for a mode
 TARGETS = {"zoo:target": torch.float32, "grown:1b": torch.bfloat16, "grown:8b": torch.bfloat16}
 DRAFTS: dict[str, tuple[Any, Any]] = {
     "draft model, 4 tokens": ("zoo:draft", 4),
@@ -84,7 +87,9 @@ def contestants(target: PreTrainedModel, modes: list[str]) -> dict[str, Way]:
     for name, (spec, length) in DRAFTS.items():
         for mode in modes:
             try:
-                model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=length, fast=mode)
+                model = AssistedModelForCausalLM.from_models(
+                    target, draft=spec, draft_length=length, fast=FAST.get(mode, mode)
+                )
             except Exception as error:  # what is not installed, or does not fit this target
                 print(f"left out: {name}: {str(error)[:160]}")
                 break
@@ -146,15 +151,18 @@ def race(ways: dict[str, Way], inputs: list[torch.Tensor], new: int, repeats: in
 @torch.inference_mode()
 def rate(model: PreTrainedModel, ids: torch.Tensor, columns: int, mode: str, passes: int, bare: bool = False) -> float:
     """Passes a second over so many columns behind a prompt, none of which is kept."""
-    run = model if mode == "compile" else fused(model)
-    runner = CachedModel(run, SlotCache(1, ids.shape[1] + 64), Masks.of(model), bare and is_sum_of_parts(run))
-    Graphs().serve(runner, model, CallSettings(mode))
+    holder, drafter = Graphs(), ModelDrafter(model)
+    cache = SlotCache(1, ids.shape[1] + 64)
+    fuse = (drafter.fused if bare else fused) if mode != "compile" else Runnable
+    runner = open_runner(
+        model, lambda form: CachedModel(form, cache, drafter.masks), CallSettings(FAST.get(mode, mode)), holder, fuse
+    )
     runner.prefill(ids, None)
     tokens = ids[:, :columns].contiguous()
     for _ in range(4):
         runner(tokens)
     if mode != "eager":
-        assert runner.graphs is not None and runner.graphs.reason is None, "these passes are not captured"
+        assert runner.passes is holder and holder.reason is None, "these passes are not captured"
     _wait(ids.device)
     started = time.perf_counter()
     for _ in range(passes):

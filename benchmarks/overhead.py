@@ -31,6 +31,7 @@ from assisted.drafters.lookup import Lookup
 from assisted.drafters.model_drafter import ModelDrafting
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
+from assisted.fast import runner as opening
 from assisted.heads.eagle import EagleHead
 from assisted.heads.runner import HeadRunner
 from assisted.lengths import Fixed
@@ -58,7 +59,7 @@ CAUSES: dict[str, list[tuple[Any, str]]] = {
         (HeadRunner, "logits"),
         (EagleHead, "fuse"),
     ],
-    "looking for changed weights": [(generation, "fused")],
+    "looking for changed weights": [(opening, "fused")],
     "drafting around passes": [(ModelDrafting, "propose"), (EagleDrafting, "propose"), (Lookup, "propose")],
     "the chain of a draft": [(ChainDrafting, "draft_chain")],
     "accepting": [(decoding, "judge")],

@@ -1,7 +1,6 @@
 """Passes compiled for a CPU: plain `generate`'s tokens, from code that is made once for all shapes."""
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from eagle_heads import trained_head, written
 from pairs import BY_NAME
 
 from assisted import AssistedModelForCausalLM, Eagle, Merged, decoding
-from assisted.fast import capture, graphs, products
-from assisted.fast.graphs import Graphs
+from assisted.fast import capture, products
+from assisted.fast.captures import CompiledCode, Shape
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +131,7 @@ def test_batches_and_trees():
         says_what_plain_says(model, ids, attention_mask=mask)
     assert model.graphs.reason is None and model.graphs.replays > 0
     says_what_plain_says(model, ids, attention_mask=mask, eos_token_id=list(range(5, 20)))  # rows end, one is left
-    assert {shape.rows for shape in model.graphs._captured if isinstance(shape, graphs._Shape)} == {2, 3}
+    assert {shape.rows for shape in model.graphs._captures.passes if isinstance(shape, Shape)} == {2, 3}
 
 
 @pytest.mark.usefixtures("quickly")
@@ -160,12 +159,11 @@ def test_code_is_looked_at_without_being_run():
 @pytest.mark.parametrize(("others", "filled_up"), [(0, 16), (4, 16), (20, 400)])
 def test_single_columns_of_several_rows_get_a_code_where_they_are_many(others, filled_up):
     """others: passes over more columns between two over one."""
-    holder, runner = Graphs(), SimpleNamespace(kind="whole")
-    holder._open = True
-    assert not holder._fills_up(runner, 4, False)  # there is no code that they could share
-    holder._proven.add(graphs._Shape("whole", 4, 2, 0, False).sort(True))
+    code = CompiledCode()
+    assert not code._fills_up("whole", 4, False)  # there is no code that they could share
+    code.trust(Shape("whole", 4, 2, 0, False), True)
     count = 0
-    while count < 400 and holder._fills_up(runner, 4, False):
+    while count < 400 and code._fills_up("whole", 4, False):
         count += 1
-        holder.replays += 1 + others
+        code.replays += 1 + others
     assert count == filled_up

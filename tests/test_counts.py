@@ -7,9 +7,10 @@ from pairs import CALL, no_fallback
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from assisted import AssistedModelForCausalLM, generation
+from assisted import AssistedModelForCausalLM
 from assisted.drafters import model_drafter
-from assisted.engine.runner import CachedModel
+from assisted.engine.runner import CachedModel, Runnable
+from assisted.fast import runner as opening
 from assisted.lengths import Confidence
 
 LENGTH = 4
@@ -58,8 +59,8 @@ def passes(monkeypatch):
         return forward(self, ids, kwargs)
 
     monkeypatch.setattr(CachedModel, "_forward", counted)
-    for module in (generation, model_drafter):  # on a CPU, fused models look positions up, which reads them
-        monkeypatch.setattr(module, "fused", lambda model: model)
+    for module in (opening, model_drafter):  # on a CPU, fused models look positions up, which reads them
+        monkeypatch.setattr(module, "fused", Runnable)
     return seen
 
 

@@ -486,12 +486,12 @@ def test_a_head_that_changes_is_run_as_it_is():
     inputs = one_and_four(target)[0]
     drafter = model.drafter
     for weight in (head.lm_head.weight, head.layers[0].mlp.up_proj.weight):
-        first = drafter.drafting_head
-        assert first is not head
-        assert drafter.drafting_head is first
+        first = drafter.fused(head)
+        assert first.module is not head
+        assert drafter.fused(head) is first
         with torch.no_grad():
             weight.copy_(weight.roll(1, 0).mul(1.01))
-        second = drafter.drafting_head
+        second = drafter.fused(head).module
         states = torch.randn(2, 1, 2, 32)
         assert torch.allclose(second.logits(second(*states)), head.logits(head(*states)), atol=ROUNDING)
     with no_fallback():

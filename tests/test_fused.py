@@ -8,12 +8,13 @@ from architectures import ARCHITECTURES, build, half_right, random_ids
 from pairs import BY_NAME
 from test_parts import assert_same, snapshot
 
-from assisted import AssistedModelForCausalLM, generation
+from assisted import AssistedModelForCausalLM
 from assisted.drafters import model_drafter
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel, Masks
 from assisted.fast import fused, products
+from assisted.fast import runner as opening
 
 FAMILY = ["llama", "mistral", "mistral-window", "qwen2", "qwen3"]
 ROUNDING = 1e-4  # the random models' logits have a spread of some units
@@ -21,7 +22,7 @@ ROUNDING = 1e-4  # the random models' logits have a spread of some units
 
 def both(model, rows=2, slots=64):
     other = fused.fused(model)
-    assert other is not model
+    assert other.module is not model
     return [CachedModel(m, SlotCache(rows, slots), Masks.of(model)) for m in (model, other)]
 
 
@@ -48,7 +49,7 @@ def test_says_the_same_over_padding_chains_and_trees(name):
 def test_knows_its_family_alone(architecture, monkeypatch):
     monkeypatch.setattr(products, "_WIDE", 10**9)  # otherwise others have their products packed
     model = build(architecture)
-    assert (fused.fused(model) is not model) == (architecture.name in FAMILY)
+    assert (fused.fused(model).module is not model) == (architecture.name in FAMILY)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
@@ -69,8 +70,8 @@ def test_text_is_plain_where_every_product_is_packed(architecture, monkeypatch):
 def test_reads_the_weights_as_they_are_now():
     model = build(BY_NAME["llama"])
     ids = random_ids(model, 1, 8)
-    first = fused.fused(model)
-    assert fused.fused(model).model.layers is first.model.layers  # nothing is made twice
+    first = fused.fused(model).module
+    assert fused.fused(model).module.model.layers is first.model.layers  # nothing is made twice
     for change in (
         lambda: model.model.layers[0].mlp.gate_proj.weight.data.mul_(1.01),  # unseen by version counters
         lambda: model.model.layers[1].self_attn.k_proj.weight.add_(0.01),
@@ -85,11 +86,11 @@ def test_reads_the_weights_as_they_are_now():
 def test_leaves_alone_what_somebody_hangs_on_to():
     model = build(BY_NAME["llama"])
     handle = model.model.layers[1].mlp.register_forward_hook(lambda *args: None)
-    assert fused.fused(model) is model
+    assert fused.fused(model).module is model
     handle.remove()
-    assert fused.fused(model) is not model
+    assert fused.fused(model).module is not model
     model.train()
-    assert fused.fused(model) is model
+    assert fused.fused(model).module is model
 
 
 @torch.no_grad()
@@ -100,7 +101,7 @@ def test_hidden_states_that_were_once_asked_for(name, monkeypatch):
     model, ids = build(BY_NAME[name]), torch.arange(3, 9)[None]
     states = model(ids, output_hidden_states=True).hidden_states
     assert any(layer._forward_hooks for layer in model.model.layers)
-    made = fused.fused(model)
+    made = fused.fused(model).module
     assert made is not model
     assert torch.allclose(made(ids, use_cache=False).logits, model(ids).logits, atol=ROUNDING)
     assert len(model(ids, output_hidden_states=True).hidden_states) == len(states)
@@ -110,7 +111,7 @@ def test_hidden_states_that_were_once_asked_for(name, monkeypatch):
 def test_leaves_alone_weights_that_are_more_than_numbers():
     model = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="self:int8-torchao", dtype=torch.float32)
     with torch.inference_mode():
-        assert fused.fused(model.drafter.model) is model.drafter.model
+        assert fused.fused(model.drafter.model).module is model.drafter.model
     ids = random_ids(model.target, 1, 12, seed=3)
     model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=1, draft_length=3)
     assert model.report.accepted > 0
@@ -119,10 +120,10 @@ def test_leaves_alone_weights_that_are_more_than_numbers():
 def test_a_layer_that_computes_something_else_is_found_out():
     model = build(BY_NAME["llama"])
     model.model.layers[1].self_attn.scaling *= 3.0  # read from the layer, therefore right
-    assert fused.fused(model) is not model
+    assert fused.fused(model).module is not model
     model = build(BY_NAME["llama"])
     model.model.layers[0].mlp.down_proj = torch.nn.Sequential(model.model.layers[0].mlp.down_proj, torch.nn.ReLU())
-    assert fused.fused(model) is not model  # whatever stands there is called
+    assert fused.fused(model).module is not model  # whatever stands there is called
     one, two = both(model, rows=1)
     ids = random_ids(model, 1, 8)
     with torch.no_grad():
@@ -135,7 +136,7 @@ def test_a_layer_that_computes_something_else_is_found_out():
 
     Doubled.__name__, Doubled.__module__ = "LlamaDecoderLayer", "transformers.models.other"
     model.model.layers[0].__class__ = Doubled
-    assert fused.fused(model) is model
+    assert fused.fused(model).module is model
 
 
 @torch.no_grad()
@@ -162,15 +163,15 @@ def test_bfloat16_is_rounded_where_the_model_rounds(name, monkeypatch):
     own = model(ids).logits
     with monkeypatch.context() as context:
         context.setattr(fused, "may_copy", lambda parameters: False)
-        assert torch.equal(fused.fused(model)(ids).logits, own)
-    other = fused.fused(model)
+        assert torch.equal(fused.fused(model).module(ids).logits, own)
+    other = fused.fused(model).module
     assert other.model.layers[0].heads.packed is not None
     assert (other(ids).logits - exact).std() < 1.2 * (own - exact).std()
 
 
 def test_float16_is_left_alone():
     model = build(BY_NAME["llama"]).to(torch.float16)
-    assert fused.fused(model) is model
+    assert fused.fused(model).module is model
 
 
 @torch.no_grad()
@@ -178,7 +179,7 @@ def test_float16_is_left_alone():
 def test_other_models_keep_their_layers_and_have_their_wide_products_packed(architecture, monkeypatch):
     monkeypatch.setattr(products, "_WIDE", 1)
     model = build(architecture)
-    other = fused.fused(model)
+    other = fused.fused(model).module
     packed = [module for module in other.modules() if type(module) is products.PackedLinear]
     own = [module for module in model.modules() if type(module) is torch.nn.Linear]
     assert {id(module.weight) for module in packed} == {id(module.weight) for module in own}
@@ -187,12 +188,12 @@ def test_other_models_keep_their_layers_and_have_their_wide_products_packed(arch
     if own:
         with torch.no_grad():
             own[0].weight.data.mul_(1.5)
-        assert torch.allclose(model(ids).logits, fused.fused(model)(ids).logits, atol=ROUNDING)
+        assert torch.allclose(model(ids).logits, fused.fused(model).module(ids).logits, atol=ROUNDING)
 
 
 def test_the_shipped_pair_runs_fused_and_says_what_plain_says():
     model = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft")
-    assert fused.fused(model.target) is not model.target
+    assert fused.fused(model.target).module is not model.target
     ids = model.tokenizer("def area(radius):\n", return_tensors="pt").input_ids
     kwargs = {"max_new_tokens": 40, "do_sample": False}
     assert model.generate(ids, **kwargs).tolist() == model.target.generate(ids, **kwargs).tolist()
@@ -202,7 +203,7 @@ def test_nothing_is_fused_or_copied_where_that_is_not_wanted(monkeypatch):
     def refused(model):
         raise AssertionError("fused")
 
-    monkeypatch.setattr(generation, "fused", refused)
+    monkeypatch.setattr(opening, "fused", refused)
     monkeypatch.setattr(model_drafter, "fused", refused)
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))

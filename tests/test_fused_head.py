@@ -31,8 +31,8 @@ def test_what_it_says_is_what_the_head_says(kind):
     target = pair()[0]
     head = random_head(target, 3, **KINDS[kind])
     other = fused_head(head)
-    assert all(isinstance(layer, FusedLayer) for layer in other.layers)
-    assert other.fc is head.fc
+    assert all(isinstance(layer, FusedLayer) for layer in other.module.layers)
+    assert other.module.fc is head.fc
     for mask in (None, torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])):
         first = torch.zeros(2, 1, dtype=torch.int64) if mask is None else -(1 - mask).sum(1, keepdim=True)
         runners = [HeadRunner(part, target, 32, first, mask) for part in (head, other)]
@@ -65,18 +65,18 @@ def test_what_it_says_is_what_the_head_says(kind):
 def test_heads_that_are_left_alone():
     target = pair()[0]
     first = random_head(target, 1)
-    assert fused_head(first) is first
+    assert fused_head(first).module is first
     half = random_head(target, 3).to(torch.float16)
     hooked = random_head(target, 3)
     hooked.layers[0].self_attn.register_forward_hook(lambda *args: None)
     for head in (half, hooked):
-        assert fused_head(head).layers is head.layers
+        assert fused_head(head).module.layers is head.layers
 
 
 def test_one_that_turned_out_to_be_another_is_not_used(monkeypatch):
     head = random_head(pair()[0], 3)
     monkeypatch.setattr(module._First, "forward", lambda self, embeddings, states, **kwargs: states)
-    other = fused_head(head)
+    other = fused_head(head).module
     assert other.layers is head.layers
     states = torch.randn(2, 1, 2, 32)
     assert torch.allclose(other.logits(other(*states)), head.logits(head(*states)), atol=ROUNDING)

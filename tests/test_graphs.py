@@ -14,43 +14,48 @@ from pairs import CALL, ENDS, no_fallback, prompt
 from recording import Recording
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 
-from assisted import AssistedModelForCausalLM, Eagle, decoding, generation
+from assisted import AssistedModelForCausalLM, Eagle, decoding
 from assisted.drafters import eagle, model_drafter
 from assisted.drafts import Draft
 from assisted.engine import runner as runtime
 from assisted.engine import shapes
 from assisted.engine.cache import SlotCache
-from assisted.engine.runner import CachedModel, Masks
-from assisted.fast import capture, graphs
-from assisted.fast.graphs import CallSettings, Graphs
+from assisted.engine.runner import CachedModel, CallSettings, Masks, Runnable
+from assisted.fast import capture, captures, graphs
+from assisted.fast import runner as opening
+from assisted.fast.captures import CudaGraphs
+from assisted.fast.graphs import Graphs
+from assisted.fast.runner import open_runner
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 WITH_SLOTS = [a for a in ARCHITECTURES if a.masks != "2d" and a.name != "llama4"]
 ROUNDING = 1e-3
-REPLAY = Graphs._replay
+CAPTURED, CAPTURES_FOR = CudaGraphs._captured, graphs.captures_for
 
 
 @pytest.fixture(autouse=True)
 def _recorded(monkeypatch):
     monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
-    monkeypatch.setattr(Graphs, "_replay", lambda self, run, tried: Recording(run))
-    for module in (generation, model_drafter):  # on a CPU, fused models look positions up, which no capture may
-        monkeypatch.setattr(module, "fused", lambda model: model)
-    monkeypatch.setattr(eagle, "fused_head", lambda head: head)
+    monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, trusted: Recording(run))
+    monkeypatch.setattr(graphs, "captures_for", lambda mode, device: None if mode == "eager" else CudaGraphs)
+    # on a CPU, fused models look positions up, which no capture may
+    for module in (opening, model_drafter):
+        monkeypatch.setattr(module, "fused", Runnable)
+    monkeypatch.setattr(eagle, "fused_head", Runnable)
 
 
 def pair(name="llama", **kwargs):
     target = build(BY_NAME[name])
-    kwargs = {"draft": half_right(target), "draft_length": 4, "fast": "graphs"} | kwargs
+    kwargs = {"draft": half_right(target), "draft_length": 4, "fast": "auto"} | kwargs
     return target, AssistedModelForCausalLM.from_models(target, **kwargs)
 
 
-def served(model, rows=1, limit=200, mode="graphs"):
+def served(model, rows=1, limit=200, mode="auto"):
     """A runner with captured passes, and what holds them."""
-    runner = CachedModel(model, SlotCache(rows, limit), Masks.of(model))
-    holder, settings = Graphs(), CallSettings(mode)
-    holder.serve(runner, model, settings)
-    runner.settings = settings
+    holder = Graphs()
+    runner = open_runner(
+        model, lambda form: CachedModel(form, SlotCache(rows, limit), Masks.of(model)), CallSettings(mode), holder
+    )
     return runner, holder
 
 
@@ -98,7 +103,7 @@ def test_a_trained_head_is_captured_as_a_draft_model_is(version, rows, kind):
     mask[-1, : 2 * rows - 2] = 0
     kwargs = CALL | {"attention_mask": mask, "do_sample": kind == "drawn chains", "max_new_tokens": 16}
     said = []
-    for fast in ("eager", "graphs", "graphs"):
+    for fast in ("eager", "auto", "auto"):
         model.fast = fast
         torch.manual_seed(0)
         with no_fallback():
@@ -130,7 +135,7 @@ def test_slots_side_by_side_run_eagerly(name):
 def test_sampling_follows_the_targets_distribution(draft):
     target = tiny(0, layers=2)
     model = AssistedModelForCausalLM.from_models(
-        target, draft=tiny(1, layers=2) if draft is None else draft, draft_length=2, fast="graphs"
+        target, draft=tiny(1, layers=2) if draft is None else draft, draft_length=2, fast="auto"
     )
     torch.manual_seed(21)
     part = SEQUENCES // 4
@@ -204,17 +209,17 @@ def test_a_model_is_captured_at_its_second_pass_and_then_every_shape_at_once():
 
 @torch.inference_mode()
 def test_slots_that_grow_are_captured_anew(monkeypatch):
-    monkeypatch.setattr(graphs, "_AHEAD", 64)
+    monkeypatch.setattr(captures, "_AHEAD", 64)
     model = build(BY_NAME["llama"], max_position_embeddings=1024)
     runner, holder = served(model, limit=600)
     ids = random_ids(model, 1, 400)
     runner.prefill(ids[:, :230], None)
     passes(runner, ids[:, 230:], 10)
-    small = holder._buffers
+    small = holder._captures.buffers
     assert (small.capacity, holder.captured) == (256, 1)
     logits = passes(runner, ids[:, 240:], 60)
-    assert holder._buffers is not small
-    assert (holder._buffers.capacity, holder.captured) == (512, 1)
+    assert holder._captures.buffers is not small
+    assert (holder._captures.buffers.capacity, holder.captured) == (512, 1)
     assert (logits[:, 0] - model(ids[:, :300]).logits[:, -1]).abs().max() < ROUNDING
 
 
@@ -234,7 +239,7 @@ def test_a_path_at_the_end_of_the_slots():
             runner.commit([start - 240])
         runner(ids[:, start : start + 5], draft)
         runner.commit([4], path)
-    assert ("gather", 1, 8) in holder._captured
+    assert ("gather", 1, 8) in holder._captures.passes
     assert runner.cache.lengths == [255]
     text = torch.cat([ids[:, :252], ids[:, [253, 254, 255]], ids[:, 300:301]], 1)
     assert (runner.eager(ids[:, 300:301])[0, 0] - model(text).logits[0, -1]).abs().max() < ROUNDING
@@ -243,15 +248,15 @@ def test_a_path_at_the_end_of_the_slots():
 def test_captures_outlive_a_call_and_serve_fewer_rows():
     target, model = pair()
     check(target, model, 4)
-    known = model.graphs._buffers
+    known = model.graphs._captures.buffers
     check(target, model, 2)
-    assert model.graphs._buffers is known
+    assert model.graphs._captures.buffers is known
     check(target, model, 6)
-    assert model.graphs._buffers is not known
+    assert model.graphs._captures.buffers is not known
 
 
 def test_captures_are_bounded(monkeypatch):
-    monkeypatch.setattr(graphs, "_MOST", 3)
+    monkeypatch.setattr(CudaGraphs, "most", 3)
     target, model = pair(draft="suffix", draft_length=6)
     for rows in (4, 1, 3):
         check(target, model, rows)
@@ -298,7 +303,7 @@ def test_a_replay_that_differs_is_not_relied_on(monkeypatch):
                 output += 1.0 + torch.arange(output.shape[-1]) % 3
             return self.outputs
 
-    monkeypatch.setattr(Graphs, "_replay", lambda self, run, tried: Wrong(run))
+    monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, trusted: Wrong(run))
     target, model = pair(draft="suffix")
     check(target, model)
     assert "differs from the same pass" in model.graphs.reason
@@ -310,17 +315,17 @@ def test_what_changed_in_a_model_is_noticed():
     check(target, model)
     with torch.no_grad():
         target.model.layers[0].mlp.down_proj.weight.mul_(0.5)
-    known = model.graphs._buffers
+    known = model.graphs._captures.buffers
     check(target, model)
-    assert model.graphs._buffers is known
+    assert model.graphs._captures.buffers is known
     weight = target.model.layers[0].mlp.down_proj
     weight.weight = torch.nn.Parameter(0.7 * weight.weight)
     check(target, model)
-    assert model.graphs._buffers is not known
-    known = model.graphs._buffers
+    assert model.graphs._captures.buffers is not known
+    known = model.graphs._captures.buffers
     target.model.layers[0].self_attn.scaling *= 0.5  # nothing of it shows outside
     check(target, model)
-    assert model.graphs._buffers is not known
+    assert model.graphs._captures.buffers is not known
     assert model.graphs.reason is None
 
 
@@ -432,7 +437,7 @@ def test_a_copy_of_a_pair_captures_its_own():
     other = copy.deepcopy(model)
     assert other.graphs.captured == 0
     check(other.target, other, 1)
-    assert other.graphs._buffers is not model.graphs._buffers
+    assert other.graphs._captures.buffers is not model.graphs._captures.buffers
 
 
 def test_a_caller_goes_on_with_a_cache():
@@ -454,14 +459,15 @@ def test_a_caller_goes_on_with_a_cache():
 def test_up_to_the_end_of_the_context(name):
     """These models know no position behind it, which columns that fill up a pass may have."""
     target = build(BY_NAME[name], max_position_embeddings=40).requires_grad_(False)
-    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4, fast="graphs")
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4, fast="auto")
     ids = random_ids(target, 2, 12)
     kwargs = CALL | {"attention_mask": torch.ones_like(ids), "max_new_tokens": 28}
     assert model.generate(ids, **kwargs).tolist() == target.generate(ids, **kwargs).tolist()
     assert model.graphs.replays > 0
 
 
-def test_eager_is_eager_and_auto_is_eager_on_a_cpu():
+def test_eager_is_eager_and_auto_is_eager_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(graphs, "captures_for", CAPTURES_FOR)
     for fast in ("eager", "auto"):
         target, model = pair(fast=fast)
         check(target, model, 1)
@@ -471,13 +477,11 @@ def test_eager_is_eager_and_auto_is_eager_on_a_cpu():
 def test_the_way_may_change_between_calls():
     target, model = pair(fast="eager")
     check(target, model, 1)
-    model.fast = "graphs"
+    model.fast = "auto"
     check(target, model, 1)
     assert model.graphs.replays > 0
     model.fast = "quickly"
-    with pytest.raises(
-        ValueError, match="fast: 'quickly' is not known; give one of 'auto', 'eager', 'graphs', 'compile'"
-    ):
+    with pytest.raises(ValueError, match="fast: 'quickly' is not known; give one of 'auto', 'eager', 'compile'"):
         check(target, model, 1)
     with pytest.raises(ValueError, match="fast: 'soon'"):
         AssistedModelForCausalLM.from_models(target, draft="suffix", fast="soon")
@@ -509,9 +513,9 @@ def test_a_part_is_run_as_the_whole_is():
     runner, holder = served(target)
     part = runner.part(target, "a part")
     assert part.cache is runner.cache
-    assert part.graphs is holder
+    assert part.passes is holder
     assert part.kind != runner.kind
-    assert runtime.CachedModel(target, runner.cache, runner.masks).graphs is None
+    assert runtime.CachedModel(target, runner.cache, runner.masks).passes is not holder
 
 
 class Synchronizes(torch.nn.SiLU):
@@ -524,7 +528,7 @@ class Synchronizes(torch.nn.SiLU):
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    monkeypatch.setattr(Graphs, "_replay", REPLAY)
+    monkeypatch.setattr(CudaGraphs, "_captured", CAPTURED)
 
     def move(target, model):
         target.to("cuda")

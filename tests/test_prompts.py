@@ -118,7 +118,8 @@ def test_in_chunks_and_behind_a_past(_apart):
 def test_nobody_computes_padding_or_what_nobody_reads(name, _apart, monkeypatch):
     """Columns of the layers' MLPs: those of each row's own tokens; of the last layer one a row."""
     target = pair(name)[0]
-    model, inputs = fused.fused(target), ragged(target)
+    form, inputs = fused.fused(target), ragged(target)
+    model = form.module
     assert model is not target
     seen: dict[int, int] = {}
     for number, layer in enumerate(model.model.layers):
@@ -129,7 +130,7 @@ def test_nobody_computes_padding_or_what_nobody_reads(name, _apart, monkeypatch)
             return product(normed)
 
         monkeypatch.setattr(layer, "gate_up", counted)
-    runner = CachedModel(model, SlotCache(4, 20), Masks.of(model))
+    runner = CachedModel(form, SlotCache(4, 20), Masks.of(model))
     logits = runner.prefill(inputs["input_ids"], inputs["attention_mask"])
     last = len(model.model.layers) - 1
     tokens = int(inputs["attention_mask"].sum())

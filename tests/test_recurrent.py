@@ -21,7 +21,7 @@ from assisted.drafters.base import Drafter, Drafting
 from assisted.drafts import Draft
 from assisted.engine import recurrent
 from assisted.engine import verifiable as trial
-from assisted.engine.recurrent import RecurrentCache, RecurrentModel, is_recurrent, runner_for
+from assisted.engine.recurrent import RecurrentCache, RecurrentModel, is_recurrent, slots_for, target_runner
 from assisted.engine.runner import CachedModel, Masks, is_rewindable, require_rewindable
 from assisted.engine.verifiable import require_verifiable
 
@@ -389,14 +389,18 @@ def test_what_states_cannot_do_raises():
 
 
 def test_how_a_target_is_run():
+    def runs(model):
+        masks = Masks.of(model)
+        return type(target_runner(model, slots_for(model, None, 1, 32, masks), masks))
+
     for architecture in ARCHITECTURES[:6]:
         model = build(architecture)
         assert is_rewindable(model) and not is_recurrent(model)
-        assert runner_for(model) is CachedModel
+        assert runs(model) is CachedModel
     for name in NAMES:
         model = model_of(name)[0]
         assert is_recurrent(model) and not is_rewindable(model)
-        assert runner_for(model) is RecurrentModel
+        assert runs(model) is RecurrentModel
         assert not Masks.of(model).trees
     for architecture in REFUSED:
         assert not is_rewindable(build(architecture))

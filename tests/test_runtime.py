@@ -14,7 +14,7 @@ from assisted import AssistedModelForCausalLM
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.hooks import is_untouched
-from assisted.engine.runner import CachedModel, Masks, is_sum_of_parts, require_rewindable
+from assisted.engine.runner import CachedModel, Masks, Runnable, is_sum_of_parts, require_rewindable
 
 ROUNDING = 1e-3  # float32 sums in another order; a wrong mask or slot shows at 0.1 and more
 LIMIT = 80
@@ -241,8 +241,8 @@ def test_a_bare_model_computes_what_its_forward_computes(name):
     model = build(BY_NAME[name]).requires_grad_(False)
     assert is_untouched(model) and is_sum_of_parts(model)
     logits = []
-    for bare in (False, True):
-        runner = CachedModel(model, SlotCache(1, LIMIT), Masks.of(model), bare)
+    for through_parts in (False, True):
+        runner = CachedModel(Runnable(model, through_parts), SlotCache(1, LIMIT), Masks.of(model))
         runner.prefill(torch.arange(3, 15)[None], None)
         logits.append(runner(torch.tensor([[20, 21, 22]])))
     assert torch.equal(*logits)

@@ -194,7 +194,7 @@ def texts(target: Any, model: AssistedModelForCausalLM, ids: torch.Tensor) -> tu
 def test_an_edited_model_is_run_as_it_is_now(edit: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     target, model, ids = pair(monkeypatch)
     before, assisted = texts(target, model, ids)
-    assert assisted == before and fused.fused(target) is not target
+    assert assisted == before and fused.fused(target).module is not target
     edit(target)
     plain, assisted = texts(target, model, ids)
     assert plain != before  # or the edit would prove nothing
@@ -221,7 +221,7 @@ def test_a_packed_model_is_run_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> 
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))
     ids = random_ids(target, 2, 9)
     before, assisted = texts(target, model, ids)
-    assert assisted == before and fused.fused(target) is not target
+    assert assisted == before and fused.fused(target).module is not target
     weight = target.model.layers[0].mlp.down_proj.weight
     weight.data = weight.data.flip(0)
     plain, assisted = texts(target, model, ids)
@@ -252,9 +252,9 @@ def test_hooks_on_all_modules_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_within_autocast_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     target, model, ids = pair(monkeypatch)
     with torch.autocast("cpu", torch.bfloat16):
-        assert fused.fused(target) is target
+        assert fused.fused(target).module is target
         model.generate(ids, draft_length=3, **CALL)
-    assert fused.fused(target) is not target
+    assert fused.fused(target).module is not target
 
 
 def test_a_method_that_replaces_forward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +327,7 @@ def test_no_model_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_WIDE", 1)
     for name in ("llama", "gemma"):
         model = build(BY_NAME[name])
-        assert fused.fused(model) is not model
+        assert fused.fused(model).module is not model
         layers = weakref.ref(model.model.layers)
         del model
         gc.collect()

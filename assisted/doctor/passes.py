@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..engine.recurrent import runner_for, slots_for
-from ..engine.runner import Masks
-from ..fast.fused import fused
-from ..fast.graphs import CallSettings, Graphs
+from ..engine.recurrent import slots_for, target_runner
+from ..engine.runner import CallSettings, Masks
+from ..fast.graphs import Graphs
+from ..fast.runner import open_runner
 from ..loading.quantization import memory_bytes
 
 __all__ = ["Bandwidth", "Memory", "PassTimes", "bandwidth", "memory", "pass_times"]
@@ -98,9 +98,8 @@ def pass_times(
     masks, widest = Masks.of(target), columns[-1]
     # states can't forget a pass over one token: each round leaves one more
     cache = slots_for(target, None, 1, context + widest + repeats + 3, masks)
-    run = runner_for(target)(fused(target), cache, masks)
     settings = CallSettings("auto")
-    Graphs().serve(run, target, settings)
+    run = open_runner(target, lambda form: target_runner(form, cache, masks), settings, Graphs())
     uncounted = 1 if target.device.type == "cpu" else 3  # passes are captured, and compared, in the first rounds
     text = ids.to(target.device).repeat(-(-(context + widest) // len(ids)))[None]
     found: dict[int, list[float]] = {width: [] for width in columns}

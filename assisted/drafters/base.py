@@ -18,9 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..distribution import Distribution
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
-from ..engine.recurrent import runner_for
-from ..engine.runner import CachedModel, Masks
-from ..fast.graphs import CallSettings
+from ..engine.recurrent import target_runner
+from ..engine.runner import CachedModel, CallSettings, Masks, Runnable
 from ..lengths.base import DraftLength, Length
 from ..loading.files import inside
 from ..text import Text
@@ -115,10 +114,10 @@ class Drafter:
         call of the kind, if there was one."""
         return policy.start(earlier)
 
-    def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> CachedModel:
+    def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> CachedModel:
         """How the target is run while this drafts for it, over the slots of `cache`, with the `masks` it reads; drafters that
         share its passes have a way of their own."""
-        return runner_for(model)(model, cache, masks)
+        return target_runner(model, cache, masks)
 
 
 class Spec:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
-from ..engine.runner import CachedModel, Masks
+from ..engine.runner import CachedModel, Masks, Runnable
 from ..lengths.base import DraftLength, Length
 from ..text import Text
 from .base import Call, Drafter, Drafting, Spec, Target
@@ -109,7 +109,7 @@ class CombinedDrafter(Drafter):
         ]
         return CombinedDrafting(length.members, draftings)
 
-    def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> CachedModel:
+    def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> CachedModel:
         """As the one member that has a way of its own wants it."""
         return runs_target(self.members).run_target(model, cache, masks)
 

@@ -18,9 +18,10 @@ from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.host import on_device, padded
 from ..engine.parts import Layers, few_ids, find_layers, unwrapped
-from ..engine.runner import Masks, require_rewindable
+from ..engine.runner import Masks, Runnable, require_rewindable
 from ..engine.tapped import TappedModel, find_final_norm
 from ..fast.graphs import Graphs
+from ..fast.runner import open_runner
 from ..fast.sources import Source
 from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import load_eagle, save_eagle
@@ -128,24 +129,23 @@ class EagleDrafter(Drafter):
         self.tree, self.top_k, self.nodes = tree, top_k, nodes
         self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
-        self._drafting: tuple[Source, EagleHead] | None = None
+        self._fused: tuple[Source, Runnable] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy is made from: it makes its own fast head."""
-        return {**self.__dict__, "_drafting": None}
+        return {**self.__dict__, "_fused": None}
 
     @property
     def most(self) -> int:
         """Nodes of a tree, at most."""
         return self.nodes or (NODES_CPU if self.head.device.type == "cpu" else NODES)
 
-    @property
-    def drafting_head(self) -> EagleHead:
-        """The head in the form in which it is fastest to run."""
-        source = source_of(self.head)
-        if self._drafting is None or not self._drafting[0].same(source):
-            self._drafting = source, fused_head(self.head)
-        return self._drafting[1]
+    def fused(self, head: EagleHead) -> Runnable:
+        """The head in fewer operations, made anew when it has changed."""
+        source = source_of(head)
+        if self._fused is None or not self._fused[0].same(source):
+            self._fused = source, fused_head(head)
+        return self._fused[1]
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -155,7 +155,7 @@ class EagleDrafter(Drafter):
         """Write the heads, so that the spec reads them from there."""
         save_eagle(self.head, folder)
 
-    def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> TappedModel:
+    def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> TappedModel:
         return TappedModel(model, cache, masks, self.layers, self.head.config.taps, self.final_norm)
 
     def start(self, call: Call) -> EagleDrafting:
@@ -237,8 +237,13 @@ class EagleDrafting(ChainDrafting):
             rows, width = features.shape[:2]
             self.skipped = text.prompt_length - width  # columns of the text without a feature
             mask = call.attention_mask[:, -width:] if call.attention_mask is not None and text.prompt_length else None
-            self.runner = HeadRunner(drafter.drafting_head, call.target.model, call.limit + drafter.most, first, mask)
-            drafter.graphs.serve(self.runner, drafter.head, call.settings)
+            self.runner = open_runner(
+                drafter.head,
+                lambda form: HeadRunner(form, call.target.model, call.limit + drafter.most, first, mask),
+                call.settings,
+                drafter.graphs,
+                drafter.fused,
+            )
             if self.runner.cache.visible is not None:  # whatever the target made of padding, it must be numbers
                 features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)
             self.unread.insert(0, (features, [width] * rows))

@@ -16,7 +16,7 @@ from ..distribution import Distribution, probabilities
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.parts import Layers, few_ids, find_layers, unwrapped
-from ..engine.runner import Masks, require_rewindable
+from ..engine.runner import Masks, Runnable, require_rewindable
 from ..engine.split import Begun, SplitModel, timed
 from ..text import Text
 from .base import Call, Drafter, Spec, Target
@@ -96,7 +96,7 @@ class ExitDrafter(Drafter):
         """How many layers draft at the moment."""
         return self.choice.layer
 
-    def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> SplitModel:
+    def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> SplitModel:
         return SplitModel(model, cache, masks, self.layers)
 
     def start(self, call: Call) -> ExitDrafting:

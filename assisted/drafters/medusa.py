@@ -19,7 +19,7 @@ from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.host import on_device
 from ..engine.parts import Layers, find_layers, unwrapped
-from ..engine.runner import Masks, require_rewindable
+from ..engine.runner import Masks, Runnable, require_rewindable
 from ..engine.tapped import TappedModel, find_final_norm
 from ..heads.medusa import MedusaHeads, output_size
 from ..lengths.base import DraftLength, Length
@@ -138,7 +138,7 @@ class MedusaDrafter(Drafter):
         plain = self.heads.token_map is None and self.heads.bias is not None
         self.heads.save(folder, "medusa" if plain else "vllm", self.target)
 
-    def run_target(self, model: PreTrainedModel, cache: SlotCache, masks: Masks) -> TappedModel:
+    def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> TappedModel:
         return TappedModel(model, cache, masks, self.layers, [len(self.layers)], self.final_norm)
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:

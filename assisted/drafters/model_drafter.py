@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,9 +16,10 @@ from ..engine.cache import SlotCache
 from ..engine.hooks import is_untouched
 from ..engine.host import on_device
 from ..engine.recurrent import RecurrentCache, is_recurrent
-from ..engine.runner import CachedModel, Masks, is_sum_of_parts
+from ..engine.runner import CachedModel, CallSettings, Masks, Runnable, is_sum_of_parts
 from ..fast.fused import fused
-from ..fast.graphs import CallSettings, Graphs
+from ..fast.graphs import Graphs
+from ..fast.runner import open_runner
 from ..text import Text
 from .base import Call, Drafter, Drafting
 from .chain import ChainDrafting
@@ -46,13 +48,16 @@ class ModelDrafter(Drafter):
         return is_sum_of_parts(self.model)
 
     def runner(self, cache: SlotCache, settings: CallSettings) -> CachedModel:
-        """The draft over these slots: where its submodules are all there is to it, without the outer forward; its passes
-        captured, where the call is to be run like that."""
-        model = fused(self.model) if settings.fuses else self.model
-        bare = not getattr(model, "is_sum_of_parts", False) and is_untouched(self.model) and self._is_sum_of_parts
-        runner = CachedModel(model, cache, self.masks, bare)
-        self.graphs.serve(runner, self.model, settings)
-        return runner
+        """The draft over these slots."""
+        return open_runner(
+            self.model, lambda form: CachedModel(form, cache, self.masks), settings, self.graphs, self.fused
+        )
+
+    def fused(self, model: PreTrainedModel) -> Runnable:
+        """The draft in fewer operations; without the outer forward where it consists of its submodules alone."""
+        runnable = fused(model)
+        through_parts = runnable.through_parts or (is_untouched(model) and self._is_sum_of_parts)
+        return replace(runnable, through_parts=through_parts)
 
     def start(self, call: Call) -> Drafting:
         return (RecurrentDrafting if is_recurrent(self.model) else ModelDrafting)(self, call)

@@ -200,7 +200,17 @@ class SlotCache(Cache):
             self.start = behind[0]
             return
         self.row_index = torch.arange(len(behind), device=device)[:, None]
-        self.start = on_device(behind, device)[:, None] + torch.arange(width, device=device)
+        self.start = self.ends(device) + torch.arange(width, device=device)
+
+    def place_at(self, known: torch.Tensor, width: int, top: int) -> None:
+        """The same from a tensor, for forwards that are captured. known: [R, 1] int64, slots that count in each row. top: slots
+        that are looked at."""
+        self.row_index = torch.arange(len(known), device=known.device)[:, None]
+        self.start, self.top = known + torch.arange(width, device=known.device), top
+
+    def ends(self, device: torch.device) -> torch.Tensor:
+        """How many slots count in each running row, [rows, 1] int64."""
+        return on_device([self.lengths[row] for row in self.running], device)[:, None]
 
     def run_only(self, rows: Sequence[int]) -> None:
         """Let forwards be over these rows alone, until told otherwise; what the others hold stays. Aligned rows stay together.

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 
 from ..drafts import Draft
 from .cache import Paths, SlotCache, SlotLayer, unsupported_layers
-from .runner import CachedModel, Masks
+from .runner import CachedModel, Masks, Runnable
 
 __all__ = [
     "RecurrentCache",
@@ -31,8 +31,8 @@ __all__ = [
     "has_uncounted_states",
     "held",
     "is_recurrent",
-    "runner_for",
     "slots_for",
+    "target_runner",
 ]
 
 _STATES = {
@@ -143,7 +143,7 @@ class RecurrentCache(SlotCache):
         """Not possible. Raises ValueError unless nothing is taken back."""
         if known != self.known:
             raise ValueError(
-                "a recurrent state can't be rewound; ask runtime.is_rewindable before drafting with a target"
+                "a recurrent state can't be rewound; ask runner.is_rewindable before drafting with a target"
             )
 
     def to_dynamic(self, config: Any) -> DynamicCache:
@@ -180,7 +180,7 @@ class RecurrentModel(CachedModel):
     in_lockstep = True
     cache: RecurrentCache
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, masks: Masks):
+    def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks):
         super().__init__(model, cache, masks)
         self.unread = torch.empty(cache.rows, 0, dtype=torch.long, device=self.device)  # [B, k], committed
         self.ids = self.unread  # [B, k + n], of the last forward
@@ -234,9 +234,9 @@ def is_recurrent(model: PreTrainedModel) -> bool:
     return model._supports_default_dynamic_cache() and _STATES.issuperset(unsupported_layers(config))
 
 
-def runner_for(model: PreTrainedModel) -> type[CachedModel]:
-    """How a target is run, if its drafter doesn't run it in a way of its own."""
-    return RecurrentModel if is_recurrent(model) else CachedModel
+def target_runner(model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> CachedModel:
+    """A target over the slots that `slots_for` made, for drafters that do not run it in a way of their own."""
+    return (RecurrentModel if isinstance(cache, RecurrentCache) else CachedModel)(model, cache, masks)
 
 
 def slots_for(model: PreTrainedModel, given: Cache | None, rows: int, limit: int, masks: Masks) -> SlotCache:

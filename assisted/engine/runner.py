@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,11 @@ from .signatures import generate_passes, takes
 
 __all__ = [
     "CachedModel",
+    "CallSettings",
     "Masks",
+    "Passes",
+    "Runnable",
+    "Runner",
     "is_rewindable",
     "is_sum_of_parts",
     "require_decoder",
@@ -36,86 +41,166 @@ __all__ = [
 ]
 
 
-class Runner(Protocol):
-    """What runs a model over slots, as far as somebody has to know who runs its passes in another way: see `CachedModel`."""
+@dataclass
+class CallSettings:
+    """How one `generate` runs its forward passes, and whether it is over.
 
-    graphs: Replayer | None
-    kind: Hashable
-    taps: Sequence[Tap]
+    Args:
+        mode: of `fast.graphs.MODES`.
+        over: the call has returned, so that the next one may have the captured passes.
+        spent_once: seconds of the call, so far, on what later forward passes do not need again, captures above all.
+    """
+
+    mode: str = "eager"
+    over: bool = False
+    spent_once: float = 0.0
 
     @property
-    def model(self) -> nn.Module: ...
+    def fuses(self) -> bool:
+        """Whether models run in fewer operations, or from copies of their weights."""
+        return self.mode != "eager"
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A module in the form in which it is run: as it is, or as `fast.fused` has made it.
+
+    Args:
+        module: a causal LM, or a head.
+        through_parts: call the model's embedding, layers, norm and head in turn, not its forward, which takes as long as a
+            small layer. Only for models that consist of these parts alone: fused ones, and drafts that pass
+            `is_sum_of_parts`, where an error costs speed only.
+        last_only: its layers can leave out the positions of a prompt whose output nobody reads.
+        copied: parameters that the module holds copies of. `fast.fused` compares them in every call.
+    """
+
+    module: Any
+    through_parts: bool = False
+    last_only: bool = False
+    copied: Sequence[torch.Tensor] = ()
+
+
+class Passes:
+    """How forward passes are run: eagerly, operation by operation. `fast.graphs.Graphs` replays captured ones."""
+
+    def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None, used: list[int] | None) -> torch.Tensor:
+        """What `CachedModel.__call__` returns."""
+        return runner.eager(ids, draft, used)
+
+    def gather(self, runner: Runner, path: Paths) -> bool:
+        """Move a tree's accepted columns together, as `SlotCache.commit` does; False leaves that to the cache."""
+        return False
+
+
+class Runner:
+    """A module over the slots of what it has read, and how its forward passes are run.
+
+    Args:
+        runnable: the module, not changed.
+        cache: its slots.
+        context: positions that it knows.
+
+    Attributes:
+        passes: how its forward passes are run.
+        settings: of the call.
+        kind: tells apart the runners of a call that share slots.
+        taps: modules whose output counts as well as the forward's.
+        inject: the module that holds the hidden states to go on from, for parts and heads.
+    """
+
+    kind: Hashable = "whole"
+    taps: Sequence[Tap] = ()
+    inject: Inject | None = None
+
+    def __init__(self, runnable: Runnable, cache: SlotCache, device: torch.device, context: int):
+        self.runnable, self.cache, self.device, self.context = runnable, cache, device, context
+        self.passes, self.settings = Passes(), CallSettings()
+
     @property
-    def cache(self) -> SlotCache: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def inject(self) -> Inject | None: ...
-    @property
-    def is_capturable(self) -> bool: ...
-    def eager(self, ids: torch.Tensor, draft: Draft | None = None) -> torch.Tensor: ...
+    def is_capturable(self) -> bool:
+        """Whether forward passes can be run by `static_forward`."""
+        raise NotImplementedError
+
+    def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
+        """One forward pass, the reference for every other way of running it: see `CachedModel.__call__`."""
+        raise NotImplementedError
+
     def static_forward(
         self,
         ids: torch.Tensor,
-        behind: torch.Tensor,
+        known: torch.Tensor,
         first: torch.Tensor,
         parents: torch.Tensor | None,
         visible: torch.Tensor,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """The same forward pass as a function of tensors alone: the host reads nothing that changes between passes.
+
+        ids: [R, n] int64. known: [R, 1] int64, slots that count in each row. first: [R, 1] int64, position of column 0.
+        parents: [R, n - 1] int64 of a tree, None for chains. visible: [R, top] bool, False where a prompt was padded, of the
+        slots that are looked at: at least n after the longest row. Returns [R, n, V].
+        """
+        raise NotImplementedError
+
+    def run_only(self, rows: list[int]) -> None:
+        """Run these rows alone until told otherwise, since rows that have ended would waste time."""
+        self.cache.run_only(rows)
+
+    def by_groups(self, width: int, read: Callable[[list[int], int], torch.Tensor]) -> torch.Tensor:
+        """Read a prompt of `width` columns in the groups of rows that take the least work. Taps hold the states of all rows.
+
+        read: a forward pass over these rows, from this column on. Returns the output at the last column, [rows, 1, ...];
+        this method returns that of all rows, [B, 1, ...].
+        """
+        cache, rows = self.cache, sorted(self.cache.running)
+        apart = (
+            self.is_capturable and not cache.layers and cache.visible is not None and cache.visible.shape[1] <= width
+        )
+        parts: list[Group] = groups(cache.visible, rows, self.device) if apart else [(rows, 0)]
+        if parts == [(cache.order, 0)]:
+            return read(rows, 0)
+        last: torch.Tensor | None = None
+        states: list[torch.Tensor] = []
+        for rows, first in parts:
+            with cache.reading(rows, first):
+                part = read(rows, first)
+            if last is None:
+                last = part.new_zeros(cache.rows, *part.shape[1:])
+                states = [tap.hidden.new_zeros(cache.rows, width, tap.hidden.shape[-1]) for tap in self.taps]
+            last[rows] = part
+            for of_all, tap in zip(states, self.taps, strict=True):
+                of_all[rows, first:] = tap.hidden
+        for of_all, tap in zip(states, self.taps, strict=True):
+            tap.hidden = of_all
+        assert last is not None
+        return last
 
 
-class Replayer(Protocol):
-    """What runs passes in another way than eagerly (`graphs.Graphs`)."""
-
-    def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor | None:
-        """What `CachedModel.__call__` returns, None where this pass has to be eager."""
-
-    def gather(self, runner: Runner, path: Paths) -> bool:
-        """Move a tree's accepted columns together, as `SlotCache.commit` does; False where that is left to the slots."""
-
-
-class Spending(Protocol):
-    """Seconds that were spent on what later passes do not need again (`graphs.CallSettings`)."""
-
-    spent_once: float
-
-
-class CachedModel:
+class CachedModel(Runner):
     """A causal LM and the slots of what it has read.
 
     Args:
-        model: any decoder-only causal LM; it is not changed.
+        model: any decoder-only causal LM, or the form in which it is run; it is not changed.
         cache: its slots.
-        masks: what it reads, `Masks.of(model)`.
-        bare: call its submodules (embedding, layers, norm, head) in rounds, not its forward, which takes as long as a small
-            layer. Only for models that are no more than these: fused ones, which say so themselves, and drafts of which
-            `is_sum_of_parts` is true, since a wrong draft costs speed only.
+        masks: the masks that it takes, `Masks.of(model)`.
     """
 
     in_lockstep = False  # whether all rows of a batch must keep the same number of columns
-    change: Change | None = None  # of the model's angles, where this call may come to it
-    graphs: Replayer | None = None  # what runs its passes, None for the eager path below
-    settings: Spending | None = None  # of the call, where it says how much of its time was spent once and for all
-    kind: Hashable = "whole"  # tells apart the runners of a call that share slots
-    taps: Sequence[Tap] = ()  # modules of the model whose output counts as well
-    inject: Inject | None = None  # the module of a part that goes on from hidden states
+    change: Change | None = None  # of the rotary embedding's angles, where this call may reach it
+    masks: Masks
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, masks: Masks, bare: bool = False):
-        self.model = model
-        self.bare = bare or getattr(model, "is_sum_of_parts", False)
-        self.last_only: bool = getattr(model, "takes_last_only", False)  # of a prompt's columns nobody reads the others
-        self.cache = cache
+    def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks):
+        runnable = model if isinstance(model, Runnable) else Runnable(model)
+        self.model: Any = runnable.module
+        context = _context(self.model.config.get_text_config(decoder=True))
+        super().__init__(runnable, cache, device_of(self.model), context)
+        self.last_only = runnable.last_only
         self.masks = masks
-        self.device = device_of(model)
-        self.context = _context(model.config.get_text_config(decoder=True))
-        self._takes_cache = "past_key_values" if takes(model, "past_key_values") else "cache_params"
-        self._takes_positions = takes(model, "position_ids")
-        # a model that `generate` tells no positions counts them itself, padding included
-        self._counts_padding = self._takes_positions and not generate_passes(model, "position_ids")
-        self._takes_logits_to_keep = takes(model, "logits_to_keep")
-        change = change_of(model)
+        self._takes_cache = "past_key_values" if takes(self.model, "past_key_values") else "cache_params"
+        self._takes_positions = takes(self.model, "position_ids")
+        # a model that `generate` gives no positions counts them itself, padding included
+        self._counts_padding = self._takes_positions and not generate_passes(self.model, "position_ids")
+        self._takes_logits_to_keep = takes(self.model, "logits_to_keep")
+        change = change_of(self.model)
         if change is not None and cache.limit + WIDTHS[-1] > change.position:
             self.change, self.in_lockstep = change, True
 
@@ -141,35 +226,6 @@ class CachedModel:
         self.cache.begin_rounds(ids.shape[1])
         return logits
 
-    def by_groups(self, width: int, read: Callable[[list[int], int], torch.Tensor]) -> torch.Tensor:
-        """A prompt of `width` columns, in as many passes as is the least work. What its taps saw stays in them, of all rows.
-
-        read: a pass over these rows, from this column on. It returns the logits after it, [rows, 1, V], as this does of all
-        rows, [B, 1, V].
-        """
-        cache, rows = self.cache, list(range(self.cache.rows))
-        apart = (
-            self.is_capturable and not cache.layers and cache.visible is not None and cache.visible.shape[1] == width
-        )
-        parts: list[Group] = groups(cache.visible, rows, self.device) if apart else [(rows, 0)]
-        if parts == [(rows, 0)]:
-            return read(rows, 0)
-        logits: torch.Tensor | None = None
-        states: list[torch.Tensor] = []
-        for rows, first in parts:
-            with cache.reading(rows, first):
-                part = read(rows, first)
-            if logits is None:
-                logits = part.new_empty(cache.rows, *part.shape[1:])
-                states = [tap.hidden.new_zeros(cache.rows, width, tap.hidden.shape[-1]) for tap in self.taps]
-            logits[rows] = part
-            for of_all, tap in zip(states, self.taps, strict=True):
-                of_all[rows, first:] = tap.hidden
-        for of_all, tap in zip(states, self.taps, strict=True):
-            tap.hidden = of_all
-        assert logits is not None
-        return logits
-
     def __call__(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
         """One forward over n columns behind each row's length; nothing is kept before `commit`.
 
@@ -177,11 +233,9 @@ class CachedModel:
         used: how many columns of each row matter, None for all; the others may lie behind the end of the context.
         Returns [B, n, V], zeros for rows that don't run.
         """
-        logits = None if self.graphs is None else self.graphs.run(self, ids, draft)
-        return self.eager(ids, draft, used) if logits is None else logits
+        return self.passes.run(self, ids, draft, used)
 
     def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
-        """The forward itself, as `__call__` describes it: the reference for every other way of running it."""
         cache, width = self.cache, ids.shape[1]
         rows = cache.running
         if rows != list(range(cache.rows)):
@@ -196,41 +250,34 @@ class CachedModel:
         if not self.masks.trees:
             kwargs["attention_mask"] = cache.mask(width, self.device)
         elif width > 1 or len(rows) > 1 or cache.visible is not None or set(self.masks.windows.values()) != {None}:
-            behind = on_device([cache.lengths[row] for row in rows], self.device)[:, None]
+            known = cache.ends(self.device)
             visible = None if cache.visible is None else cache.visible[rows].to(self.device)
-            kwargs["attention_mask"] = self.masks.made(behind, depths, draft, visible, cache.top, self.model.dtype)
+            kwargs["attention_mask"] = self.masks.made(known, depths, draft, visible, cache.top, self.model.dtype)
         return cache.spread(self._forward(ids, kwargs))
 
     def static_forward(
         self,
         ids: torch.Tensor,
-        behind: torch.Tensor,
+        known: torch.Tensor,
         first: torch.Tensor,
         parents: torch.Tensor | None,
         visible: torch.Tensor,
     ) -> torch.Tensor:
-        """The same forward of tensors alone: nothing is read on the host that changes from pass to pass.
-
-        ids: [R, n] int64. behind: [R, 1] int64, slots that count in each row. first: [R, 1] int64, position of column 0.
-        parents: [R, n - 1] int64 of a tree, None for chains. visible: [R, top] bool, False where a prompt was padded, of the
-        slots that are looked at: at least n behind the longest row. Returns [R, n, V].
-        """
         width, top = ids.shape[1], visible.shape[1]
-        self.cache.row_index = torch.arange(len(ids), device=self.device)[:, None]
-        self.cache.start = behind + torch.arange(width, device=self.device)
-        self.cache.top = top
-        draft = None if parents is None else Draft(ids[:, 1:], behind[:, 0], parents=parents)
+        self.cache.place_at(known, width, top)
+        draft = None if parents is None else Draft(ids[:, 1:], known[:, 0], parents=parents)
         depths = column_depths(draft, width, self.device)
-        positions = (first + depths).clamp(max=self.context - 1)  # columns that do not matter may lie behind the end
-        masks = self.masks.made(behind, depths, draft, visible, top, self.model.dtype)
+        positions = (first + depths).clamp(max=self.context - 1)  # columns that do not matter may lie after the end
+        masks = self.masks.made(known, depths, draft, visible, top, self.model.dtype)
         return self._forward(ids, {"position_ids": positions, "attention_mask": masks})
 
     def part(
         self, model: PreTrainedModel, kind: Hashable, taps: Sequence[Tap] = (), inject: Inject | None = None
     ) -> CachedModel:
         """A part of the model over the same slots, run in the same way. kind: which part it is."""
-        part = CachedModel(model, self.cache, self.masks)
-        part.graphs, part.kind, part.taps, part.inject = self.graphs, kind, taps, inject
+        part = CachedModel(replace(self.runnable, module=model), self.cache, self.masks)
+        part.passes, part.settings = self.passes, self.settings
+        part.kind, part.taps, part.inject = kind, taps, inject
         return part
 
     @property
@@ -239,23 +286,15 @@ class CachedModel:
         beyond the last one that counts would change something."""
         return self.masks.trees and not self.cache.right_aligned and not self.in_lockstep and not self._counts_padding
 
-    def run_only(self, rows: list[int]) -> None:
-        """Let passes be over these rows alone until told otherwise: those that have ended cost time for nothing."""
-        self.cache.run_only(rows)
-
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
         """Keep `counts[b]` of the columns of the last forward: its first ones, or those of a tree's accepted `path`."""
         if path is not None and all(column == to for columns in path for to, column in enumerate(columns)):
             path = None
-        moved = path is not None and self.graphs is not None and self.graphs.gather(self, path)
+        moved = path is not None and self.passes.gather(self, path)
         self.cache.commit(counts, None if moved else path)
 
     def catch_up(self) -> None:
         """Let the cache hold all that is committed; of slots it is always true."""
-
-    def spent_once(self) -> float:
-        """Seconds of this call, so far, that went into preparing passes, its drafter's included."""
-        return 0.0 if self.settings is None else self.settings.spent_once
 
     def room(self, lengths: list[int]) -> int:
         """Positions left behind the longest of these texts before the model's context ends, or its angles change."""
@@ -279,7 +318,7 @@ class CachedModel:
         return positions.masked_fill(depths >= on_device(used, self.device)[:, None], 0)
 
     def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        if self.bare and "logits_to_keep" not in kwargs:  # not the prompt
+        if self.runnable.through_parts and "logits_to_keep" not in kwargs:  # not the prompt
             return self._through_parts(ids, kwargs)
         kwargs[self._takes_cache] = self.cache
         return self.model(input_ids=ids.to(self.device), use_cache=True, return_dict=True, **kwargs).logits
@@ -309,8 +348,8 @@ def is_sum_of_parts(model: PreTrainedModel) -> bool:
         return False
     ids = torch.arange(8, device=device_of(model))[None] % model.config.get_text_config(decoder=True).vocab_size
     logits = []
-    for bare in (False, True):
-        runner = CachedModel(model, SlotCache(1, ids.shape[1]), masks, bare)
+    for through_parts in (False, True):
+        runner = CachedModel(Runnable(model, through_parts), SlotCache(1, ids.shape[1]), masks)
         runner.prefill(ids[:, :4], None)
         try:
             logits.append(runner(ids[:, 4:]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..drafts import Draft
 from .cache import SlotCache
 from .parts import Inject, Layers, Tap, back, few_ids, front, tapped
-from .runner import CachedModel, Masks
+from .runner import CachedModel, Masks, Runnable
 
 __all__ = ["Begun", "SplitModel", "timed"]
 
@@ -45,7 +45,7 @@ class SplitModel(CachedModel):
     A draft that the front did not write, or not completely, goes through the whole model as in `CachedModel`.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, masks: Masks, layers: Layers):
+    def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks, layers: Layers):
         super().__init__(model, cache, masks)
         self.layers = layers
         self.begun: Begun | None = None
@@ -109,7 +109,7 @@ class SplitModel(CachedModel):
     def _measure(self, ends: list[int], ids: torch.Tensor, draft: Draft, used: list[int] | None) -> torch.Tensor:
         """The whole model in one pass, with taps and a clock."""
         model, taps = tapped(self.model, self.layers, ends)
-        whole = CachedModel(model, self.cache, self.masks)
+        whole = CachedModel(replace(self.runnable, module=model), self.cache, self.masks)
         logits, self.seconds = timed(lambda: whole(ids, draft, used), self.device)
         self.states = {end: tap.hidden for end, tap in taps.items()}
         return logits

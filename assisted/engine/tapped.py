@@ -6,6 +6,7 @@ Knows parts of models; nothing of heads. The target itself is not changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .cache import SlotCache
 from .parts import Layers, Tap, few_ids, with_children
-from .runner import CachedModel, Masks
+from .runner import CachedModel, Masks, Runnable
 
 __all__ = ["TappedModel", "find_final_norm"]
 
@@ -31,21 +32,22 @@ class TappedModel(CachedModel):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Runnable,
         cache: SlotCache,
         masks: Masks,
         layers: Layers,
         taps: Sequence[int],
         final_norm: tuple[str, ...] = (),
     ):
-        own = layers.of(model)
+        runnable = model if isinstance(model, Runnable) else Runnable(model)
+        own = layers.of(runnable.module)
         self._taps: dict[int, Tap] = {tap: Tap(own[tap - 1]) for tap in taps if tap < len(own)}
         children: dict[tuple[str, ...], nn.Module] = {
             layers.path: nn.ModuleList([self._taps.get(place + 1, layer) for place, layer in enumerate(own)])
         }
         if len(own) in taps:
-            self._taps[len(own)] = children[final_norm] = Tap(model.get_submodule(".".join(final_norm)))
-        super().__init__(with_children(model, children), cache, masks)
+            self._taps[len(own)] = children[final_norm] = Tap(runnable.module.get_submodule(".".join(final_norm)))
+        super().__init__(replace(runnable, module=with_children(runnable.module, children)), cache, masks)
         self.last_only = self.last_only and len(own) not in taps
         self.taps = [self._taps[tap] for tap in sorted(self._taps)]
         self.kind = tuple(sorted(self._taps))

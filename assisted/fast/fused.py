@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..engine.cache import SlotCache
 from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.parts import few_ids, with_children
-from ..engine.runner import CachedModel, Masks
+from ..engine.runner import CachedModel, Masks, Runnable
 from .products import PackedLinear, Product, may_copy, packs
 from .sources import Modules, Source, Weights
 
@@ -36,9 +36,8 @@ TOLERANCE = {
 }  # of logits, relative to their spread: other models differ by more
 
 
-def fused(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model in fewer operations where it is known how; with faster products where those are wide; otherwise the model
-    itself.
+def fused(model: PreTrainedModel) -> Runnable:
+    """The same model in fewer operations where it is known how; with faster products where those are wide; otherwise as it is.
 
     Its logits differ from the model's by rounding alone, as those of passes of different widths do. What is copied is kept from
     call to call. Everything it was made from (weights, attributes, code) is compared with the model at every call, and it is
@@ -46,13 +45,13 @@ def fused(model: PreTrainedModel) -> PreTrainedModel:
     """
     way = _way(model)
     if way is None:
-        return model
+        return Runnable(model)
     made = _MADE.get(way.key)
     if made is None or not made.source.same(way.source):
         children = way.make()
-        same = way.agrees(model, way.changed(model, children))
+        same = way.agrees(model, way.runnable(model, children))
         made = _MADE[way.key] = _Made(way.source, children if same else None)
-    return model if made.children is None else way.changed(model, made.children)
+    return Runnable(model) if made.children is None else way.runnable(model, made.children)
 
 
 def fused_product(module: nn.Linear) -> nn.Module:
@@ -73,22 +72,20 @@ class _Way:
         source: what it is made from, as that is now.
         make: the modules that take the place of the model's.
         agrees: whether two models say the same of a few tokens, but for rounding.
-        bare: what is made is the sum of its parts, for `CachedModel`.
+        is_family: the model consists of its parts alone, whose layers can leave out what nobody reads: see `Runnable`.
     """
 
     key: nn.Module
     source: Source
     make: Callable[[], _Children]
-    agrees: Callable[[PreTrainedModel, PreTrainedModel], bool]
-    bare: bool
+    agrees: Callable[[PreTrainedModel, Runnable], bool]
+    is_family: bool
 
-    def changed(self, model: PreTrainedModel, children: _Children) -> PreTrainedModel:
-        other = with_children(model, children)
-        if self.source.weights.checksums is not None:
-            other.watched = self.source.weights.tensors  # whose changes make other modules
-        if self.bare:
-            other.is_sum_of_parts = other.takes_last_only = True
-        return other
+    def runnable(self, model: PreTrainedModel, children: _Children) -> Runnable:
+        """The model with these modules in place of its own."""
+        weights = self.source.weights
+        copied = () if weights.checksums is None else weights.tensors
+        return Runnable(with_children(model, children), self.is_family, self.is_family, copied)
 
 
 @dataclass(frozen=True)
@@ -365,7 +362,7 @@ def _is_replaced(base: Any, layers: nn.ModuleList) -> bool:
 
 
 @torch.no_grad()
-def _agree_in_rounds(model: PreTrainedModel, other: PreTrainedModel) -> bool:
+def _agree_in_rounds(model: PreTrainedModel, other: Runnable) -> bool:
     """Tried on a prompt and a pass behind it."""
     ids, masks = few_ids(model, 8), Masks.of(model)
     runs = [CachedModel(m, SlotCache(1, 8), masks) for m in (model, other)]
@@ -373,10 +370,10 @@ def _agree_in_rounds(model: PreTrainedModel, other: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def _agree_at_once(model: PreTrainedModel, other: PreTrainedModel) -> bool:
+def _agree_at_once(model: PreTrainedModel, other: Runnable) -> bool:
     """Tried on a text."""
     ids = few_ids(model, 8)
-    return _near(*(m(input_ids=ids, use_cache=False, return_dict=True).logits for m in (model, other)))
+    return _near(*(m(input_ids=ids, use_cache=False, return_dict=True).logits for m in (model, other.module)))
 
 
 def _near(one: torch.Tensor, two: torch.Tensor) -> bool:

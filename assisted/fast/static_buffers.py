@@ -46,7 +46,6 @@ class StaticBuffers:
         self._lent: list[torch.Tensor | None] = [None] * len(cache.layers)  # the keys of the call that uses the slots
         self.states: dict[Hashable, torch.Tensor] = {}  # [rows, columns, D], of parts that go on from hidden states
         self.shown: tuple[int, ...] | None = None  # the order of rows that `visible` is filled for
-        self.pool: Any = None  # what the captured passes share their memory in
 
     def fits(self, cache: SlotCache, top: int) -> bool:
         """Whether a call's slots have room here."""

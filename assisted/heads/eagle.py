@@ -45,7 +45,6 @@ class EagleHead(nn.Module):
     """
 
     d2t: torch.Tensor | None
-    takes_last_only = False  # whether its layers can leave out columns that nobody reads
 
     def __init__(self, config: EagleConfig):
         super().__init__()
@@ -135,7 +134,8 @@ class EagleHead(nn.Module):
         embeddings: [B, n, H], of token i + 1. states: [B, n, H], of feature i (`fuse`) or what the last step returned.
         position_ids: [B or 1, n] int64, of feature i, ascending from 0 by default. attention_mask: [B or 1, 1, n, m] bool,
         true where a column may look; None is causal, and only without a cache. cache: of transformers, for one layer each.
-        last_only: return the states of the last column alone, [B, 1, H].
+        last_only: return the states of the last column alone, [B, 1, H]; for layers that can leave out the others
+        (`fused_head`).
         """
         if position_ids is None:
             position_ids = torch.arange(states.shape[1], device=states.device)[None]
@@ -144,8 +144,8 @@ class EagleHead(nn.Module):
             "position_embeddings": self.rotary_emb(states, position_ids),
             "past_key_values": cache,
         }
-        if self.takes_last_only:
-            kwargs["last_only"] = last_only
+        if last_only:
+            kwargs["last_only"] = True
         first, *others = self.layers
         if self.config.version == 1:
             hidden = first(self.fc(torch.cat([embeddings, states], -1)), **kwargs)
@@ -153,7 +153,6 @@ class EagleHead(nn.Module):
             hidden = first(embeddings, states, **kwargs)
         for layer in others:
             hidden = layer(hidden, **kwargs)
-        hidden = hidden[:, -1:] if last_only else hidden
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def logits(self, states: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:

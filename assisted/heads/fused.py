@@ -12,6 +12,7 @@ from torch import nn
 
 from ..engine.hooks import is_touched
 from ..engine.parts import with_children
+from ..engine.runner import Runnable
 from ..fast.fused import TOLERANCE, Angles, FusedLayer, Norm, Shared, fused_product
 from ..fast.products import may_copy
 from ..fast.sources import Modules, Source, Weights
@@ -28,15 +29,15 @@ def source_of(head: EagleHead) -> Source:
     )
 
 
-def fused_head(head: EagleHead) -> EagleHead:
+def fused_head(head: EagleHead) -> Runnable:
     """The same head in fewer operations, with the weights as they are now; as it is where it would not be the same, or where
     no copies may be made. EAGLE-1 heads, whose output is the target's, are left alone.
     """
     if head.config.version == 1:
-        return head
+        return Runnable(head)
     children: dict[tuple[str, ...], nn.Module] = {("lm_head",): fused_product(head.lm_head)}
     if not may_copy(head.parameters()) or any(map(is_touched, head.modules())):
-        return with_children(head, children)
+        return Runnable(with_children(head, children))
     shared = Shared()
     first, *others = head.layers
     layers = [_First(first, shared), *(FusedLayer(layer, shared, True) for layer in others)]
@@ -46,8 +47,9 @@ def fused_head(head: EagleHead) -> EagleHead:
         ("rotary_emb",): Angles(head.rotary_emb, head.config.of_layer(), head.dtype),
     }
     other = with_children(head, children)
-    other.takes_last_only = True
-    return other if _agree(head, other) else with_children(head, {("lm_head",): children[("lm_head",)]})
+    if _agree(head, other):
+        return Runnable(other, last_only=True)
+    return Runnable(with_children(head, {("lm_head",): children[("lm_head",)]}))
 
 
 class _First(FusedLayer):

@@ -6,8 +6,8 @@ token behind it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from ..drafts import Draft
 from ..engine.cache import SlotCache
 from ..engine.host import on_device
-from ..engine.parts import Inject, Tap
-from ..engine.prefill import groups
-from ..engine.runner import Replayer
+from ..engine.parts import Inject
+from ..engine.runner import Runnable, Runner
 from .eagle import EagleHead
 
 __all__ = ["HeadRunner", "Level"]
@@ -35,40 +34,43 @@ class Level(NamedTuple):
     positions: torch.Tensor
 
 
-class HeadRunner:
+class HeadRunner(Runner):
     """A head and the slots of what it has read.
 
     Args:
-        head: the head, not changed.
+        head: the head, or the form in which it is run; it is not changed.
         target: whose embeddings it may share.
         limit: the most slots that will be needed.
         first: [B, 1] int64, position of each row's first column; negative where padding precedes the text.
         attention_mask: [B, n] of the first n columns, 0 where a column is padding; None where none is.
     """
 
-    kind: Hashable = "head"
-    taps: Sequence[Tap] = ()
-    graphs: Replayer | None = None  # what runs its steps along a chain, None for the eager path
+    kind = "head"
+    inject: Inject
 
     def __init__(
         self,
-        head: EagleHead,
+        head: EagleHead | Runnable,
         target: PreTrainedModel,
         limit: int,
         first: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ):
-        self.head = self.model = head
-        self.context = head.config.max_position_embeddings
+        runnable = head if isinstance(head, Runnable) else Runnable(head)
+        self.head: Any = runnable.module
+        context = self.head.config.max_position_embeddings
+        super().__init__(runnable, SlotCache(len(first), limit), self.head.device, context)
         self.inject = Inject(None)  # holds the states that a step goes on from
-        self.device = head.device
         self.target = target
         self.first = first.to(self.device)
-        self.cache = SlotCache(len(first), limit)
         self.cache.hide(attention_mask)
         before = (-first[:, 0]).tolist()
         self.cache.padding, self.cache.prompt_padding = before, list(before)
-        self.is_capturable = min(before) >= 0  # a past puts columns further than slots tell
+        self._has_past = min(before) < 0  # which puts columns at positions that the slots do not tell
+
+    @property
+    def is_capturable(self) -> bool:
+        return not self._has_past
 
     def read(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Read, and keep, what became text: `counts[b]` columns of row b. Returns the states after them, [B, H].
@@ -84,8 +86,8 @@ class HeadRunner:
     def _read_first(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """The same of the first columns, most of them the prompt's: in passes over rows of similar length."""
         cache, width = self.cache, tokens.shape[1]
-        state = states[:, 0].clone()
-        for rows, first in groups(cache.visible, cache.running, self.device):
+
+        def read(rows: list[int], first: int) -> torch.Tensor:
             columns = torch.arange(first, width, device=self.device)
             seen = None
             if cache.visible is not None:
@@ -95,17 +97,18 @@ class HeadRunner:
                 own = columns == columns[:, None]
                 seen = None if bool(hidden.all()) else ((columns <= columns[:, None]) & seen) | own
             own_counts = [counts[row] - first for row in rows]
-            last_only = min(own_counts) == len(columns)
-            with cache.reading(rows, first):
-                made = self.head(
-                    self.head.embed(tokens[rows, first:], self.target),
-                    states[rows, first:],
-                    (columns + self.first[rows]).clamp(min=0),
-                    None if seen is None else seen[:, None],
-                    cache,
-                    last_only,
-                )
-            state[rows] = made[:, 0] if last_only else _last(made, own_counts)
+            last_only = self.runnable.last_only and min(own_counts) == len(columns)
+            made = self.head(
+                self.head.embed(tokens[rows, first:], self.target),
+                states[rows, first:],
+                (columns + self.first[rows]).clamp(min=0),
+                None if seen is None else seen[:, None],
+                cache,
+                last_only,
+            )
+            return made if last_only else _last(made, own_counts)[:, None]
+
+        state = self.by_groups(width, read)[:, 0]
         cache.begin_rounds()
         cache.rewind(list(counts))
         return state
@@ -117,14 +120,13 @@ class HeadRunner:
         for rows that don't run.
         """
         self.inject.hidden = states
-        made = None if self.graphs is None else self.graphs.run(self, tokens, None)
-        return self.eager(tokens) if made is None else made
+        return self.passes.run(self, tokens, None, None)
 
-    def eager(self, ids: torch.Tensor, draft: Draft | None = None) -> torch.Tensor:
-        """The step itself, going on from the states in `inject`: the reference for every other way of running it."""
+    def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
+        """The step itself, going on from the states in `inject`."""
         cache, width = self.cache, ids.shape[1]
         cache.place(width, self.device)
-        slots = self._behind() + torch.arange(width, device=self.device)  # [rows, n]
+        slots = cache.ends(self.device) + torch.arange(width, device=self.device)  # [rows, n]
         seen = None
         # where all that is there is seen, the layer knows how
         if cache.visible is not None or not (width == cache.top or width == len(slots) == 1):
@@ -146,16 +148,15 @@ class HeadRunner:
     def static_forward(
         self,
         ids: torch.Tensor,
-        behind: torch.Tensor,
+        known: torch.Tensor,
         first: torch.Tensor,
         parents: torch.Tensor | None,
         visible: torch.Tensor,
     ) -> torch.Tensor:
-        """The same of tensors alone: see `CachedModel.static_forward`. Of a chain: parents is None."""
+        """As `Runner`, of a chain: parents is None."""
         cache, columns = self.cache, torch.arange(ids.shape[1], device=self.device)
-        cache.row_index = torch.arange(len(ids), device=self.device)[:, None]
-        cache.start, cache.top = behind + columns, visible.shape[1]
-        slots, own = torch.arange(cache.top, device=self.device), cache.start[:, :, None]
+        cache.place_at(known, len(columns), visible.shape[1])
+        slots, own = torch.arange(cache.top, device=self.device), (known + columns)[:, :, None]
         seen = ((slots < own) & visible[:, None]) | (slots == own)
         states: torch.Tensor = self.head(
             self.head.embed(ids, self.target),
@@ -210,9 +211,6 @@ class HeadRunner:
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[..., Vd] over the draft vocabulary."""
         return self.head.logits(states, self.target)
-
-    def _behind(self) -> torch.Tensor:
-        return on_device([self.cache.lengths[row] for row in self.cache.running], self.device)[:, None]
 
 
 def _last(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -359,10 +359,10 @@ for g in reversed(per_pass):
     left.annotate(f" {g}", (sizes[-1], height), va="center", color=COLOURS["draft"])
 dots = [replayed(rows, LENGTH) for rows in SIZES]
 left.plot(SIZES, dots, "o", color=COLOURS["draft"], markersize=5)
-small = dict(textcoords="offset points", fontsize=8)
-left.annotate("round by round", (4, dots[2]), xytext=(2, -12), ha="right", color=COLOURS["draft"], **small)
+label = dict(textcoords="offset points", fontsize=8)
+left.annotate("round by round", (4, dots[2]), xytext=(2, -12), ha="right", color=COLOURS["draft"], **label)
 left.plot(list(by_clock), list(by_clock.values()), "x", color=COLOURS["accent"], markersize=8, markeredgewidth=2)
-left.annotate("clock", (32, by_clock[32]), xytext=(0, -15), color=COLOURS["accent"], **small)
+left.annotate("clock", (32, by_clock[32]), xytext=(0, -15), color=COLOURS["accent"], **label)
 left.axhline(1, color=COLOURS["plain"], linewidth=1.2)
 left.annotate("baseline", (0.9, 1), xytext=(0, -12), textcoords="offset points", color=COLOURS["plain"])
 left.set(title="speedup, drafts of 1, 2, 4, 8 tokens", xlabel="rows in a batch", ylim=(0, None), xlim=(0.8, 190))

@@ -221,7 +221,7 @@ show(table(["tokens in the pass", "cost relative to one token"], [[k, v[k]] for 
 # roofline comes from two separate measurements: how fast numbers can be read, and how fast a large product is computed.
 #
 # The right panel shows forward passes of the model, in units of a pass over one token. The grey line is the time of k
-# passes over one token each. Speculative decoding uses the space between the two lines.
+# passes over one token each. Speculative decoding exploits the gap between the two lines.
 
 
 # %%
@@ -303,8 +303,9 @@ plt.show()
 #
 # ## When it loses
 #
-# The free space exists only while a pass waits for memory. If you serve many texts at once, it disappears. Each row of
-# the batch has its own tokens, and the fetched weights are already used for all of them. In the toy example:
+# There is spare capacity only while a pass waits for memory. If you serve many texts at once, it disappears. Each row
+# of the batch has its own tokens, and the fetched weights are already used for all of them. Here are the numbers for
+# the toy example:
 
 # %%
 rows = [

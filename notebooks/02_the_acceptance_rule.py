@@ -43,14 +43,15 @@ figure_style()
 # %% [markdown]
 # ## Question
 #
-# Notebook 01 found free space. A forward pass over five tokens costs little more than a pass over one. If something
+# Notebook 01 found spare capacity. A forward pass over five tokens costs little more than a pass over one. If something
 # guesses the next four tokens, one pass can check all of them.
 #
 # A small model, the **draft**, makes the guess. Sometimes it is wrong. The large model, the **target**, has to decide
 # which drafted tokens to accept. The rule that it uses is called the **acceptance rule**.
 #
 # We ask a lot of this rule. The output text must have exactly the distribution that the target alone would give it. A
-# similar distribution is not enough. Then nobody has to ask whether the answers got worse.
+# similar distribution is not enough. With exactly the same distribution, nobody has to ask whether the answers got
+# worse.
 #
 # We use two letters in this notebook. **p** is the target's distribution of the next token, and **q** is the draft's.
 # Each of them gives a probability to every token of the vocabulary.

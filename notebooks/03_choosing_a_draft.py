@@ -353,8 +353,8 @@ print("V =", [round(median(turn[k] / turn[1] for turn in passes), 2) for k in ra
 # **The draft is half of the target.** At c = 0.5 and v(2) = 1.2, one drafted token must be accepted with probability
 # 0.7 to break even.
 #
-# **The pass has no free space.** If checking k tokens takes as long as k passes, as in large batches, nothing helps.
-# Not even a draft that is always right and costs nothing gives a speedup:
+# **The pass has no spare capacity.** If checking k tokens takes as long as k passes, as in large batches, nothing
+# helps. Not even a draft that is always right and costs nothing gives a speedup:
 
 # %%
 crowded = [float(k) for k in range(1, 10)]

@@ -228,11 +228,10 @@ assert chi_square(counts["the broken rule"], exact) < 1e-6
 # %% [markdown]
 # ## The library's call
 #
-# `assisted.acceptance` contains the rules as functions on tensors, with one row for each row of a batch. The rule has
-# three parts. `rejection_probabilities` computes how likely each token is to be accepted under rejection sampling.
-# `first_failure` counts the tokens before the first rejection. `emitted_distribution` gives the residual, or the
-# distribution of the bonus token. On random distributions and with the same random numbers, they give the same results
-# as `judge`.
+# `assisted.acceptance` contains the rules as functions on batched tensors. The rule has three parts.
+# `rejection_probabilities` computes how likely each token is to be accepted under rejection sampling. `first_failure`
+# counts the tokens before the first rejection. `emitted_distribution` gives the residual, or the distribution of the
+# bonus token. On random distributions and with the same random numbers, they give the same results as `judge`.
 
 # %%
 B, g, V = 500, 3, 6
@@ -344,7 +343,7 @@ left.bar(positions + 0.21, missing, 0.38, bottom=common, color=COLOURS["bonus"],
 left.set_xticks(positions, list("ABCD"))
 left.set(title="left bar: draft, right bar: target", ylabel="probability", ylim=(0, 0.6))
 labels = (("residual", "bonus", 0.45, 0.46, 0.75, 0.52), ("rejected", "rejected", 1.9, 0.26, 1.95, 0.36))
-for word, name, x, y, at, height in (*labels, ("accepted", "accepted", 1.25, 0.17, 2.55, 0.2)):
+for word, name, x, y, at, height in (*labels, ("accepted", "accepted", 1.25, 0.17, 2.45, 0.2)):
     left.annotate(word, (x, y), (at, height), color=COLOURS[name], arrowprops=dict(arrowstyle="-", color=COLOURS[name]))
 
 for name, colour, place in (("the broken rule", COLOURS["rejected"], 0.93), ("the rule", COLOURS["accepted"], 0.03)):

@@ -386,10 +386,10 @@ print(f"v(5) measured: {v5:.2f}")
 
 # %% [markdown]
 # A quantized copy of the target guesses well, but here it costs too much. Even with a perfect kernel, $c$ is about 0.24
-# for 4 bits (in this model, with the embedding not quantized). With $c = 0.24$, a round of four drafted tokens spends
-# nearly one target pass on drafting. This limits the speedup to about 2.2. The last column uses the kernels of this
-# machine. A copy that costs about as much as the target cannot win at any acceptance rate, and most formats cost more
-# than that.
+# for 4 bits (in this model, with the embedding not quantized). With $c = 0.24$, a round (one draft-verify step) of four
+# drafted tokens spends nearly one target pass on drafting. This limits the speedup to about 2.2. The last column uses
+# the kernels of this machine. A copy that costs about as much as the target cannot win at any acceptance rate, and most
+# formats cost more than that.
 #
 # A quantized copy of the target is worthwhile under three conditions. First, a pass mostly waits for the weights (one
 # request at a time, billions of parameters). Second, the backend has a kernel that is fast for a single token on this

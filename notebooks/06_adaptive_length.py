@@ -65,8 +65,8 @@ figure_style()
 # ## Your prediction
 #
 # A text alternates between easy stretches, with 60 tokens on average, and hard ones, with 20 tokens on average. In easy
-# stretches 97% of the drafted tokens are right, in hard ones about a third. A drafted token costs 0.3 target passes.
-# Write down three numbers before you read on.
+# stretches 97% of the drafted tokens are right, in hard ones about a third. A drafted token costs 0.3 target forward
+# passes. Write down three numbers before you read on.
 #
 # 1. The best fixed draft length.
 # 2. The speedup at this length.
@@ -116,9 +116,9 @@ print({price: by_hand(TOY, rho=1.5, price=price) for price in (0.06, 0.32, 0.65)
 assert [by_hand(TOY, 1.5, price) for price in (0.06, 0.32, 0.65)] == [4, 3, 0]
 
 # %% [markdown]
-# This is not just a rule of thumb. Consider a process that starts again after each round. Its average rate is highest
-# exactly when each round continues as long as the next step earns at least that rate. This result is called
-# *renewal-reward*, and exercise 1 derives the rule from it.
+# This is not just a rule of thumb. Call one draft-verify step a round, and consider a process that starts again after
+# each round. Its average rate is highest exactly when each round continues as long as the next step earns at least that
+# rate. This result is called *renewal-reward*, and exercise 1 derives the rule from it.
 
 # %% [markdown]
 # ## From scratch

@@ -54,8 +54,8 @@ figure_style()
 #
 # ## Your prediction
 #
-# We draft eight tokens at a time by copying. A target pass then yields at least one token and at most nine. How many
-# tokens does a pass yield
+# We draft eight tokens at a time by copying. A forward pass of the target (a target pass) then yields at least one
+# token and at most nine. How many tokens does a pass yield
 #
 # - when the target repeats a function with one name changed?
 # - when it writes a paragraph that was never written before?

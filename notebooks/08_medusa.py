@@ -246,7 +246,7 @@ assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(alone, logits[1:])) o
 # %% [markdown]
 # At each node, the pass over the tree gives the same logits as a pass over the node's path alone. So we can read the
 # target's choices from the tree. Start at the text, go to the child that contains the target's choice, and continue
-# from there. If no child contains it, the choice is the target's own token of this round, and the round ends.
+# from there. If no child contains it, the choice is the target's own token, and the round (the draft-verify step) ends.
 #
 # One detail decides everything. The heads read the state **from which the last token was chosen**, not the state of
 # that token. The latter does not exist yet.

@@ -232,8 +232,8 @@ print(f"{NEW - 1} tokens in {passes} passes: {(NEW - 1) / passes:.2f} tokens per
 print(tokenizer.decode(ours[-NEW:]))
 
 # %% [markdown]
-# After each round, the target has read the accepted tokens, so their true features are available. The head's own states
-# are discarded, right or wrong.
+# After each round, or draft-verify step, the target has read the accepted tokens, so their true features are available.
+# The head's own states are discarded, right or wrong.
 #
 # ## The library's call
 #
@@ -457,7 +457,7 @@ assert fresh[3][1] / fresh[3][0] > fresh[1][1] / fresh[1][0] + 0.2
 # Both had little training, and their first guesses are poor. But look along the rows. The head that was never trained
 # on its own states already fails at the second guess.
 #
-# In real decoding there is one more effect. For each position in the draft, the report gives the share of rounds in
+# In real decoding there is another effect. For each position in the draft, the report gives the share of rounds in
 # which the token there was accepted. Divide each share by the one before it. This gives the acceptance rate among the
 # rounds in which all tokens before were accepted.
 

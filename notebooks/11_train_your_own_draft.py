@@ -275,8 +275,8 @@ assert len(theirs) == 10 and torch.allclose(torch.tensor(ours), torch.tensor(the
 
 # %% [markdown]
 # So far, acceptance was **teacher-forced**: it was measured at every position of an existing text. In the end, the
-# acceptance rate during generation is what counts. So we let each draft propose four tokens per round, after the
-# beginnings of eight held-out files.
+# acceptance rate during generation is what counts. So we let each draft propose four tokens per round (draft-verify
+# step), after the beginnings of eight held-out files.
 
 # %%
 prompts = pack(text.held_out, context=48, rows=8).to(device)

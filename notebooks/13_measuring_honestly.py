@@ -47,14 +47,15 @@ figure_style()
 # are honest, but each table gives a different order. How can that be? All four counted correctly.
 #
 # They held different things **fixed**. The first let every drafter answer the same prompts to the end. The second gave
-# each the same number of new tokens. The third gave each the same number of target passes. The fourth measured time.
+# each the same number of new tokens. The third gave each the same number of target forward passes. The fourth measured
+# time.
 #
 # ## Your prediction
 #
-# There are four drafters: the small draft model with 4 tokens per round, the same model with 8 tokens, the suffix
-# drafter, which copies earlier text at almost no cost ([notebook 07](07_ngram_and_suffix.ipynb)), and an EAGLE head
-# that drafts trees of 16 nodes ([notebook 10](10_trees.ipynb)). Write down two orders that you expect: one by tokens
-# per target pass, and one by seconds.
+# There are four drafters: the small draft model with 4 tokens per round (draft-verify step), the same model with 8
+# tokens, the suffix drafter, which copies earlier text at almost no cost ([notebook 07](07_ngram_and_suffix.ipynb)),
+# and an EAGLE head that drafts trees of 16 nodes ([notebook 10](10_trees.ipynb)). Write down two orders that you
+# expect: one by tokens per target pass, and one by seconds.
 
 # %% [markdown]
 # ## By hand
@@ -204,8 +205,8 @@ assert loops[24] < loops[160]
 #
 # A pass over 17 positions costs more than a pass over one, and drafting costs time, too. So we have to measure time,
 # and time measurements have traps of their own. `bench.race` avoids them. Everyone writes the same number of tokens
-# after the same prompts. All take turns at each prompt, so a slow moment of the machine affects all of them. A warm-up
-# round is not timed. The measurement is repeated several times.
+# after the same prompts. All take turns at each prompt, so a slow moment of the machine affects all of them. A first
+# run for warm-up is not timed. The measurement is repeated several times.
 
 # %%
 pad = bench.pad_token(tokenizer)

@@ -32,8 +32,8 @@ from transformers import AutoTokenizer
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.doctor.comparison import Written, compare
 from assisted.doctor.passes import pass_times
-from assisted.notebook import COLOURS, attempt, figure_style, show, slider, table
 from assisted.loading.vocabulary import Vocabulary, shared_tokens
+from assisted.notebook import COLOURS, attempt, figure_style, show, slider, table
 
 TARGET, DRAFT = "zoo:target", "zoo:draft"
 DRAFTS = [DRAFT, "zoo:draft-other-tokenizer", "early-exit:8", "early-exit:4", "ngram"]
@@ -47,39 +47,46 @@ figure_style()
 # %% [markdown]
 # ## Question
 #
-# Any draft gives an exact text (notebook 02), so the choice of a draft is about speed alone. Two things count.
+# With any draft, the output is exact (notebook 02). So the choice of a draft is only about speed. Two numbers count.
 #
-# - The **acceptance** a: how likely a drafted token is to be kept. A bigger draft guesses better.
-# - The **cost** c: the time for drafting one token, in units of a pass of the target over one token. A smaller draft is faster.
+# - The **acceptance rate** a is the probability that a drafted token is accepted. A bigger draft guesses better.
+# - The **cost** c is the time for drafting one token, in units of a target forward pass over one token. A smaller draft
+#   is faster.
 #
-# They pull in opposite directions. What is the exchange rate?
+# The two pull in opposite directions. What is the exchange rate?
 #
 # ## Your prediction
 #
-# Two drafts for the same target:
+# Here are two drafts for the same target:
 #
-# | | acceptance a | cost c |
+# | | acceptance rate a | cost c |
 # |---|---|---|
 # | the big one | 0.9 | 0.4 |
 # | the fast one | 0.7 | 0.1 |
 #
-# Which one makes the target faster? How many times as fast as without a draft? Write down an answer before you go on.
+# Which one makes the target faster? What is the speedup over the target without a draft? Write down an answer before
+# you go on.
 
 # %% [markdown]
 # ## By hand
 #
-# A **round** drafts g tokens and has the target check them in one pass over g + 1 tokens: the last one of the text, and the drafted ones. In units of a plain pass over one token,
+# A **round**, or draft-verify step, drafts g tokens. The target then checks them in one forward pass over g + 1 tokens:
+# the last token of the text and the drafted ones. We measure time in units of a target pass over one token.
 #
-# - drafting takes c g,
-# - checking takes v(g + 1), where v(k) is the price of a pass over k tokens (notebook 01: more than 1, much less than k),
-# - the round gives E(a, g) = 1 + a + … + a^g tokens (notebook 02).
+# - Drafting takes c g.
+# - Checking takes v(g + 1), where v(k) is the cost of a pass over k tokens. (Notebook 01: it is more than 1, but much
+#   less than k.)
+# - The round yields E(a, g) = 1 + a + … + a^g tokens (notebook 02).
 #
-# Plain decoding gives one token in one unit. So the **speedup** is tokens by time:
+# The baseline, autoregressive decoding, yields one token per unit of time. So the **speedup** is the number of tokens
+# divided by the time:
 #
 # $$S(a, c, g) = \frac{E(a, g)}{v(g+1) + c\,g}$$
 #
-# Notebook 01 measured v on the machine at hand. For now take a round price list, of the kind that one finds on a small CPU: 1, 1.2, 1.3 and 1.4 for one to four tokens, and 1.4 for a few more.
-# For the big draft and g = 2: E = 1 + 0.9 + 0.81 = 2.71, the round takes 1.3 + 0.8 = 2.1, so S = 1.29. For the fast one: E = 2.19, 1.3 + 0.2 = 1.5, S = 1.46.
+# Notebook 01 measured v on the machine at hand. Here we take round numbers of the kind that one finds on a small CPU:
+# 1, 1.2, 1.3 and 1.4 for one to four tokens, and 1.4 for a few more. Take g = 2. The big draft has E = 1 + 0.9 + 0.81 =
+# 2.71, and the round takes 1.3 + 0.8 = 2.1, so S = 1.29. The fast draft has E = 2.19, and the round takes 1.3 + 0.2 =
+# 1.5, so S = 1.46.
 
 # %%
 V = [1.0, 1.2, 1.3, 1.4, 1.4, 1.4, 1.4, 1.4, 1.4]  # V[k - 1] is v(k)
@@ -96,17 +103,18 @@ def speedup(a, c, g, v=V):
 rows = [
     [g, expected_tokens(0.9, g), expected_tokens(0.7, g), speedup(0.9, 0.4, g), speedup(0.7, 0.1, g)] for g in range(9)
 ]
-show(table(["draft length g", "tokens a pass: big", "fast", "speedup: big", "fast"], rows))
+show(table(["draft length g", "tokens per pass, big", "fast", "speedup, big", "fast"], rows))
 
 # %% [markdown]
-# The big draft gives more tokens in every pass, for every draft length. At its best it gives a speedup of 1.38, the fast one 1.55. **More tokens per pass, and slower.** That is why an accepted length is no
-# speedup.
+# The big draft yields more tokens per pass at every draft length. Its best speedup is 1.38, while the fast draft
+# reaches 1.55. **It yields more tokens per pass, and it is slower.** That is why an accepted length is not a speedup.
 #
-# With one token drafted, the account is short. It pays if 1 + a > v(2) + c, that is
+# With one drafted token, the calculation is short. Drafting is worthwhile if 1 + a > v(2) + c, that is
 #
 # $$a > c + v(2) - 1.$$
 #
-# Acceptance has to pay for the drafted token and for the wider pass. Try other drafts (the curve shows all draft lengths; below the grey line, drafting loses):
+# The acceptance rate has to cover the cost of the drafted token and of the wider pass. Try other drafts with the
+# sliders. The curve shows all draft lengths. Below the grey line, drafting loses time.
 
 # %%
 ACCEPTANCES = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
@@ -121,8 +129,10 @@ def curves(a, c):
 def sentence(a, c):
     best = max(LENGTHS, key=lambda g: speedup(a, c, g))
     if best == 0:
-        return "Best: draft nothing."
-    return f"Best: {best} tokens, {expected_tokens(a, best):.2f} tokens per pass, speedup {speedup(a, c, best):.2f}."
+        return "The best choice is not to draft."
+    return (
+        f"Best draft length {best}: {expected_tokens(a, best):.2f} tokens per pass, speedup {speedup(a, c, best):.2f}."
+    )
 
 
 slider(
@@ -139,18 +149,19 @@ slider(
 # %% [markdown]
 # ## From scratch
 #
-# Where does a come from? It is 1 − TV(p, q), the overlap of the two distributions, and the distributions can be looked at without drafting anything. Let the target write some texts, let both models read
-# them, and compare the distributions at every place:
+# Where does a come from? It is 1 − TV(p, q), the overlap of the two distributions. We can compute the distributions
+# without drafting anything. The target writes some texts, both models read them, and we compare the distributions at
+# every position:
 #
-# - **overlap**: Σ min(p, q), how likely a sampled token is to be kept;
-# - **agreement**: how often both find the same token likeliest, which is what counts in greedy decoding;
-# - **cosine**: how alike the last hidden states are, as directions. We come to that one below.
+# - **overlap** is Σ min(p, q), the probability that a sampled token is accepted;
+# - **agreement** is how often both have the same top-1 token, which is what counts in greedy decoding;
+# - **cosine** is the cosine similarity of the last hidden states. We discuss it below.
 
 
 # %%
 @torch.no_grad()
 def read(model, ids, prompt):
-    """The logits before each new token, and the hidden states behind them."""
+    """The logits for each new token, and the hidden states that they come from."""
     out = model(ids[None, :-1], output_hidden_states=True)
     return out.logits[0, prompt - 1 :].float(), out.hidden_states[-1][0, prompt - 1 :].float()
 
@@ -160,16 +171,16 @@ def overlaps(target_logits, draft_logits, temperature=1.0):
     return torch.minimum(p, q).sum(-1)
 
 
-def look(target, draft, texts):
-    """(ids, prompt length) of each text -> mean overlap, agreement and cosine."""
+def compare_distributions(target, draft, texts):
+    """Mean overlap, agreement and cosine over texts, each of them (ids, prompt length)."""
     found = []
     for ids, prompt in texts:
         (p, h), (q, d) = read(target, ids, prompt), read(draft, ids, prompt)
-        size = min(p.shape[-1], q.shape[-1])  # one of the vocabularies may be padded
+        size = min(p.shape[-1], q.shape[-1])  # one of the embedding tables may be padded
         p, q = p[:, :size], q[:, :size]
         agree = (p.argmax(-1) == q.argmax(-1)).float()
-        like = torch.cosine_similarity(h, d, dim=-1) if h.shape == d.shape else torch.full_like(agree, torch.nan)
-        found.append(torch.stack([overlaps(p, q), agree, like]))
+        similarity = torch.cosine_similarity(h, d, dim=-1) if h.shape == d.shape else torch.full_like(agree, torch.nan)
+        found.append(torch.stack([overlaps(p, q), agree, similarity]))
     return torch.cat(found, 1).mean(1).tolist()
 
 
@@ -190,13 +201,14 @@ prompts = [tokenizer(text, return_tensors="pt").input_ids.to(model.device) for t
 # %%
 sampling = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=48, min_new_tokens=48)
 texts = [(model.generate(ids, **sampling, assisted=False)[0], ids.shape[1]) for ids in prompts]
-overlap, agreement, cosine = look(target, draft, texts)
+overlap, agreement, cosine = compare_distributions(target, draft, texts)
 show(table(["", DRAFT], [["overlap, 1 - TV", overlap], ["agreement", agreement], ["cosine", cosine]]))
 
 # %% [markdown]
 # ## The library's call
 #
-# `assisted doctor` makes this comparison, and others, for any pair. Its function gives the same three numbers.
+# `assisted doctor` makes this comparison, and others, for any pair. The function behind it gives the same three
+# numbers.
 
 # %%
 comparison = compare(target, draft, [Written(ids, prompt, ()) for ids, prompt in texts], temperature=1.0, longest=1)
@@ -207,38 +219,42 @@ print(f"overlap {comparison.overlap:.2f}, agreement {comparison.agreement:.2f}, 
 # %% [markdown]
 # ### Cosine similarity is a diagnostic, not the rule
 #
-# It is tempting to compare the models by their hidden states: a cosine near 1 looks like a good draft. The acceptance rule never sees hidden states. It sees distributions, and the distribution is the hidden state times the
-# matrix of the last layer. Turn both by the same rotation: the distributions stay, the cosine does not.
+# It is tempting to compare two models by their hidden states. A cosine near 1 looks like a good draft. But the
+# acceptance rule never sees hidden states. It sees distributions, which come from the hidden state times the matrix of
+# the last layer. If we rotate both in the same way, the distributions stay the same, but the cosine does not.
 
 # %%
-turn = torch.linalg.qr(torch.randn(draft.config.hidden_size, draft.config.hidden_size))[0].to(model.device)
+rotation = torch.linalg.qr(torch.randn(draft.config.hidden_size, draft.config.hidden_size))[0].to(model.device)
 with torch.no_grad():
     _, states = read(draft, *texts[0])
     head = draft.get_output_embeddings().weight.float()
-    logits, turned_logits = states @ head.T, (states @ turn) @ (head @ turn).T
+    logits, rotated_logits = states @ head.T, (states @ rotation) @ (head @ rotation).T
     p, h = read(target, *texts[0])
 size = min(p.shape[-1], logits.shape[-1])
 rows = []
-for name, q, d in (("the draft", logits, states), ("the draft, turned", turned_logits, states @ turn)):
-    like = torch.cosine_similarity(h, d, dim=-1).mean().item() if h.shape == d.shape else float("nan")
-    rows.append([name, like, overlaps(p[:, :size], q[:, :size]).mean().item()])
+for name, q, d in (("the draft", logits, states), ("the draft, rotated", rotated_logits, states @ rotation)):
+    similarity = torch.cosine_similarity(h, d, dim=-1).mean().item() if h.shape == d.shape else float("nan")
+    rows.append([name, similarity, overlaps(p[:, :size], q[:, :size]).mean().item()])
 show(table(["", "cosine", "overlap"], rows))
 assert abs(rows[0][2] - rows[1][2]) < 1e-3
 
 # %% [markdown]
-# Same distributions, same acceptance, and a cosine near zero. So a low cosine says nothing against a draft. Between two checkpoints of *one* draft, while it is trained to imitate the target's
-# states, it may show that training makes progress. To choose between drafts, use the overlap.
+# The distributions are the same, so the acceptance rate is the same, although the cosine is near zero. A low cosine is
+# no evidence against a draft. It can be useful between two checkpoints of *one* draft that is trained to imitate the
+# target's states. There it may show that training makes progress. To choose between drafts, use the overlap.
 #
-# ### What the report says
+# ### What the report contains
 #
-# Now draft, with each draft in turn. `acceptance_by_position` says how many of the tokens drafted first, second, third and fourth were kept. Two numbers must not be confused. The report's
-# `acceptance_rate` is accepted over drafted tokens, and a refusal spoils the ones behind it as well. The a of the formula is the chance of *one* token whose predecessors were
-# kept. We look for the a with E(a, 4) equal to the counted tokens per pass.
+# Now we decode with each draft in turn. `acceptance_by_position` gives the share of drafted tokens that were accepted
+# at the first, second, third and fourth position. Do not confuse two numbers. The `acceptance_rate` of the report is
+# accepted tokens divided by drafted tokens, and one rejection also discards all tokens after it. The a of the formula
+# is the probability for *one* token whose predecessors were all accepted. We look for the a for which E(a, 4) equals
+# the measured tokens per pass.
 
 
 # %%
-def acceptance_behind(tokens_per_pass, g):
-    """The a with E(a, g) = tokens_per_pass, by halving."""
+def acceptance_from(tokens_per_pass, g):
+    """The a with E(a, g) = tokens_per_pass, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -247,22 +263,22 @@ def acceptance_behind(tokens_per_pass, g):
 
 
 drafting = sampling | dict(max_new_tokens=40, min_new_tokens=40)
-passes = []  # seconds of passes over 1 to 9 tokens
-seconds = {name: [] for name in DRAFTS}  # of a drafted token
+passes = []  # seconds of target passes over 1 to 9 tokens
+seconds = {name: [] for name in DRAFTS}  # per drafted token
 model.reset_totals()
-for ids in prompts:  # in turns, so that a busy moment meets them all
+for ids in prompts:  # in turns, so that a busy moment affects all drafts
     passes.append(pass_times(target, texts[0][0], context=64, columns=range(1, 10), repeats=5, seconds=2).seconds)
     for name, one in models.items():
         torch.manual_seed(0)
         one.generate(ids, **drafting)
         seconds[name].append(one.report.draft_seconds / max(one.report.drafted, 1))
 
-one_pass = min(turn[1] for turn in passes)  # the best of the turns: other programs can only add to it
+one_pass = min(turn[1] for turn in passes)  # the best of the turns: other programs can only add time
 measured = {}
 for name, one in models.items():
-    a = acceptance_behind(one.totals.tokens_per_pass, 4)
+    a = acceptance_from(one.totals.tokens_per_pass, 4)
     measured[name] = a, min(seconds[name]) / one_pass
-    if name == "ngram":  # drafts only where it finds something
+    if name == "ngram":  # drafts only where it finds a match
         first = one.totals.acceptance_by_position[0] if one.totals.drafted else 0.0
         measured[name] = first, measured[name][1]
 
@@ -271,20 +287,24 @@ rows = []
 for name, one in models.items():
     by_position = " ".join(f"{share:.0%}" for share in one.totals.acceptance_by_position[:4])
     rows.append([name, one.totals.tokens_per_pass, by_position, *measured[name]])
-show(table(["draft", "tokens per pass", "kept by position", "a", "c"], rows))
+show(table(["draft", "tokens per pass", "acceptance by position", "a", "c"], rows))
 
 # %% [markdown]
-# The column c is a ratio of times, measured in turns on the machine that ran this notebook, and it varies from run to run. (`early-exit:8` drafts with the first half of the target's layers. `ngram` copies what followed
-# the same words earlier in the text; it costs nearly nothing, and drafts only where the text repeats. Its a is for the first token, where it drafts.
-# Trained heads and trees of guesses have another account: notebooks [08](08_medusa.ipynb) to [10](10_trees.ipynb).)
+# The column c is a ratio of times. They were measured in turns on the machine that ran this notebook, and c varies from
+# run to run. `early-exit:8` drafts with the first half of the target's layers. `ngram` copies what followed the same
+# words earlier in the text. It costs nearly nothing, and it drafts only where the text repeats itself. Its a is the
+# acceptance rate of the first drafted token. (The formula needs changes for trained heads and token trees: see
+# notebooks [08](08_medusa.ipynb) to [10](10_trees.ipynb).)
 #
-# Compare the first a with the overlap above. They are near each other, and not equal: other texts were drafted, and acceptance is not the same at every place. Some places are easy, and
-# there all four are kept; at others, none. So the formula is a guide: it takes every token to be as likely to be kept as every other.
+# Compare the first a with the overlap above. The two are close but not equal. The drafted texts were different, and
+# acceptance is not the same at every position. At easy positions all four tokens are accepted, at others none. The
+# formula assumes that every token has the same probability of being accepted, so it is only a guide.
 #
 # ## The picture
 #
-# The best speedup that any draft length can give, for every a and c, with the price list V. In the grey part the best length is 0. The points are the drafts that we measured.
-# The star is the target as its own draft: always right, and never worth it.
+# The figure shows the best speedup over all draft lengths, for every a and c, with the cost table V. In the grey region
+# the best draft length is 0. The points are the drafts that we measured. The star is the target as its own draft. It is
+# always right and never worthwhile.
 
 # %%
 accept = torch.linspace(0, 1, 100).tolist()
@@ -292,18 +312,20 @@ cost = torch.logspace(-2.2, 0.1, 100).tolist()
 best = [[max(speedup(a, c, g) for g in LENGTHS[1:]) for a in accept] for c in cost]
 
 figure, axes = plt.subplots(figsize=(7, 4))
-axes.set(yscale="log", xlabel="acceptance a", ylabel="cost c of a drafted token", xlim=(0, 1.02), ylim=(0.0063, 1.26))
+axes.set(
+    yscale="log", xlabel="acceptance rate a", ylabel="cost c of a drafted token", xlim=(0, 1.02), ylim=(0.0063, 1.26)
+)
 axes.contourf(accept, cost, best, levels=[0, 1], colors=[COLOURS["plain"]], alpha=0.25)
 levels = [1, 1.25, 1.5, 2, 3, 4]
 lines = axes.contour(accept, cost, best, levels=levels, colors=[COLOURS["target"]], linewidths=1.2)
 low = [max(speedup(a, 0.05, g) for g in LENGTHS[1:]) for a in accept]  # where the lines cross c = 0.05
-places = [(next(a for a, height in zip(accept, low) if height >= level), 0.05) for level in levels]
-axes.clabel(lines, fmt=lambda level: f"{level:g}", fontsize=9, manual=places)
-axes.text(0.06, 0.5, "do not draft", color=COLOURS["plain"])
+label_points = [(next(a for a, height in zip(accept, low) if height >= level), 0.05) for level in levels]
+axes.clabel(lines, fmt=lambda level: f"{level:g}", fontsize=9, manual=label_points)
+axes.text(0.06, 0.5, "drafting loses", color=COLOURS["plain"])
 for name, (a, c) in measured.items():
     axes.plot(a, max(c, 0.007), "o", color=COLOURS["draft"])
-    place = dict(xytext=(-6, 5), ha="right") if a < 0.5 else dict(xytext=(6, 5))
-    axes.annotate(name, (a, max(c, 0.007)), textcoords="offset points", color=COLOURS["draft"], fontsize=9, **place)
+    offset = dict(xytext=(-6, 5), ha="right") if a < 0.5 else dict(xytext=(6, 5))
+    axes.annotate(name, (a, max(c, 0.007)), textcoords="offset points", color=COLOURS["draft"], fontsize=9, **offset)
 axes.plot(1, 1, "*", markersize=12, color=COLOURS["accent"], clip_on=False)
 axes.annotate("the target itself", (1, 1), (-92, -4), textcoords="offset points", color=COLOURS["accent"], fontsize=9)
 axes.set_yticks([0.01, 0.03, 0.1, 0.3, 1], ["0.01", "0.03", "0.1", "0.3", "1"])
@@ -311,12 +333,16 @@ axes.minorticks_off()
 plt.show()
 
 # %% [markdown]
-# Bigger is not always better, even in acceptance: among the shipped ones, half of the target guesses worse than a draft of two layers that was trained to imitate the target.
+# Bigger is not always better, even for acceptance. Among the shipped drafts, half of the target guesses worse than a
+# two-layer draft that was trained to imitate the target.
 #
-# Read it along the lines: drafts on one line are worth the same. From a = 0.5 and c = 0.1, making the draft ten times cheaper gives 1.35 in place of 1.17; raising a to 0.7 at the same cost gives 1.55. Further
-# down the lines become vertical: when drafting is nearly free, the pass of the target is all that is left, and only acceptance helps.
+# Read the figure along the lines. Drafts on the same line give the same speedup. Start from a = 0.5 and c = 0.1. A
+# draft that is ten times cheaper gives 1.35 instead of 1.17. A draft with a = 0.7 at the same cost gives 1.55. Further
+# down, the lines become vertical. When drafting is nearly free, only the target's pass takes time, and only the
+# acceptance rate helps.
 #
-# What this one run cannot show: your V. Here is the price list of the machine that ran this notebook, measured between the drafts above. Put it in the place of V at the top, and run again from there.
+# This one run cannot show your V. Here is the cost table of the machine that ran this notebook, measured between the
+# drafts above. Copy it into V at the top, and run the notebook again from there.
 
 # %%
 print("V =", [round(median(turn[k] / turn[1] for turn in passes), 2) for k in range(1, 10)])
@@ -324,9 +350,11 @@ print("V =", [round(median(turn[k] / turn[1] for turn in passes), 2) for k in ra
 # %% [markdown]
 # ## When it loses
 #
-# **A draft that is half of the target.** At c = 0.5 one drafted token has to be kept with probability 0.7 to break even, with v(2) = 1.2.
+# **The draft is half of the target.** At c = 0.5 and v(2) = 1.2, one drafted token must be accepted with probability
+# 0.7 to break even.
 #
-# **No free room in the pass.** If checking k tokens takes as long as k passes, as in large batches, nothing helps, not even a draft that is always right and costs nothing:
+# **The pass has no spare capacity.** If checking k tokens takes as long as k passes, as in large batches, nothing
+# helps. Not even a draft that is always right and costs nothing gives a speedup:
 
 # %%
 crowded = [float(k) for k in range(1, 10)]
@@ -335,8 +363,10 @@ print("speedup with v(k) = k, a = 0.8, c = 0.1:", [round(speedup(0.8, 0.1, g, cr
 assert all(speedup(1.0, 0.0, g, crowded) <= 1 for g in LENGTHS)
 
 # %% [markdown]
-# **Two vocabularies.** The rule compares p and q token by token, so both models must mean the same by token number 17. Two models of one family usually have the same tokenizer. (Sometimes one of the tables is
-# longer, with rows at the end that stand for nothing. That is not another vocabulary; the extra rows are left out.) `zoo:draft-other-tokenizer` has a tokenizer of its own:
+# **The vocabularies differ.** The rule compares p and q token by token, so token number 17 must be the same token for
+# both models. Two models of one family usually have the same tokenizer. (Sometimes one of the embedding tables is
+# longer, with unused rows at the end. That is not a different vocabulary. The extra rows are ignored.)
+# `zoo:draft-other-tokenizer` has its own tokenizer:
 
 # %%
 line = "for name in sorted(names):"
@@ -346,33 +376,37 @@ for label, one in (("target", ours), ("draft", other)):
     print(f"{label:7}", [one.decode([token]) for token in one(line, add_special_tokens=False).input_ids])
 
 ours, other = Vocabulary(ours, len(ours)), Vocabulary(other, len(other))
-shared = shared_tokens(ours, other)  # target id -> draft id of what both can say in one token
+shared = shared_tokens(ours, other)  # target id -> draft id of the tokens that both have
 print(f"{len(shared)} tokens are in both, of {ours.size} and {other.size}")
 
 # %% [markdown]
-# Such a draft can be used in two ways ([arXiv 2502.05202](https://arxiv.org/abs/2502.05202)). Either its text is cut anew by the target's tokenizer, and has to match. Or it is held to the shared tokens: all
-# others get probability 0, the rest is made to add up to 1 again, and **that** distribution is the q of the rule, since it is the one drawn from. Both are exact; acceptance suffers, as the picture shows. The third
-# exercise writes the second way.
+# Such a draft can be used in two ways ([arXiv 2502.05202](https://arxiv.org/abs/2502.05202)). In the first, the
+# target's tokenizer splits the drafted text again, and the tokens have to match. In the second, the draft may use only
+# the shared tokens. All other tokens get probability 0, and the rest is normalised to sum to 1. **This** distribution
+# is the q of the rule, because the token is sampled from it. Both ways are exact, but the acceptance rate is lower, as
+# the figure shows. The third exercise implements the second way.
 #
 # ## Takeaway
 #
-# > A draft is worth S = E(a, g) / (v(g + 1) + c g). One drafted token pays if a > c + v(2) − 1. Tokens per pass alone say nothing about speed: a smaller draft that is right less often can win.
-# > Measure a as overlap or by counting, c and v as ratios of times on your own machine.
+# > A draft gives the speedup S = E(a, g) / (v(g + 1) + c g). One drafted token is worthwhile if a > c + v(2) − 1.
+# > Tokens per pass alone do not determine the speed: a smaller draft that is right less often can win. Measure a as an
+# > overlap or by counting, and measure c and v as ratios of times on your own machine.
 
 # %% [markdown]
 # ## Exercises
 #
 # ### 1. The best length
 #
-# Write `best_length(a, c, v)`: the draft length with the largest speedup, 0 if none beats plain decoding. `v` is a price list as V is, so lengths go from 0 to `len(v) - 1`.
+# Write `best_length(a, c, v)`. It returns the draft length with the largest speedup, or 0 if none beats the baseline.
+# `v` is a cost table like V, so lengths go from 0 to `len(v) - 1`.
 
 
 # %% tags=["check"]
 def check_1(candidate):
     for a, c, best in ((0.7, 0.1, 5), (0.9, 0.4, 5), (0.2, 0.3, 0), (0.95, 0.02, 8)):
         found = candidate(a, c, V)
-        assert found == best, f"a = {a}, c = {c}: {best} is best ({speedup(a, c, best):.3f}), not {found}."
-    assert candidate(1.0, 0.0, crowded) == 0, "With v(k) = k no length beats plain decoding: the answer is 0."
+        assert found == best, f"For a = {a} and c = {c}, {best} is best ({speedup(a, c, best):.3f}), not {found}."
+    assert candidate(1.0, 0.0, crowded) == 0, "With v(k) = k no length beats the baseline, so the answer is 0."
 
 
 # %% tags=["exercise"]
@@ -393,18 +427,21 @@ attempt(check_1, best_length_answer)
 # %% [markdown]
 # ### 2. Break-even cost
 #
-# Write `break_even(a, v)`: the cost c below which some draft length pays. (Solve S = 1 for c at one length. Then think about which length allows the most.)
+# Write `break_even(a, v)`. It returns the cost c below which at least one draft length is worthwhile. (Solve S = 1 for
+# c at one length. Then think about which length allows the highest cost.)
 
 
 # %% tags=["check"]
 def check_2(candidate):
     found = candidate(0.5, [1.0, 1.2])
-    assert abs(found - 0.3) < 1e-9, f"With one token at most, a = 0.5 and v(2) = 1.2, c may be 0.3, not {found}."
+    assert abs(found - 0.3) < 1e-9, (
+        f"With at most one token, a = 0.5 and v(2) = 1.2, the break-even cost is 0.3, not {found}."
+    )
     for a in (0.3, 0.5, 0.7, 0.9):
         c = candidate(a, V)
-        cheaper, dearer = (max(speedup(a, c + step, g) for g in range(1, len(V))) for step in (-0.001, 0.001))
-        assert cheaper > 1, f"a = {a}: at a cost just below {c:.3f} no length pays."
-        assert dearer < 1, f"a = {a}: at a cost just above {c:.3f} some length still pays."
+        cheaper, costlier = (max(speedup(a, c + step, g) for g in range(1, len(V))) for step in (-0.001, 0.001))
+        assert cheaper > 1, f"For a = {a}, no length is worthwhile at a cost just below {c:.3f}."
+        assert costlier < 1, f"For a = {a}, some length is still worthwhile at a cost just above {c:.3f}."
 
 
 # %% tags=["exercise"]
@@ -425,30 +462,32 @@ attempt(check_2, break_even_answer)
 # %% [markdown]
 # ### 3. Vocabulary mismatch
 #
-# Write `in_target_tokens(q, ids, size)`. `q` is the draft's distribution as a list, `ids[i]` the target's number of the draft's token i or `None` if the target does not have it, `size` the length of the
-# target's vocabulary. Return the distribution that the draft draws from if it is held to shared tokens, as a list over the target's vocabulary. If it has no shared token left, raise `ValueError`.
+# Write `in_target_tokens(q, ids, size)`. `q` is the draft's distribution as a list. `ids[i]` is the target's number for
+# the draft's token i, or `None` if the target does not have this token. `size` is the length of the target's
+# vocabulary. Return the distribution that a draft restricted to shared tokens samples from, as a list over the target's
+# vocabulary. If no shared token is left, raise `ValueError`.
 
 
 # %% tags=["check"]
 def check_3(candidate):
     found = candidate([0.5, 0.25, 0.25], [3, None, 0], 5)
-    assert len(found) == 5, "The list must have a place for each of the target's tokens."
-    assert found[1] == found[2] == found[4] == 0, "Tokens that the draft does not share have probability 0."
+    assert len(found) == 5, "The list must have one entry for each of the target's tokens."
+    assert found[1] == found[2] == found[4] == 0, "Tokens that are not shared must have probability 0."
     assert abs(sum(found) - 1) < 1e-9, (
-        f"It adds up to {sum(found):.3f}. What is drawn from is a distribution: it adds up to 1."
+        f"It sums to {sum(found):.3f}. The draft samples from a distribution, which sums to 1."
     )
-    assert abs(found[3] - 2 / 3) < 1e-9, "The draft's token 0, with half of the mass, is token 3 of the target."
+    assert abs(found[3] - 2 / 3) < 1e-9, "The draft's token 0, with half of the probability, is token 3 of the target."
     rng = random.Random(0)
     p, q = [rng.random() for _ in range(5)], candidate([0.1, 0.2, 0.3, 0.4], [2, 4, None, 1], 5)
     p = [x / sum(p) for x in p]
-    kept = [min(a, b) for a, b in zip(p, q)]
-    out = [k + (1 - sum(kept)) * (a - k) / sum(a - k for a, k in zip(p, kept)) for a, k in zip(p, kept)]
-    assert max(abs(a - b) for a, b in zip(out, p)) < 1e-9, "With this q the output does not follow p."
+    accepted = [min(a, b) for a, b in zip(p, q)]
+    out = [k + (1 - sum(accepted)) * (a - k) / sum(a - k for a, k in zip(p, accepted)) for a, k in zip(p, accepted)]
+    assert max(abs(a - b) for a, b in zip(out, p)) < 1e-9, "With this q, the output does not follow p."
     try:
         candidate([0.5, 0.5], [None, None], 5)
     except ValueError:
         return
-    raise AssertionError("Nothing is shared, and no ValueError was raised.")
+    raise AssertionError("No token is shared, but no ValueError was raised.")
 
 
 # %% tags=["exercise"]

@@ -27,7 +27,7 @@
 import copy
 import logging
 
-logging.disable(logging.WARNING)  # the backends say at length what they did not find
+logging.disable(logging.WARNING)  # the backends log at length what they did not find
 import time
 
 import matplotlib.pyplot as plt
@@ -37,13 +37,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.notebook import COLOURS, attempt, figure_style, show, table
 from assisted.loading.quantization import memory_bytes, quantize_copy
+from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
 TARGET, DRAFT, DEVICE = "zoo:target", "zoo:draft", "cpu"
-# On a GPU of 24 GB try a real pair; this notebook holds eight copies of the target at once, so take a smaller one:
+# On a GPU of 24 GB try a real pair. This notebook holds eight copies of the target at once, so the pair is small:
 # TARGET, DRAFT, DEVICE = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B", "cuda"
-# In half precision near-ties may fall differently, and an assert that compares counts may then fail.
+# In half precision near-ties may be resolved differently, and an assert that compares counts may then fail.
 
 transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)
@@ -53,34 +53,38 @@ figure_style()
 # %% [markdown]
 # ## Question
 #
-# A draft should be cheap and should agree with the target. Notebook 03 looked for a *smaller* model. Here the draft keeps its size and loses
-# *precision*: its weights are written with 8 or 4 bits instead of 32 or 16. That is called quantization.
+# A draft should be cheap and should agree with the target. Notebook 03 looked for a *smaller* model. Here the draft
+# keeps its size but loses *precision*. Its weights are stored with 8 or 4 bits instead of 32 or 16. This is called
+# **quantization**.
 #
-# It can be done to a small draft model. It can also be done to the target itself: a 4-bit copy drafts, the original checks. Then nobody has to
-# find a second model.
+# We can quantize a small draft model. We can also quantize the target itself: a 4-bit copy drafts, and the original
+# verifies. Then nobody has to find a second model.
 #
-# Rounding changes the draft's next-token distribution, so it costs acceptance. How much? And is the draft faster for it?
+# Rounding changes the draft's next-token distribution, so it lowers the acceptance rate. By how much? And does it make
+# the draft faster?
 
 # %% [markdown]
 # ## Your prediction
 #
 # Write down three numbers before you read on.
 #
-# 1. A copy of the target with **8 bits** a weight drafts. Of 100 drafted tokens, how many does the original keep?
-# 2. The same with **4 bits**.
-# 3. On this CPU, how long does a pass of the 4-bit copy take, as a share of a pass of the original?
+# 1. A copy of the target with **8 bits** per weight drafts. How many of 100 drafted tokens does the original accept?
+# 2. How many does it accept from a copy with **4 bits**?
+# 3. How long does a forward pass of the 4-bit copy take on this CPU, as a share of a pass of the original?
 
 # %% [markdown]
 # ## By hand
 #
-# With $b$ bits there are $2^b$ codes, from $-2^{b-1}$ to $2^{b-1}-1$. A row of weights gets one *scale* $s$, its largest absolute value over
-# half of the range of the codes. Each weight is stored as the nearest code, and read back as code times scale:
+# With $b$ bits there are $2^b$ codes, from $-2^{b-1}$ to $2^{b-1}-1$. Each row of weights has one *scale* $s$. It is
+# the largest absolute value of the row, divided by half of the range of the codes. Each weight is stored as the nearest
+# code. It is read back as code times scale:
 #
 # $$s = \frac{\max |w|}{(2^b-1)/2}, \qquad \text{code} = \text{round}(w / s), \qquad \hat w = \text{code} \cdot s.$$
 #
-# Take four bits: codes from -8 to 7, half of the range is 7.5. Our toy is the last layer of a model with three tokens, A, B and C, and two
-# features. The first row has $\max|w| = 0.75$, so $s = 0.1$. Then 0.75 is 7.5 steps, the largest code is 7, and it comes back as 0.7. And -0.30
-# is exactly -3 steps, and comes back unharmed.
+# Take four bits. The codes go from -8 to 7, and half of the range is 7.5. Our toy example is the last layer of a model
+# with three tokens, A, B and C, and two features. The first row has $\max|w| = 0.75$, so $s = 0.1$. The weight 0.75 is
+# 7.5 steps, but the largest code is 7, so it is read back as 0.7. The weight -0.30 is exactly -3 steps, so it does not
+# change.
 #
 # | token | weights | scale | codes | read back |
 # |---|---|---|---|---|
@@ -88,7 +92,8 @@ figure_style()
 # | B | 0.13, 0.60 | 0.08 | 2, 7 | 0.16, 0.56 |
 # | C | -0.45, 0.22 | 0.06 | -8, 4 | -0.48, 0.24 |
 #
-# For the features (2, 1) the logits were 1.20, 0.86, -0.68 and are now 1.10, 0.88, -0.72. After the softmax:
+# For the features (2, 1), the logits were 1.20, 0.86, -0.68. Now they are 1.10, 0.88, -0.72. The softmax gives these
+# distributions:
 #
 # | | A | B | C |
 # |---|---|---|---|
@@ -96,8 +101,9 @@ figure_style()
 # | 4-bit draft, $q$ | 0.509 | 0.408 | 0.082 |
 # | the smaller of the two | 0.509 | 0.382 | 0.082 |
 #
-# The last row adds up to 0.97. Notebook [02](02_the_acceptance_rule.ipynb) has shown what that is: a token drawn from $q$ is kept with
-# probability $\sum_x \min(p(x), q(x)) = 1 - TV(p, q)$. So 4 bits cost this toy 3 tokens in 100. Let us check with code.
+# The last row adds up to 0.97. Notebook [02](02_the_acceptance_rule.ipynb) explains this number: a token sampled from
+# $q$ is accepted with probability $\sum_x \min(p(x), q(x)) = 1 - TV(p, q)$. So 4 bits cost 3 tokens in 100 in this toy
+# example. Let us check that with code.
 
 # %%
 TOY = torch.tensor([[0.75, -0.30], [0.13, 0.60], [-0.45, 0.22]])
@@ -105,30 +111,31 @@ FEATURES = torch.tensor([2.0, 1.0])
 
 
 def round_rows(weight, bits):
-    """Codes and scales of a matrix, one scale a row: what int8 means, with any number of bits."""
+    """Codes and scales of a matrix, with one scale per row: int8, generalised to any number of bits."""
     scale = weight.abs().amax(1, keepdim=True) / ((2**bits - 1) / 2)
     codes = (weight * (1 / scale)).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     return codes.to(torch.int8), scale
 
 
 def overlap(p, q):
-    """The probability that a token drawn from q is kept: 1 - TV(p, q)."""
+    """The probability that a token sampled from q is accepted: 1 - TV(p, q)."""
     return torch.minimum(p, q).sum(-1)
 
 
 codes, scale = round_rows(TOY, bits=4)
 p = (TOY @ FEATURES).softmax(-1)
 q = ((codes * scale) @ FEATURES).softmax(-1)
-print("codes ", codes.tolist())
-print("kept  ", round(float(overlap(p, q)), 3))
+print("codes   ", codes.tolist())
+print("accepted", round(float(overlap(p, q)), 3))
 assert codes.tolist() == [[7, -3], [2, 7], [-8, 4]] and abs(float(overlap(p, q)) - 0.97) < 0.01
 
 # %% [markdown]
 # ## From scratch
 #
-# A real model is many such matrices. We round each of them, except the embedding: it also serves as the last layer of this model, and the usual
-# backends leave it alone too. The rounded weights are put back as ordinary floats: that shows what the rounding does to the text. It does not
-# save memory, so we count by hand the bytes that the codes would take.
+# A real model consists of many such matrices. We round each of them except the embedding. In this model the embedding
+# is also the last layer, and the usual backends do not quantize it either. We write the rounded weights back as
+# ordinary floats. This shows how rounding changes the text, but it does not save memory. So we calculate how many bytes
+# the codes would take.
 
 # %%
 tokenizer = AutoTokenizer.from_pretrained(zoo.resolve(TARGET))
@@ -137,9 +144,9 @@ small = AutoModelForCausalLM.from_pretrained(zoo.resolve(DRAFT), dtype="auto", d
 
 
 def rounded_copy(model, bits, group=None):
-    """A copy whose matrices went through codes of so many bits, and the bytes that the codes and scales would take.
+    """A copy with matrices rounded to codes of `bits` bits, and the bytes that codes and scales would take.
 
-    group: weights that share a scale; None gives each row one.
+    group: how many weights share a scale. None means one scale per row.
     """
     other, saved = copy.deepcopy(model), 0
     for name, layer in other.named_modules():
@@ -153,15 +160,16 @@ def rounded_copy(model, bits, group=None):
 
 
 ours, our_bytes = rounded_copy(target, bits=8)
-print(f"{memory_bytes(target) / 2**20:.1f} MiB as it is, {our_bytes / 2**20:.1f} MiB with 8 bits")
+print(f"{memory_bytes(target) / 2**20:.1f} MiB without quantization, {our_bytes / 2**20:.1f} MiB with 8 bits")
 
 # %% [markdown]
-# Why 9.1 MiB and not a quarter of 27? The embedding stays as it was, 3 MiB of it. In a model of billions of parameters it is a much smaller
-# share.
+# Why is it 9.1 MiB, and not a quarter of 27 MiB? The embedding, 3 MiB, stays as it was. In a model with billions of
+# parameters its share is much smaller.
 #
-# Now a text to measure on: the target writes on after a few beginnings of Python code, each token drawn from its own distribution. On that text the two
-# distributions are compared at every position. The mean overlap is the acceptance rate of the first token of a draft when sampling. No draw is involved
-# in the comparison, so the number is not noisy.
+# Next we need a text to measure on. The target continues a few beginnings of Python code. Each token is sampled from
+# its own distribution. On this text we compare the two distributions at every position. The mean overlap is the
+# acceptance rate of the first drafted token in sampling. The comparison itself samples nothing, so the number has no
+# sampling noise.
 
 # %%
 PROMPTS = [
@@ -177,7 +185,7 @@ PROMPTS = [
 
 
 def written(model, prompt, new_tokens=64):
-    """Text drawn from the model's own distribution; and where the part that it wrote begins."""
+    """Text sampled from the model's own distribution, and the index at which the new part begins."""
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new_tokens, pad_token_id=0
@@ -187,19 +195,19 @@ def written(model, prompt, new_tokens=64):
 
 @torch.no_grad()
 def distributions(model):
-    """The model's next-token distribution at every place where the target wrote: [N, V]."""
+    """The model's next-token distribution at every position that the target wrote: [N, V]."""
     return torch.cat([model(ids).logits[0, start - 1 : -1].float().softmax(-1) for ids, start in TEXTS])
 
 
 TEXTS = [written(target, prompt) for prompt in PROMPTS]
 P = distributions(target)
-print(len(P), "places;  kept with 8 bits:", f"{float(overlap(P, distributions(ours)).mean()):.1%}")
+print(len(P), "positions, accepted with 8 bits:", f"{float(overlap(P, distributions(ours)).mean()):.1%}")
 
 # %% [markdown]
 # ## The library's call
 #
-# `draft="self:int8-torchao"` does the same with real 8-bit storage. The codes are ours, every one, and so is what becomes of the draft: the
-# same drafted tokens are accepted, in as many passes.
+# `draft="self:int8-torchao"` does the same with real 8-bit storage. Every code is the same as ours, so the decoding is
+# the same too. The same number of drafted tokens is accepted, in the same number of forward passes.
 
 # %%
 theirs = quantize_copy(target, "int8-torchao")
@@ -210,7 +218,7 @@ for name, layer in target.named_modules():
 
 
 def counts(model, draft_length=4):
-    """Greedy decoding of the prompts: the tokens; target passes, drafted and accepted tokens, tokens per pass."""
+    """Decodes the prompts greedily. Returns the tokens, and the counts: passes, drafted, accepted, tokens per pass."""
     model.reset_totals()
     texts = []
     for prompt in PROMPTS:
@@ -228,20 +236,22 @@ assert by_library == by_hand
 print("passes, drafted, accepted, tokens per pass:", by_library[1])
 
 # %% [markdown]
-# The output is that of the target alone. It has to be: only the draft was rounded, and the target checks every token with its own weights.
+# The output is the same as the target's alone. It has to be, because only the draft was rounded. The target checks
+# every token with its own weights.
 
 # %%
 for prompt, assisted_text in zip(PROMPTS, by_library[0], strict=True):
     inputs = tokenizer(prompt, return_tensors="pt").to(DEVICE)
-    plain = pair.generate(**inputs, max_new_tokens=48, do_sample=False, assisted=False)
-    assert plain[0].tolist() == assisted_text
+    baseline = pair.generate(**inputs, max_new_tokens=48, do_sample=False, assisted=False)
+    assert baseline[0].tolist() == assisted_text
 
 # %% [markdown]
 # ## The picture
 #
-# All formats at once. Our own copies have one scale for every 64 weights and 2 to 8 bits. The backends' formats are the ones that the library
-# knows: `nf4` and `fp4` (bitsandbytes, 4 bits, codes that are *not* evenly spaced), `int4` and `int8-quanto` (quanto), `int8-torchao` (torchao)
-# and `int8` (bitsandbytes, which rounds the activations too). The small draft model is shown as it is, with 8 bits (torchao) and as `nf4`.
+# Now we compare all formats. Our own copies have 2 to 8 bits and one scale for every 64 weights. The backends' formats
+# are the ones that the library supports: `nf4` and `fp4` (bitsandbytes, 4 bits, codes that are *not* evenly spaced),
+# `int4` and `int8-quanto` (quanto), `int8-torchao` (torchao) and `int8` (bitsandbytes, which also rounds the
+# activations). The small draft model appears without quantization, with 8 bits (torchao) and as `nf4`.
 
 # %%
 MIB = memory_bytes(target)
@@ -252,7 +262,7 @@ for bits in range(2, 9):
 
 formats = {name: quantize_copy(target, name) for name in ("int8", "int8-quanto", "nf4", "fp4", "int4")}
 formats["int8-torchao"] = theirs
-drafts = {"as it is": small, "int8": quantize_copy(small, "int8-torchao"), "nf4": quantize_copy(small, "nf4")}
+drafts = {"unquantized": small, "int8": quantize_copy(small, "int8-torchao"), "nf4": quantize_copy(small, "nf4")}
 
 
 def point(model):
@@ -263,16 +273,17 @@ of_formats = {name: point(model) for name, model in formats.items()}
 of_drafts = {name: point(model) for name, model in drafts.items()}
 show(
     table(
-        ["draft", "bytes against the target", "kept, sampling"],
+        ["draft", "bytes relative to the target", "accepted, sampling"],
         [["target, " + n, f"{x:.0%}", f"{y:.1%}"] for n, (x, y) in sorted(of_formats.items(), key=lambda i: -i[1][1])]
         + [["small draft, " + n, f"{x:.0%}", f"{y:.1%}"] for n, (x, y) in of_drafts.items()],
     )
 )
 
 # %% [markdown]
-# Now the time, and let it speak where it is bad news. A pass over one token, all formats and the original in turns, forty times. We take the
-# processor time of one thread, which other programs on the machine disturb little. These are ratios on one machine with this small model.
-# Nothing is asserted on them.
+# Now we measure the time, although the result is bad news. We run forward passes over one token, with the original and
+# all formats in turns, forty times. We take the processor time of one thread, because other programs on the machine
+# disturb it little. The results are ratios, from one machine and this small model. The notebook asserts nothing about
+# them.
 
 # %%
 ONE = torch.tensor([[7]], device=DEVICE)
@@ -292,7 +303,7 @@ FIVE = torch.arange(7, 12, device=DEVICE)[None]
 jobs = {"target": (target, ONE), "five tokens": (target, FIVE)}
 jobs |= {("target", name): (model, ONE) for name, model in formats.items()}
 jobs |= {("small", name): (model, ONE) for name, model in drafts.items()}
-turns = [{name: seconds(*job) for name, job in jobs.items()} for _ in range(43)][3:]  # the first ones warm up
+turns = [{name: seconds(*job) for name, job in jobs.items()} for _ in range(43)][3:]  # the first turns are warm-up
 total = {name: sum(turn[name] for turn in turns) for name in jobs}
 cost = {name: found / total["target"] for name, found in total.items()}
 cost_of_formats = {name: cost["target", name] for name in formats}
@@ -310,22 +321,22 @@ left.scatter(*zip(*of_formats.values(), strict=True), color=COLOURS["accent"], m
 left.text(0.28, 0.69, "backends' formats", color=COLOURS["accent"], va="center")
 left.plot(*zip(*of_drafts.values(), strict=True), "^-", color=COLOURS["draft"], markersize=6, lw=1)
 left.text(0.112, 0.64, "small\ndraft", color=COLOURS["draft"], va="top")
-left.set(xlabel="bytes against the target", ylabel="kept, sampling", ylim=(0, 1.04), xlim=(0.1, 0.45))
+left.set(xlabel="bytes relative to the target", ylabel="accepted, sampling", ylim=(0, 1.04), xlim=(0.1, 0.45))
 left.set_title("Acceptance")
 left.set_xticks([0.1, 0.2, 0.3, 0.4])
 right.axhline(1, color=COLOURS["plain"], lw=1, ls="--")
 right.plot([x / 100 for x in range(10, 46)], [x / 100 for x in range(10, 46)], color=COLOURS["plain"], lw=1)
-right.text(0.44, 0.29, "if bytes were all", color=COLOURS["plain"], ha="right", va="top")
+right.text(0.44, 0.29, "time ∝ bytes", color=COLOURS["plain"], ha="right", va="top")
 right.text(0.44, 0.93, "target", color=COLOURS["plain"], va="top", ha="right")
-for names, places, costs, colour, mark in (
+for names, sizes, costs, colour, mark in (
     (formats, of_formats, cost_of_formats, COLOURS["accent"], "s"),
     (drafts, of_drafts, cost_of_drafts, COLOURS["draft"], "^"),
 ):
-    right.scatter([places[n][0] for n in names], [costs[n] for n in names], color=colour, marker=mark, s=28, zorder=3)
+    right.scatter([sizes[n][0] for n in names], [costs[n] for n in names], color=colour, marker=mark, s=28, zorder=3)
     for n in names:
-        up = {"nf4": 4, "fp4": -10, "as it is": -11}.get(n, -3)  # out of each other's way
-        right.annotate(n, (places[n][0], costs[n]), (7, up), textcoords="offset points", color=colour, fontsize=8)
-right.set(xlabel="bytes against the target", ylabel="time of a pass against the target's", yscale="log")
+        up = {"nf4": 4, "fp4": -10, "unquantized": -11}.get(n, -3)  # labels must not overlap
+        right.annotate(n, (sizes[n][0], costs[n]), (7, up), textcoords="offset points", color=colour, fontsize=8)
+right.set(xlabel="bytes relative to the target", ylabel="pass time relative to the target", yscale="log")
 right.set(xlim=(0.1, 0.45), ylim=(0.05, 10))
 right.set_xticks([0.1, 0.2, 0.3, 0.4])
 right.set_yticks([0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10], ["0.05", "0.1", "0.2", "0.5", "1", "2", "5", "10"])
@@ -333,28 +344,31 @@ right.set_title("Time, this machine")
 plt.show()
 
 # %% [markdown]
-# Left: eight bits cost about one token in a hundred, four bits some eight, three bits nearly twenty, two bits half. The small draft model loses
-# almost nothing to 8 bits and one or two tokens to 4: most of its mistakes are its own, and a little rounding adds few.
+# Left: eight bits cost about one token in a hundred, four bits about eight, three bits nearly twenty, two bits half.
+# The small draft model loses almost nothing with 8 bits, and one or two tokens with 4. Most of its mistakes are its
+# own, and a little rounding adds few.
 #
-# Right: the backends' formats lie far above the line on which time follows bytes. A pass of this model lasts a few milliseconds, and most of
-# that is not reading weights but starting some hundreds of small operations. A quantized layer starts more of them: it reads codes, multiplies
-# by scales, and only then does its product. The same happens to the small draft: rounded, it moves to fewer bytes and to more time. Here time
-# follows operations, not bytes.
+# Right: the backends' formats lie far above the line where time is proportional to bytes. A pass of this model takes a
+# few milliseconds. Most of this time is not spent on reading weights but on starting some hundreds of small operations.
+# A quantized layer starts more of them: it reads codes, multiplies by scales, and only then multiplies the matrix. The
+# same happens to the small draft. Rounding moves it to fewer bytes and to more time. Here the time depends on the
+# operations, not on the bytes.
 #
-# What one run cannot show: the acceptance of other models. QuantSpec reports that large targets keep more
-# than 90 of 100 tokens of a 4-bit copy. The times belong to this machine, this model
-# and these versions of the backends; on a GPU with a model of several billion parameters the right panel is another one.
+# One run cannot show the acceptance rate of other models. QuantSpec reports that large targets accept more than 90 of
+# 100 tokens of a 4-bit copy. The times belong to this machine, this model and these versions of the backends. On a GPU
+# with a model of several billion parameters, the right panel would look different.
 
 # %% [markdown]
 # ## When it loses
 #
-# Put both panels into the formula of notebook 03. With acceptance $a$, the cost $c$ of a drafted token and $v$ of a verify pass, both in plain
-# passes of the target, a draft of $g$ tokens is worth
+# Now we put both panels into the formula of notebook 03. With acceptance rate $a$, the cost $c$ of a drafted token and
+# the cost $v$ of a verification pass, both in units of a target pass over one token, a draft of $g$ tokens gives the
+# speedup
 #
 # $$S = \frac{E(a, g)}{v(g+1) + c\,g}, \qquad E(a, g) = \frac{1 - a^{g+1}}{1 - a}.$$
 #
-# Below, `c by bytes` is the best case: a machine on which a pass takes as long as its bytes take to be read, and $v = 1$. `c measured` is the
-# time from the right panel, with the measured pass over five tokens for $v$.
+# In the table below, `c by bytes` is the best case. It assumes a machine where a pass takes as long as reading its
+# bytes, and $v = 1$. `c measured` is the time from the right panel. There $v$ is the measured pass over five tokens.
 
 
 # %%
@@ -363,35 +377,39 @@ def speedup(a, c, g=4, v=1.0):
 
 
 rows = []
-for name, places, costs in [("target, ", of_formats, cost_of_formats), ("small, ", of_drafts, cost_of_drafts)]:
-    for n, (size, kept) in places.items():
-        by_bytes, measured = speedup(kept, size), speedup(kept, costs[n], v=v5)
-        rows.append([name + n, f"{kept:.0%}", size, costs[n], by_bytes, measured])
-show(table(["draft", "kept", "c by bytes", "c measured", "S by bytes", "S measured"], rows))
+for name, sizes, costs in [("target, ", of_formats, cost_of_formats), ("small, ", of_drafts, cost_of_drafts)]:
+    for n, (size, accepted) in sizes.items():
+        by_bytes, measured = speedup(accepted, size), speedup(accepted, costs[n], v=v5)
+        rows.append([name + n, f"{accepted:.0%}", size, costs[n], by_bytes, measured])
+show(table(["draft", "accepted", "c by bytes", "c measured", "S by bytes", "S measured"], rows))
 print(f"v(5) measured: {v5:.2f}")
 
 # %% [markdown]
-# A quantized copy of the target guesses well, and here it costs too much. Even with a perfect kernel, $c$ is about 0.24 for 4 bits (here, with
-# the embedding left as it is), and with $c = 0.24$ a round of four drafted tokens has already spent nearly one plain pass on drafting. That
-# caps the speedup near 2.2. The last column has the kernels of this machine: a copy that costs about as much as the target cannot win at any
-# acceptance, and most formats cost more than that.
+# A quantized copy of the target guesses well, but here it costs too much. Even with a perfect kernel, $c$ is about 0.24
+# for 4 bits (in this model, with the embedding not quantized). With $c = 0.24$, a round (one draft-verify step) of four
+# drafted tokens spends nearly one target pass on drafting. This limits the speedup to about 2.2. The last column uses
+# the kernels of this machine. A copy that costs about as much as the target cannot win at any acceptance rate, and most
+# formats cost more than that.
 #
-# A quantized copy of the target pays where three things come together: the weights are what a pass waits for (one request at a time, billions of
-# parameters); the backend has a kernel that is fast for a single token on this device; and there is no small relative of the target. A small
-# draft is quantized for the sake of memory. Whether that makes it faster too is a question to the clock.
+# A quantized copy of the target is worthwhile under three conditions. First, a pass mostly waits for the weights (one
+# request at a time, billions of parameters). Second, the backend has a kernel that is fast for a single token on this
+# device. Third, there is no small model of the target's family. A small draft is quantized to save memory. Only a
+# measurement tells whether this also makes it faster.
 
 # %% [markdown]
 # ## Takeaway
 #
-# > Quantizing a draft changes what is proposed, never what comes out. On this model eight bits cost about 1% of the drafted tokens, four bits
-# > 8%, three bits nearly 20%. **Fewer bytes are not less time:** where weights are what a pass waits for, a drafted token costs its share of
-# > the bytes at best; with slow kernels or a small model it can cost more than a token of the target. Measure $c$, then decide.
+# > Quantizing a draft changes what is proposed, but never the output distribution. On this model, eight bits cost about
+# > 1% of the drafted tokens, four bits 8%, and three bits nearly 20%. **Fewer bytes do not always mean less time.**
+# > Where a pass waits for the weights, a drafted token costs at best its share of the bytes. With slow kernels or a
+# > small model, it can cost more than a token of the target. Measure $c$, then decide.
 
 # %% [markdown]
 # ## Exercises
 #
-# **1. int8 by hand.** Write `to_int8(weight)`: the codes (`torch.int8`, same shape) and the scales (one a row, shape `[rows, 1]`), so that
-# `codes * scale` is within one step of the weight. Take care of rows that are all zero: they must come back as zeros, not as NaN.
+# **1. int8 by hand.** Write `to_int8(weight)`. It returns the codes (`torch.int8`, same shape) and the scales (one per
+# row, shape `[rows, 1]`), so that `codes * scale` is within one step of the weight. Pay attention to rows that are all
+# zero. They must be read back as zeros, not as NaN.
 
 
 # %% tags=["check"]
@@ -400,15 +418,19 @@ def check_1(to_int8):
     weight = torch.randn(8, 64) * torch.logspace(-3, 1, 8)[:, None]
     weight[3] = 0
     codes, scale = to_int8(weight.clone())
-    assert codes.dtype == torch.int8, f"codes are {codes.dtype}, and int8 was asked for"
-    assert codes.shape == weight.shape and scale.shape == (8, 1), "one code a weight, one scale a row"
+    assert codes.dtype == torch.int8, f"the codes are {codes.dtype} but should be int8"
+    assert codes.shape == weight.shape and scale.shape == (8, 1), (
+        "there must be one code per weight and one scale per row"
+    )
     back = codes * scale
-    assert torch.isfinite(back).all(), "a row of zeros gives NaN: what is 0 / 0 to be?"
-    assert (back[3] == 0).all(), "a row of zeros comes back as something else"
+    assert torch.isfinite(back).all(), "a row of zeros gives NaN: avoid dividing 0 by 0"
+    assert (back[3] == 0).all(), "a row of zeros is not read back as zeros"
     step = weight.abs().amax(1, keepdim=True) / 127
     worst = float(((back - weight).abs() / step.clamp(min=1e-12)).max())
-    assert worst < 1.01, f"a weight is off by {worst:.1f} steps: did a code overflow, or do rows share a scale?"
-    assert codes.abs().amax(1)[[0, 7]].min() >= 127, "the largest weight of a row uses the whole range of the codes"
+    assert worst < 1.01, f"a weight is off by {worst:.1f} steps. Did a code overflow, or do rows share a scale?"
+    assert codes.abs().amax(1)[[0, 7]].min() >= 127, (
+        "the largest weight of a row should use the whole range of the codes"
+    )
 
 
 # %% tags=["exercise"]
@@ -429,10 +451,11 @@ def to_int8_answer(weight):
 attempt(check_1, to_int8_answer)
 
 # %% [markdown]
-# **2. Why the output distribution is unchanged.** Write `output_distribution(p, q)`: the distribution of the token that comes out of one drafted token and the acceptance
-# rule of notebook 02, by adding up all that can happen, not by drawing. The check rounds the toy's logits to ever fewer bits and finds the distribution
-# of the output equal to $p$, each time. Do not simply return `p`: the check also hands in a rule with a wrong keep probability through `keep`,
-# and there the distribution must come out wrong.
+# **2. Why the output distribution is unchanged.** Write `output_distribution(p, q, accept)`. It returns the
+# distribution of the output token for one drafted token and the acceptance rule of notebook 02. Add up all cases
+# instead of sampling. `accept` contains the probability of accepting each token. The check rounds the logits of the toy
+# example to fewer and fewer bits. Each time, the output distribution must equal $p$. Do not simply return `p`: the
+# check also passes a wrong acceptance probability, and then the result must differ from $p$.
 
 
 # %% tags=["check"]
@@ -442,44 +465,47 @@ def check_2(output_distribution):
         codes, scale = round_rows(TOY, bits)
         q = ((codes * scale) @ FEATURES).softmax(-1)
         distribution = output_distribution(p, q, torch.minimum(p / q, torch.ones(3)))
-        assert distribution.shape == (3,), "the distribution of one token: three probabilities"
-        assert abs(float(distribution.sum()) - 1) < 1e-5, f"the probabilities add up to {float(distribution.sum()):.3f}"
-        assert torch.allclose(distribution, p, atol=1e-6), (
-            f"with {bits} bits the output has another distribution than the target"
+        assert distribution.shape == (3,), "the distribution of one token has three probabilities"
+        assert abs(float(distribution.sum()) - 1) < 1e-5, (
+            f"the probabilities sum to {float(distribution.sum()):.3f}, not 1"
         )
-    distribution = output_distribution(p, q, torch.ones(3))  # keep everything
+        assert torch.allclose(distribution, p, atol=1e-6), (
+            f"with {bits} bits, the output does not have the target's distribution"
+        )
+    distribution = output_distribution(p, q, torch.ones(3))  # accept everything
     assert torch.allclose(distribution, q, atol=1e-6), (
-        "when every drafted token is kept, the output has the draft's distribution"
+        "if every drafted token is accepted, the output has the draft's distribution"
     )
 
 
 # %% tags=["exercise"]
-def output_distribution(p, q, keep):
-    """p, q: the distributions of target and draft. keep: with which probability each token is kept once it was drafted."""
-    raise NotImplementedError  # P(drafted and kept) + P(something was rejected) * (what is drawn then)
+def output_distribution(p, q, accept):
+    """p, q: the distributions of target and draft. accept: the probability of accepting each token, once drafted."""
+    raise NotImplementedError  # P(drafted and accepted) + P(rejected) * (distribution of the replacement)
 
 
 attempt(check_2, output_distribution)
 
 
 # %% tags=["answer"]
-def output_distribution_answer(p, q, keep):
-    kept = q * keep
-    rejected = 1 - kept.sum()
+def output_distribution_answer(p, q, accept):
+    accepted = q * accept
+    rejected = 1 - accepted.sum()
     residual = (p - q).clamp(min=0)
     total = residual.sum()
-    return kept + rejected * (residual / total if total > 0 else p)
+    return accepted + rejected * (residual / total if total > 0 else p)
 
 
 attempt(check_2, output_distribution_answer)
 
 # %% [markdown]
-# The rule never asks where $q$ came from. With $\text{keep} = \min(1, p/q)$ the first part is $\min(p, q)$, the second $\max(p - q, 0)$, and
-# together they are $p$, for 8 bits as for 2.
+# The rule does not depend on where $q$ came from. With $\text{accept} = \min(1, p/q)$, the first part is $\min(p, q)$
+# and the second is $\max(p - q, 0)$. Together they are $p$, for 8 bits as well as for 2.
 #
-# **3. One large weight.** Some rows of real models have a single weight far larger than the others. It sets the scale for the whole row, and
-# the small ones are all rounded to the same few codes. The cure is to let fewer weights share a scale. Write `grouped(weight, bits, group)`:
-# the rounded weights as floats (same shape) and the bits per weight, with 16 bits for each scale. Use `round_rows`.
+# **3. One large weight.** Some rows of real models have a single weight that is far larger than the others. It sets the
+# scale of the whole row, and all small weights are rounded to the same few codes. The remedy is to let fewer weights
+# share a scale. Write `grouped(weight, bits, group)`. It returns the rounded weights as floats (same shape) and the
+# bits per weight, with 16 bits for each scale. Use `round_rows`.
 
 
 # %% tags=["check"]
@@ -488,19 +514,19 @@ def check_3(grouped):
     weight = torch.randn(16, 256)
     weight[:, 5] = 40.0  # the large one
     result = grouped(weight.clone(), 4, 256)
-    assert isinstance(result, tuple) and len(result) == 2, "two results: the weights and the bits per weight"
+    assert isinstance(result, tuple) and len(result) == 2, "return two results, the weights and the bits per weight"
     rest = torch.arange(256) != 5
     errors, bits = {}, {}
     for group in (256, 64, 32):
         back, bits[group] = grouped(weight.clone(), 4, group)
-        assert back.shape == weight.shape, "the rounded weights have the shape of the weights"
+        assert back.shape == weight.shape, "the rounded weights must have the shape of the weights"
         errors[group] = float((back - weight)[:, rest].pow(2).mean())
     expected = {256: 4.0625, 64: 4.25, 32: 4.5}
-    assert bits == expected, f"bits per weight are {expected}, not {bits}"
+    assert bits == expected, f"the bits per weight should be {expected}, not {bits}"
     assert errors[64] < 0.4 * errors[256], (
-        "groups of 64 should spare most weights the large one: is it each row that is cut?"
+        "with groups of 64, most weights should not share a scale with the large one. Are the rows split into groups?"
     )
-    assert errors[32] < 0.7 * errors[64], "groups of 32 should be better still"
+    assert errors[32] < 0.7 * errors[64], "groups of 32 should be even better"
 
 
 # %% tags=["exercise"]
@@ -520,16 +546,16 @@ def grouped_answer(weight, bits, group):
 attempt(check_3, grouped_answer)
 
 # %% [markdown]
-# Four bits with groups of 64 are 4.25 bits. `nf4` works with blocks of 64 as well, and chooses its sixteen codes for weights that follow a bell
-# curve.
+# Four bits with groups of 64 are 4.25 bits per weight. `nf4` also uses blocks of 64. Its sixteen codes are chosen for
+# normally distributed weights.
 
 # %% [markdown]
 # ## References
 #
-# - Dettmers and others: QLoRA, with the 4-bit format `nf4`. [arXiv 2305.14314](https://arxiv.org/abs/2305.14314)
-# - Dettmers and others: LLM.int8(), and large features. [arXiv 2208.07339](https://arxiv.org/abs/2208.07339)
-# - QuantSpec: a 4-bit copy of the target drafts. [arXiv 2502.10424](https://arxiv.org/abs/2502.10424)
-# - ML-SpecQD: drafts at several precisions. [arXiv 2503.13565](https://arxiv.org/abs/2503.13565)
-# - Leviathan and others: the acceptance rule. [arXiv 2211.17192](https://arxiv.org/abs/2211.17192)
+# - Dettmers and others. QLoRA, with the 4-bit format `nf4`. [arXiv 2305.14314](https://arxiv.org/abs/2305.14314)
+# - Dettmers and others. LLM.int8(), and large features. [arXiv 2208.07339](https://arxiv.org/abs/2208.07339)
+# - QuantSpec. A 4-bit copy of the target drafts. [arXiv 2502.10424](https://arxiv.org/abs/2502.10424)
+# - ML-SpecQD. Drafts at several precisions. [arXiv 2503.13565](https://arxiv.org/abs/2503.13565)
+# - Leviathan and others. The acceptance rule. [arXiv 2211.17192](https://arxiv.org/abs/2211.17192)
 #
 # Next: [05. Early exit](05_early_exit.ipynb), a draft that needs no copy at all.

@@ -26,7 +26,7 @@
 # %% tags=["setup"]
 import logging
 
-logging.disable(logging.WARNING)  # quantization backends announce themselves on import
+logging.disable(logging.WARNING)  # quantization backends log messages on import
 import copy
 import time
 
@@ -39,9 +39,9 @@ from assisted import AssistedModelForCausalLM, EarlyExit, zoo
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
 TARGET, DRAFT, DEVICE = "zoo:target", "zoo:draft", "cpu"
-# On a GPU of 24 GB try a real pair (about 9.5 GB in bfloat16, and twins of the target). It was not trained to be left early:
+# On a GPU of 24 GB try a real pair (about 9.5 GB in bfloat16, and twins of the target). It was not trained for early exit:
 # TARGET, DRAFT, DEVICE = "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B", "cuda"
-# In half precision near-ties may fall differently, and an assert that compares counts may then fail.
+# In half precision near-ties may be resolved differently, and an assert that compares counts may then fail.
 
 transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)
@@ -51,9 +51,10 @@ figure_style()
 # %% [markdown]
 # ## Question
 #
-# A draft model is a second model: someone has to train it, and it takes memory. But a model of 16 layers *contains* smaller models. Stop after
-# layer 6, send what is there through the final norm and the output matrix (the *head*), and out comes a guess at the next token. The other ten
-# layers check it afterwards. Weights and memory are the target's own.
+# A draft model is a second model. Someone has to train it, and it takes memory. But a model with 16 layers *contains*
+# smaller models. Stop after layer 6, apply the final norm and the output matrix (the *head*) to the hidden state, and
+# you get a guess at the next token. The other ten layers check it later. The weights and the memory are those of the
+# target. This is called **early exit**.
 #
 # Is such a guess right often enough, and is it cheap enough?
 
@@ -63,44 +64,49 @@ figure_style()
 # The model below has 16 layers. Write down two numbers before you read on.
 #
 # 1. After how many layers does the guess agree with the whole model at least half of the time?
-# 2. After which layer would *you* leave, to be fastest?
+# 2. After which layer would *you* exit to get the highest speed?
 
 # %% [markdown]
 # ## By hand
 #
-# Each layer of a transformer *adds* something to the hidden state, and the head turns the sum into a score for each token. So we can follow how
-# the scores grow, layer by layer. A toy with four layers and three tokens:
+# Each layer of a transformer *adds* something to the hidden state, and the head turns the sum into a score for each
+# token. So we can follow the scores layer by layer. Here is a toy example with four layers and three tokens:
 #
-# | layer | adds to A | B | C | sum: A | B | C | best |
+# | layer | adds to A | B | C | sum: A | B | C | top-1 |
 # |---|---|---|---|---|---|---|---|
 # | 1 | 1.0 | 0.4 | 0.2 | 1.0 | 0.4 | 0.2 | A |
 # | 2 | 0.2 | 0.9 | 0.1 | 1.2 | 1.3 | 0.3 | B |
 # | 3 | 0.1 | 0.2 | 0.9 | 1.3 | 1.5 | 1.2 | B |
 # | 4 | 0.2 | 0.5 | 0.1 | 1.5 | 2.0 | 1.3 | B |
 #
-# Leaving after layer 1 gives A, which is wrong. After layer 2 it is B, as in the end. (The final norm divides by one positive number and weighs
-# each feature, always in the same way, so it does not change which score is the largest.)
+# An exit after layer 1 gives A, which is wrong. An exit after layer 2 gives B, the same as the whole model. (The final
+# norm does not change which score is the largest. It divides by a positive number, and its weights are the same after
+# every layer, so we count them as part of the head.)
 #
-# Now the cost. Say that a layer takes one unit of time, for one token or for a few: then plain decoding takes $L$ units a token. A round with
-# exit layer $E$ and draft length $g$:
+# Now the cost. Suppose that a layer takes one unit of time, whether it processes one token or a few. Then
+# autoregressive decoding takes $L$ units per token. Consider a round, or draft-verify step, with exit layer $E$ and
+# draft length $g$:
 #
-# - The first $E$ layers run once for every drafted token. They also have to read the last drafted token: $g + 1$ runs, $(g+1)E$ units.
-# - The other $L - E$ layers run once, over all $g + 1$ tokens together: $L - E$ units.
+# - The first $E$ layers run once for every drafted token. They also have to read the last drafted token. That makes
+#   $g + 1$ runs, or $(g+1)E$ units.
+# - The other $L - E$ layers run once over all $g + 1$ tokens together. That is $L - E$ units.
 #
-# That is $L + gE$ together, or in plain passes $1 + g\,E/L$. So the cost of a drafted token is $c = E/L$, and with $T$ tokens a round
+# The sum is $L + gE$ units. In units of a target forward pass it is $1 + g\,E/L$. So the cost of a drafted token is
+# $c = E/L$. If a round yields $T$ tokens, the speedup is
 #
 # $$S = \frac{T}{1 + g\,E/L}.$$
 #
-# In the toy, with $E = 2$, $L = 4$ and $g = 3$: a round costs 2.5 plain passes. It must bring 2.5 tokens to break even.
+# In the toy example with $E = 2$, $L = 4$ and $g = 3$, a round costs 2.5 target passes. It must yield 2.5 tokens to
+# break even.
 
 # %%
 ADDED = torch.tensor([[1.0, 0.4, 0.2], [0.2, 0.9, 0.1], [0.1, 0.2, 0.9], [0.2, 0.5, 0.1]])
 best = ADDED.cumsum(0).argmax(-1)
-print("best after each layer:", ["ABC"[i] for i in best])
+print("top-1 after each layer:", ["ABC"[i] for i in best])
 
 
 def round_cost(exit_layer, draft_length, layers):
-    """Of a round, in plain passes, if a layer takes the same time for one token and for a few."""
+    """Cost of a round in target passes, if a layer takes the same time for one token and for a few."""
     runs = (draft_length + 1) * exit_layer + (layers - exit_layer)
     return runs / layers
 
@@ -110,10 +116,12 @@ assert round_cost(2, 3, layers=4) == 2.5 == 1 + 3 * 2 / 4
 # %% [markdown]
 # ## From scratch
 #
-# `output_hidden_states` gives the sum behind every layer. One line makes an exit of it: norm, then head. The loop is that of every greedy
-# draft: draft $g$ tokens, let the whole model read them, keep them up to the first difference, add the model's own token.
+# `output_hidden_states` returns the sum after every layer. One line turns it into an exit: first the norm, then the
+# head. The loop is the same as for every greedy draft. Draft $g$ tokens, let the whole model read them, accept them up
+# to the first difference, and add the model's own token.
 #
-# This version is simple and wasteful: it reads the whole text again for each token. What it counts is right, and exercise 1 removes the waste.
+# This version is simple and wasteful, because it reads the whole text again for each token. Its counts are correct.
+# Exercise 1 removes the waste.
 
 # %%
 tokenizer = AutoTokenizer.from_pretrained(zoo.resolve(TARGET))
@@ -123,15 +131,15 @@ L = target.config.num_hidden_layers
 
 @torch.no_grad()
 def exits(model, ids):
-    """Logits of every exit: a list with one entry a layer, [n, V] each. The last is the model's own."""
+    """Logits of every exit: a list with one entry per layer, [n, V] each. The last is the model's own."""
     states = model.model(ids, output_hidden_states=True, use_cache=False).hidden_states
-    own = model.lm_head(states[-1])[0]  # the last state has been through the norm already
+    own = model.lm_head(states[-1])[0]  # the norm was already applied to the last state
     return [model.lm_head(model.model.norm(state))[0] for state in states[1:-1]] + [own]
 
 
 def early_exit_greedy(prompt, new_tokens, exit_layer, draft_length):
-    """The tokens; and how many target passes, drafted and accepted tokens they took."""
-    ids, passes, drafted, accepted = prompt, 1, 0, 0  # reading the prompt gives the first token
+    """The tokens, and the counts: target passes, drafted tokens, accepted tokens."""
+    ids, passes, drafted, accepted = prompt, 1, 0, 0  # the pass over the prompt gives the first token
     ids = torch.cat([ids, exits(target, ids)[-1][-1:].argmax(-1)[None]], 1)
     end = prompt.shape[1] + new_tokens
     while ids.shape[1] < end:
@@ -140,9 +148,9 @@ def early_exit_greedy(prompt, new_tokens, exit_layer, draft_length):
             guess = torch.cat([guess, exits(target, guess)[exit_layer - 1][-1:].argmax(-1)[None]], 1)
         own = exits(target, guess)[-1].argmax(-1)[start - 1 :]  # the whole model, once
         draft = guess[0, start:]
-        kept = int((draft == own[:-1]).cumprod(0).sum())
-        ids = torch.cat([ids, draft[None, :kept], own[None, kept : kept + 1]], 1)
-        passes, drafted, accepted = passes + 1, drafted + len(draft), accepted + kept
+        accepted_now = int((draft == own[:-1]).cumprod(0).sum())
+        ids = torch.cat([ids, draft[None, :accepted_now], own[None, accepted_now : accepted_now + 1]], 1)
+        passes, drafted, accepted = passes + 1, drafted + len(draft), accepted + accepted_now
     return ids[0].tolist(), (passes - 1, drafted, accepted)
 
 
@@ -154,8 +162,9 @@ for layer, (_, counted) in by_hand.items():
 # %% [markdown]
 # ## The library's call
 #
-# `draft="early-exit:12"` drafts with the first 12 layers. The draft's keys and values go right into the target's cache, and the checking pass
-# goes on from the hidden states where the draft left off. No token passes a layer twice. Tokens and counts are those of the simple loop.
+# `draft="early-exit:12"` drafts with the first 12 layers. The draft writes its keys and values directly into the
+# target's cache. The verification continues from the hidden states at the exit, so no token goes through a layer twice.
+# The tokens and counts are the same as those of the simple loop.
 
 # %%
 for layer, (tokens, counted) in by_hand.items():
@@ -169,10 +178,11 @@ print(tokenizer.decode(out[0]))
 # %% [markdown]
 # ## The picture
 #
-# Two things are measured for each exit layer. First, how often its guess agrees with the whole model, on text that the model writes itself:
-# by the best token, and by the overlap of the two distributions, which is what counts when sampling. The shipped target was *trained* for this: LayerSkip's
-# recipe asks its early layers for the next token, too. Beside it stand two controls: a twin with random weights, and the shipped draft model,
-# two layers, trained without exit losses.
+# We measure two things for each exit layer. The first is how often its guess agrees with the whole model on text that
+# the model writes itself. We count the top-1 tokens that agree, and we compute the overlap of the two distributions,
+# which is what counts in sampling. The shipped target was *trained* for early exits. Following the LayerSkip recipe,
+# the training loss also includes the early layers. We add two controls: a twin with random weights, and the shipped
+# draft model, which has two layers and was trained without exit losses.
 
 # %%
 PROMPTS = [
@@ -186,7 +196,7 @@ PROMPTS = [
 
 
 def written(model, new_tokens=64):
-    """Text drawn from a model's own distribution, one for each prompt, and where the part that it wrote begins."""
+    """One text per prompt, sampled from the model's own distribution, and the index at which the new part begins."""
     found = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
@@ -196,15 +206,15 @@ def written(model, new_tokens=64):
 
 
 def agreement(model, texts):
-    """By exit layer: how often its best token is the model's, and the overlap of its distribution with the model's."""
-    same, shared, places = 0, 0, 0
+    """By exit layer: how often its top-1 token is the model's, and the overlap of its distribution with the model's."""
+    same, shared, positions = 0, 0, 0
     for ids, start in texts:
         scores = torch.stack([logits[start - 1 : -1].float() for logits in exits(model, ids)])  # [L, n, V]
         same = same + (scores.argmax(-1) == scores[-1].argmax(-1)).sum(-1)
         distributions = scores.softmax(-1)
         shared = shared + torch.minimum(distributions, distributions[-1]).sum((-1, -2))
-        places += scores.shape[1]
-    return (same / places).tolist(), (shared / places).tolist()
+        positions += scores.shape[1]
+    return (same / positions).tolist(), (shared / positions).tolist()
 
 
 torch.manual_seed(0)
@@ -214,21 +224,19 @@ random_twin = AutoModelForCausalLM.from_config(target.config, dtype=target.dtype
 small = AutoModelForCausalLM.from_pretrained(zoo.resolve(DRAFT), dtype="auto", device_map=DEVICE).eval()
 twin, _ = agreement(random_twin, TEXTS)
 other, _ = agreement(small, TEXTS)
-print(
-    "agree, exit 8 of 16:", f"{greedy[7]:.0%};", "random twin:", f"{twin[7]:.0%};", "draft, 1 of 2:", f"{other[0]:.0%}"
-)
+print(f"Agreement, exit 8 of 16: {greedy[7]:.0%}, random twin: {twin[7]:.0%}, draft, exit 1 of 2: {other[0]:.0%}")
 
 # %% [markdown]
-# Second, what a round brings: real runs with four drafted tokens, for every second exit layer. The report says which share of the first,
-# second, ... drafted tokens was accepted. A shorter draft of $g$ tokens would have brought one token (the model's own) and the first $g$ of
-# these shares.
+# The second is what a round yields. We decode with four drafted tokens per round, for every second exit layer. The
+# report contains the share of first, second, ... drafted tokens that were accepted. A shorter draft of $g$ tokens would
+# have yielded one token (the model's own) plus the first $g$ of these shares.
 
 # %%
 G = 4
 
 
 def totals(draft):
-    """What drafting the prompts' continuations came to: the library's counts."""
+    """The library's counts after continuing all prompts with this draft."""
     model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=G, tokenizer=tokenizer)
     for text in PROMPTS:
         model.generate(**tokenizer(text, return_tensors="pt").to(DEVICE), max_new_tokens=40, do_sample=False)
@@ -238,24 +246,25 @@ def totals(draft):
 reports = {layer: totals(EarlyExit(layer)) for layer in range(2, L, max(2, L // 8))}
 
 # %% [markdown]
-# Now the cost of a drafted token, in two ways: by layers, $c = E/L$ with a check that is no slower than a plain pass; and by the clock. For the
-# clock we run the first $E$ layers over one token, and the whole model over one to five, in turns: the processor time of one thread, which other
-# programs disturb little. The ratios are this machine's. Nothing is asserted on them.
+# We compute the cost of a drafted token in two ways. The first counts layers: $c = E/L$, and the verification takes as
+# long as a target pass over one token. The second uses the clock. We run the first $E$ layers over one token, and the
+# whole model over one to five tokens, in turns. We take the processor time of one thread, because other programs
+# disturb it little. The ratios belong to this machine, and the notebook asserts nothing about them.
 
 
 # %%
 @torch.no_grad()
 def run(hidden, start, end, cache, known):
-    """Layers start .. end-1 over hidden states [1, n, D] whose tokens stand at places known, known + 1, ...
+    """Layers start .. end-1 over hidden states [1, n, D] of tokens at positions known, known + 1, ...
 
-    cache: holds the keys and values of `known` tokens in these layers; those of the n tokens are added.
+    cache: holds the keys and values of `known` tokens in these layers. Those of the n tokens are added.
     """
     n = hidden.shape[1]
-    places = torch.arange(known, known + n, device=hidden.device)
+    positions = torch.arange(known, known + n, device=hidden.device)
     seen = (
-        torch.arange(known + n, device=hidden.device) <= places[:, None]
-    )  # each token sees itself and those before it
-    rotary = target.model.rotary_emb(hidden, position_ids=places[None])
+        torch.arange(known + n, device=hidden.device) <= positions[:, None]
+    )  # each token sees itself and the tokens before it
+    rotary = target.model.rotary_emb(hidden, position_ids=positions[None])
     for layer in target.model.layers[start:end]:
         hidden = layer(
             hidden, attention_mask=seen[None, None], position_embeddings=rotary, past_key_values=cache, use_cache=True
@@ -272,18 +281,18 @@ clock = time.process_time if DEVICE == "cpu" else time.perf_counter
 
 
 def timed(jobs, turns=50):
-    """The time of each job, all taking turns."""
+    """The time of each job, with all jobs taking turns."""
     found = dict.fromkeys(jobs, 0.0)
     for turn in range(3 + turns):
         for name, job in jobs.items():
             started = clock()
             job()[0, 0].item()
-            found[name] += (clock() - started) * (turn >= 3)  # the first ones warm up
+            found[name] += (clock() - started) * (turn >= 3)  # the first turns are warm-up
     return found
 
 
-def job(columns, end):
-    hidden = target.model.embed_tokens(TEXTS[0][0][:, :columns])
+def job(tokens, end):
+    hidden = target.model.embed_tokens(TEXTS[0][0][:, :tokens])
     return lambda: head(run(hidden, 0, end, DynamicCache(), 0))
 
 
@@ -293,15 +302,15 @@ cost = {layer: seconds["front", layer] / seconds[1] for layer in reports}
 v = {n: seconds[n] / seconds[1] for n in range(1, G + 2)}
 
 
-def worth(report, c, v):
-    """Speedup at the best draft length up to G, and that length."""
+def best_speedup(report, c, v):
+    """The speedup at the best draft length up to G, and that length."""
     shares = report.acceptance_by_position
     return max(((1 + sum(shares[:g])) / (v[g + 1] + g * c), g) for g in range(1, len(shares) + 1))
 
 
-FREE = dict.fromkeys(v, 1.0)  # a check that is no slower than a plain pass
-by_layers = {layer: worth(report, layer / L, FREE) for layer, report in reports.items()}
-by_clock = {layer: worth(report, cost[layer], v) for layer, report in reports.items()}
+FREE = dict.fromkeys(v, 1.0)  # the verification takes as long as a target pass over one token
+by_layers = {layer: best_speedup(report, layer / L, FREE) for layer, report in reports.items()}
+by_clock = {layer: best_speedup(report, cost[layer], v) for layer, report in reports.items()}
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.6))
@@ -310,22 +319,22 @@ left.plot(layers, greedy[:-1], "o-", color=COLOURS["target"], markersize=3.5)
 left.plot(layers, sampled[:-1], "--", color=COLOURS["target"], lw=1.3)
 left.plot(layers, twin[:-1], "-", color=COLOURS["plain"], lw=1.5)
 left.plot([L / 2], other[:1], "^", color=COLOURS["draft"], markersize=8)
-left.text(0.52 * L, 0.86, "target, best token", color=COLOURS["target"], ha="right")
+left.text(0.52 * L, 0.86, "target, top-1", color=COLOURS["target"], ha="right")
 left.text(0.05 * L, 0.44, "target,\noverlap", color=COLOURS["target"], fontsize=9)
 left.text(0.84 * L, 0.42, "random twin", color=COLOURS["plain"], ha="right")
 left.text(0.46 * L, other[0], "draft, 1 of 2", color=COLOURS["draft"], va="center", ha="right")
-left.set(xlabel="exit layer", ylabel="agrees with all layers", ylim=(0, 1.02), title="How often the guess is right")
+left.set(xlabel="exit layer", ylabel="agreement with all layers", ylim=(0, 1.02), title="How often the guess is right")
 left.set_xticks(range(0, L + 1, max(2, L // 8)))
 right.axhline(1, color=COLOURS["plain"], lw=1, ls="--")
-for name, found, look in (("counting layers", by_layers, "o-"), ("by the clock", by_clock, "s--")):
+for name, found, style in (("counting layers", by_layers, "o-"), ("by the clock", by_clock, "s--")):
     colour = COLOURS["accepted" if found is by_layers else "rejected"]
-    right.plot(list(found), [speedup for speedup, _ in found.values()], look, color=colour, markersize=4, label=name)
+    right.plot(list(found), [speedup for speedup, _ in found.values()], style, color=colour, markersize=4, label=name)
 right.legend(loc="lower left")
 right.set(
     xlabel="exit layer",
-    ylabel="speedup over plain decoding",
+    ylabel="speedup",
     ylim=(0, 1.8),
-    title="What it is worth, best draft length",
+    title="Speedup at the best draft length",
 )
 right.set_xticks(list(reports))
 plt.show()
@@ -339,61 +348,65 @@ for layer, report in reports.items():
     )
 names = ["exit", f"accepted of {G}", "tokens per pass", "c = E/L", "best g", "S, layers", "c, clock", "S, clock"]
 show(table(names, rows))
-print(f"a pass over {1 + G} tokens takes {v[1 + G]:.2f} of a plain one")
+print(f"A pass over {1 + G} tokens takes {v[1 + G]:.2f} times as long as a pass over one.")
 
 # %% [markdown]
-# The guess agrees half of the time from layer 7 on, and four times in five from layer 10 on. That is late: such a guess costs more than half of
-# the target. So the right curve is flat and low: leaving early is cheap and wrong, leaving late is right and dear. Counting layers, two exits
-# gain something: layer 4 with a draft of a single token, a third, and layer 10 with two, a fifth. The clock takes a good part of that away: each
-# drafted token also runs the head, and a pass over two tokens costs more than a pass over one. And it compares with a plain loop of the same
-# kind; the fastest plain mode, a compiled forward over a static cache, takes about three quarters of that time on this model.
+# The guess agrees half of the time from layer 7 on, and four times in five from layer 10 on. That is late, because such
+# a guess costs more than half of the target. So the right curve is flat and low: an early exit is cheap but often
+# wrong, and a late exit is right but expensive. If we count layers, two exits gain something. Layer 4 with a draft of
+# one token gains a third, and layer 10 with two tokens gains a fifth. The clock takes away a large part of that gain.
+# Each drafted token also runs the head, and a pass over two tokens costs more than a pass over one. Also note the
+# baseline: it is a loop of the same kind. The fastest autoregressive mode, a compiled forward pass with a static cache,
+# takes about three quarters of its time on this model.
 #
-# The controls say what the agreement is made of. The random twin agrees not at all in its first half, and more and more towards its end: what
-# is left to add is too little to change the best token. So agreement just before the end is no achievement. Agreement in the middle is, and it
-# comes from training: half of the draft model, which was never asked to speak early, is right one time in five, half of the target three times
-# in five.
+# The controls help to interpret the agreement. The random twin does not agree at all in its first half, and agrees more
+# and more towards its end. There the remaining layers add too little to change the top-1 token. So agreement just
+# before the end is no achievement. Agreement in the middle comes from training. Half of the draft model, which was
+# never trained for early exits, is right one time in five. Half of the target is right three times in five.
 #
-# What this one run cannot show: deep models. Of large models trained for early exits, LayerSkip reports 1.3 to 2.2 times plain decoding.
-# Sixteen narrow layers need most of themselves.
+# This one run cannot show deep models. For large models trained for early exits, LayerSkip reports speedups of 1.3 to
+# 2.2. A narrow model with sixteen layers needs most of its layers.
 
 # %% [markdown]
 # ## When it loses
 #
-# Compare with the shipped draft model: 2 layers where the target has 16. Same prompts, same draft length, counts only.
+# Compare with the shipped draft model, which has 2 layers where the target has 16. The prompts and the draft length are
+# the same, and we only use counts.
 
 # %%
 rows, depth = [], small.config.num_hidden_layers
 best_exit = max(by_layers, key=by_layers.get)
 for name, layers_run, report in (("draft model", depth, totals(small)), ("best exit", best_exit, reports[best_exit])):
-    speedup, g = worth(report, layers_run / L, FREE)
+    speedup, g = best_speedup(report, layers_run / L, FREE)
     rows.append([name, layers_run, f"{report.acceptance_rate:.0%}", report.tokens_per_pass, g, speedup])
-show(table(["draft", "layers a token", f"accepted of {G}", "tokens per pass", "best g", "S, counting layers"], rows))
+show(table(["draft", "layers per token", f"accepted of {G}", "tokens per pass", "best g", "S, counting layers"], rows))
 
 # %% [markdown]
-# An exit that guesses as well as the draft model needs four or five times its layers: a layer that was trained to be a step on the way is a worse draft
-# than one that was trained to be a draft. Early exit loses
+# An exit that guesses as well as the draft model needs four or five times as many layers. A layer that was trained as
+# an intermediate step is a worse draft than a layer that was trained as a draft. Early exit loses
 #
-# - with models that were **not trained for it**: their middle layers do not speak the language of the head;
-# - with **few layers**, since each is a large share of the model;
-# - with a **large vocabulary**, since every drafted token runs the head.
+# - with models that were **not trained for it**, because the head cannot read their middle layers;
+# - with **few layers**, because each layer is a large share of the model;
+# - with a **large vocabulary**, because every drafted token runs the head.
 #
-# It is the right choice when a LayerSkip-trained model is at hand and there is no memory for anything else.
+# It is the right choice if you have a LayerSkip-trained model and no memory for anything else.
 
 # %% [markdown]
 # ## Takeaway
 #
-# > A model can draft for itself: leave after layer $E$, check with the rest, share the cache. A drafted token costs $E/L$ of a pass, so the
-# > exit has to be right **early**, and that takes training. Look at agreement and cost together: the layer that agrees best is not the one to
-# > leave at.
+# > A model can draft for itself. It exits after layer $E$, verifies with the other layers, and shares one KV cache. A
+# > drafted token costs $E/L$ of a forward pass, so the exit has to be right **early**, and that requires training.
+# > Consider agreement and cost together: the layer with the best agreement is not the best exit.
 
 # %% [markdown]
 # ## Exercises
 #
-# **1. Share the KV.** One round without waste. The function `run` above runs some layers over some tokens and puts their keys and values into
-# the cache. Write `one_round(cache, last, known, exit_layer, draft_length)`: `last` is the last committed token, the cache holds the `known`
-# tokens before it in every layer. Return the draft and what the whole model says after `last` and after each drafted token (two lists, the
-# second one longer by one). Rules: a layer sees each token once, and at the end every layer's cache holds `known + draft_length + 1` tokens.
-# `embed(token)` gives a hidden state [1, 1, D] and `head(hidden)` logits [n, V].
+# **1. Share the KV cache.** Implement one round without waste. The function `run` above runs some layers over some
+# tokens and adds their keys and values to the cache. Write `one_round(cache, last, known, exit_layer, draft_length)`.
+# `last` is the last committed token. The cache holds the `known` tokens before it in every layer. Return two lists: the
+# draft, and the whole model's top-1 token after `last` and after each drafted token (one more than the draft). There
+# are two rules. A layer sees each token once. At the end, every layer's cache holds `known + draft_length + 1` tokens.
+# `embed(token)` gives a hidden state [1, 1, D], and `head(hidden)` gives logits [n, V].
 
 
 # %% tags=["check"]
@@ -415,12 +428,12 @@ def check_1(one_round):
             draft, own = one_round(cache, int(ids[0, -1]), 11, exit_layer, g)
         finally:
             [hook.remove() for hook in hooks]
-        assert len(draft) == g and len(own) == g + 1, f"{g} drafted tokens and {g + 1} choices of the model"
+        assert len(draft) == g and len(own) == g + 1, f"return {g} drafted tokens and {g + 1} top-1 tokens of the model"
         whole = torch.cat([ids, torch.tensor([draft], device=DEVICE)], 1)
         every = exits(target, whole)
-        assert draft == every[exit_layer - 1].argmax(-1)[11:-1].tolist(), "the draft is not what this exit says"
-        assert own == every[-1].argmax(-1)[11:].tolist(), "the choices are not those of the whole model"
-        assert max(seen) <= g + 1, f"layer {seen.index(max(seen))} saw {max(seen)} tokens, {g + 1} are enough"
+        assert draft == every[exit_layer - 1].argmax(-1)[11:-1].tolist(), "the draft differs from this exit's top-1"
+        assert own == every[-1].argmax(-1)[11:].tolist(), "the second list differs from the whole model's top-1 tokens"
+        assert max(seen) <= g + 1, f"layer {seen.index(max(seen))} saw {max(seen)} tokens, but {g + 1} are enough"
         assert {cache.get_seq_length(i) for i in range(L)} == {12 + g}, "the layers' caches differ in length"
 
 
@@ -435,37 +448,38 @@ attempt(check_1, one_round)
 # %% tags=["answer"]
 def one_round_answer(cache, last, known, exit_layer, draft_length):
     draft, states = [], []
-    for place in range(draft_length + 1):
+    for offset in range(draft_length + 1):
         token = draft[-1] if draft else last
-        states.append(run(embed(token), 0, exit_layer, cache, known + place))
-        if place < draft_length:  # the last drafted token is only read
+        states.append(run(embed(token), 0, exit_layer, cache, known + offset))
+        if offset < draft_length:  # the last drafted token is read, but nothing is drafted after it
             draft.append(int(head(states[-1]).argmax()))
-    rest = run(torch.cat(states, 1), exit_layer, L, cache, known)  # all columns at once
+    rest = run(torch.cat(states, 1), exit_layer, L, cache, known)  # all positions at once
     return draft, head(rest).argmax(-1).tolist()
 
 
 attempt(check_1, one_round_answer)
 
 # %% [markdown]
-# After the check, the rejected tokens must be forgotten: `cache.crop(-rejected)` in all layers.
+# After the verification, the rejected tokens must be removed from the cache: `cache.crop(-rejected)` in all layers.
 #
-# **2. Pick the layer.** `kept` is a dict from exit layer to acceptance rate, the same at each position of a draft. Write `pick(kept, layers,
-# v)`: the exit layer and the draft length (1 to 8) with the highest predicted speedup $S = E(a, g) / (v + g\,E/L)$, or `None` if no choice
-# beats plain decoding. $v$ is the cost of the checking pass, here the same for all lengths.
+# **2. Pick the layer.** `rates` is a dict from exit layer to acceptance rate, which is the same at each position of a
+# draft. Write `pick(rates, layers, v)`. It returns the exit layer and the draft length (1 to 8) with the highest
+# predicted speedup $S = E(a, g) / (v + g\,E/L)$, or `None` if no choice beats the baseline. $v$ is the cost of the
+# verification pass, here the same for all lengths.
 
 
 # %% tags=["check"]
 def check_2(pick):
     choice = pick({2: 0.6, 4: 0.8, 8: 0.95}, 16, 1.0)
-    assert choice == (4, 3), f"with v = 1: leave after layer 4 and draft 3 tokens, not {choice}"
+    assert choice == (4, 3), f"with v = 1, exit after layer 4 and draft 3 tokens, not {choice}"
     assert pick({1: 0.5, 8: 0.9}, 16, 1.0) == (1, 3), "the exit that guesses best is not the best exit"
-    assert pick({8: 0.4, 12: 0.7}, 16, 1.0) is None, "40% after half of the layers gains nothing at any length"
-    assert pick({4: 0.8}, 16, 1.5) == (4, 4), "a dearer check wants longer drafts"
-    assert pick({4: 0.8}, 16, 4.0) is None, "a check that costs four passes eats every gain"
+    assert pick({8: 0.4, 12: 0.7}, 16, 1.0) is None, "40% after half of the layers should gain nothing at any length"
+    assert pick({4: 0.8}, 16, 1.5) == (4, 4), "a more expensive verification needs longer drafts"
+    assert pick({4: 0.8}, 16, 4.0) is None, "a verification that costs four passes leaves no gain"
 
 
 # %% tags=["exercise"]
-def pick(kept, layers, v):
+def pick(rates, layers, v):
     raise NotImplementedError  # your code
 
 
@@ -473,25 +487,26 @@ attempt(check_2, pick)
 
 
 # %% tags=["answer"]
-def pick_answer(kept, layers, v):
+def pick_answer(rates, layers, v):
     def speedup(choice):
         layer, g = choice
-        return sum(kept[layer] ** i for i in range(g + 1)) / (v + g * layer / layers)
+        return sum(rates[layer] ** i for i in range(g + 1)) / (v + g * layer / layers)
 
-    best = max(((layer, g) for layer in kept for g in range(1, 9)), key=speedup)
+    best = max(((layer, g) for layer in rates for g in range(1, 9)), key=speedup)
     return best if speedup(best) > 1 else None
 
 
 attempt(check_2, pick_answer)
 
 # %% [markdown]
-# Left to itself, `draft="early-exit"` does this while it writes: it looks now and then at what the other exits *would* have said, and at the
-# clock.
+# By default, `draft="early-exit"` does this during decoding. From time to time it measures what the other exits *would*
+# have proposed, and how long they take.
 #
-# **3. An untrained control.** Somebody reports an exit that agrees with its model nearly always. Is it a good exit? Write `control(model,
-# start)`: a copy of the model in which the layers from `start` on have fresh random weights (every matrix normal, standard deviation 0.02;
-# vectors as they are). The original must stay as it is. Then see how the exit at `start` agrees with the *whole* copy, and guess why before you
-# open the answer.
+# **3. An untrained control.** Somebody reports an exit that agrees with its model nearly always. Is it a good exit?
+# Write `control(model, start)`. It returns a copy of the model in which the layers from `start` on have new random
+# weights (every matrix normally distributed with standard deviation 0.02, vectors unchanged). The original must not
+# change. Then look at how often the exit at `start` agrees with the *whole* copy. Try to explain it before you open the
+# answer.
 
 
 # %% tags=["check"]
@@ -500,15 +515,13 @@ def check_3(control):
     before = {name: weight.clone() for name, weight in target.named_parameters()}
     start = L // 2
     other = control(target, start)
-    assert other is not target, "a copy is wanted"
+    assert other is not target, "return a copy"
     assert all(torch.equal(w, before[n]) for n, w in target.named_parameters()), "the original was changed"
     ids = TEXTS[0][0]
-    assert torch.equal(exits(target, ids)[start - 1], exits(other, ids)[start - 1]), (
-        "the first layers must stay as they are"
-    )
+    assert torch.equal(exits(target, ids)[start - 1], exits(other, ids)[start - 1]), "the first layers must not change"
     fresh = [w for layer in other.model.layers[start:] for w in layer.parameters() if w.dim() == 2]
-    assert all(0.015 < float(w.std()) < 0.025 for w in fresh), "a matrix of the later layers is not fresh"
-    assert len({round(float(w.flatten()[0]), 6) for w in fresh}) == len(fresh), "two matrices got the same numbers"
+    assert all(0.015 < float(w.std()) < 0.025 for w in fresh), "a matrix of the later layers is not random"
+    assert len({round(float(w.flatten()[0]), 6) for w in fresh}) == len(fresh), "two matrices have the same numbers"
     assert agreement(other, TEXTS[:2])[0][start - 1] > 0.9, "the exit should agree with this copy nearly always"
 
 
@@ -532,26 +545,29 @@ def control_answer(model, start):
 
 torch.manual_seed(0)
 for name, model in (
-    ("with its own layers behind it", target),
-    ("with noise behind it", control_answer(target, L // 2)),
+    ("before its own layers", target),
+    ("before random layers", control_answer(target, L // 2)),
 ):
     ids, _ = TEXTS[0]
     with torch.no_grad():
         loss = float(model(ids, labels=ids).loss)
-    print(f"exit {L // 2} {name}: agrees {agreement(model, TEXTS)[0][L // 2 - 1]:.0%}; loss of the whole {loss:.2f}")
+    print(
+        f"exit {L // 2} {name}: {agreement(model, TEXTS)[0][L // 2 - 1]:.0%} agree, loss of the whole model {loss:.2f}"
+    )
 attempt(check_3, control_answer)
 
 # %% [markdown]
-# Small random layers add next to nothing, so the whole copy says what its exit says. Acceptance measures agreement with *this* target, not
-# quality: the copy is the worse model, and its exit the better draft. Never compare acceptance rates across targets without looking at what the
-# targets are worth.
+# Small random layers add almost nothing, so the whole copy gives the same tokens as its exit. The acceptance rate
+# measures agreement with *this* target, not quality. The copy is a worse model, and its exit is a better draft. Do not
+# compare acceptance rates across targets unless you also compare the quality of the targets.
 
 # %% [markdown]
 # ## References
 #
-# - Elhoushi and others: LayerSkip. [arXiv 2404.16710](https://arxiv.org/abs/2404.16710)
-# - Zhang and others: Draft & Verify, skipping layers without training. [arXiv 2309.08168](https://arxiv.org/abs/2309.08168)
-# - DEL: choosing exit layer and draft length together. [arXiv 2504.05598](https://arxiv.org/abs/2504.05598)
-# - Leviathan and others: the speedup formula. [arXiv 2211.17192](https://arxiv.org/abs/2211.17192)
+# - Elhoushi and others. LayerSkip. [arXiv 2404.16710](https://arxiv.org/abs/2404.16710)
+# - Zhang and others. Draft & Verify, skipping layers without training.
+#   [arXiv 2309.08168](https://arxiv.org/abs/2309.08168)
+# - DEL. Choosing exit layer and draft length together. [arXiv 2504.05598](https://arxiv.org/abs/2504.05598)
+# - Leviathan and others. The speedup formula. [arXiv 2211.17192](https://arxiv.org/abs/2211.17192)
 #
 # Next: [06. Adaptive length](06_adaptive_length.ipynb), when to stop drafting.

@@ -13,9 +13,10 @@
 # %% [markdown]
 # # 07. n-gram and suffix
 #
-# **Can the text so far write the draft, for free?**
+# **Can the text so far provide the draft, for free?**
 #
-# *About 25 minutes to read. Runs in under 90 seconds on two cores. Before it: [notebook 03](03_choosing_a_draft.ipynb).*
+# *About 25 minutes to read. Runs in under 90 seconds on two cores. Before it:
+# [notebook 03](03_choosing_a_draft.ipynb).*
 
 # %% tags=["colab"]
 # On Colab or Kaggle, run this first:
@@ -32,7 +33,7 @@ from assisted import AssistedModelForCausalLM, NGram, Suffix
 from assisted.drafters.ngram import NGramIndex
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
-TARGET = "zoo:target"  # there is no draft model in this notebook
+TARGET = "zoo:target"  # this notebook has no draft model
 # On a GPU of 12-24 GB try a real model: TARGET = "Qwen/Qwen3-4B"  (about 8 GB in bfloat16)
 
 torch.set_num_threads(1)
@@ -41,38 +42,44 @@ figure_style()
 # %% [markdown]
 # ## Question
 #
-# In the notebooks before, a small model wrote the draft: a few tokens that the target then checks in one pass. The small model takes memory and time.
+# In the previous notebooks, a model wrote the draft: a few tokens, which the target then checks in one forward pass. A
+# draft model takes memory and time.
 #
-# But much of what a model writes has stood in its text before. Rename a variable in a function, and nine tenths of the answer is the question. Names, phrases, indentation and
-# table rows come again and again. So look up where the last few tokens occurred before, and copy what followed them. No second model, no training, and the look-up takes
-# some ten microseconds.
+# But much of what a model writes already occurs in its text. If you ask it to rename a variable in a function, nine
+# tenths of the answer are a copy of the question. Names, phrases, indentation and table rows appear again and again. So
+# we look up where the last few tokens occurred before, and copy what followed them. This needs no second model and no
+# training, and a look-up takes about ten microseconds.
 #
 # When is that a good draft, and when is it not?
 #
 # ## Your prediction
 #
-# Draft eight tokens at a time by copying. A target pass gives at least one token and at most nine. How many tokens does a pass give
+# We draft eight tokens at a time by copying. A forward pass of the target (a target pass) then yields at least one
+# token and at most nine. How many tokens does a pass yield
 #
-# - when the target repeats a function with one name changed,
-# - when it writes a paragraph that has not been written before?
+# - when the target repeats a function with one name changed?
+# - when it writes a paragraph that was never written before?
 #
 # Write down two numbers between 1 and 9.
 
 # %% [markdown]
 # ## By hand
 #
-# One toy text for the whole notebook. The target has written so far:
+# We use one toy text in the whole notebook. So far, the target has written:
 #
 #     the cat sat on the mat and the cat sat on the
 #
-# **n-gram.** The last two words, *on the*, occurred before. What followed them was *mat and the cat ...*. Copy it. This is known as prompt lookup. If there are several
-# occurrences, take the most recent one; if the last four words occur, better still: longer matches are right more often.
+# **n-gram.** The last two words, *on the*, occurred before. They were followed by *mat and the cat ...*, so copy that.
+# This method is also known as prompt lookup. If there are several occurrences, it takes the most recent one. If even
+# the last four words occurred before, it uses that match, because longer matches are right more often.
 #
-# **Suffix.** The n-gram method trusts one occurrence. The other way is to count. The last word alone, *the*, was followed by something three times: *cat*, *mat*, *cat*.
-# So *cat* has a share of 2/3, and after *the cat* came *sat on* each time. The last two words, *on the*, have been followed by *mat* once of one time: share 1.
+# **Suffix.** The n-gram method relies on one occurrence. The alternative is to count. The last word alone, *the*, was
+# followed by another word three times: *cat*, *mat*, *cat*. So *cat* has a share of 2/3. After *the cat* came *sat on*
+# each time. The last two words, *on the*, were followed by *mat* once out of one time, a share of 1.
 #
-# Each match length has its own continuation. How many of its tokens will come true? If the shares are right, a token is accepted with the product of the shares down
-# to it, and the **expected number of accepted tokens** is the sum of these products. Propose the continuation with the largest sum.
+# Each match length has its own continuation. How many of its tokens will be accepted? If the shares are right, a token
+# is accepted with the product of all shares up to it. The sum of these products is the **expected number of accepted
+# tokens**. Propose the continuation with the largest sum.
 
 # %%
 toy = "the cat sat on the mat and the cat sat on the".split()
@@ -80,7 +87,7 @@ toy = "the cat sat on the mat and the cat sat on the".split()
 after_the = Counter(b for a, b in zip(toy, toy[1:]) if a == "the")
 print("after 'the':", dict(after_the))
 
-one_word = [2 / 3, 2 / 3, 2 / 3]  # cat sat on: three tokens for a match of one word
+one_word = [2 / 3, 2 / 3, 2 / 3]  # cat sat on: a match of one word may propose three tokens
 two_words = [1, 1, 1, 1]  # mat and the cat
 show(
     table(
@@ -90,25 +97,27 @@ show(
 )
 
 # %% [markdown]
-# A match of one word may propose three tokens, one of two words six, and so on: a short match deserves a short proposal. The second line wins, whether or not the cat sits on
-# the mat again.
+# A match of one word may propose three tokens, a match of two words six, and so on, because a short match should give a
+# short proposal. The second line wins, whether or not the cat sits on the mat again.
 #
-# Nothing here is a probability that anybody vouches for. A count of one of one is a share of 1, and it is often wrong. That is no danger to the output. The target decides about
-# every token: a drafted token is kept when it is what the target chooses itself, and otherwise the target's choice stands ([notebook 02](02_the_acceptance_rule.ipynb)).
-# This works for any draft, also for one that comes from nowhere.
+# None of these shares is a reliable probability. A count of one out of one gives a share of 1, and it is often wrong.
+# The output is exact anyway, because the target decides about every token. In greedy decoding, a drafted token is
+# accepted if it is the target's top-1 token. Otherwise the target's own token is output
+# ([notebook 02](02_the_acceptance_rule.ipynb)). This works for any draft, whatever it is based on.
 #
 # ## From scratch
 #
-# First the n-gram look-up. A copy that reaches the end of the text goes on with itself, so loops are followed.
+# We start with the n-gram look-up. When the copy reaches the end of the text, it continues with its own beginning, so
+# it can follow loops.
 
 
 # %%
 def ngram(text, budget, longest=4, shortest=2):
-    """Copy what followed the longest match of the text's end, the most recent one."""
+    """Copy what followed the most recent occurrence of the longest match of the text's end."""
     for n in range(longest, shortest - 1, -1):
-        for place in range(len(text) - 1, n - 1, -1):
-            if text[place - n : place] == text[-n:]:
-                period = text[place:]
+        for begin in range(len(text) - 1, n - 1, -1):
+            if text[begin - n : begin] == text[-n:]:
+                period = text[begin:]
                 return [period[i % len(period)] for i in range(budget)]
     return []
 
@@ -117,27 +126,28 @@ print(ngram(toy, budget=4))
 assert ngram(toy, budget=4) == ["mat", "and", "the", "cat"]
 
 # %% [markdown]
-# Now suffix decoding (arXiv 2411.04975). For every match length, follow the most frequent token, then the most frequent one after that, and multiply the shares. Stop below 0.1.
-# Among equals the more recent one goes first.
+# Next comes suffix decoding (arXiv 2411.04975). For every match length, follow the most frequent next token, then the
+# most frequent token after that, and multiply the shares. Stop below 0.1. If two tokens are equally frequent, take the
+# more recent one.
 
 
 # %%
-def follow(text, places, limit, known):
-    """The most frequent continuation of these places, and how many of its tokens to expect. known: tokens still counted."""
+def follow(text, starts, limit, known):
+    """The most frequent continuation of these starts, and its expected tokens. known: how many tokens are counted."""
     copy, share, expected = [], 1.0, 0.0
     while len(copy) < limit:
-        going = [place for place in places if place + len(copy) < len(text)]
-        if not going or len(copy) >= known:  # one occurrence is left, or longer than what is counted: the latest leads
-            token = (text + copy)[max(places) + len(copy)]
+        going = [begin for begin in starts if begin + len(copy) < len(text)]
+        if not going or len(copy) >= known:  # no occurrence left, or beyond the counts: follow the latest
+            token = (text + copy)[max(starts) + len(copy)]
         else:
             counts, latest = Counter(), {}
-            for place in going:
-                token = text[place + len(copy)]
+            for begin in going:
+                token = text[begin + len(copy)]
                 counts[token] += 1
-                latest[token] = place
+                latest[token] = begin
             token = max(counts, key=lambda t: (counts[t], latest[t]))
             share *= counts[token] / len(going)
-            places = [place for place in going if text[place + len(copy)] == token]
+            starts = [begin for begin in going if text[begin + len(copy)] == token]
         if share < 0.1:
             break
         copy.append(token)
@@ -146,14 +156,14 @@ def follow(text, places, limit, known):
 
 
 def suffix(text, budget, longest=24, per_match=3):
-    """Of all match lengths the continuation with the most expected tokens, the longest match among equals."""
-    best, worth = [], 0.0
+    """The continuation with the most expected tokens, over all match lengths; of equals, the longest match."""
+    best, most = [], 0.0
     for m in range(min(longest, len(text) - 1), 0, -1):
-        places = [place for place in range(m, len(text)) if text[place - m : place] == text[-m:]]
-        if places:
-            copy, expected = follow(text, places, min(budget, per_match * m), known=longest + 1 - m)
-            if expected > worth:
-                best, worth = copy, expected
+        starts = [begin for begin in range(m, len(text)) if text[begin - m : begin] == text[-m:]]
+        if starts:
+            copy, expected = follow(text, starts, min(budget, per_match * m), known=longest + 1 - m)
+            if expected > most:
+                best, most = copy, expected
     return best
 
 
@@ -161,34 +171,37 @@ assert suffix(toy, budget=4) == ["mat", "and", "the", "cat"]
 print(suffix(toy, budget=4))
 
 # %% [markdown]
-# And how do we measure them? Here something comes to our help. Whether a copied token is accepted depends only on what the target writes. So **the finished text tells
-# everything**: go through it, draft at every step, compare with what came. No model is needed. We call this a *replay*.
+# How do we measure these methods? Whether a copied token is accepted depends only on what the target writes. So **the
+# finished text is enough**. Go through it, draft at every step, and compare the draft with the tokens that follow. No
+# model is needed. We call this a *replay*.
 
 
 # %%
 def replay(text, start, propose, length=8):
-    """The passes over `text` from `start` on, each as (tokens drafted, tokens accepted). The first token needs no draft."""
+    """The passes over `text` from `start` on, as (drafted, accepted) tokens. The first new token needs no draft."""
     at, passes = start + 1, []
     while at < len(text):
         draft = propose(text[:at], min(length, len(text) - at - 1))
-        kept = 0
-        while kept < len(draft) and draft[kept] == text[at + kept]:
-            kept += 1
-        passes.append((len(draft), kept))
-        at += kept + 1  # the token behind them is the target's own
+        accepted = 0
+        while accepted < len(draft) and draft[accepted] == text[at + accepted]:
+            accepted += 1
+        passes.append((len(draft), accepted))
+        at += accepted + 1  # the token after them is the target's own
     return passes
 
 
 print(replay(toy + "mat and the dog ran off".split(), len(toy), ngram))
 
 # %% [markdown]
-# The first token, *mat*, comes with the pass that reads the prompt. Then *and the cat sat* is drafted: two tokens are right, and the target says *dog* where the draft said *cat*.
-# *The dog* has not occurred before, so nothing is drafted for *ran*, and each of the last two passes gives one token.
+# The first token, *mat*, comes from the pass that reads the prompt. Then *and the cat sat* is drafted. Two tokens are
+# right, and then the target has *dog* where the draft has *cat*. *The dog* did not occur before, so nothing is drafted
+# for *ran*. Each of the last two passes yields one token.
 #
 # ## The library's call
 #
-# The same two methods are `NGram` and `Suffix`, or `draft="ngram"` and `draft="suffix"`. The library keeps a hash table and a tree of counts, so that a look-up doesn't read the whole
-# text again. We let the target write twice: greedy, and sampled at temperature 1. The prompt is a function, cut in the middle.
+# The library has the same two methods as `NGram` and `Suffix`, or `draft="ngram"` and `draft="suffix"`. It stores a
+# hash table and a tree of counts, so a look-up does not read the whole text again. The target writes two texts: one
+# greedily, and one sampled at temperature 1. The prompt is a function that is cut off in the middle.
 
 # %%
 SOURCE = '''def summarise(values, low, high):
@@ -215,17 +228,17 @@ for name, options in {
     passes, report = replay(output, start, suffix), model.report
     assert len(passes) == report.target_passes
     assert sum(drafted for drafted, _ in passes) == report.drafted
-    assert sum(kept for _, kept in passes) == report.accepted
+    assert sum(accepted for _, accepted in passes) == report.accepted
     written[name] = output
     print(f"{name}: {report.target_passes} passes, {report.accepted} of {report.drafted} drafted tokens accepted")
 
 # %% [markdown]
-# Our replay and the library agree in every count: passes, drafted, accepted. The greedy text is also that of plain decoding, and the n-gram tables agree at every place
-# of the text.
+# Our replay and the library agree in every count: passes, drafted tokens and accepted tokens. The greedy text is also
+# the same as the baseline's. Below, the n-gram tables agree at every position of the text.
 
 # %%
-plain = model.generate(prompt, max_new_tokens=96, eos_token_id=None, pad_token_id=0, do_sample=False, assisted=False)
-assert plain[0].tolist() == written["greedy"] or model.dtype != torch.float32
+baseline = model.generate(prompt, max_new_tokens=96, eos_token_id=None, pad_token_id=0, do_sample=False, assisted=False)
+assert baseline[0].tolist() == written["greedy"] or model.dtype != torch.float32
 
 pair = AssistedModelForCausalLM.from_models(model.target, draft=NGram(), draft_length=8)
 output = pair.generate(prompt, max_new_tokens=96, eos_token_id=None, pad_token_id=0, do_sample=False)[0].tolist()
@@ -233,31 +246,35 @@ assert output == written["greedy"] or model.dtype != torch.float32
 print(f"n-gram, greedy: {pair.report.target_passes} passes, {pair.report.accepted} of {pair.report.drafted} accepted")
 
 index = NGramIndex(2, 4)
-for place, token in enumerate(written["greedy"]):
+for position, token in enumerate(written["greedy"]):
     index.append(token)
     found = index.match()
-    mine = ngram(written["greedy"][: place + 1], 8)
+    mine = ngram(written["greedy"][: position + 1], 8)
     assert mine == ([] if found is None else index.continuation(found[1], 8))
 
 print(tokenizer.decode(written["greedy"][start:])[:220])
 
 # %% [markdown]
-# (`NGram` drafts less after wrong drafts, so its passes are not quite those of our `ngram`; exercise 3 is about that.)
+# (`NGram` drafts less after wrong drafts, so it does not make exactly the same passes as our `ngram`. Exercise 3 is
+# about this.)
 #
-# Look at the greedy text. The small target has begun to repeat itself. **Loops flatter every drafter that copies**: a loop is the easiest thing in the world to draft. Keep that in
-# mind when somebody shows you a speedup of a small model at temperature 0.
+# Look at the greedy text. The small target has begun to repeat itself. **Loops flatter every drafter that copies**,
+# because nothing is easier to draft than a loop. Remember this when somebody shows you a speedup of a small model at
+# temperature 0.
 #
 # ## The picture
 #
-# Four texts of about the same length:
+# The figure compares four texts of about the same length:
 #
-# - an **edit**: the function above stands in the prompt, and the answer is the same function with `values` renamed to `readings`,
-# - the target's **greedy** text, with its loops,
-# - the target's **sampled** text at temperature 1,
-# - **fresh prose**: a paragraph that repeats nothing on purpose.
+# - an **edit**: the prompt contains the function above, and the answer is the same function with `values` renamed to
+#   `readings`;
+# - the target's **greedy** text, with its loops;
+# - the target's **sampled** text at temperature 1;
+# - **fresh prose**: a paragraph without intentional repetition.
 #
-# The first and the last weren't written by the small target, which is too small to follow an instruction. They are replayed: the counts are those of a target that writes just
-# this. Each box is a token, each gap between boxes ends a pass.
+# The small target did not write the first and the last text, because it is too small to follow an instruction. We
+# replay these two. The counts are those of a target that writes exactly this text. Each box is a token, and each gap
+# between boxes is the end of a pass.
 
 # %%
 PROSE = """The ferry left before dawn, so nobody on the quay noticed how low it sat in the water. Grain for three villages lay
@@ -271,16 +288,16 @@ def ids(words):
 
 
 question, answer = ids(SOURCE), ids(SOURCE.replace("values", "readings"))
-about = ids("Write a short scene on a river.\n")
+instruction = ids("Write a short scene on a river.\n")
 texts = {
     "edit": (question + answer[:96], len(question)),
     "greedy": (written["greedy"], start),
     "sampled, T = 1": (written["sampled"], start),
-    "fresh prose": (about + ids(PROSE)[:96], len(about)),
+    "fresh prose": (instruction + ids(PROSE)[:96], len(instruction)),
 }
 replayed = {name: replay(text, begin, suffix) for name, (text, begin) in texts.items()}
-per_pass = {name: sum(kept + 1 for _, kept in p) / len(p) for name, p in replayed.items()}
-wrong = {name: sum(drafted - kept for drafted, kept in p) / len(p) for name, p in replayed.items()}
+per_pass = {name: sum(accepted + 1 for _, accepted in p) / len(p) for name, p in replayed.items()}
+wrong = {name: sum(drafted - accepted for drafted, accepted in p) / len(p) for name, p in replayed.items()}
 assert per_pass["edit"] > 2 * per_pass["fresh prose"]
 
 # %%
@@ -288,77 +305,86 @@ fig, axes = plt.subplots(figsize=(7, 2.9))
 for row, (name, passes) in enumerate(replayed.items()):
     at, y = 0.0, len(replayed) - row
     boxes = {"accepted": [], "target": []}
-    for _, kept in passes:
-        boxes["accepted"] += [(at + place, 0.82) for place in range(kept)]
-        boxes["target"].append((at + kept, 0.82))
-        at += kept + 1.6
+    for _, accepted in passes:
+        boxes["accepted"] += [(at + offset, 0.82) for offset in range(accepted)]
+        boxes["target"].append((at + accepted, 0.82))
+        at += accepted + 1.6
     for name_of, spans in boxes.items():
         axes.broken_barh(spans, (y - 0.25, 0.5), facecolors=COLOURS[name_of])
-    axes.text(0, y + 0.34, f"{name}: {per_pass[name]:.2f} tokens a pass, {wrong[name]:.1f} wrong guesses a pass")
+    axes.text(0, y + 0.34, f"{name}: {per_pass[name]:.2f} tokens per pass, {wrong[name]:.1f} wrong guesses per pass")
 axes.text(0, 0.25, "copied and accepted", color=COLOURS["accepted"], weight="bold")
-axes.text(48, 0.25, "the target's own token, one a pass", color=COLOURS["target"], weight="bold")
-axes.set(ylim=(0.1, 4.75), xlabel="96 new tokens of each text, a gap behind each pass", xticks=[], yticks=[])
+axes.text(48, 0.25, "the target's own token, one per pass", color=COLOURS["target"], weight="bold")
+axes.set(ylim=(0.1, 4.75), xlabel="96 new tokens of each text, with a gap after each pass", xticks=[], yticks=[])
 axes.spines["left"].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# Opposite outcomes from the same method. In the edit, runs of eight copied tokens end where the draft length ends them. In fresh prose nearly every pass gives
-# its one token, and the guesses are wrong.
+# The same method gives opposite results. In the edit, there are runs of eight copied tokens, which end only because of
+# the draft length. In fresh prose, nearly every pass yields only its one token, and the guesses are wrong.
 #
-# What this one picture can't show: how large each share is in *your* text. It has one text of each kind.
+# This figure has one text of each kind. It cannot show how large the share of each kind is in *your* texts.
 #
 # ## When it loses
 #
-# Copying costs nothing, but checking does. Every wrong guess is one more column in the target's pass. Say that a column adds a share $\kappa$ of a pass over one token. Then
-# a pass with $n$ drafted tokens costs $1 + \kappa n$, and drafting is worth
+# Copying costs nothing, but verification does. Every wrong guess is one more position in the target's pass. Suppose
+# that one position adds a share $\kappa$ of a pass over one token. Then a pass with $n$ drafted tokens costs
+# $1 + \kappa n$, and the speedup is
 #
 # $$ S = \frac{\text{tokens}}{\sum_{\text{passes}} (1 + \kappa\, n)} $$
 #
-# times plain decoding. [Notebook 01](01_why_decoding_is_slow.ipynb) measures passes over one token and over many: a column costs next to nothing where a pass waits for memory, several
-# percent on a small CPU, and more and more as a batch fills the machine.
+# [Notebook 01](01_why_decoding_is_slow.ipynb) measures passes over one and over several tokens. One more position costs
+# almost nothing where a pass waits for memory, and several per cent on a small CPU. It costs more and more as a batch
+# fills the machine.
 
 
 # %%
-def times_plain(passes, column):
-    return sum(kept + 1 for _, kept in passes) / sum(1 + column * drafted for drafted, _ in passes)
+def speedup(passes, position_cost):
+    return sum(accepted + 1 for _, accepted in passes) / sum(1 + position_cost * drafted for drafted, _ in passes)
 
 
 prices = [0.0, 0.02, 0.05, 0.1, 0.3]
-rows = [[name, *(times_plain(passes, price) for price in prices)] for name, passes in replayed.items()]
-show(table(["S at a column price of", *map(str, prices)], rows))
+rows = [[name, *(speedup(passes, price) for price in prices)] for name, passes in replayed.items()]
+show(table(["speedup at a cost per position of", *map(str, prices)], rows))
 
-assert times_plain(replayed["fresh prose"], 0.0) >= 1  # for nothing, a guess can't hurt
-assert times_plain(replayed["fresh prose"], 0.3) < 1 < times_plain(replayed["edit"], 0.3)
+assert speedup(replayed["fresh prose"], 0.0) >= 1  # if positions are free, a guess does no harm
+assert speedup(replayed["fresh prose"], 0.3) < 1 < speedup(replayed["edit"], 0.3)
 
 # %% [markdown]
-# So it loses
+# So copying loses
 #
-# - on text that repeats nothing, as soon as a column has a price,
-# - in large batches, where every column has its full price,
-# - at high temperature, where even what repeats is drawn anew.
+# - on text that repeats nothing, as soon as a position has a cost;
+# - in large batches, where every position has its full cost;
+# - at high temperature, where even repeated text is sampled again.
 #
-# The losses are small, for a look-up *knows* when it has nothing to say, and a **back-off** makes them smaller: after wrong drafts propose less, then pause (exercise 3). The
-# library's `NGram` does so. With the default draft length, which adapts, columns that don't pay are not proposed at all ([notebook 06](06_adaptive_length.ipynb)).
+# The losses are small, because a look-up without a match proposes nothing. A **back-off** makes them even smaller:
+# after wrong drafts it proposes fewer tokens, then pauses (exercise 3). The library's `NGram` does this. With the
+# default draft length, which adapts, tokens that are not worthwhile are not proposed at all
+# ([notebook 06](06_adaptive_length.ipynb)).
 #
-# One more warning. Looking up what was written for *other people* would find more. It would also tell them, by the time an answer takes, what others have written. The library
-# doesn't do it unless it is told to.
+# One more warning. A look-up in the texts of *other users* would find more matches. But the response time would then
+# reveal what others have written. The library does this only if you ask for it.
 #
 # ## Takeaway
 #
-# > **Copying is a draft for nothing.** What it is worth depends on the text alone: much where the answer repeats its prompt or itself, nothing where it doesn't. Since the finished text
-# > decides what would have been accepted, you can replay the texts you have and know the number of passes before you run anything. Looping text flatters every copy.
+# > **Copying is a free draft.** Its benefit depends only on the text. It is large where the answer repeats the prompt
+# > or itself, and zero where it does not. The finished text determines which tokens would have been accepted. So you
+# > can replay the texts that you have, and get the number of passes without running a model. Looping text flatters
+# > every copying drafter.
 
 # %% [markdown]
 # ## Exercises
 #
 # ### 1. A suffix automaton
 #
-# Our `suffix` reads the whole text at every step. A *suffix automaton* is a small machine that reads exactly the substrings of a text. It grows token by token, in constant
-# time per token on average, and has at most $2n - 1$ states for $n \ge 2$ tokens. The longest suffix that occurred before is one look at it.
+# Our `suffix` reads the whole text at every step. A *suffix automaton* is a small state machine that accepts exactly
+# the substrings of a text. It grows token by token, in constant time per token on average. It has at most $2n - 1$
+# states for $n \ge 2$ tokens. One look at it gives the longest suffix that occurred before.
 #
-# Write `automaton(text)`. Return three lists over the states, state 0 being the empty string: `follow` (a dict from token to state), `link` (the state of the longest suffix
-# that belongs to another state, -1 for state 0), and `length` (of the longest string that ends in the state). To append a token: make a state whose length is one more than that of
-# the last state. Walk from the last state along the links and add the token wherever it leads nowhere yet. Where it leads somewhere, the state there may have to be split in two.
+# Write `automaton(text)`. Return three lists over the states, where state 0 is the empty string: `follow` (a dict from
+# token to state), `link` (the state of the longest suffix that belongs to another state, -1 for state 0), and `length`
+# (the length of the longest string that ends in the state). To append a token, make a state whose length is one more
+# than that of the last state. Walk from the last state along the links, and add a transition for the token wherever
+# there is none. Where there already is one, the state that it leads to may have to be split in two.
 
 
 # %% tags=["check"]
@@ -367,18 +393,20 @@ def check_1(candidate):
     for size, symbols in [(1, 1), (8, 2), (30, 2), (40, 3), (60, 5)]:
         text = [rng.randrange(symbols) for _ in range(size)]
         follow, link, length = candidate(list(text))
-        assert len(follow) <= max(2, 2 * size - 1), f"{len(follow)} states for {size} tokens: some were split too often"
+        assert len(follow) <= max(2, 2 * size - 1), f"{len(follow)} states for {size} tokens are too many splits"
         substrings = {tuple(text[i:j]) for i in range(size) for j in range(i + 1, size + 1)}
         for words in substrings:
             state = 0
             for token in words:
-                assert token in follow[state], f"{words} stands in {text} and is not accepted"
+                assert token in follow[state], f"{words} occurs in {text} but is not accepted"
                 state = follow[state][token]
         count = sum(length[s] - length[link[s]] for s in range(1, len(link)))
-        assert count == len(substrings), f"{count} different substrings by the lengths, {len(substrings)} by counting"
+        assert count == len(substrings), (
+            f"the lengths give {count} different substrings, but there are {len(substrings)}"
+        )
         seen = max(m for m in range(size) if any(text[i - m : i] == text[size - m :] for i in range(m, size)) or m == 0)
         last = max(range(len(length)), key=length.__getitem__)
-        assert length[link[last]] == seen, f"the longest suffix seen before has {seen} tokens, not {length[link[last]]}"
+        assert length[link[last]] == seen, f"the longest repeated suffix has {seen} tokens, not {length[link[last]]}"
 
 
 # %% tags=["exercise"]
@@ -406,7 +434,7 @@ def automaton(text):
             state = link[state]
         if state >= 0:
             there = follow[state][token]
-            if length[there] > length[state] + 1:  # longer strings end there, too: split off the short ones
+            if length[there] > length[state] + 1:  # longer strings end there, too, so split off the short ones
                 follow.append(dict(follow[there]))
                 length.append(length[state] + 1)
                 link.append(link[there])
@@ -425,11 +453,14 @@ attempt(check_1, automaton)
 # %% [markdown]
 # ### 2. An adversarial text
 #
-# Be the adversary: write a text on which a look-up of the last token *always* has a proposal and is *never* right. Not once, at no position.
+# Now you are the adversary. Write a text on which a look-up of the last token *always* has a proposal and is *never*
+# right, at any position.
 #
-# Write `adversary(symbols)`: a list of $\text{symbols}^2$ tokens, each a number below `symbols`. From token $2 \cdot \text{symbols}$ on, both methods with matches of one token and
-# more must propose something in every pass (but the very last one, which has no room for a draft), and nothing may be accepted. Which property of neighbouring tokens makes every copy
-# wrong? (With more than ten symbols `suffix` falls silent by itself: no share is above 0.1 then.)
+# Write `adversary(symbols)`. It returns a list of $\text{symbols}^2$ tokens, each a number below `symbols`. From token
+# $2 \cdot \text{symbols}$ on, both methods, with matches of at least one token, must propose something in every pass
+# (except the very last one, which has no room for a draft). No proposed token may be accepted. Which property of
+# neighbouring tokens makes every copy wrong? (With more than ten symbols, `suffix` stops proposing by itself, because
+# no share is above 0.1.)
 
 
 # %% tags=["check"]
@@ -439,19 +470,19 @@ def check_2(candidate):
 
     for symbols in (4, 6, 9):
         text = list(candidate(symbols))
-        assert len(text) == symbols**2, f"{symbols} symbols: {len(text)} tokens instead of {symbols**2}"
-        assert all(0 <= token < symbols for token in text), f"every token must be one of 0 to {symbols - 1}"
+        assert len(text) == symbols**2, f"with {symbols} symbols there are {len(text)} tokens instead of {symbols**2}"
+        assert all(0 <= token < symbols for token in text), f"every token must be between 0 and {symbols - 1}"
         for method in (shortest_match, suffix):
             passes = replay(text, 2 * symbols, method, length=4)
-            kept = sum(kept for _, kept in passes)
-            assert kept == 0, f"{symbols} symbols: {kept} copied tokens were right"
+            accepted = sum(accepted for _, accepted in passes)
+            assert accepted == 0, f"with {symbols} symbols, {accepted} copied tokens were right"
             silent = sum(drafted == 0 for drafted, _ in passes[:-1])
-            assert silent == 0, f"{symbols} symbols: in {silent} passes nothing was proposed"
+            assert silent == 0, f"with {symbols} symbols, nothing was proposed in {silent} passes"
 
 
 # %% tags=["exercise"]
 def my_adversary(symbols):
-    return [i % symbols for i in range(symbols**2)]  # always proposes, and is always right
+    return [i % symbols for i in range(symbols**2)]  # the look-up always proposes something and is always right
 
 
 attempt(check_2, my_adversary)
@@ -459,7 +490,7 @@ attempt(check_2, my_adversary)
 
 # %% tags=["answer"]
 def adversary(symbols):
-    """No pair of neighbours occurs twice, so what followed a token never follows it again: a de Bruijn sequence."""
+    """A de Bruijn sequence. No pair of neighbours occurs twice, so what followed a token never follows it again."""
     text = []
     for a in range(symbols):
         text.append(a)
@@ -471,17 +502,20 @@ def adversary(symbols):
 attempt(check_2, adversary)
 
 # %% [markdown]
-# With matches of at least two tokens, it takes a text in which no *three* neighbours occur twice: a de Bruijn sequence of order three. Real text is never that hostile, but source code
-# with many near-copies comes close: every copy is right for a while and wrong where it matters.
+# For matches of at least two tokens, you need a text in which no *three* neighbours occur twice, a de Bruijn sequence
+# of order three. Real text is never that hostile. But source code with many near-copies comes close: every copy is
+# right for a while, and wrong where it matters.
 #
 # ### 3. Back off
 #
-# Bound the loss. A back-off says how many tokens may be drafted in a pass, and learns how many were accepted. Write a class with two methods:
+# Limit the loss. A back-off decides how many tokens may be drafted in a pass, and learns from the number of accepted
+# tokens. Write a class with two methods:
 #
-# - `allowed(length)`: how many tokens may be drafted now, at most `length`; called once a pass,
-# - `learn(drafted, accepted)`: what became of them; called behind it, when something was drafted.
+# - `allowed(length)` returns how many tokens may be drafted now, at most `length`. It is called once per pass.
+# - `learn(drafted, accepted)` receives the result. It is called after the pass if something was drafted.
 #
-# On a hostile text at most one token in five passes may be wasted; on the edit it may cost at most a tenth more passes; and one accepted token must bring the full length back.
+# There are three requirements. On a hostile text, at most one token may be wasted in five passes. On the edit, the
+# back-off may cost at most a tenth more passes. One accepted token must restore the full length.
 
 
 # %% tags=["check"]
@@ -491,31 +525,31 @@ def check_3(candidate):
         while at < len(text):
             room = min(backoff.allowed(8), len(text) - at - 1)
             draft = propose(text[:at], room) if room > 0 else []
-            kept = next((i for i, token in enumerate(draft) if token != text[at + i]), len(draft))
+            accepted = next((i for i, token in enumerate(draft) if token != text[at + i]), len(draft))
             if draft:
-                backoff.learn(len(draft), kept)
-            passes.append((len(draft), kept))
-            at += kept + 1
+                backoff.learn(len(draft), accepted)
+            passes.append((len(draft), accepted))
+            at += accepted + 1
         return passes
 
     fresh = candidate()
     for _ in range(6):
         fresh.learn(8, 0)
     fresh.learn(1, 1)
-    assert fresh.allowed(8) == 8, "after an accepted token all eight must be allowed again"
-    hostile = [b for a in range(20) for c in range(a + 1, 20) for b in (a, c)]  # no two neighbours occur twice
+    assert fresh.allowed(8) == 8, "after an accepted token, all eight must be allowed again"
+    hostile = [b for a in range(20) for c in range(a + 1, 20) for b in (a, c)]  # no pair of neighbours occurs twice
     passes = run(hostile, 60, lambda before, room: ngram(before, room, shortest=1), candidate())
-    wasted = sum(drafted - kept for drafted, kept in passes)
-    assert wasted <= 0.2 * len(passes), f"{wasted} tokens wasted in {len(passes)} passes of a hostile text"
+    wasted = sum(drafted - accepted for drafted, accepted in passes)
+    assert wasted <= 0.2 * len(passes), f"{wasted} tokens were wasted in {len(passes)} passes over a hostile text"
     text, begin = texts["edit"]
     careful, careless = len(run(text, begin, suffix, candidate())), len(replay(text, begin, suffix))
-    assert careful <= 1.1 * careless, f"{careful} passes for the edit, {careless} without a back-off"
+    assert careful <= 1.1 * careless, f"the edit takes {careful} passes, but {careless} without a back-off"
 
 
 # %% tags=["exercise"]
 class MyBackoff:
     def allowed(self, length):
-        return length  # every time
+        return length  # always
 
     def learn(self, drafted, accepted):
         pass
@@ -526,7 +560,7 @@ attempt(check_3, MyBackoff)
 
 # %% tags=["answer"]
 class Backoff:
-    """Half as much after each miss; then pauses that double, up to sixteen passes."""
+    """Half as many tokens after each miss, then pauses that double, up to sixteen passes."""
 
     def __init__(self):
         self.misses = self.pause = 0
@@ -547,8 +581,10 @@ attempt(check_3, Backoff)
 # %% [markdown]
 # ## References
 #
-# - Oliaro and others, *SuffixDecoding*: [arXiv 2411.04975](https://arxiv.org/abs/2411.04975)
-# - Yang and others, *Inference with Reference* (LLMA), copying what followed a match: [arXiv 2304.04487](https://arxiv.org/abs/2304.04487)
-# - Leviathan and others, *Fast Inference from Transformers via Speculative Decoding*: [arXiv 2211.17192](https://arxiv.org/abs/2211.17192)
+# - Oliaro and others. SuffixDecoding. [arXiv 2411.04975](https://arxiv.org/abs/2411.04975)
+# - Yang and others. Inference with Reference (LLMA), copying what followed a match.
+#   [arXiv 2304.04487](https://arxiv.org/abs/2304.04487)
+# - Leviathan and others. Fast Inference from Transformers via Speculative Decoding.
+#   [arXiv 2211.17192](https://arxiv.org/abs/2211.17192)
 #
 # Next: [08. Medusa](08_medusa.ipynb), several heads at once.

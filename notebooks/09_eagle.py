@@ -13,9 +13,10 @@
 # %% [markdown]
 # # 09. EAGLE
 #
-# **What should a draft read: the words, what the target made of them, or both?**
+# **What should a draft read: the tokens, the target's hidden states, or both?**
 #
-# *About 25 minutes to read. Runs in under 90 seconds on two cores. Before it: notebooks [03](03_choosing_a_draft.ipynb) and [08](08_medusa.ipynb).*
+# *About 25 minutes to read. Runs in under 90 seconds on two cores. Before it: notebooks [03](03_choosing_a_draft.ipynb)
+# and [08](08_medusa.ipynb).*
 
 # %% tags=["colab"]
 # On Colab or Kaggle, run this first:  %pip install "assisted[notebooks]"
@@ -47,42 +48,43 @@ figure_style()
 # %% [markdown]
 # ## Question
 #
-# A draft model reads the words of the text and works out everything anew. Yet the target has read the same text and worked out far more. It
-# stands in its **hidden states**: the vectors that its layers hand on, one for each token. In this notebook such a vector is called the
-# **feature** of its token.
+# A draft model reads the tokens of the text and computes everything from the beginning. But the target has read the
+# same text and computed much more. Its results are in its **hidden states**, the vectors that each layer passes to the
+# next, one for each token. In this notebook, such a vector is called the **feature** of its token.
 #
-# A Medusa head (notebook 08) reads the newest feature and nothing else. It cannot know which token the target has chosen since.
+# A Medusa head (notebook 08) reads only the newest feature. It has no access to the token that the target has chosen
+# since.
 #
 # So there are three ways to guess a token. A draft can read
 #
-# 1. the **tokens** of the text, like any language model,
-# 2. the **features** of the target,
+# 1. the **tokens** of the text, like any language model;
+# 2. the **features** of the target;
 # 3. **both**. This is EAGLE.
 #
-# Here is what is known when token i + 2 is to be guessed. The target has just chosen token i + 1. It has not read it yet, so there is no
-# feature of it:
+# Suppose that we want to guess token i + 2. The target has just chosen token i + 1. It has not read this token yet, so
+# the token has no feature:
 #
-# | place | … | i | i + 1 | i + 2 |
+# | position | … | i | i + 1 | i + 2 |
 # |---|---|---|---|---|
 # | token | known | known | known | to be guessed |
 # | feature | known | known | – | – |
 #
-# The features lag behind by one. So EAGLE pairs **feature i with token i + 1**, one column of the table to the right. The authors call it the
-# shifted token.
+# The features are one position behind. So EAGLE pairs **feature i with token i + 1**, one column to the right in the
+# table. The authors call it the shifted token.
 #
 # ## Your prediction
 #
-# Take one transformer layer as the draft. Say it sees only tokens, only features, or both, and is otherwise the same. Of 100 guesses, how
-# many are what the target says there? Write down three numbers. And a fourth: the head goes on from its own guesses. How much worse is its
-# fifth guess than its first?
+# The draft is one transformer layer. It reads only tokens, only features, or both, and is otherwise the same. How many
+# of 100 guesses are the token that the target itself chooses? Write down three numbers. Then a fourth one: when the
+# head continues from its own guesses, how much worse is its fifth guess than its first?
 
 # %% [markdown]
 # ## By hand
 #
-# A bracket was opened long ago, and the target has kept in mind which kind. Then it tossed a coin and wrote `x` or `7`. What comes next
-# depends on both:
+# A bracket was opened long ago, and the target's feature contains which kind. Then the target sampled `x` or `7`, like
+# tossing a coin. What comes next depends on both:
 #
-# | bracket, in the feature | token that was drawn | what follows |
+# | bracket, in the feature | sampled token | what follows |
 # |---|---|---|
 # | `(` | `x` | `=` |
 # | `(` | `7` | `)` |
@@ -91,17 +93,18 @@ figure_style()
 #
 # All four rows are equally frequent.
 #
-# - **Token only.** It is `x`, say. Two rows remain, `=` and `]`. The best guess is right one time in two.
-# - **Feature only.** It is `(`, say. Two rows remain, `=` and `)`. One time in two again, and no training will ever change it: the coin is not in the feature.
-# - **Both.** One row remains. Always right.
+# - **Token only.** Suppose the token is `x`. Two rows remain, `=` and `]`. The best guess is right one time in two.
+# - **Feature only.** Suppose the bracket is `(`. Two rows remain, `=` and `)`. The best guess is again right one time
+#   in two. Training cannot change this, because the result of the coin toss is not in the feature.
+# - **Both.** One row remains, and the guess is always right.
 #
-# There is a difference between the first two. The bracket *does* stand in the text. A draft that reads all tokens can find it if it has
-# enough layers, and enough training. The coin cannot be found in old features by anybody.
+# There is a difference between the first two. The bracket *is* in the text. A draft that reads all tokens can find it
+# if it has enough layers and enough training. No draft can find the result of the coin toss in old features.
 #
 # ### The same with the real target
 #
-# Write two different tokens behind one text. The features of the text are the same in both cases, to the last digit or nearly so. What the
-# target says behind the two is not.
+# We append two different tokens to one text. The features of the text are the same in both cases, apart from rounding.
+# The target's choices after the two tokens differ.
 
 # %%
 model = AssistedModelForCausalLM.from_pretrained(TARGET, draft=Eagle(DRAFT, tree=False), draft_length=4)
@@ -113,7 +116,7 @@ taps = head.config.taps
 
 @torch.no_grad()
 def see(ids):
-    """One pass of the target, ids [B, T]: what it says behind each token [B, T, V], and the tapped features [B, T, F]."""
+    """One target pass over ids [B, T]. Returns the logits after each token [B, T, V] and the tapped features [B, T, F]."""
     out = target(ids.to(model.device), output_hidden_states=True, use_cache=False)
     return out.logits, torch.cat([out.hidden_states[tap] for tap in taps], -1)
 
@@ -123,17 +126,21 @@ text = tokenizer("values = sorted(", return_tensors="pt").input_ids
 more = [tokenizer(word, return_tensors="pt", add_special_tokens=False).input_ids[:, :1] for word in ("key", "[")]
 (logits_a, features_a), (logits_b, features_b) = (see(torch.cat([text, token], 1)) for token in more)
 before = (features_a[:, :-1] - features_b[:, :-1]).abs().max().item() / features_a.abs().max().item()
-behind = (features_a[:, -1] - features_b[:, -1]).abs().max().item() / features_a.abs().max().item()
-print(f"features of the text differ by {before:.0e} of the largest number, those of the new token by {behind:.0e}")
-print("behind the two the target says", [tokenizer.decode(logits[0, -1].argmax()) for logits in (logits_a, logits_b)])
-print(f"taps {taps} of {target.config.num_hidden_layers} layers: {features_a.shape[-1]} numbers a token")
+after = (features_a[:, -1] - features_b[:, -1]).abs().max().item() / features_a.abs().max().item()
+print(f"The features of the text differ by {before:.0e} of the largest number, those of the new token by {after:.0e}.")
+print(
+    "After the two tokens, the target chooses",
+    [tokenizer.decode(logits[0, -1].argmax()) for logits in (logits_a, logits_b)],
+)
+print(f"taps {taps} of {target.config.num_hidden_layers} layers: {features_a.shape[-1]} numbers per token")
 
 # %% [markdown]
 # ## From scratch
 #
-# The shipped head is an EAGLE-3 head. It takes the target's hidden states at three depths, a low, a middle and a high layer, and makes one
-# vector out of the three (`fuse`). Then comes one transformer layer. It looks at the embedding of token i + 1 and the vector of feature i,
-# side by side. What it hands on is its **state**, from which an output layer names token i + 2.
+# The shipped head is an EAGLE-3 head. It takes the target's hidden states at three depths, from a low, a middle and a
+# high layer, and combines them into one vector (`fuse`). Then comes one transformer layer. It reads the embedding of
+# token i + 1 and the vector of feature i, side by side. Its output is the head's **state**. From this state, an output
+# layer predicts token i + 2.
 
 # %%
 eps, layer = head.config.rms_norm_eps, head.layers[0]
@@ -150,8 +157,8 @@ def fuse(features):
     return linear(features, head.fc.weight)
 
 
-def turned(x, size):
-    """Rotary positions: x [n, heads * size] -> [heads, n, size], the pairs of numbers turned by the place."""
+def rotate(x, size):
+    """Rotary positions: x [n, heads * size] -> [heads, n, size], pairs of numbers rotated according to the position."""
     x = x.unflatten(-1, (-1, size)).transpose(0, 1)
     speeds = head.config.rope["rope_theta"] ** (-torch.arange(size // 2, device=x.device) / (size // 2))
     angles = torch.arange(x.shape[1], device=x.device)[:, None] * speeds
@@ -160,17 +167,17 @@ def turned(x, size):
 
 
 # %% [markdown]
-# And the layer: attention over what stands before, then the usual gated network.
+# Next comes the layer: attention over the current and earlier positions, then the usual gated network.
 
 
 # %%
 def step(embeddings, states):
-    """The layer, over all columns; each looks at itself and those before. [n, H] and [n, H] -> [n, H]"""
+    """The layer over all positions. Each attends to itself and those before. [n, H] and [n, H] -> [n, H]"""
     attention, mlp, size = layer.self_attn, layer.mlp, head.config.head_dim
     normed = rms(states, layer.hidden_norm)
     states = normed if head.config.norm_before_residual else states
     x = torch.cat([rms(embeddings, layer.input_layernorm), normed], -1)
-    query, key = (turned(linear(x, part.weight), size) for part in (attention.q_proj, attention.k_proj))
+    query, key = (rotate(linear(x, part.weight), size) for part in (attention.q_proj, attention.k_proj))
     value = linear(x, attention.v_proj.weight).unflatten(-1, (-1, size)).transpose(0, 1)
     groups = len(query) // len(key)
     seen = scaled_dot_product_attention(
@@ -181,40 +188,40 @@ def step(embeddings, states):
     return states + linear(silu(linear(x, mlp.gate_proj.weight)) * linear(x, mlp.up_proj.weight), mlp.down_proj.weight)
 
 
-def say(states):
-    """[..., H] -> the token that the head names."""
+def top1(states):
+    """[..., H] -> the head's top-1 token."""
     return head.draft_tokens[linear(rms(states, head.norm), head.lm_head.weight).argmax(-1)]
 
 
 # %% [markdown]
-# To draft, pair every token with the feature of the token before it, and run the layer. The last column names the next token. For the one
-# behind it the feature is missing: the target has not been there. So the head takes **its own state in the place of the feature** and goes
-# on.
+# To draft, we pair every token with the feature of the token before it, and run the layer. The last position predicts
+# the next token. For the token after that, the feature is missing, because the target has not run there yet. So the
+# head uses **its own state instead of the feature** and continues.
 
 
 # %%
 @torch.no_grad()
 def draft(text, features, g):
-    """g tokens behind the text. features: [len(text) - 1, F], of all tokens but the last."""
+    """g tokens after the text. features: [len(text) - 1, F], of all tokens but the last."""
     tokens, states = torch.tensor(text[1:], device=model.device), fuse(features)
     for _ in range(g):
         out = step(head.embed(tokens, target), states)
-        tokens = torch.cat([tokens, say(out[-1:])])
+        tokens = torch.cat([tokens, top1(out[-1:])])
         states = torch.cat([states, out[-1:]])
     return tokens[-g:].tolist()
 
 
 def decode(prompt, new_tokens, g):
-    """Greedy decoding. Returns the text and the number of passes of the target behind the prompt's."""
+    """Greedy decoding. Returns the text and the number of target passes after the prompt."""
     logits, features = see(torch.tensor([prompt]))
     text, passes = [*prompt, logits[0, -1].argmax().item()], 0
     while len(text) < len(prompt) + new_tokens:
         drafted = draft(text, features[0, : len(text) - 1], g)
         logits, features = see(torch.tensor([text + drafted]))
-        choice, kept, passes = logits[0, len(text) - 1 :].argmax(-1).tolist(), 0, passes + 1
-        while kept < g and drafted[kept] == choice[kept]:
-            kept += 1
-        text = text + choice[: kept + 1]
+        choice, accepted, passes = logits[0, len(text) - 1 :].argmax(-1).tolist(), 0, passes + 1
+        while accepted < g and drafted[accepted] == choice[accepted]:
+            accepted += 1
+        text = text + choice[: accepted + 1]
     return text[: len(prompt) + new_tokens], passes
 
 
@@ -225,12 +232,13 @@ print(f"{NEW - 1} tokens in {passes} passes: {(NEW - 1) / passes:.2f} tokens per
 print(tokenizer.decode(ours[-NEW:]))
 
 # %% [markdown]
-# After each round the target has read the kept tokens, so their true features are there. The head's own states are thrown away, right or wrong.
+# After each round, or draft-verify step, the target has read the accepted tokens, so their true features are available.
+# The head's own states are discarded, right or wrong.
 #
 # ## The library's call
 #
-# `Eagle(..., tree=False)` drafts chains. It keeps what the head has read in memory instead of reading everything again, and must take exactly
-# our passes and our text.
+# `Eagle(..., tree=False)` drafts chains. It caches what the head has read instead of reading everything again. It must
+# need the same number of passes as our loop, and write the same text.
 
 # %%
 embeddings, states = head.embed(ids[0, 1:].to(model.device), target), fuse(see(ids)[1][0, :-1])
@@ -242,25 +250,27 @@ print(f"one step differs by {error:.0e} of the largest state")
 output = model.generate(input_ids=ids.to(model.device), max_new_tokens=NEW, do_sample=False)
 print(
     model.report.target_passes,
-    "passes, by position:",
+    "passes, acceptance by position:",
     [round(share, 2) for share in model.report.acceptance_by_position],
 )
 if model.dtype == torch.float32:
     assert error < 1e-4 and output[0].tolist() == ours and model.report.target_passes == passes
 
 # %% [markdown]
-# Left alone (`draft="zoo:eagle3"`) the library drafts trees for greedy text, wide where the head is unsure and deep where it is not
-# (EAGLE-2). What a tree is was the subject of notebook 08; notebook [10](10_trees.ipynb) asks how large it should be.
+# By default (`draft="zoo:eagle3"`), the library drafts trees in greedy decoding. They are wide where the head is
+# uncertain and deep where it is confident (EAGLE-2). Notebook 08 introduced trees. Notebook [10](10_trees.ipynb) asks
+# how large they should be.
 #
 # ## The picture
 #
 # ### Three ways
 #
-# To compare what the three can read, take the shipped head, which was trained on both for a long time. Take one input away, by writing zeros
-# in its place. Such a head has lost a sense and is helpless. So let it learn to do without: sixty steps of training, on a few modules of the
-# standard library. The head that keeps both gets the same sixty steps on the same text.
+# We want to compare what the three kinds of drafts can learn. We take the shipped head, which was trained on both
+# inputs for a long time, and remove one input by replacing it with zeros. Without this input, the head is helpless at
+# first. So we train it to do without, for sixty steps on a few modules of the standard library. The head with both
+# inputs is trained for the same sixty steps on the same text.
 #
-# First the material: windows of 128 tokens with the target's features, and held-out functions to measure on.
+# First we prepare the data: windows of 128 tokens with the target's features, and held-out functions for measuring.
 
 # %%
 NAMES = "argparse ast collections/__init__ dataclasses difflib http/client logging/__init__ statistics textwrap unittest/mock".split()
@@ -277,29 +287,29 @@ last = torch.cat([states[-1] for states in out])  # what the target's output lay
 
 held = torch.cat([prompt.ids[:, :120] for prompt in prompts]).to(model.device)
 held_logits, held_features = see(held)
-choice = held_logits.argmax(-1)  # of place t: what the target says behind token t
-print(f"{windows.numel()} tokens to learn from, {held.numel()} to measure on")
+choice = held_logits.argmax(-1)  # at position t: the target's top-1 token after token t
+print(f"{windows.numel()} tokens for training, {held.numel()} for measuring")
 
 # %%
 WAYS = ("token", "feature", "both")
 
 
 def reads(way, head, ids, features):
-    """What a head is given: embeddings of token i + 1 and fused features i, one of them blanked."""
+    """The head's input: embeddings of token i + 1 and fused features i. One of them may be replaced by zeros."""
     embeddings, states = head.embed(ids[:, 1:], target), head.fuse(features)[:, :-1]
     return embeddings * (way != "feature"), states * (way != "token")
 
 
 @torch.no_grad()
 def right(way, head):
-    """Share of held-out places where the head's guess is the target's choice: column i guesses token i + 2."""
+    """Share of held-out positions where the head's guess is the target's choice. Position i guesses token i + 2."""
     guess = head.draft_tokens[head.logits(head(*reads(way, head, held, held_features))).argmax(-1)]
     return (guess[:, :-1] == choice[:, 1:-1]).float().mean().item()
 
 
 # %%
 def learn(way, steps=60, rows=4):
-    """A copy of the shipped head that learns to guess from what it is given, and its score on the way."""
+    """Trains a copy of the shipped head on the given inputs. Returns the copy and its scores during training."""
     student = copy.deepcopy(head).float().train()
     student.lm_head.requires_grad_(False)
     trained = [weight for weight in student.parameters() if weight.requires_grad]
@@ -310,9 +320,9 @@ def learn(way, steps=60, rows=4):
             distribution = (
                 target.get_output_embeddings()(last[at, 1:])[..., student.draft_tokens].float().log_softmax(-1)
             )
-        optimizer.param_groups[0]["lr"] = 1e-3 * min(1, (n + 1) / 10, (steps - n) / 40)  # up, and down again
-        said = student.logits(student(*reads(way, student, windows[at], features[at]))).log_softmax(-1)
-        loss = kl_div(said.flatten(0, 1), distribution.flatten(0, 1), log_target=True, reduction="batchmean")
+        optimizer.param_groups[0]["lr"] = 1e-3 * min(1, (n + 1) / 10, (steps - n) / 40)  # warm-up, then decay
+        predicted = student.logits(student(*reads(way, student, windows[at], features[at]))).log_softmax(-1)
+        loss = kl_div(predicted.flatten(0, 1), distribution.flatten(0, 1), log_target=True, reduction="batchmean")
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -325,13 +335,14 @@ students, curves = {}, {}
 for way in WAYS:
     students[way], curves[way] = learn(way)
 rows = [[way, *curves[way].values()] for way in WAYS]
-show(table(["reads", *(f"after {n} steps" for n in curves["both"])], rows))
+show(table(["input", *(f"after {n} steps" for n in curves["both"])], rows))
 assert curves["both"][60] > 2 * max(curves["token"][60], curves["feature"][60])
 
 # %% [markdown]
-# Neither half does by itself what the two do together. But be careful with these numbers. Sixty steps are little, and each step is smaller
-# towards the end. How far could the first two get? The package has two more drafts for this target, both trained on millions of tokens, and
-# each reads one of the two: Medusa's head 1 reads a feature only, and the draft model reads tokens only, with two layers instead of one.
+# Each input alone gives much less than the two together. But be careful with these numbers. Sixty steps are few, and
+# the steps become smaller towards the end. How far could the first two get? The package contains two more drafts for
+# this target, both trained on millions of tokens. Each reads one of the two inputs. Medusa's head 1 reads only a
+# feature. The draft model reads only tokens, and has two layers instead of one.
 
 # %%
 longer = {}
@@ -348,38 +359,39 @@ if TARGET.startswith("zoo:"):
         [way, curves[way][60], longer[way], who]
         for way, who in zip(WAYS, ("draft model, two layers", "Medusa, head 1", "EAGLE-3, one layer"))
     ]
-    show(table(["reads", "one layer, after 60 steps", "trained long", "which is"], rows))
+    show(table(["input", "one layer, after 60 steps", "trained for long", "which draft"], rows))
     assert longer["feature"] < 0.5 * longer["token"] < longer["both"]
 
 # %% [markdown]
-# This is the toy table again. **Feature only** stays low, however long it is trained: the drawn token is not in there. **Token only**
-# gets far, with more layers and much training, since all that the features say was worked out from tokens in the first place. **Both** gets
-# there with one layer: the target has done most of the work.
+# This is the toy table again. **Feature only** stays low however long it is trained, because the sampled token is
+# missing. **Token only** gets far with more layers and much training, because the features themselves were computed
+# from tokens. **Both** gets there with one layer, because the target has done most of the work.
 #
 # ### Drift
 #
-# The second guess is made from the head's own state instead of a feature, the third from a state that was made from a state. If each is a
-# little worse than the one before, guesses get worse along the draft: the head **drifts**. To see it alone, give the head the right tokens of
-# held-out text at each step, so that only the states are its own, and count how often step 1, 2, 3, … is right.
+# The second guess uses the head's own state instead of a feature. The third uses a state that was computed from such a
+# state. If each is a little worse than the one before, the guesses get worse along the draft. This is called **drift**.
+# To measure drift alone, we give the head the right tokens of held-out text at each step, so that only the states are
+# its own. Then we count how often step 1, 2, 3, … is right.
 #
-# Keys and values of all steps lie side by side here. In step k a column may look at the true features up to its own place, and at its own
-# earlier steps. That is what it sees when it drafts.
+# Here the keys and values of all steps are side by side. In step k, a position may attend to the true features up to
+# itself, and to its own earlier steps. It has the same view in drafting.
 
 # %%
 DEEP = 6
 
 
 def unrolled(head, ids, features, deep, own=True):
-    """The head's states after 1, 2, ... `deep` steps, [B, n, H] each; column i of step k (from 0) speaks of token i + 2 + k."""
+    """The head's states after 1, 2, ... `deep` steps, [B, n, H] each. Position i of step k (from 0) is for token i + 2 + k."""
     n, cache = ids.shape[1] - deep - 1, DynamicCache()
     embeddings, true = head.embed(ids[:, 1:], target), head.fuse(features)[:, :n]
-    places, states = torch.arange(n, device=ids.device)[None], true
+    positions, states = torch.arange(n, device=ids.device)[None], true
     for k in range(deep):
-        out = head(embeddings[:, k : k + n], states, places + k, unrolled_mask(n, k, ids.device), cache)
+        out = head(embeddings[:, k : k + n], states, positions + k, unrolled_mask(n, k, ids.device), cache)
         yield out
         states = (
             out if own else true
-        )  # own: the head's state takes the feature's place; else the last true feature stays
+        )  # own: the head's state replaces the feature; otherwise the last true feature stays
 
 
 @torch.no_grad()
@@ -391,21 +403,22 @@ def by_step(head, own=True):
     return shares
 
 
-drift = {"own states": by_step(head), "the last true feature again": by_step(head, own=False)}
-show(table(["shipped head goes on from", *"123456"], [[name, *shares] for name, shares in drift.items()]))
-assert drift["own states"][5] > 0.9 * drift["own states"][0] > 1.5 * drift["the last true feature again"][5]
+drift = {"its own states": by_step(head), "the last true feature": by_step(head, own=False)}
+show(table(["shipped head continues from", *"123456"], [[name, *shares] for name, shares in drift.items()]))
+assert drift["its own states"][5] > 0.9 * drift["its own states"][0] > 1.5 * drift["the last true feature"][5]
 
 # %% [markdown]
-# The fourth answer: the shipped head's fifth guess is as good as its first. Its own states stand in for features that nobody has. It is not
-# that states did not matter: with a stale feature in their place the guesses get worse step by step.
+# This is the fourth answer: the shipped head's fifth guess is as good as its first. Its own states are good substitutes
+# for the missing features. The states do matter: with an old feature instead, the guesses get worse step by step.
 #
-# It was *made* so. In its training it had to go on from its own states for six steps. EAGLE-3's paper calls this the training-time test. What
-# happens without? Put a fresh layer into the head and train it twice on the same text, once a single step deep, once three.
+# The head was *trained* for this. In training it had to continue from its own states for six steps. The EAGLE-3 paper
+# calls this the training-time test. What happens without it? We put a fresh layer into the head and train it twice on
+# the same text, once with one step and once with three.
 
 
 # %%
 def learn_fresh(deep, steps=50, rows=4):
-    """The shipped head with a new layer, trained to be right in each of its first `deep` steps."""
+    """The shipped head with a new layer, trained on each of its first `deep` steps."""
     torch.manual_seed(0)
     student = copy.deepcopy(head).float().train()
     for name, weight in student.layers.named_parameters():
@@ -424,9 +437,11 @@ def learn_fresh(deep, steps=50, rows=4):
         optimizer.param_groups[0]["lr"] = 2e-3 * min(1, (n + 1) / 10, (steps - n) / 40)
         loss = 0
         for k, states in enumerate(unrolled(student, windows[at], features[at].float(), deep)):
-            said = student.logits(states).log_softmax(-1)
-            aim = distribution[:, 1 + k : 1 + k + said.shape[1]]
-            loss = loss + kl_div(said.flatten(0, 1), aim.flatten(0, 1), log_target=True, reduction="batchmean") / deep
+            predicted = student.logits(states).log_softmax(-1)
+            aim = distribution[:, 1 + k : 1 + k + predicted.shape[1]]
+            loss = (
+                loss + kl_div(predicted.flatten(0, 1), aim.flatten(0, 1), log_target=True, reduction="batchmean") / deep
+            )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -434,33 +449,35 @@ def learn_fresh(deep, steps=50, rows=4):
 
 
 fresh = {deep: learn_fresh(deep) for deep in (1, 3)}
-rows = [[f"trained {deep} deep", *shares, f"{shares[1] / shares[0]:.0%}"] for deep, shares in fresh.items()]
-show(table(["fresh layer", *"123456", "second of first"], rows))
+rows = [[f"draft steps in training: {deep}", *shares, f"{shares[1] / shares[0]:.0%}"] for deep, shares in fresh.items()]
+show(table(["fresh layer", *"123456", "second / first"], rows))
 assert fresh[3][1] / fresh[3][0] > fresh[1][1] / fresh[1][0] + 0.2
 
 # %% [markdown]
-# Both are beginners, and their first guesses are poor. But look along the rows: the one that never saw its own states falls at the first of them.
+# Both had little training, and their first guesses are poor. But look along the rows. The head that was never trained
+# on its own states already fails at the second guess.
 #
-# In real decoding there is one more effect. The report gives, for each place in the draft, the share of rounds in which the guess there was
-# kept. Divide each by the one before it: of the rounds that had kept all guesses so far, how many kept this one, too?
+# In real decoding there is another effect. For each position in the draft, the report gives the share of rounds in
+# which the token there was accepted. Divide each share by the one before it. This gives the acceptance rate among the
+# rounds in which all tokens before were accepted.
 
 # %%
 batch = tokenizer([prompt.text for prompt in prompts[:12]], return_tensors="pt", padding=True).to(model.device)
 output = model.generate(**batch, max_new_tokens=NEW, do_sample=False, draft_length=DEEP)
-kept = model.report.acceptance_by_position
-while_decoding = [now / before for before, now in itertools.pairwise([1.0, *kept])]
+accepted = model.report.acceptance_by_position
+while_decoding = [now / before for before, now in itertools.pairwise([1.0, *accepted])]
 show(
     table(
-        ["while decoding", *"123456"],
-        [["kept, of all rounds", *kept], ["kept, of those that got there", *while_decoding]],
+        ["in decoding", *"123456"],
+        [["accepted, of all rounds", *accepted], ["accepted, of rounds that got there", *while_decoding]],
     )
 )
 print(f"{model.report.tokens_per_pass:.2f} tokens per pass")
 
 # %% [markdown]
-# It rises! Nothing got better along the draft. Rounds that have come far are rounds in an easy stretch of text, most of all where a small
-# model repeats itself, and the next guess is easy as well. So acceptance by position mixes two things: drift pulls it down, selection pulls it
-# up. That is why drift was measured over given text.
+# It rises! But the guesses do not get better along the draft. Rounds that get far are rounds in an easy stretch of
+# text, especially where a small model repeats itself, and there the next guess is easy as well. So acceptance by
+# position mixes two effects: drift lowers it, and selection raises it. That is why we measured drift on a given text.
 
 # %%
 figure, (left, right_) = plt.subplots(1, 2, figsize=(7, 3.5), width_ratios=[1.15, 1])
@@ -474,36 +491,35 @@ left.text(0, curves["both"][0] + 0.035, "feature i and token i + 1", color=paint
 left.text(20, curves["token"][20] + 0.06, "token only", color=paint["token"], ha="center")
 left.text(40, curves["feature"][40] - 0.08, "feature only", color=paint["feature"], ha="center")
 left.set_xticks([0, 20, 40, 60, 76], ["0", "20", "40", "60", "long"])
-left.set(
-    title="what the draft reads", xlabel="steps of training without the rest", ylabel="right guesses", ylim=(0, 0.8)
-)
+left.set(title="what the draft reads", xlabel="training steps with this input", ylabel="right guesses", ylim=(0, 0.8))
 
-right_.plot(range(1, 7), drift["own states"], "o-", color=COLOURS["accepted"], markersize=4)
-right_.plot(range(1, 7), drift["the last true feature again"], "o-", color=COLOURS["rejected"], markersize=4)
-right_.text(1, drift["own states"][0] + 0.035, "shipped head, own states", color=COLOURS["accepted"])
-right_.text(2.5, 0.49, "a stale feature instead", color=COLOURS["rejected"])
+right_.plot(range(1, 7), drift["its own states"], "o-", color=COLOURS["accepted"], markersize=4)
+right_.plot(range(1, 7), drift["the last true feature"], "o-", color=COLOURS["rejected"], markersize=4)
+right_.text(1, drift["its own states"][0] + 0.035, "shipped head, own states", color=COLOURS["accepted"])
+right_.text(2.5, 0.49, "an old feature instead", color=COLOURS["rejected"])
 for deep, colour in ((3, COLOURS["bonus"]), (1, COLOURS["plain"])):
     right_.plot(range(1, 7), fresh[deep], "o--", color=colour, markersize=4)
-right_.text(6, fresh[3][-1] + 0.06, "fresh layer, 3 deep", color=COLOURS["bonus"], ha="right")
-right_.text(1, 0.025, "fresh, 1 deep", color=COLOURS["plain"], fontsize=9)
+right_.text(6, fresh[3][-1] + 0.06, "fresh layer, 3 steps", color=COLOURS["bonus"], ha="right")
+right_.text(1, 0.025, "fresh, 1 step", color=COLOURS["plain"], fontsize=9)
 right_.set(title="drift", xlabel="guess number", ylim=(0, 0.8), xticks=range(1, 7))
 plt.show()
 
 # %% [markdown]
-# What this one run cannot show: how the three ways compare when each is trained to its end in the same shape. The diamonds are drafts of
-# other shapes and trainings. And the target is small: two layers can rebuild much of what sixteen narrow ones make of the tokens. Nothing
-# here says that they could for a large target.
+# This one run cannot show how the three ways compare if all have the same shape and are fully trained. The diamonds are
+# drafts with other shapes and other training. Also, the target is small. Two layers can reproduce much of what its
+# sixteen narrow layers compute from the tokens. We cannot conclude the same for a large target.
 #
 # ## When it loses
 #
-# **A head belongs to one target.** It reads that target's states; another target's have another size, or mean something else. A draft model
-# serves every target with its tokenizer. What if the target is changed a little, by fine-tuning or merging? Here noise stands in for the
-# change: each weight matrix is moved by a share of its own size, and the head and the draft model are asked what the changed target says.
+# **A head belongs to one target.** It reads the hidden states of this target. Those of another target have another size
+# or another meaning. A draft model works with every target that has the same tokenizer. What if the target changes a
+# little, by fine-tuning or merging? Here we simulate such a change with noise. We shift each weight matrix by a share
+# of its own size, and let the head and the draft model guess the choices of the changed target.
 
 
 # %%
-def moved(share):
-    """The target with noise on the matrices of its layers."""
+def shifted(share):
+    """The target with noise added to the matrices of its layers."""
     changed, generator = copy.deepcopy(target), torch.Generator().manual_seed(0)
     for weight in changed.get_decoder().layers.parameters():
         if weight.ndim == 2:
@@ -516,22 +532,28 @@ if TARGET.startswith("zoo:"):
     with torch.no_grad():
         drafted = small(held).logits.argmax(-1)
         for share in (0.0, 0.2, 0.3, 0.5):
-            out = moved(share)(held, output_hidden_states=True)
-            says, features = out.logits.argmax(-1), torch.cat([out.hidden_states[tap] for tap in taps], -1)
+            out = shifted(share)(held, output_hidden_states=True)
+            new_choice, features = out.logits.argmax(-1), torch.cat([out.hidden_states[tap] for tap in taps], -1)
             guess = head.draft_tokens[head.logits(head(*reads("both", head, held, features))).argmax(-1)]
             same, by_head, by_draft = (
-                a == b for a, b in ((says, choice), (guess[:, :-1], says[:, 1:-1]), (drafted[:, 1:], says[:, 1:]))
+                a == b
+                for a, b in (
+                    (new_choice, choice),
+                    (guess[:, :-1], new_choice[:, 1:-1]),
+                    (drafted[:, 1:], new_choice[:, 1:]),
+                )
             )
             rows.append([f"{share:.0%}", *(x.float().mean().item() for x in (same, by_head, by_draft))])
-    show(table(["weights moved by", "target says the same as before", "head right", "draft model right"], rows))
+    show(table(["weights shifted by", "target's choice unchanged", "head right", "draft model right"], rows))
     assert all(now[2] < before[2] for before, now in itertools.pairwise(rows))
 
 # %% [markdown]
-# The head bears small changes, and no worse than the draft model does: it reads the changed features, after all. But both fall with the
-# distance. The output stays exactly the changed target's in any case, only the passes become more.
+# The head tolerates small changes at least as well as the draft model, because it reads the changed features. But both
+# get worse as the change grows. The output is always exactly that of the changed target. Only the number of passes
+# increases.
 #
-# **A small target leaves little to save.** The head is one layer and an output over the whole vocabulary, and it runs once for each drafted
-# token. Count the numbers that have to be multiplied for a token:
+# **A small target leaves little to save.** The head is one layer plus an output layer over the whole vocabulary, and it
+# runs once for each drafted token. We count the weights that are multiplied for one token:
 
 
 # %%
@@ -543,26 +565,29 @@ def multiplied(module):
 
 own = multiplied(head)
 body = multiplied(target.get_decoder()) + target.get_output_embeddings().weight.numel()
-print(f"head {own / 1e6:.1f} million, target {body / 1e6:.1f} million: {own / body:.0%}")
+print(f"head: {own / 1e6:.1f} million, target: {body / 1e6:.1f} million, ratio: {own / body:.0%}")
 
 # %% [markdown]
-# A fifth of the target, for one layer beside sixteen: more than half of the head is its output layer. By this count six guesses cost more
-# than a pass of the target. So four tokens per pass are not a speedup of four: the head takes its time, and a pass over several tokens takes
-# longer than a pass over one (notebook [03](03_choosing_a_draft.ipynb)).
+# The head has a fifth of the target's weights, although it has one layer and the target sixteen. More than half of the
+# head is its output layer. By this count, six guesses cost more than a target pass. So four tokens per pass are not a
+# speedup of four. The head takes time, and a pass over several tokens takes longer than a pass over one (notebook
+# [03](03_choosing_a_draft.ipynb)).
 #
 # ## Takeaway
 #
-# > The target's features hold what it made of the text, but not the token that it drew last. The token holds what was drawn, but not what the text means. EAGLE reads both, feature i
-# > with token i + 1, and one layer is enough. It goes on from its own states, so it has to be trained on its own states. It serves the one target that it was trained for.
+# > The target's features contain what it has computed from the text, but not the token that it sampled last. The token
+# > alone does not contain the results of that computation. EAGLE reads both, feature i with token i + 1, and one layer
+# > is enough. It continues from its own states, so it must be trained on its own states. It works only with the target
+# > that it was trained for.
 
 # %% [markdown]
 # ## Exercises
 #
 # ### 1. Find the off-by-one
 #
-# Here is a classic mistake in EAGLE code. `pairs` returns what the head reads: token ids, and as many features. It raises no error,
-# the output stays exact, and hardly any guess is right. Mend it. `text` is a list of n ids; `features` is [n, F], but the target has not read
-# the last token yet, so its row is not a number.
+# Here is a classic mistake in EAGLE code. `pairs` returns what the head reads: token ids, and the same number of
+# features. It raises no error, the output stays exact, and almost no guess is right. Fix it. `text` is a list of n ids,
+# and `features` is [n, F]. The target has not read the last token yet, so the last row of `features` is NaN.
 
 
 # %% tags=["check"]
@@ -573,15 +598,17 @@ def check_1(candidate):
         text, features = held[row].tolist(), held_features[row].clone()
         features[-1] = float("nan")
         tokens, paired = candidate(text, features)
-        assert len(tokens) == len(paired), f"{len(tokens)} tokens and {len(paired)} features are no pairs."
-        assert not paired.isnan().any(), "The last token has no feature yet: the target has not read it."
-        guess = say(step(head.embed(torch.tensor(tokens, device=held.device), target), fuse(paired)))
+        assert len(tokens) == len(paired), f"{len(tokens)} tokens and {len(paired)} features do not form pairs."
+        assert not paired.isnan().any(), "The last token has no feature yet, because the target has not read it."
+        guess = top1(step(head.embed(torch.tensor(tokens, device=held.device), target), fuse(paired)))
         hits += (
             (guess == choice[row, -len(guess) :]).sum().item()
-        )  # the last column speaks of the token behind the text
+        )  # the last position predicts the token after the text
         asked += len(guess)
-    assert hits / asked > 0.6, f"Only {hits / asked:.0%} of the guesses are right. The head was trained on other pairs."
-    assert asked == 6 * (len(text) - 1), "A column is missing."
+    assert hits / asked > 0.6, (
+        f"Only {hits / asked:.0%} of the guesses are right. The head was trained on different pairs."
+    )
+    assert asked == 6 * (len(text) - 1), "A position is missing."
 
 
 # %% tags=["exercise"]
@@ -602,13 +629,14 @@ attempt(check_1, pairs_answer)
 # %% [markdown]
 # ### 2. Drift, or selection?
 #
-# Write `conditional(kept)`: of the shares of all rounds that a report gives (`acceptance_by_position`), make the shares of those rounds that
-# had kept every guess before. Where no round got, it is 0.
+# Write `conditional(accepted)`. The argument is a list of shares of all rounds, as in the report's
+# `acceptance_by_position`. Return the shares among those rounds in which every token before was accepted. Where there
+# is no such round, return 0.
 
 
 # %% tags=["check"]
 def check_2(candidate):
-    assert candidate([]) == [], "Without positions there is nothing to say."
+    assert candidate([]) == [], "Without positions, the result is an empty list."
     for shares, wanted in (
         ([0.5, 0.25, 0.125], [0.5, 0.5, 0.5]),
         ([0.8, 0.4], [0.8, 0.5]),
@@ -616,16 +644,18 @@ def check_2(candidate):
     ):
         found = candidate(shares)
         assert all(abs(a - b) < 1e-9 for a, b in zip(found, wanted, strict=True)), (
-            f"{shares} gives {wanted}, not {found}."
+            f"{shares} should give {wanted}, not {found}."
         )
-    product, found = 1.0, candidate(kept)
-    for share, rate in zip(kept, found, strict=True):
+    product, found = 1.0, candidate(accepted)
+    for share, rate in zip(accepted, found, strict=True):
         product *= rate
-        assert abs(product - share) < 1e-9, "Multiplied up to a position, the rates must give the report's share there."
+        assert abs(product - share) < 1e-9, (
+            "The product of the rates up to a position must be the report's share there."
+        )
 
 
 # %% tags=["exercise"]
-def conditional(kept):
+def conditional(accepted):
     raise NotImplementedError
 
 
@@ -633,18 +663,18 @@ attempt(check_2, conditional)
 
 
 # %% tags=["answer"]
-def conditional_answer(kept):
-    return [now / before if before else 0.0 for before, now in itertools.pairwise([1.0, *kept])]
+def conditional_answer(accepted):
+    return [now / before if before else 0.0 for before, now in itertools.pairwise([1.0, *accepted])]
 
 
 attempt(check_2, conditional_answer)
 
 # %% [markdown]
-# ### 3. The best that can be read off
+# ### 3. The best possible guess
 #
-# A world is a tuple (probability, bracket, token, what follows). Write `best(worlds, seen)`: how often the best possible draft is right, if
-# it is shown only the columns in `seen` (1 is the bracket, 2 the token). In the toy table that is 1/2, 1/2 and 1. Make it work for any
-# probabilities.
+# A world is a tuple (probability, bracket, token, what follows). Write `best(worlds, seen)`. It returns how often the
+# best possible draft is right if it sees only the columns in `seen` (1 is the bracket, 2 is the token). For the toy
+# table the results are 1/2, 1/2 and 1. It must work for any probabilities.
 
 
 # %% tags=["check"]
@@ -652,12 +682,12 @@ def check_3(candidate):
     toy = [(0.25, "(", "x", "="), (0.25, "(", "7", ")"), (0.25, "[", "x", "]"), (0.25, "[", "7", ",")]
     for seen, wanted in (((1,), 0.5), ((2,), 0.5), ((1, 2), 1.0), ((), 0.25)):
         assert abs(candidate(toy, seen) - wanted) < 1e-9, (
-            f"The toy table, columns {seen}: {wanted}, not {candidate(toy, seen)}."
+            f"The toy table with columns {seen} gives {wanted}, not {candidate(toy, seen)}."
         )
     loaded = [(0.45, "(", "x", "="), (0.05, "(", "7", ")"), (0.1, "[", "x", "]"), (0.4, "[", "7", ",")]
-    assert abs(candidate(loaded, (1,)) - 0.85) < 1e-9, "With a loaded coin the bracket alone tells 85 %."
+    assert abs(candidate(loaded, (1,)) - 0.85) < 1e-9, "With a loaded coin, the bracket alone gives 85%."
     split = [(0.3, "(", "x", "="), (0.2, "(", "x", ")"), (0.5, "[", "x", ")")]
-    assert abs(candidate(split, (2,)) - 0.7) < 1e-9, "What follows in two worlds counts twice: ) follows x with 0.7."
+    assert abs(candidate(split, (2,)) - 0.7) < 1e-9, "Add up worlds with the same result: ) follows x with 0.7."
 
 
 # %% tags=["exercise"]

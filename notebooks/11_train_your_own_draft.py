@@ -24,7 +24,6 @@
 
 # %% tags=["setup"]
 import contextlib
-import copy
 import io
 import json
 import random
@@ -47,7 +46,7 @@ from assisted.training.trainer import train
 from assisted.zoo import corpus
 
 TARGET = "zoo:target"  # the draft is made of its layers
-# On a GPU of 24 GB try a real target: TARGET = "Qwen/Qwen3-0.6B"  (drafts are trained side by side, with 151 936 words each)
+# On a GPU of 24 GB try a real target: TARGET = "Qwen/Qwen3-0.6B"  (several drafts are trained at once, with 151 936 tokens each)
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 torch.manual_seed(0)
@@ -56,32 +55,36 @@ figure_style()
 # %% [markdown]
 # ## Question
 #
-# A draft is a small model that guesses what a large one, the target, would write. The target checks the guesses, all in one pass, and keeps those that it
-# can keep without changing its output. Nothing can go wrong with the output. What a bad draft costs is time: rejected guesses are wasted.
+# A draft is a small model that guesses what a large one, the target, would write. The target checks the guesses in one
+# forward pass and accepts those that do not change its output distribution. So the output is always right. A bad draft
+# costs time, because rejected guesses are wasted work.
 #
-# So a draft has one virtue, **acceptance**: how often its guess is kept. A language model is usually trained to predict text. Is this the best way
-# to make a draft? There are three candidates for the loss, with $p$ the target's distribution of the next token, $q$ the draft's, and $y$ the token that
-# stands in the text:
+# So one property of a draft matters most, its **acceptance rate**: how often its guess is accepted. A language model is
+# usually trained to predict text. Is this also the best way to train a draft? There are three candidates for the loss.
+# Let $p$ be the target's distribution of the next token, $q$ the draft's, and $y$ the token in the text:
 #
-# | loss | formula | what it asks for |
+# | loss | formula | what it rewards |
 # |---|---|---|
-# | cross-entropy (CE) | $-\log q(y)$ | predict the text |
-# | Kullback-Leibler (KL) | $\sum_x p(x) \log \frac{p(x)}{q(x)}$ | say what the target says, in proportion |
+# | cross-entropy (CE) | $-\log q(y)$ | predicting the text |
+# | Kullback-Leibler (KL) | $\sum_x p(x) \log \frac{p(x)}{q(x)}$ | matching the target's distribution |
 # | total variation (TV) | $\frac12 \sum_x \lvert p(x) - q(x) \rvert$ | overlap with the target |
 #
-# Notebook 02 derived that a sampled guess is kept with probability $\sum_x \min(p(x), q(x)) = 1 - \mathrm{TV}(p, q)$. So TV is not some distance: it is
-# the rate of rejection itself. (That is for sampling. Greedy decoding keeps a guess when it is the target's first choice, which none of the three asks for
-# directly.)
+# Notebook 02 showed that a sampled guess is accepted with probability
+# $\sum_x \min(p(x), q(x)) = 1 - \mathrm{TV}(p, q)$. So TV is not just some distance. It is exactly the rejection rate.
+# (This holds for sampling. Greedy decoding accepts a guess if it is the target's top-1 token. None of the three losses
+# optimises this directly.)
 #
 # ## Your prediction
 #
-# The draft below starts as a copy of the target's first layer. Its guesses are kept one time in three. It then sees 160 small batches of
-# code, three times from the same start, once with each loss. Write down three numbers: the acceptance you expect after CE, after KL and after TV.
+# The draft below starts as a copy of the target's first layer. One in three of its guesses is accepted. Then it is
+# trained on 160 small batches of code. We do this three times from the same start, once with each loss. Write down
+# three numbers: the acceptance rate that you expect after CE, after KL and after TV.
 #
 # ## By hand
 #
-# A draft is small: it cannot say everything that the target says. Take that to the extreme. There are three contexts, equally frequent, and a vocabulary
-# of three words. The target tells the contexts apart. The draft cannot: it has one distribution $q$ for all of them.
+# A draft is small, so it cannot reproduce all of the target's distributions. Here is an extreme case. There are three
+# contexts, equally frequent, and a vocabulary of three words. The target distinguishes the contexts. The draft does
+# not: it has one distribution $q$ for all of them.
 #
 # | | red | green | blue |
 # |---|---|---|---|
@@ -89,59 +92,63 @@ figure_style()
 # | target, context B | 0.8 | 0.1 | 0.1 |
 # | target, context C | 0.1 | 0.1 | 0.8 |
 #
-# Which single $q$ is best? It depends on who is asked.
+# Which single $q$ is best? It depends on the loss.
 #
-# - **KL** wants the mean of the rows. (The derivative of $\sum_{c} \sum_x p_c(x) \log q(x)$ under $\sum q = 1$ gives $q \propto \sum_c p_c$.)
-#   That is $q = (0.567, 0.1, 0.333)$.
-# - **CE** wants the same, if the text was written by the target: on average $-\log q(y)$ is KL plus the entropy of $p$, which the draft cannot
-#   change. If somebody else wrote the text, CE wants *their* mean.
-# - **TV** wants overlap. Move mass from blue to red: contexts A and B gain, C loses. Two gain for one that loses, so go on until red is 0.8:
-#   $q = (0.8, 0.1, 0.1)$.
+# - **KL** is smallest at the mean of the rows. (The derivative of $\sum_{c} \sum_x p_c(x) \log q(x)$ under $\sum q = 1$
+#   gives $q \propto \sum_c p_c$.) This is $q = (0.567, 0.1, 0.333)$.
+# - **CE** has the same minimum if the target wrote the text. On average, $-\log q(y)$ is KL plus the entropy of $p$,
+#   and the draft cannot change the entropy. If somebody else wrote the text, the minimum of CE is the mean of *their*
+#   distributions.
+# - **TV** rewards overlap. Move probability from blue to red: contexts A and B gain, and C loses. Two contexts gain for
+#   one that loses, so continue until red is 0.8. This gives $q = (0.8, 0.1, 0.1)$.
 #
-# Both acceptances can be computed on paper. Here is a check.
+# Both acceptance rates can be computed on paper. Here is a check.
 
 # %%
 toy = torch.tensor([[0.8, 0.1, 0.1], [0.8, 0.1, 0.1], [0.1, 0.1, 0.8]])
-wishes = {"KL": toy.mean(0), "TV": torch.tensor([0.8, 0.1, 0.1])}
-for name, q in wishes.items():
-    kept = torch.minimum(toy, q).sum(-1)
+optima = {"KL": toy.mean(0), "TV": torch.tensor([0.8, 0.1, 0.1])}
+for name, q in optima.items():
+    accepted = torch.minimum(toy, q).sum(-1)
     print(
         name,
-        "wants",
+        "prefers",
         [round(v, 3) for v in q.tolist()],
-        "kept by context",
-        [round(v, 3) for v in kept.tolist()],
-        f"mean {kept.mean():.3f}",
+        "accepted by context",
+        [round(v, 3) for v in accepted.tolist()],
+        f"mean {accepted.mean():.3f}",
     )
-assert torch.minimum(toy, wishes["TV"]).sum(-1).mean() > torch.minimum(toy, wishes["KL"]).sum(-1).mean()
+assert torch.minimum(toy, optima["TV"]).sum(-1).mean() > torch.minimum(toy, optima["KL"]).sum(-1).mean()
 
 # %% [markdown]
-# TV gives up context C and is kept more often: 0.767 against 0.689. So TV is what to train with? Look at the slope first. A draft says scores
-# (logits) $z$, and $q$ is their softmax. The derivatives by one score are
+# TV gives up context C and has a higher acceptance rate: 0.767 against 0.689. So should we train with TV? Look at the
+# gradient first. A draft computes scores (logits) $z$, and $q$ is their softmax. The derivatives with respect to one
+# score are
 #
 # $$\frac{\partial\,\mathrm{KL}}{\partial z_x} = q(x) - p(x), \qquad
 # \frac{\partial\,\mathrm{TV}}{\partial z_x} = \tfrac12\, q(x)\,\Big(s_x - \sum_w s_w\, q(w)\Big), \quad s_x = \operatorname{sign}(q(x) - p(x)).$$
 #
-# KL's slope is large wherever $q$ is wrong. TV's carries a factor $q(x)$: on a word that the draft does not believe in at all, there is next to no
-# slope, however much the target loves it. Take context A and a draft that gives red one part in a thousand:
+# The gradient of KL is large wherever $q$ is wrong. The gradient of TV has a factor $q(x)$. If the draft gives a word
+# almost no probability, the gradient is almost zero, however probable the word is for the target. Take context A and a
+# draft that gives red one part in a thousand:
 
 # %%
 p, q = toy[0], torch.tensor([0.001, 0.5, 0.499])
 sign = (q - p).sign()
-print("slope of KL in red:", round((q - p)[0].item(), 4))
-print("slope of TV in red:", round((0.5 * q * (sign - (sign * q).sum()))[0].item(), 4))
+print("gradient of KL for red:", round((q - p)[0].item(), 4))
+print("gradient of TV for red:", round((0.5 * q * (sign - (sign * q).sum()))[0].item(), 4))
 
 # %% [markdown]
-# Two predictions follow. From a fair start TV should end highest, since it aims at what is counted. From a start that is sure and wrong it should
-# hardly move.
+# Two predictions follow. From a reasonable start, TV should end highest, because it optimises the acceptance rate
+# itself. From a confident but wrong start, it should hardly move.
 #
 # ## From scratch
 #
-# First the text. The draft learns from modules of Python's standard library. It is measured on text that it never sees: the sources of sympy and
-# networkx, on which the shipped target was not trained either. `Windows` cuts a stream of tokens into pieces, in an order that a seed gives.
+# We start with the text. The draft is trained on modules of Python's standard library. It is measured on text that it
+# never sees: the sources of sympy and networkx. The shipped target was not trained on them either. `Windows` cuts a
+# stream of tokens into pieces, in an order that depends on a seed.
 
 # %%
-device = PartialState().device  # the accelerator if there is one; the library's trainer takes the same
+device = PartialState().device  # the accelerator if there is one, as in the library's trainer
 target = AutoModelForCausalLM.from_pretrained(zoo.resolve(TARGET), dtype=torch.float32).to(device).eval()
 target.requires_grad_(False)
 tokenizer = AutoTokenizer.from_pretrained(zoo.resolve(TARGET))
@@ -155,13 +162,14 @@ plan = Plan(steps=160, batch=4, context=32, lr=2e-3)
 windows = Windows(text.training, plan.context, plan.batch, seed=0)
 held_out = pack(text.held_out, context=64, rows=16).to(device)
 print(
-    f"{len(text.training):,} tokens to learn from, of which {plan.steps * plan.batch * plan.context:,} are seen;"
-    f" {held_out.numel():,} to measure on"
+    f"{len(text.training):,} tokens for training, of which {plan.steps * plan.batch * plan.context:,} are used,"
+    f" and {held_out.numel():,} for measuring"
 )
 
 # %% [markdown]
-# Then the losses, and a training loop. The target reads each batch once, and all drafts learn from the same reading, so that they differ in the loss
-# alone. The optimizer is AdamW. The rate rises over the first 4% of the steps and falls to zero over the second half.
+# Next come the losses and a training loop. The target reads each batch once, and all drafts learn from the same target
+# distributions, so only the loss differs. The optimizer is AdamW. The learning rate rises over the first 4% of the
+# steps and falls to zero over the second half.
 
 
 # %%
@@ -181,18 +189,18 @@ def log_distribution(model, ids):
     return F.log_softmax(model(input_ids=ids, use_cache=False).logits.float(), -1)
 
 
-said = log_distribution(target, held_out)  # what the target says does not change: once is enough
+target_log_p = log_distribution(target, held_out)  # the target does not change, so compute this once
 
 
 @torch.no_grad()
-def acceptance(draft, ids=held_out, log_p=said):
-    """1 - TV, which is acceptance at temperature 1, averaged over the places of a text."""
+def acceptance(draft, ids=held_out, log_p=target_log_p):
+    """1 - TV, the acceptance rate at temperature 1, averaged over the positions of a text."""
     return 1 - tv(log_distribution(draft, ids), log_p, ids).item()
 
 
 def rate(step, steps):
-    place = (step + 0.5) / steps
-    return min(1.0, place / 0.04, (1 - place) / 0.5)
+    progress = (step + 0.5) / steps
+    return min(1.0, progress / 0.04, (1 - progress) / 0.5)
 
 
 # %%
@@ -230,27 +238,29 @@ def learn(drafts, losses, batches, steps, rule=adamw, every=20):
 
 
 # %% [markdown]
-# `first_draft` copies layers of the target, its embedding and its output into a model of its own. One layer out of sixteen makes a cheap draft.
+# `first_draft` copies layers of the target, its embedding and its output layer into a separate model. One layer out of
+# sixteen makes a cheap draft.
 
 # %%
 losses = {"CE": ce, "KL": kl, "TV": tv}
 drafts = {name: first_draft(target, 1).to(device) for name in losses}
 curve, seen = learn(drafts, losses, windows, plan.steps)
 for name, points in curve.items():
-    print(f"{name}: {points[0][1]:.1%} kept before, {points[-1][1]:.1%} after {plan.steps} steps")
+    print(f"{name}: acceptance {points[0][1]:.1%} before, {points[-1][1]:.1%} after {plan.steps} steps")
 assert min(curve["KL"][-1][1], curve["TV"][-1][1]) > max(curve["CE"][-1][1], curve["KL"][0][1])
 
 # %% [markdown]
 # ## The library's call
 #
-# `assisted train distill` does the same from the command line:
+# `assisted train distill` does the same on the command line:
 #
 # ```bash
-# assisted train distill --target zoo:target --layers 1 --loss kl --text src/ --steps 160 --batch 4 --context 32 --lr 2e-3 --out draft
+# assisted train distill --target zoo:target --layers 1 --loss kl --text src/ --steps 160 --batch 4 --context 32 --lr
+# 2e-3 --out draft
 # ```
 #
-# Behind it are `Distillation`, which is the loss, and `train`, which is the loop. With the same text, plan and start, the first ten losses
-# must be those of the loop above.
+# It uses `Distillation`, which is the loss, and `train`, which is the loop. With the same text, plan and start, the
+# first ten losses must equal those of our loop.
 
 # %%
 method = Distillation(target, tokenizer, DistillSettings(layers=1, loss="kl"))
@@ -264,8 +274,9 @@ print("the library ", [round(value, 3) for value in theirs[:5]])
 assert len(theirs) == 10 and torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3)
 
 # %% [markdown]
-# Acceptance so far was **teacher-forced**: at every place of a text that stands there already. What counts is acceptance while text is written. So
-# let each draft draft, four tokens a round, behind the beginnings of eight held-out files.
+# So far, acceptance was **teacher-forced**: it was measured at every position of an existing text. In the end, the
+# acceptance rate during generation is what counts. So we let each draft propose four tokens per round (draft-verify
+# step), after the beginnings of eight held-out files.
 
 # %%
 prompts = pack(text.held_out, context=48, rows=8).to(device)
@@ -284,26 +295,28 @@ def write(draft):
 
 
 drafts = {"untrained": first_draft(target, 1).to(device), **drafts}
-plain = None
+baseline = None
 for name, draft in drafts.items():
-    greedy, drawn, written, model = write(draft.eval())
-    if plain is None:
-        plain = model.generate(prompts, do_sample=False, assisted=False, **call)
-    assert written.equal(plain), "a draft changes the speed, never the text"
-    print(f"{name:10} tokens per pass: greedy {greedy:.2f}, temperature 1 {drawn:.2f}")
+    greedy, sampled_rate, written, model = write(draft.eval())
+    if baseline is None:
+        baseline = model.generate(prompts, do_sample=False, assisted=False, **call)
+    assert written.equal(baseline), "a draft changes the speed but never the text"
+    print(f"{name:10} tokens per pass: greedy {greedy:.2f}, temperature 1 {sampled_rate:.2f}")
 
 # %% [markdown]
-# The texts are the same, token for token, whatever was trained. A trained draft only needs fewer passes.
+# The texts are the same, token for token, for every draft. A trained draft only needs fewer passes.
 #
 # ## The picture
 #
-# On the left, what was trained above. On the right, a start that is sure and wrong: the draft's scores are three times as large as they were, and each
-# goes to another word. (It looks contrived. A draft whose tokens are numbered in another way than the target's is just that.) The dashed lines there are
-# plain gradient descent (SGD), which takes the slope as it is; AdamW divides every slope by the size it usually has. (Both cut gradients to length 1.)
+# The left panel shows the training runs from above. The right panel has a confident but wrong start: the draft's scores
+# are three times as large as before, and each belongs to a different word. (This looks contrived, but a draft with a
+# different token numbering from the target is exactly in this state.) The dashed lines are plain stochastic gradient
+# descent (SGD), which uses the gradient as it is. AdamW divides every gradient by its usual size. (Both clip gradients
+# to length 1.)
 
 
 # %%
-def sure_and_wrong():
+def confident_and_wrong():
     draft = first_draft(target, 1).to(device)
     draft.config.tie_word_embeddings = False
     rows = draft.get_output_embeddings().weight.detach()
@@ -319,8 +332,8 @@ def sgd(draft):
 
 
 pair = {"KL": kl, "TV": tv}
-far, _ = learn({name: sure_and_wrong() for name in pair}, pair, windows, steps=80)
-far_sgd, _ = learn({name: sure_and_wrong() for name in pair}, pair, windows, steps=80, rule=sgd)
+far, _ = learn({name: confident_and_wrong() for name in pair}, pair, windows, steps=80)
+far_sgd, _ = learn({name: confident_and_wrong() for name in pair}, pair, windows, steps=80, rule=sgd)
 
 # %%
 colours = {"CE": COLOURS["plain"], "KL": COLOURS["target"], "TV": COLOURS["accepted"]}
@@ -330,47 +343,52 @@ figure, axes = plt.subplots(1, 2, figsize=(7, 3.3))
 def lines(axis, found, gap):
     height = -1.0
     for name in sorted(found, key=lambda name: found[name][-1][1]):
-        colour, plain_descent = colours[name[:2]], name.endswith("SGD")
+        colour, is_sgd = colours[name[:2]], name.endswith("SGD")
         axis.plot(
             *zip(*found[name], strict=True),
             color=colour,
-            marker="." if not plain_descent else "",
-            linestyle="--" if plain_descent else "-",
+            marker="." if not is_sgd else "",
+            linestyle="--" if is_sgd else "-",
         )
         step, value = found[name][-1]
-        height = max(value, height + gap)  # names do not lie on one another
+        height = max(value, height + gap)  # labels must not overlap
         axis.annotate(f" {name}", (step, height), color=colour, va="center")
 
 
 lines(axes[0], curve, gap=0.012)
 lines(axes[1], {**far, **{f"{name}, SGD": points for name, points in far_sgd.items()}}, gap=0.018)
 axes[0].set(title="from the target's first layer", xlabel="steps", ylabel="held-out acceptance, 1 - TV", xlim=(-5, 185))
-axes[1].set(title="from a start that is sure and wrong", xlabel="steps", xlim=(-3, 112))
+axes[1].set(title="from a confident but wrong start", xlabel="steps", xlim=(-3, 112))
 for axis in axes:
     axis.yaxis.set_major_locator(plt.MultipleLocator(0.05))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 plt.show()
 
 # %% [markdown]
-# What to see.
+# Note three things.
 #
-# - **CE on the text falls first and has not come back.** The draft already knew something of the target. The text pulls it elsewhere, and one word a place is
-#   a noisy teacher. KL and TV hear the target's opinion of every word at every place.
-# - **KL and TV end close together.** The toy draft had to choose, since it had one distribution for all places. A draft of one layer is less poor than that.
-# - **From the wrong start TV is behind,** and under plain gradient descent it does not leave the floor, as computed by hand. AdamW hides much
-#   of this: where all slopes are small, it takes larger steps.
+# - **With CE on the text, acceptance first falls and has not recovered.** The draft starts as a part of the target, and
+#   the text pulls it in a different direction. One token per position is also a noisy training signal. KL and TV use
+#   the target's probability of every token at every position.
+# - **KL and TV end close together.** The toy draft had to choose, because it had one distribution for all contexts. A
+#   draft of one layer is not that limited.
+# - **From the wrong start, TV is worse.** With SGD it does not improve at all, as computed by hand. AdamW hides much of
+#   this effect, because it takes larger steps when all gradients are small.
 #
-# So the library's default, `kl+tv`, is the sum of both: KL pulls from afar, TV asks for what is counted.
+# So the library's default, `kl+tv`, is the sum of both. KL works from a distant start, and TV optimises the acceptance
+# rate.
 #
-# What this one run cannot show: which of KL and TV is better in the end. 160 steps are few, the text is short, there is one seed, and who leads by a
-# point changes with any of them. Nor that CE never gets there: with enough text it rises, too. In the package's own comparison, after a million tokens from
-# two of the target's layers, CE has 38.1% of the first drafted tokens kept when sampling, and KL + TV 40.1%.
+# This one run cannot show whether KL or TV is better in the end. 160 steps are few, the text is short, and there is one
+# seed. Who leads by a point changes with any of these. It also does not show that CE never gets there. With enough
+# text, CE rises too. In the package's own comparison, drafts of two target layers were trained on a million tokens. In
+# sampling, 38.1% of the first drafted tokens were accepted with CE, and 40.1% with KL + TV.
 
 # %% [markdown]
 # ## When it loses
 #
-# **When the number is measured on the wrong text.** Below, a draft reads the same 8 windows again and again. On these windows it looks like a very good
-# draft. On new text it is hardly better than the copy that it began as, or worse.
+# **The rate is measured on the wrong text.** Below, a draft is trained on the same 8 windows again and again. On these
+# windows it looks like a very good draft. On new text it is hardly better than the copy that it started from, or even
+# worse.
 
 # %%
 few = [windows[0], windows[1]]
@@ -379,29 +397,34 @@ learn(repeated, losses, {step: few[step % 2] for step in range(60)}, steps=60, e
 trained_on = torch.cat(few).to(device)
 on_trained = acceptance(repeated["KL"], trained_on, log_distribution(target, trained_on))
 on_new = acceptance(repeated["KL"])
-print(f"on the 8 windows it was trained on: {on_trained:.1%}; on held-out text: {on_new:.1%}")
+print(f"acceptance on the 8 training windows: {on_trained:.1%}, on held-out text: {on_new:.1%}")
 assert on_trained > on_new
 
 # %% [markdown]
-# **When the text is not what will be written.** The draft here learns from code and is measured on code. Train on text like that which the target will
-# write for you: best of all, on its own answers (`--written N` in the command).
+# **The training text differs from the text that will be written.** The draft here is trained on code and measured on
+# code. Train on text like the text that the target will write for you. The best choice is the target's own answers
+# (`--written N` in the command).
 #
-# **When the draft is slow.** Acceptance is not speed. A second layer is accepted more often and costs its time in each guess; notebook 03 does the sum.
+# **The draft is slow.** Acceptance is not speed. A draft with a second layer is accepted more often, but each guess
+# takes longer. Notebook 03 shows how to weigh the two.
 #
-# **When the target changes.** A draft learns one target. Fine-tune the target, and the draft has to follow.
+# **The target changes.** A draft is trained for one target. If you fine-tune the target, you have to train the draft
+# again.
 #
 # ## Takeaway
 #
-# > Train a draft on the target's distribution, not on the text. Rejection *is* total variation, so measure $1 - \mathrm{TV}$ on text that was never trained on.
-# > As a loss, TV needs a start that is not far off: KL gets it there, and the sum of both is a safe choice.
+# > Train a draft on the target's distribution, not on the text. The rejection rate *is* the total variation, so measure
+# > $1 - \mathrm{TV}$ on text that was never used in training. As a loss, TV needs a start that is not far off. KL gets
+# > it there, and the sum of both is a safe choice.
 #
 # ## Exercises
 #
-# ### 1. Which distribution does each loss want?
+# ### 1. Which distribution does each loss prefer?
 #
-# Three contexts, three words, one distribution $q$ for all, as in the toy table. Write `best(distributions, weights, loss)`: search all $q$ on the grid of hundredths
-# for the one with the smallest weighted loss. `distributions` is `[contexts, 3]`, `weights` sums to 1, `loss` is `"kl"` or `"tv"`; return $q$, three numbers.
-# Let KL have only entries above zero to choose from.
+# There are three contexts, three words, and one distribution $q$ for all contexts, as in the toy table. Write
+# `best(distributions, weights, loss)`. It searches all $q$ on the grid of hundredths for the one with the smallest
+# weighted loss. `distributions` is `[contexts, 3]`, `weights` sums to 1, and `loss` is `"kl"` or `"tv"`. Return $q$ as
+# three numbers. For KL, search only entries above zero.
 
 
 # %% tags=["check"]
@@ -409,14 +432,16 @@ def check_1(candidate):
     even = torch.full((3,), 1 / 3)
     for distributions, weights in ((toy, even), (toy[[0, 2]], torch.tensor([0.3, 0.7]))):
         q = torch.as_tensor(candidate(distributions, weights, "kl")).float()
-        assert q.shape == (3,) and abs(q.sum().item() - 1) < 1e-5, "return a distribution: three numbers that sum to 1"
+        assert q.shape == (3,) and abs(q.sum().item() - 1) < 1e-5, "return a distribution, three numbers that sum to 1"
         mean = (weights[:, None] * distributions).sum(0)
-        assert (q - mean).abs().max() < 0.011, f"KL wants the mean {mean.tolist()}, yours is {q.tolist()}"
+        assert (q - mean).abs().max() < 0.011, f"KL is smallest at the mean {mean.tolist()}, not at {q.tolist()}"
         q = torch.as_tensor(candidate(distributions, weights, "tv")).float()
-        kept = (weights * torch.minimum(distributions, q).sum(-1)).sum()
+        accepted = (weights * torch.minimum(distributions, q).sum(-1)).sum()
         others = torch.distributions.Dirichlet(torch.ones(3)).sample((2000,))
         rivals = (weights * torch.minimum(distributions, others[:, None]).sum(-1)).sum(-1)
-        assert kept >= rivals.max() - 0.006, f"some q is kept more often: {rivals.max():.3f} against {kept:.3f}"
+        assert accepted >= rivals.max() - 0.006, (
+            f"another q is accepted more often: {rivals.max():.3f} against {accepted:.3f}"
+        )
 
 
 # %% tags=["exercise"]
@@ -434,8 +459,8 @@ def best_on_grid(distributions, weights, loss):
     grid = torch.stack([red, green, 100 - red - green], -1).reshape(-1, 3)
     grid = grid[(grid[:, 2] >= 0) if loss == "tv" else (grid > 0).all(-1)] / 100
     p, q = distributions[None], grid[:, None]
-    apart = 0.5 * (p - q).abs().sum(-1) if loss == "tv" else (p * (p / q).log()).sum(-1)
-    return grid[(apart * weights).sum(-1).argmin()]
+    distance = 0.5 * (p - q).abs().sum(-1) if loss == "tv" else (p * (p / q).log()).sum(-1)
+    return grid[(distance * weights).sum(-1).argmin()]
 
 
 attempt(check_1, best_on_grid)
@@ -443,40 +468,43 @@ attempt(check_1, best_on_grid)
 # %% [markdown]
 # ### 2. On-policy
 #
-# While drafting, the draft soon stands behind its own words, not behind those of a text. **On-policy** training shows it such places: a share of the
-# sequences is written by the draft itself behind a beginning of the text, and the target says what it would have said there
-# (DistillSpec, arXiv 2310.08461).
+# During drafting, the context soon contains the draft's own tokens, not those of a text. **On-policy** training
+# includes such contexts. For a share of the sequences, the draft itself continues the beginning of a text, and the loss
+# uses the target's distributions on this continuation (DistillSpec, arXiv 2310.08461).
 #
-# Write `mixed(ids, draw, rows, kept)`. `ids` is a batch `[B, T]`. In the first `rows` rows keep the first `kept` tokens and let the draft write the
-# others, one by one; the other rows stay as they are. `draw(ids)` gives the draft's next token for every row of `[b, t]`, as `[b]`. Do not change the batch
-# you were given, and draw no more often than you must.
+# Write `mixed(ids, draw, rows, prefix)`. `ids` is a batch `[B, T]`. In the first `rows` rows, keep the first `prefix`
+# tokens and let the draft write the others, one by one. The other rows stay the same. `draw(ids)` returns the draft's
+# next token for every row of `[b, t]`, as `[b]`. Do not change the input batch, and do not call `draw` more often than
+# necessary.
 
 
 # %% tags=["check"]
 def check_2(candidate):
     ids, calls = torch.arange(24).reshape(4, 6), []
 
-    def draw(prefix):
-        calls.append(tuple(prefix.shape))
-        return prefix.sum(-1) % 97
+    def draw(given):
+        calls.append(tuple(given.shape))
+        return given.sum(-1) % 97
 
     before = ids.clone()
-    for rows, kept in ((2, 3), (0, 3), (4, 1)):
+    for rows, prefix in ((2, 3), (0, 3), (4, 1)):
         calls.clear()
-        found = candidate(ids, draw, rows, kept)
-        assert ids.equal(before), "the batch that was given has changed"
-        assert found.shape == ids.shape, f"the batch should stay {tuple(ids.shape)}, not {tuple(found.shape)}"
-        assert found[rows:].equal(ids[rows:]), "rows that are not the draft's should stay"
-        assert found[:, :kept].equal(ids[:, :kept]), "beginnings should stay"
-        for place in range(kept, 6):
-            wanted = found[:rows, :place].sum(-1) % 97
-            assert found[:rows, place].equal(wanted), f"token {place} is not what the draft says behind its own words"
-        expected = [(rows, place) for place in range(kept, 6)] if rows else []
-        assert calls == expected, f"draws should be over {expected}, were over {calls}"
+        found = candidate(ids, draw, rows, prefix)
+        assert ids.equal(before), "the input batch has changed"
+        assert found.shape == ids.shape, f"the shape should be {tuple(ids.shape)}, not {tuple(found.shape)}"
+        assert found[rows:].equal(ids[rows:]), "the other rows should stay the same"
+        assert found[:, :prefix].equal(ids[:, :prefix]), "the first tokens should stay the same"
+        for position in range(prefix, 6):
+            wanted = found[:rows, :position].sum(-1) % 97
+            assert found[:rows, position].equal(wanted), (
+                f"token {position} is not the draft's next token after its own tokens"
+            )
+        expected = [(rows, position) for position in range(prefix, 6)] if rows else []
+        assert calls == expected, f"draw should be called on shapes {expected}, not {calls}"
 
 
 # %% tags=["exercise"]
-def mixed(ids, draw, rows, kept):
+def mixed(ids, draw, rows, prefix):
     raise NotImplementedError("let the draft write")
 
 
@@ -484,8 +512,8 @@ attempt(check_2, mixed)
 
 
 # %% tags=["answer"]
-def mixed_batch(ids, draw, rows, kept):
-    written = ids[:rows, :kept]
+def mixed_batch(ids, draw, rows, prefix):
+    written = ids[:rows, :prefix]
     while rows and written.shape[1] < ids.shape[1]:
         written = torch.cat([written, draw(written)[:, None]], 1)
     return torch.cat([written, ids[rows:]]) if rows else ids.clone()
@@ -494,16 +522,19 @@ def mixed_batch(ids, draw, rows, kept):
 attempt(check_2, mixed_batch)
 
 # %% [markdown]
-# How often must the draft run for this? `T - kept` times, one after the other, where text needs one pass. That is what on-policy data costs, so it
-# is used to finish a draft that has learned from text (`--on-policy 0.5`). In the package's own comparison, 500 steps of 16 sequences of 128
-# tokens from two of the shipped target's layers, it moved acceptance of the first drafted token from 40.1% to 42.2% when sampling, and from 38.4% to
-# 39.2% when greedy: little, at the price of a generation a step.
+# How often must the draft run for this? It runs `T - prefix` times, one after the other, where existing text needs one
+# forward pass. This is the cost of on-policy data, so it is used to finish a draft that was first trained on text
+# (`--on-policy 0.5`). The package's own comparison trains two layers of the shipped target for 500 steps of 16
+# sequences of 128 tokens. With half of the sequences on-policy, the acceptance rate of the first drafted token rose
+# from 40.1% to 42.2% in sampling, and from 38.4% to 39.2% in greedy decoding. This is a small gain for the price of a
+# generation in every step.
 #
 # ### 3. A leak
 #
-# Held-out text must not be in the training text. Copies hide: the same function in two files, the same file under two names, with other spaces or another
-# header. Write `leaked(training, held_out, run)`: the indices of the held-out documents that have `run` consecutive words in common with
-# some training document. Words are what `str.split()` gives, so that white space does not hide anything.
+# Held-out text must not be part of the training text. Copies can be hidden: the same function in two files, or the same
+# file with another name, other white space or another header. Write `leaked(training, held_out, run)`. It returns the
+# indices of the held-out documents that have `run` consecutive words in common with some training document. Words are
+# the result of `str.split()`, so white space hides nothing.
 
 
 # %% tags=["check"]
@@ -515,16 +546,16 @@ def check_3(candidate):
     held = [
         " ".join(words(3, 150)),  # clean
         "\n\t".join(words(1, 200)),  # a copy with other white space
-        " ".join(words(4, 90) + words(2, 200)[50:85] + words(5, 30)),  # 35 words in the middle
-        " ".join(words(1, 200)[100:119] + words(6, 50)),  # 19 words only
-        " ".join(words(1, 200)[-10:] + words(2, 200)[:10]),  # across two documents: no document has it
+        " ".join(words(4, 90) + words(2, 200)[50:85] + words(5, 30)),  # 35 copied words in the middle
+        " ".join(words(1, 200)[100:119] + words(6, 50)),  # only 19 copied words
+        " ".join(words(1, 200)[-10:] + words(2, 200)[:10]),  # across two documents
         "short",
     ]
     found = sorted(candidate(training, held, 20))
     assert 1 in found, "a copy with other white space was missed"
-    assert 2 in found, "a copied piece in the middle was missed"
-    assert 4 not in found, "a run across the border of two documents is not in any document"
-    assert found == [1, 2], f"documents 1 and 2 leak, yours are {found}"
+    assert 2 in found, "a copied part in the middle was missed"
+    assert 4 not in found, "a run across the border of two documents does not count"
+    assert found == [1, 2], f"documents 1 and 2 leak, not {found}"
 
 
 # %% tags=["exercise"]
@@ -538,7 +569,7 @@ attempt(check_3, leaked)
 # %% tags=["answer"]
 def runs(document, run):
     words = document.split()
-    return {tuple(words[place : place + run]) for place in range(len(words) - run + 1)}
+    return {tuple(words[start : start + run]) for start in range(len(words) - run + 1)}
 
 
 def leaking(training, held_out, run):
@@ -547,18 +578,21 @@ def leaking(training, held_out, run):
 
 
 print(
-    "this notebook's own held-out files that share 20 words with its training text:",
+    "held-out files of this notebook that share 20 words with its training text:",
     leaking(learned_from, measured_on, 20),
 )
 attempt(check_3, leaking)
 
 # %% [markdown]
-# The library holds out whole documents, one in twenty, chosen by what they say, so an exact copy cannot be on both sides. A nearly equal copy can: look
-# for it, as you just did.
+# The library holds out whole documents, one in twenty, chosen by a hash of their content. So an exact copy cannot be on
+# both sides. A near-copy can, so search for near-copies, as you just did.
 #
 # ## References
 #
-# - Distillation for speculative decoding, on-policy data and the choice of divergence: DistillSpec, [arXiv 2310.08461](https://arxiv.org/abs/2310.08461).
-# - Acceptance is one minus total variation: [arXiv 2211.17192](https://arxiv.org/abs/2211.17192), [arXiv 2302.01318](https://arxiv.org/abs/2302.01318).
-# - Heads that are trained instead of a draft model: Medusa, [arXiv 2401.10774](https://arxiv.org/abs/2401.10774), and EAGLE,
-#   [arXiv 2401.15077](https://arxiv.org/abs/2401.15077). [Notebook 08](08_medusa.ipynb) and [notebook 09](09_eagle.ipynb) are about them.
+# - Distillation for speculative decoding, on-policy data and the choice of divergence: DistillSpec,
+#   [arXiv 2310.08461](https://arxiv.org/abs/2310.08461).
+# - Acceptance is one minus total variation: [arXiv 2211.17192](https://arxiv.org/abs/2211.17192),
+#   [arXiv 2302.01318](https://arxiv.org/abs/2302.01318).
+# - Heads that are trained instead of a draft model: Medusa, [arXiv 2401.10774](https://arxiv.org/abs/2401.10774), and
+#   EAGLE, [arXiv 2401.15077](https://arxiv.org/abs/2401.15077). They are the subject of [notebook 08](08_medusa.ipynb)
+#   and [notebook 09](09_eagle.ipynb).

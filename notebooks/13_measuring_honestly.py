@@ -43,26 +43,31 @@ figure_style()
 # %% [markdown]
 # ## Question
 #
-# You have four drafters for one target and want the fastest. You find four tables, each by somebody honest, and each names another order. How can that be? All four counted correctly.
+# You have four drafters for one target and want the fastest. You find four published tables. The authors of all four
+# are honest, but each table gives a different order. How can that be? All four counted correctly.
 #
-# They held different things **fixed**. One let every drafter answer the same prompts to the end. One gave each the same number of new tokens. One gave each the same number of target passes. And
-# one looked at the clock.
+# They held different things **fixed**. The first let every drafter answer the same prompts to the end. The second gave
+# each the same number of new tokens. The third gave each the same number of target forward passes. The fourth measured
+# time.
 #
 # ## Your prediction
 #
-# The drafters are: the small draft model, 4 tokens at a time; the same, 8 tokens at a time; the suffix drafter, which copies earlier text and costs next to nothing
-# ([notebook 07](07_ngram_and_suffix.ipynb)); and an EAGLE head that drafts trees of 16 nodes ([notebook 10](10_trees.ipynb)). Write down the order in which you expect
-# them: by tokens per target pass, and by seconds.
+# There are four drafters: the small draft model with 4 tokens per round (draft-verify step), the same model with 8
+# tokens, the suffix drafter, which copies earlier text at almost no cost ([notebook 07](07_ngram_and_suffix.ipynb)),
+# and an EAGLE head that drafts trees of 16 nodes ([notebook 10](10_trees.ipynb)). Write down two orders that you
+# expect: one by tokens per target pass, and one by seconds.
 
 # %% [markdown]
 # ## By hand
 #
-# A toy first. Every text begins with 20 fresh tokens; then it repeats itself for ever. Two drafters:
+# We start with a toy example. Every text begins with 20 fresh tokens, and then it repeats itself for ever. There are
+# two drafters:
 #
-# - *model* gets 2 tokens out of a pass on fresh text and 3 on repeated text,
-# - *copy* gets 1 on fresh text, which is nothing, and 9 on repeated text.
+# - *model* yields 2 tokens per pass on fresh text and 3 on repeated text;
+# - *copy* yields 1 on fresh text, which is no gain, and 9 on repeated text.
 #
-# Which one gets more tokens out of a pass? Count with the same number of tokens, then with the same number of passes.
+# Which one yields more tokens per pass? We count first with the same number of tokens, then with the same number of
+# passes.
 
 # %%
 toy = {"model": (2, 3), "copy": (1, 9)}
@@ -83,19 +88,23 @@ rows += [[f"30 passes each, {name}", toy_tokens(name, 30), 30.0] for name in toy
 show(table(["held fixed", "tokens", "passes", "tokens per pass"], [[*row, row[1] / row[2]] for row in rows]))
 
 # %% [markdown]
-# With the same tokens *model* wins; with the same passes *copy* wins. Nobody cheated. But with the same passes the two wrote **different amounts of text**, and *copy*, once it
-# is in the loop, runs far ahead into text where it is at its best. Every token it writes there counts in its favour. So the number of passes held fixed decides the winner.
+# With the same number of tokens, *model* wins. With the same number of passes, *copy* wins. Nobody cheated. But with
+# the same number of passes, the two wrote **different amounts of text**. Once *copy* is in the loop, it runs far ahead
+# into text where it is at its best, and every token there counts in its favour. So the fixed number of passes decides
+# the winner.
 #
-# Texts that end by themselves do the same: one answer that runs in circles to the limit weighs as much as ten short ones.
+# Texts of different lengths have the same effect. One answer that loops until the limit has as much weight as ten short
+# ones.
 #
 # ## From scratch
 #
-# Now with real drafters. First an instrument of our own: a hook on the target notes, at every pass, how much text had been written before it. From these notes *all three* countings follow.
+# Now we use real drafters. We first build our own instrument. A hook on the target records, at every pass, how much
+# text was written before it. From these records we can compute *all three* counts.
 
 
 # %%
 def watch(pair, ids, new_tokens):
-    """Greedy text, and the number of new tokens that were there before each pass of the target."""
+    """The greedy text, and the number of new tokens that were written before each target pass."""
     written = []
 
     def note(module, args, kwargs):
@@ -135,24 +144,24 @@ for name, pair in pairs.items():
     notes[name] = []
     for number, prompt in enumerate(prompts):
         text, written = watch(pair, prompt.ids.to(pair.device), NEW)
-        assert len(written) - 2 == pair.report.target_passes  # the report leaves the pass over the prompt out
+        assert len(written) - 2 == pair.report.target_passes  # the report leaves out the prompt's pass
         assert texts.setdefault(number, text) == text or target.dtype != torch.float32  # every drafter is exact
         notes[name].append(written)
 
 # %% [markdown]
-# Four drafters wrote the same text to the token, as they must ([notebook 02](02_the_acceptance_rule.ipynb)); the hook counts what the library's report says. So we compare what
-# the same text cost, three times:
+# Four drafters wrote the same text, token for token, as they must ([notebook 02](02_the_acceptance_rule.ipynb)). The
+# hook's counts equal those of the library's report. So we compare the cost of the same text in three ways:
 #
-# - **same prompts:** every answer goes to its own end, which is the first blank line, or the limit of 160 tokens,
-# - **same tokens:** 48 new tokens of every prompt,
+# - **same prompts:** every answer continues to its own end, which is the first blank line or the limit of 160 tokens;
+# - **same tokens:** 48 new tokens for every prompt;
 # - **same passes:** the first 20 passes on every prompt.
 
 # %%
-TOKENS, PASSES = 48, 20  # so few passes that nobody gets to 160 tokens
+TOKENS, PASSES = 48, 20  # so few passes that no drafter reaches 160 tokens
 
 
 def own_end(text):
-    """Tokens up to the first blank line, at least one."""
+    """The number of tokens up to the first blank line, at least one."""
     return next((n for n in range(1, len(text)) if "\n\n" in tokenizer.decode(text[:n])), len(text))
 
 
@@ -170,8 +179,9 @@ orders = {tuple(sorted(ratios, key=lambda name: -ratios[name][how])) for how in 
 print(len(orders), "different orders")
 
 # %% [markdown]
-# The order changes with what is held fixed. Look at the ends: of six answers a few run to the limit and the others are short, so *same prompts* is all but a measurement of the long ones. And here is where
-# each drafter stood after 20 passes, prompt by prompt:
+# The order depends on what is held fixed. Look at the ends. Of six answers, a few run to the limit and the others are
+# short, so *same prompts* mostly measures the long ones. The next table shows how far each drafter got after 20 passes,
+# prompt by prompt:
 
 # %%
 show(
@@ -185,22 +195,25 @@ print("share of repeated 4-grams:", {length: f"{share:.0%}" for length, share in
 assert loops[24] < loops[160]
 
 # %% [markdown]
-# The longer the texts, the more they repeat: at 160 tokens most 4-grams have stood there before. The small target runs into loops, and loops flatter the copying drafter most. *Same passes* lets it
-# collect all of that. *Same tokens* puts everybody in front of the same text; it is the fair count, as long as the budget is short enough to end before the loops.
+# Longer texts repeat themselves more. At 160 tokens, most 4-grams have occurred before. The small target runs into
+# loops, and loops help the copying drafter most. *Same passes* counts all of this in its favour. *Same tokens* gives
+# every drafter the same text. It is the fair count, as long as the budget is short enough to end before the loops.
 #
 # But no count is a time.
 #
 # ## The library's call
 #
-# A pass over 17 columns costs more than a pass over one, and drafting costs, too. So there is no way around the clock, and the clock has its own traps. `bench.race` deals with them: everybody
-# writes the same number of tokens behind the same prompts; all take turns at each prompt, so that whatever slows the machine slows all; one round goes before that isn't timed; and there are several rounds.
+# A pass over 17 positions costs more than a pass over one, and drafting costs time, too. So we have to measure time,
+# and time measurements have traps of their own. `bench.race` avoids them. Everyone writes the same number of tokens
+# after the same prompts. All take turns at each prompt, so a slow moment of the machine affects all of them. A first
+# run for warm-up is not timed. The measurement is repeated several times.
 
 # %%
 pad = bench.pad_token(tokenizer)
-plain = bench.plain(target, compiled=False)[:1]
+baseline = bench.plain(target, compiled=False)[:1]
 others = [bench.Contestant(name, "assisted", pair.generate, counted=False) for name, pair in pairs.items()]
 rules = bench.Rules(new_tokens=TOKENS, repeats=3)
-measured = bench.race(target, [*plain, *others], bench.batches(prompts, 1, pad), rules, pad)
+measured = bench.race(target, [*baseline, *others], bench.batches(prompts, 1, pad), rules, pad)
 
 seconds = {one.contestant.name: np.array(one.seconds) for one in measured}  # [repeats, prompts] each
 for one in measured:
@@ -208,53 +221,56 @@ for one in measured:
 print({name: rows.shape for name, rows in seconds.items()})
 
 # %% [markdown]
-# What is the speedup, and how sure is it? In each repeat, divide plain's seconds over all prompts by the drafter's; take the median over repeats. For the uncertainty, pretend that we had
-# drawn other prompts and other repeats: draw them **from our own, with replacement**, 2000 times, and see between which values 95% of the results lie. This is the *bootstrap*. Both sides of a ratio
-# are drawn together: a slow moment of the machine hits both and cancels.
+# What is the speedup, and how certain is it? In each repeat, we divide the baseline's seconds over all prompts by the
+# drafter's, and take the median over repeats. For the uncertainty, we imagine that we had other prompts and other
+# repeats. We sample them **from our own, with replacement**, 2000 times, and look between which values 95% of the
+# results are. This is the *bootstrap*. Both sides of a ratio are sampled together, so a slow moment of the machine
+# affects both and cancels.
 
 
 # %%
-def interval(plain, other, draws=2000):
-    """The ratio and its 95% bootstrap interval. plain, other: [repeats, prompts] seconds."""
-    repeats, prompts = plain.shape
+def interval(baseline, other, draws=2000):
+    """The ratio and its 95% bootstrap interval. baseline, other: [repeats, prompts] seconds."""
+    repeats, prompts = baseline.shape
     rng = np.random.default_rng(0)
     rows = rng.integers(repeats, size=(draws, repeats, 1))
-    columns = rng.integers(prompts, size=(draws, 1, prompts))
-    ratios = np.median(plain[rows, columns].sum(-1) / other[rows, columns].sum(-1), axis=-1)
+    picked = rng.integers(prompts, size=(draws, 1, prompts))
+    ratios = np.median(baseline[rows, picked].sum(-1) / other[rows, picked].sum(-1), axis=-1)
     low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(np.median(plain.sum(1) / other.sum(1))), float(low), float(high)
+    return float(np.median(baseline.sum(1) / other.sum(1))), float(low), float(high)
 
 
-base = seconds["plain"]
+base = seconds[baseline[0].name]
 times = {name: interval(base, seconds[name]) for name in pairs}
 for name, mine in times.items():
     theirs = bench.speedup(base, seconds[name])
     assert np.allclose(mine, (theirs.ratio, theirs.low, theirs.high))
-    print(f"{name:12} {theirs} times plain, on this machine")
+    print(f"{name:12} speedup {theirs}, on this machine")
 
 # %% [markdown]
-# The code above is `bench.speedup`, number for number.
+# The code above gives exactly the same numbers as `bench.speedup`.
 #
 # ## The picture
 #
-# Left: the places of the four drafters by the three counts and by the clock. Right: the clock again, with its intervals. Times are ratios of runs taken in turns, on the machine that
-# made this page; other machines give others.
+# Left: the ranks of the four drafters by the three counts and by time. Right: the speedups by time again, with their
+# intervals. The times are ratios of runs made in turns, on the machine that made this page. Other machines give other
+# ratios.
 
 # %%
-columns = ["same\nprompts", "same\ntokens", "same\npasses", "same tokens,\nby the clock"]
+labels = ["same\nprompts", "same\ntokens", "same\npasses", "same tokens,\ntime"]
 paint = dict(zip(pairs, [COLOURS["draft"], COLOURS["bonus"], COLOURS["accepted"], COLOURS["target"]]))
 values = {name: [*ratios[name], times[name][0]] for name in pairs}
 
 fig, (left, right) = plt.subplots(1, 2, figsize=(7, 3.3), width_ratios=[5, 3])
 for name in pairs:
-    places = [1 + sum(values[other][c] > values[name][c] for other in pairs) for c in range(4)]
-    left.plot(places, "-o", color=paint[name], markersize=7)
-    for c, place in enumerate(places[:3]):
-        left.text(c, place - 0.17, f"{values[name][c]:.1f}", ha="center", color=paint[name])
-    left.text(3.13, places[3], f"{values[name][3]:.1f}", va="center", color=paint[name])
-    left.text(-0.2, places[0], name, ha="right", va="center", color=paint[name])
-left.set_xticks(range(4), columns)
-left.set(ylim=(len(pairs) + 0.4, 0.5), xlim=(-1.35, 3.6), yticks=[], title="place, best on top")
+    ranks = [1 + sum(values[other][c] > values[name][c] for other in pairs) for c in range(4)]
+    left.plot(ranks, "-o", color=paint[name], markersize=7)
+    for c, rank in enumerate(ranks[:3]):
+        left.text(c, rank - 0.17, f"{values[name][c]:.1f}", ha="center", color=paint[name])
+    left.text(3.13, ranks[3], f"{values[name][3]:.1f}", va="center", color=paint[name])
+    left.text(-0.2, ranks[0], name, ha="right", va="center", color=paint[name])
+left.set_xticks(range(4), labels)
+left.set(ylim=(len(pairs) + 0.4, 0.5), xlim=(-1.35, 3.6), yticks=[], title="rank, best on top")
 left.spines["left"].set_visible(False)
 
 for row, name in enumerate(pairs):
@@ -263,63 +279,75 @@ for row, name in enumerate(pairs):
     right.plot(ratio, row, "o", color=paint[name])
     right.text(high, row - 0.22, name, ha="right", color=paint[name])
 right.axvline(1, color=COLOURS["plain"], linestyle=":")
-right.text(1.04, len(pairs) - 0.55, "plain", color=COLOURS["plain"])
-right.set(xlabel="times plain", yticks=[], ylim=(len(pairs) - 0.5, -0.6))
+right.text(1.04, len(pairs) - 0.55, "baseline", color=COLOURS["plain"])
+right.set(xlabel="speedup", yticks=[], ylim=(len(pairs) - 0.5, -0.6))
 right.spines["left"].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# The lines cross. What gets most tokens out of a pass need not be the fastest: its passes cost more. And see how wide the intervals are. With six prompts a drafter whose ratio is 1.7 may as well be
-# 1.4 or 2 times as fast as plain. Prompts mostly differ more than repeats do, so more prompts narrow an interval and more repeats hardly do.
+# The lines cross. The drafter with the most tokens per pass need not be the fastest, because its passes cost more. Also
+# see how wide the intervals are. With six prompts, a drafter with a measured speedup of 1.7 may really have 1.4 or 2.
+# Prompts mostly differ more than repeats. So more prompts narrow an interval, and more repeats hardly do.
 #
-# Which of two drafters is faster? Take the ratio of *these two*, on the same prompts: much of what makes prompts differ is then on both sides. If its interval holds 1, **you don't know**.
+# Which of two drafters is faster? Take the ratio of *these two* on the same prompts. Then much of the difference
+# between prompts affects both sides and cancels. If the interval contains 1, **you don't know**.
 
 # %%
 first, second = sorted(pairs, key=lambda name: -times[name][0])[:2]
 ratio, low, high = interval(seconds[second], seconds[first])
-print(f"{first} against {second}: {ratio:.2f} [{low:.2f}, {high:.2f}], on this machine")
+print(f"{first} relative to {second}: {ratio:.2f} [{low:.2f}, {high:.2f}], on this machine")
 
 # %% [markdown]
-# And mind the text. At 48 tokens a good part of the 4-grams above is repeated already, which is where copying is at its best. With a target that doesn't loop, the suffix drafter would stand elsewhere.
+# Also consider the text. At 48 tokens, a good part of the 4-grams above is already repeated, and copying is at its best
+# there. With a target that does not loop, the suffix drafter would have a different rank.
 #
 # ## When it loses
 #
-# A measurement loses when it can't be wrong. Ask of every speedup that you read, and of your own:
+# A measurement is useless if it cannot turn out badly. Ask these questions about every speedup that you read, and about
+# your own:
 #
-# - **Against what?** Here 1.00 is plain `generate` in its usual mode, since compiling takes longer than this notebook. A static cache and a compiled forward would be a harder baseline: with
-#   `compiled=True` the library takes the fastest plain mode as 1.00. A speedup against a slow baseline is no speedup.
-# - **The same work?** The same tokens behind the same prompts, end tokens ignored or the texts equal. Someone who stops early looks fast.
-# - **Which text?** Copying tasks, loops and low temperature flatter. Show the share of repeated 4-grams.
-# - **A count or a time?** Tokens per pass and acceptance rate explain a speedup. They are none.
-# - **How sure?** One prompt, one run and no interval is an anecdote.
+# - **Against what?** Here 1.00 is autoregressive `generate` in its usual mode, because compiling takes longer than this
+#   notebook. A static cache and a compiled forward pass would be a harder baseline. With `compiled=True`, the library
+#   uses the fastest baseline as 1.00. A speedup over a slow baseline is no speedup.
+# - **The same work?** Everyone must write the same number of tokens after the same prompts. Ignore end tokens, or make
+#   sure that the texts are equal. A drafter that stops early looks fast.
+# - **Which text?** Copying tasks, loops and low temperature make results look better. Report the share of repeated
+#   4-grams.
+# - **A count or a time?** Tokens per pass and acceptance rate explain a speedup. They are not speedups.
+# - **How certain?** One prompt and one run without an interval are an anecdote.
 #
-# What this run can't show: other machines, batches, long contexts, sampling. `assisted bench` measures those with the same protocol.
+# This run cannot show other machines, batches, long contexts or sampling. `assisted bench` measures those with the same
+# protocol.
 #
 # ## Takeaway
 #
-# > **Hold the work fixed, measure the clock, explain it with counts.** The same prompts, the same number of tokens, in turns, warmed up, against the fastest plain mode, as a ratio with its interval. Then
-# > look at tokens per pass to learn *why*. If the interval of a ratio holds 1, say that you don't know.
+# > **Hold the work fixed, measure the time, and explain it with counts.** Use the same prompts and the same number of
+# > tokens. Run in turns and after a warm-up, against the fastest baseline. Report a ratio with its interval. Then look
+# > at tokens per pass to learn *why*. If the interval of a ratio contains 1, say that you don't know.
 
 # %% [markdown]
 # ## Exercises
 #
 # ### 1. How much does a text repeat itself?
 #
-# Write `repeated(completions, n)`: the share of n-grams that occurred before *in the same completion*, over all completions together. Completions are lists of tokens; some may be shorter than n. If
-# there is no n-gram at all, the share is 0.
+# Write `repeated(completions, n)`. It returns the share of n-grams that occurred before *in the same completion*, over
+# all completions together. Completions are lists of tokens, and some may be shorter than n. If there is no n-gram at
+# all, the share is 0.
 
 
 # %% tags=["check"]
 def check_1(candidate):
     rng = random.Random(0)
-    assert candidate([[1, 2, 3, 4, 5, 6]], 2) == 0, "six different tokens repeat nothing"
-    assert candidate([[7, 7, 7, 7]], 2) == 2 / 3, "7 7 7 7 has three pairs, two of which occurred before"
-    assert candidate([[1, 2, 3], [1, 2, 3]], 2) == 0, "what stands in another completion is no repetition"
-    assert candidate([[1], []], 2) == 0, "where there is no n-gram the share is 0"
+    assert candidate([[1, 2, 3, 4, 5, 6]], 2) == 0, "six different tokens have no repetition"
+    assert candidate([[7, 7, 7, 7]], 2) == 2 / 3, "7 7 7 7 has three pairs, and two of them occurred before"
+    assert candidate([[1, 2, 3], [1, 2, 3]], 2) == 0, "n-grams of another completion do not count"
+    assert candidate([[1], []], 2) == 0, "if there is no n-gram, the share is 0"
     for n in (1, 2, 4):
         some = [[rng.randrange(3) for _ in range(rng.randrange(12))] for _ in range(6)]
         mine, right = candidate(some, n), bench.repeated_share(some, n)
-        assert abs(mine - right) < 1e-12, f"{mine:.3f} for {n}-grams of six random texts, the library says {right:.3f}"
+        assert abs(mine - right) < 1e-12, (
+            f"{n}-grams of six random texts: {mine:.3f}, but the library returns {right:.3f}"
+        )
 
 
 # %% tags=["exercise"]
@@ -348,25 +376,27 @@ attempt(check_1, repeated)
 # %% [markdown]
 # ### 2. Five flaws in a benchmark
 #
-# Somebody publishes a speedup, with the records of every run and the code that sums them up. The records are sound. (They are made up, by the next cell, and so is the machine.) **The code has five flaws, and
-# each of them flatters.** Find them.
+# Somebody publishes a speedup, with the records of every run and the code that evaluates them. The records are correct.
+# (The next cell invents them, and the machine too.) **The code has five flaws, and each of them makes the speedup look
+# better.** Find them.
 #
-# A record has the `method` ("plain", "plain, compiled" or "draft"), the `prompt`, the `repeat` (0, 1, 2, 3; in repeat 0 everything runs for the first time: kernels are chosen and forwards compiled), the number of new `tokens`, and the
-# `seconds`.
+# A record has the `method` ("baseline", "baseline, compiled" or "draft"), the `prompt`, the `repeat` (0, 1, 2, 3), the
+# number of new `tokens`, and the `seconds`. In repeat 0, everything runs for the first time: kernels are chosen, and
+# forward passes are compiled.
 
 # %%
-SPEED = {"plain": 0.010, "plain, compiled": 0.008, "draft": 0.0072}  # seconds a token, on an average prompt
+SPEED = {"baseline": 0.010, "baseline, compiled": 0.008, "draft": 0.0072}  # seconds per token on an average prompt
 
 
 def made_up(cold=3.0, noise=0.15, early=0.6, spread=0.5, prompts=8, seed=0):
-    """Records of a benchmark that never took place. Set an effect to 0 to switch it off, early to 1."""
+    """Records of a benchmark that never took place. To switch off an effect, set it to 0, and early to 1."""
     rng, records = random.Random(seed), []
     for prompt in range(prompts):
-        luck = 1 + spread * (2 * prompt / (prompts - 1) - 1)  # how well the draft does here
+        factor = 1 + spread * (2 * prompt / (prompts - 1) - 1)  # the draft is fast on some prompts and slow on others
         for method, speed in SPEED.items():
             tokens = 50
             if method == "draft":
-                speed, tokens = speed * luck, round(50 * early)
+                speed, tokens = speed * factor, round(50 * early)
             for repeat, wait in enumerate([cold, *(noise * step for step in rng.sample([-1, 0, 1], 3))]):
                 took = tokens * speed * (1 + wait)
                 one = {"method": method, "prompt": prompt, "repeat": repeat, "tokens": tokens, "seconds": took}
@@ -375,42 +405,43 @@ def made_up(cold=3.0, noise=0.15, early=0.6, spread=0.5, prompts=8, seed=0):
 
 
 def published(records):
-    """Times plain, as published."""
+    """The speedup, as published."""
 
     def of(method, prompt):
         return [one["seconds"] for one in records if one["method"] == method and one["prompt"] == prompt]
 
     rows = []
     for prompt in sorted({one["prompt"] for one in records}):
-        plain = statistics.mean(of("plain", prompt))
-        ours = min(of("draft", prompt))  # the best run: the one that the machine disturbed least
-        rows.append((plain, ours))
+        baseline = statistics.mean(of("baseline", prompt))
+        ours = min(of("draft", prompt))  # the best run, which the machine disturbed least
+        rows.append((baseline, ours))
     fair = [row for row in rows if row[0] > 2 * row[1]]  # without outliers
-    return statistics.mean(plain / ours for plain, ours in fair or rows)
+    return statistics.mean(baseline / ours for baseline, ours in fair or rows)
 
 
-print(f"As published: {published(made_up()):.2f} times plain.")
+print(f"Published speedup: {published(made_up()):.2f}.")
 
 # %% [markdown]
-# Write `honest(records)`: how many times faster the draft is than the fastest plain mode, by seconds **per token** over **all** prompts together (total seconds over total tokens). Leave repeat 0 out on
-# both sides, and use all other repeats in the same way on both sides. The check switches on one effect after the other.
+# Write `honest(records)`. It returns how many times faster the draft is than the fastest baseline, by seconds **per
+# token** over **all** prompts together (total seconds divided by total tokens). Leave out repeat 0 on both sides, and
+# use all other repeats in the same way on both sides. The check switches on one effect after the other.
 
 
 # %% tags=["check"]
 def check_2(candidate):
     calm = {"cold": 0.0, "noise": 0.0, "early": 1.0, "spread": 0.0}
-    truth = SPEED["plain, compiled"] / SPEED["draft"]
+    truth = SPEED["baseline, compiled"] / SPEED["draft"]
     effects = {
-        "with everything calm": {},
-        "where first runs are slow": {"cold": 3.0},
-        "where the draft stops early": {"early": 0.5},
-        "where the draft does well on some prompts and badly on others": {"spread": 0.7},
-        "where repeats differ": {"noise": 0.3},
+        "without any effect": {},
+        "if first runs are slow": {"cold": 3.0},
+        "if the draft stops early": {"early": 0.5},
+        "if the draft is fast on some prompts and slow on others": {"spread": 0.7},
+        "if repeats differ": {"noise": 0.3},
         "with all effects at once": {"cold": 3.0, "early": 0.6, "spread": 0.5, "noise": 0.15},
     }
     for name, effect in effects.items():
         mine = candidate(made_up(**{**calm, **effect}))
-        assert abs(mine - truth) < 1e-6, f"{name}: {mine:.3f}, and the truth is {truth:.3f}"
+        assert abs(mine - truth) < 1e-6, f"{name}, the result is {mine:.3f}, but {truth:.3f} is correct"
 
 
 # %% tags=["exercise"]
@@ -423,44 +454,48 @@ attempt(check_2, my_honest)
 
 # %% tags=["answer"]
 def honest(records):
-    """1 the fastest plain mode; 2 no first runs; 3 the same statistic on both sides; 4 per token; 5 every prompt."""
+    """1 the fastest baseline; 2 no first runs; 3 the same statistic on both sides; 4 per token; 5 every prompt."""
 
     def per_token(method):
         timed = [one for one in records if one["method"] == method and one["repeat"] > 0]
         return sum(one["seconds"] for one in timed) / sum(one["tokens"] for one in timed)
 
-    return min(per_token("plain"), per_token("plain, compiled")) / per_token("draft")
+    return min(per_token("baseline"), per_token("baseline, compiled")) / per_token("draft")
 
 
 print(f"published {published(made_up()):.2f}, honest {honest(made_up()):.2f}")
 attempt(check_2, honest)
 
 # %% [markdown]
-# The five: the slower plain mode as baseline; first runs counted for plain (the minimum never takes one of the draft's); the draft's best run against plain's mean; seconds of answers of different
-# lengths; and the prompts on which the draft did badly left out as "outliers". Each alone looks like a matter of taste.
+# These are the five flaws. The slower baseline is used. The first runs count for the baseline, while the minimum never
+# picks a first run of the draft. The draft's best run is compared with the baseline's mean. Seconds are compared for
+# answers of different lengths. Prompts on which the draft did badly are left out as "outliers". Each flaw alone looks
+# like a matter of taste.
 #
 # ### 3. How many prompts?
 #
-# A pilot run on a few prompts gave a speedup for each. You want the mean speedup with a 95% interval of half-width h. The mean of n prompts has the standard error $s/\sqrt n$, with $s$ the standard
-# deviation over prompts, and 95% of a normal distribution lie within 1.96 standard errors. Write `prompts_needed(speedups, h)`: the smallest n, at least 1.
+# A pilot run on a few prompts gave one speedup per prompt. You want the mean speedup with a 95% interval of half-width
+# h. The mean of n prompts has the standard error $s/\sqrt n$, where $s$ is the standard deviation over prompts. 95% of
+# a normal distribution are within 1.96 standard errors. Write `prompts_needed(speedups, h)`. It returns the smallest n,
+# which is at least 1.
 
 
 # %% tags=["check"]
 def check_3(candidate):
     pilot = [1.2, 1.9, 1.4, 2.6, 1.1, 1.8]
     n = candidate(pilot, 0.1)
-    assert n == int(n), "a whole number of prompts"
-    assert abs(candidate(pilot, 0.05) / n - 4) < 0.05, "half the width takes four times as many prompts"
+    assert n == int(n), "return a whole number"
+    assert abs(candidate(pilot, 0.05) / n - 4) < 0.05, "half the width needs four times as many prompts"
     assert abs(candidate([2 * s for s in pilot], 0.2) - n) <= 1, (
         "twice the speedups and twice the width need the same n"
     )
-    assert candidate([1.5, 1.5, 1.5], 0.1) == 1, "where all prompts agree one is enough"
+    assert candidate([1.5, 1.5, 1.5], 0.1) == 1, "if all prompts agree, one is enough"
     rng = np.random.default_rng(0)
     pilot = rng.gamma(4, 0.4, size=400)
     n = candidate(list(pilot), 0.1)
     means = rng.gamma(4, 0.4, size=(4000, n)).mean(1)
     inside = float((abs(means - 1.6) <= 0.1).mean())
-    assert 0.92 < inside < 0.98, f"with {n} prompts {inside:.0%} of the means are within h of the truth, not 95%"
+    assert 0.92 < inside < 0.98, f"with {n} prompts, {inside:.0%} of the means are within h of the true value, not 95%"
 
 
 # %% tags=["exercise"]
@@ -476,7 +511,7 @@ def prompts_needed(speedups, h):
     return max(1, math.ceil((1.96 * statistics.stdev(speedups) / h) ** 2))
 
 
-print("for this notebook's speedups to 0.1:")
+print("Prompts for an interval of ± 0.1 with the drafters of this notebook:")
 for name in pairs:
     print(f"{name:12} {prompts_needed((base.sum(0) / seconds[name].sum(0)).tolist(), 0.1)} prompts")
 attempt(check_3, prompts_needed)
@@ -484,9 +519,11 @@ attempt(check_3, prompts_needed)
 # %% [markdown]
 # ## References
 #
-# - Xia and others, a survey with *Spec-Bench*, one protocol for many drafters: [arXiv 2401.07851](https://arxiv.org/abs/2401.07851)
-# - Leviathan and others, *Fast Inference from Transformers via Speculative Decoding*: [arXiv 2211.17192](https://arxiv.org/abs/2211.17192)
-# - Li and others, *EAGLE-3*: [arXiv 2503.01840](https://arxiv.org/abs/2503.01840)
-# - Oliaro and others, *SuffixDecoding*: [arXiv 2411.04975](https://arxiv.org/abs/2411.04975)
+# - Xia and others. A survey with *Spec-Bench*, one protocol for many drafters.
+#   [arXiv 2401.07851](https://arxiv.org/abs/2401.07851)
+# - Leviathan and others. Fast Inference from Transformers via Speculative Decoding.
+#   [arXiv 2211.17192](https://arxiv.org/abs/2211.17192)
+# - Li and others. EAGLE-3. [arXiv 2503.01840](https://arxiv.org/abs/2503.01840)
+# - Oliaro and others. SuffixDecoding. [arXiv 2411.04975](https://arxiv.org/abs/2411.04975)
 #
 # This was the last notebook. Now measure your own pair: `assisted bench YOURS --draft YOURS`.

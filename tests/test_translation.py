@@ -78,7 +78,7 @@ def test_a_character_that_has_only_begun():
     row.extend(ids[:3])  # a and two of four bytes
     draft = VOCABULARIES["draft"]
     assert b"".join(draft.pieces[token] for token in row.tokens) == "a😀".encode()[:3]
-    rest = draft.bytes_behind("😀".encode()[2:]) + draft.tokens("b")
+    rest = draft.byte_tokens("😀".encode()[2:]) + draft.tokens("b")
     assert row.said(rest) == ids[3:]
     row.extend(ids[3:])
     assert row.tokens == TOKENIZERS["draft"]("a😀b").input_ids
@@ -108,7 +108,7 @@ def test_what_is_said_stands_behind_the_text():
     row = TranslatedText(translation("first", "legacy"))
     row.extend(TOKENIZERS["first"]("def f(x):\n    re").input_ids)
     for text in ("turn x", " x", "\n"):
-        said = row.said(VOCABULARIES["legacy"].tokens_behind(text))
+        said = row.said(VOCABULARIES["legacy"].continuation_tokens(text))
         assert b"".join(VOCABULARIES["first"].pieces[token] for token in said) == text.encode()
 
 

@@ -100,7 +100,7 @@ class TranslatedText:
         while self._pending and rest < len(data) and data[rest] & 0xC0 == 0x80:
             rest += 1
         text = codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(data[rest:]))
-        return target.bytes_behind(bytes(data[:rest])) + target.tokens_behind(text) + end
+        return target.byte_tokens(bytes(data[:rest])) + target.continuation_tokens(text) + end
 
     @property
     def _pending(self) -> bytes:
@@ -132,14 +132,14 @@ class TranslatedText:
 
     def _cut(self) -> None:
         draft = self.translation.draft
-        self.tokens[self.settled :] = self._cut_as(self._open) + draft.bytes_behind(self._pending)
+        self.tokens[self.settled :] = self._cut_as(self._open) + draft.byte_tokens(self._pending)
         self.tokens = self.tokens or [self.translation.nothing]
 
     def _cut_as(self, text: str) -> list[int]:
         """The tokens of a text that stands where the open text does."""
         draft = self.translation.draft
         begins = self.settled == len(draft.prefix)
-        return draft.tokens(text) if begins else draft.tokens_behind(text)
+        return draft.tokens(text) if begins else draft.continuation_tokens(text)
 
     def _settle(self) -> None:
         """Look for a place in the open text where both sides can be cut on their own; the tokens before it are settled."""
@@ -148,7 +148,7 @@ class TranslatedText:
         for place in (text.rfind(" ", 0, kept), text.rfind("\n", 0, kept), *range(kept, kept - 4, -1)):
             if place <= 0:
                 continue
-            behind = draft.tokens_behind(text[place:])
+            behind = draft.continuation_tokens(text[place:])
             before = len(whole) - len(behind)
             if whole[before:] == behind and self._cut_as(text[:place]) == whole[:before]:
                 self.settled += before

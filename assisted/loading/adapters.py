@@ -53,7 +53,7 @@ def base_path(path: str, role: str, **hub: Any) -> str:
         raise ValueError(f"{role}: {file}: base_model_name_or_path: {base!r} is not a path")
     if not base:
         raise ValueError(
-            f"{role}: the adapter at {path!r} does not say which model it belongs to; load both with peft and pass the result"
+            f"{role}: the adapter at {path!r} does not name its base model; load both with peft and pass the result"
         )
     return base
 
@@ -113,11 +113,11 @@ def save_adapter(model: Any, folder: str | Path, role: str, **kwargs: Any) -> No
 def copy_adapter(path: str, folder: str | Path) -> None:
     """Copy the adapter at `path`, for models whose quantization backend cannot save it."""
     files = (_CONFIG, "adapter_model.*")
-    lies = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=[*files]))
-    if lies.resolve() == Path(folder).resolve():
+    origin = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=[*files]))
+    if origin.resolve() == Path(folder).resolve():
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for file in (file for pattern in files for file in lies.glob(pattern)):
+    for file in (file for pattern in files for file in origin.glob(pattern)):
         shutil.copyfile(file, Path(folder) / file.name)
     _name_base(Path(folder), base_path(path, "draft"))
 

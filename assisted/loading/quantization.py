@@ -101,7 +101,7 @@ def resolve(quantization: Quantization | None, dtype: torch.dtype) -> Quantizati
     if isinstance(quantization, str):
         if quantization not in _CONFIGS:
             raise ValueError(
-                f"quantization: {quantization!r} is unknown; use one of {', '.join(NAMES)}, "
+                f"quantization: {quantization!r} is not known; use one of {', '.join(NAMES)}, "
                 "or a transformers quantization config"
             )
         method, make = _CONFIGS[quantization]
@@ -433,9 +433,9 @@ def _original(model: PreTrainedModel, source: str | PreTrainedModel) -> PreTrain
 
 def _copy_checkpoint(source: str, folder: Path) -> None:
     files = ("*.safetensors", "*.safetensors.index.json", "generation_config.json")
-    lies = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=[*files]))
+    origin = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=[*files]))
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (file for pattern in files for file in lies.glob(pattern)):
+    for file in (file for pattern in files for file in origin.glob(pattern)):
         shutil.copyfile(file, folder / file.name)
 
 

@@ -68,7 +68,7 @@ def _broken(files: list[Path]) -> str | None:
                 fields_of(file)
             if file.name == "tokenizer.json":
                 Tokenizer.from_file(str(file))
-        except BaseException as error:  # a panic of Rust code is no Exception
+        except BaseException as error:  # a panic of Rust code is not an Exception
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             return str(error) if str(file) in str(error) else f"{file} is broken: {error}"

@@ -42,7 +42,7 @@ def match(tokens: list[int], choice: list[int]) -> tuple[range, int]:
     tokens: the g drafted tokens. choice: at least g + 1 tokens, the target's argmax (greedy) or sample (sample-match) after
     each prefix. Returns the indices of the kept tokens, and the target's token after them.
     """
-    # keep x_i while x_i = y_i, and emit y at the first disagreement, or after the last drafted token
+    # keep x_i while it equals the choice y_i; emit y at the first difference, or after the last drafted token
     accepted = next((i for i, token in enumerate(tokens) if token != choice[i]), len(tokens))
     return range(accepted), choice[accepted]
 
@@ -68,7 +68,7 @@ def rejection(
 ) -> Verdict:
     """Speculative sampling (2211.17192, 2302.01318): keep x_i with probability min(1, p(x_i) / q(x_i)), stop at a rejection.
 
-    The output follows p exactly. A drafted token is kept with probability 1 - TV(p, q).
+    The output follows p exactly. If x_1 .. x_{i-1} are kept, a token x_i ~ q is kept with probability 1 - TV(p, q).
 
     Args:
         tokens: [B, n] int64, the drafted tokens.
@@ -87,9 +87,9 @@ def rejection(
 
 
 def block(tokens: Tensor, lengths: Tensor, p: Tensor, q: Tensor, generator: torch.Generator | None = None) -> Verdict:
-    """Block verification (2403.10444): exact like `rejection`, and in expectation it never keeps fewer tokens.
+    """Block verification (2403.10444): exact like `rejection`, and keeps at least as many tokens in expectation.
 
-    Arguments as for `rejection`.
+    Arguments as for `rejection`. P and Q are p and q in the notation of the paper; p_i and h_i are defined below.
     """
     h, weights = block_probabilities(tokens, lengths, p, q)
     # tau = max { i : u_i <= h_i }: the block is kept up to its last success, despite earlier failures
@@ -110,7 +110,7 @@ def rejection_tree(
         p: [B, n+1, V], the target's distribution after the committed text and after each node.
         q: [B, n, V], the distribution that each node was actually drawn from, given the path to it and its older siblings.
             Siblings drawn independently, even by different drafters, keep their drafter's distribution (2305.09781). For
-            siblings drawn without replacement, pass it through `taken_out` (2402.12374, 2402.14160).
+            siblings drawn without replacement, give `taken_out` of it (2402.12374, 2402.14160).
         generator: for the random numbers.
 
     Returns the path ([B, n] int64, node indices in order, padded with -1) and the verdict.

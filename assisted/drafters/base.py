@@ -35,7 +35,7 @@ class Target:
     Args:
         model: the target; must not be changed.
         tokenizer: its tokenizer; None if none was found or given.
-        path: it was loaded from; None for a model created in memory.
+        path: folder or Hub id that it was loaded from; None for a model created in memory.
     """
 
     model: PreTrainedModel

@@ -76,8 +76,8 @@ class ExitChoice:
     def cost(self, layer: int) -> float:
         """Estimated cost of a drafted token, in forward passes of the target.
 
-        Lies on the line from a measured exit to the whole forward pass; the median over all measurements. Below the measured
-        layer, the cost per layer is assumed to be no lower than the measured one.
+        The median over all measurements of the line from the measured exit to the whole forward pass. Below the measured layer,
+        the cost per layer is assumed to be no lower than the measured one.
         """
         costs = self.costs
         if not costs:

@@ -93,8 +93,8 @@ def merge(drafts: list[Draft]) -> Draft:
     """Merge several drafts (chains or trees) into one tree per row. Common prefixes become common paths.
 
     Nodes are in the order of insertion, parents first. If any draft has q, the tree has q, with one-hot distributions for the
-    drafts without. These drafts are inserted last: as one-hot candidates they lose nothing by it, and they do not
-    change the residual for the others. If drafts with q drew the same token after the same path, each of them adds a
+    drafts without. These drafts are inserted last, which costs one-hot candidates nothing, so that they do not change the
+    residual for the others. If drafts with q drew the same token after the same path, each of them adds a
     node, since each was drawn from its own distribution; all descendants are attached to the first of these nodes.
     """
     drafts = sorted(drafts, key=lambda draft: draft.q is None)

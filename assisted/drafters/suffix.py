@@ -39,7 +39,7 @@ class Suffix(Spec):
         per_match: maximum number of proposed tokens per matched token (alpha in the paper).
         tree: propose the most probable continuations as a token tree instead of the best chain, if the target can verify
             trees. Gives a few percent more tokens per forward pass for about as many more drafted tokens, so it is worthwhile
-            where these cost nothing.
+            if verifying them costs almost nothing.
         nodes: size of the tree.
         corpus: texts to look up besides the row's own, as strings (tokenized with the target's tokenizer) or ids, such as
             earlier answers or a code base. Read once when the drafter is loaded; not saved with the pair.
@@ -191,7 +191,7 @@ class SuffixDrafting(Lookup):
     """The rows' trees during one `generate`, and how reliable their counts are.
 
     The counts are too optimistic: a continuation that was seen once has the relative frequency 1. So `expected` is corrected
-    by the measured acceptance. The choice between match lengths uses the raw counts; in tests, a correction did not improve it.
+    by the measured acceptance. The choice between match lengths uses the raw counts, since correcting them did not improve it.
     """
 
     def __init__(self, drafter: SuffixDrafter, call: Call):

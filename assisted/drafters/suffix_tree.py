@@ -118,7 +118,7 @@ class SuffixTree:
         self.points: list[Point] = []
 
     def __reduce__(self) -> Any:
-        """Copies are rebuilt from the text, because the nodes are nested too deeply for Python's recursion limit."""
+        """Copies are rebuilt from the text: copying the linked nodes would exceed Python's recursion limit."""
         return _grown, (self.depth, list(self.text))
 
     def append(self, token: int) -> None:

@@ -143,7 +143,7 @@ class TranslatedText:
         return draft.tokens(text) if begins else draft.continuation_tokens(text)
 
     def _settle(self) -> None:
-        """Search a position in the open text where both sides can be tokenized separately, and settle the tokens before it."""
+        """Find a position in the open text where both sides can be tokenized separately, and settle the tokens before it."""
         draft, text, whole = self.translation.draft, self._open, self._tokens_of(self._open)
         kept = len(text) - _KEPT
         for position in (text.rfind(" ", 0, kept), text.rfind("\n", 0, kept), *range(kept, kept - 4, -1)):

@@ -70,13 +70,9 @@ def rejection(
 
     The output follows p exactly. If x_1 .. x_{i-1} are kept, a token x_i ~ q is kept with probability 1 - TV(p, q).
 
-    Args:
-        tokens: [B, n] int64, the drafted tokens.
-        lengths: [B] int64, drafted tokens per row.
-        p: [B, n+1, V], the target's distribution after each prefix.
-        q: [B, n, V], the distribution that each token was actually drawn from: one-hot for an argmax, truncated if the
-            draft's sampling was.
-        generator: for the random numbers.
+    tokens: [B, n] int64. lengths: [B] int64, drafted tokens per row. p: [B, n+1, V], the target's distribution after each
+    prefix. q: [B, n, V], the distribution that each token was actually drawn from: one-hot for an argmax, truncated if the
+    draft's sampling was.
     """
     accept = rejection_probabilities(tokens, p, q)
     # reject the first x_i with u_i >= p(x_i) / q(x_i) ...
@@ -104,14 +100,11 @@ def rejection_tree(
 ) -> tuple[Tensor, Verdict]:
     """Speculative sampling on a token tree: the children of a node are tried in turn, each against the residual of p so far.
 
-    Args:
-        tokens, parents: [B, n] int64, nodes as in `match_tree`, siblings in the order in which they were drawn.
-        lengths: [B] int64, nodes per row.
-        p: [B, n+1, V], the target's distribution after the committed text and after each node.
-        q: [B, n, V], the distribution that each node was actually drawn from, given the path to it and its older siblings.
-            Siblings drawn independently, even by different drafters, keep their drafter's distribution (2305.09781). For
-            siblings drawn without replacement, give `taken_out` of it (2402.12374, 2402.14160).
-        generator: for the random numbers.
+    tokens, parents: [B, n] int64, nodes as in `match_tree`, siblings in the order in which they were drawn. lengths: [B]
+    int64, nodes per row. p: [B, n+1, V], the target's distribution after the committed text and after each node. q: [B, n, V],
+    the distribution that each node was actually drawn from, given the path to it and its older siblings. Siblings drawn
+    independently, even by different drafters, keep their drafter's distribution (2305.09781). For siblings drawn without
+    replacement, give `taken_out` of it (2402.12374, 2402.14160).
 
     Returns the path ([B, n] int64, node indices in order, padded with -1) and the verdict.
     """

@@ -58,11 +58,8 @@ class Draft:
     def checked(self, rows: int, vocabulary: int, device: torch.device) -> Draft:
         """This draft, checked. An invalid draft of a third-party drafter would fail in the target, or change the output.
 
-        Reads values, so it synchronises with the device.
-
-        rows: in the batch. vocabulary: number of token ids of the target. device: of the text.
-
-        Raises TypeError for dtypes, ValueError for shapes, devices and values.
+        Reads values, so it synchronises with the device. rows: in the batch. vocabulary: number of token ids of the target.
+        device: of the text. Raises TypeError for wrong dtypes, ValueError for wrong shapes, devices and values.
         """
         parts = {"tokens": self.tokens, "lengths": self.lengths, "parents": self.parents, "q": self.q}
         shapes: dict[str, tuple[int, ...]] = {"tokens": (rows, self.width), "lengths": (rows,)}
@@ -148,9 +145,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Round:
-    """One draft-verify step: a draft, the target's forward pass over it, and the committed tokens.
-
-    The drafter, the draft length policy and the report all receive this object.
+    """The record of one draft-verify step. The drafter, the draft length policy and the report receive it.
 
     Args:
         draft: the draft, perhaps empty.
@@ -186,10 +181,7 @@ class Round:
         verify_seconds: float = 0.0,
         asked: bool = True,
     ) -> Round:
-        """A step that has counts but no tensors, for testing draft length policies.
-
-        rows: (drafted, accepted, kept) of each row's chain.
-        """
+        """A step without tensors, for testing draft length policies. rows: (drafted, accepted, kept) of each row's chain."""
         drafted, accepted, kept = (list(numbers) for numbers in zip(*rows, strict=True))
         nothing = torch.empty(len(rows), 1, 0)
         return Round(

@@ -97,10 +97,7 @@ class PartDrafting(ChainDrafting):
     def draft_with(
         self, part: CachedModel, text: Text, budget: int, after_read: Callable[[], None] = lambda: None
     ) -> Draft:
-        """Draft at most `budget` tokens per row.
-
-        part: runs over the target's slots. after_read: called after each of its forward passes.
-        """
+        """Draft at most `budget` tokens per row. part: over the target's slots. after_read: called after its forward passes."""
         cache = part.cache
         known = cache.known
         used = [int(not ended) for ended in text.ended]

@@ -195,12 +195,7 @@ class CombinedLength(Length):
 
 
 class CombinedDrafting(Drafting):
-    """Chooses the drafter of each round.
-
-    Args:
-        members: the statistics of each drafter.
-        draftings: in the same order.
-    """
+    """Chooses the drafter of each round. members: the statistics of each drafter. draftings: in the same order."""
 
     def __init__(self, members: list[Member], draftings: list[Drafting]):
         self.members = members

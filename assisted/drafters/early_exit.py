@@ -79,12 +79,7 @@ class EarlyExit(Spec):
 
 
 class ExitDrafter(Drafter):
-    """A target's layers and the statistics of early exits.
-
-    Args:
-        layers: of the target.
-        exit_layer: how many layers draft; None to choose by measurements.
-    """
+    """A target's layers and the statistics of early exits. exit_layer: see `EarlyExit`."""
 
     def __init__(self, layers: Layers, exit_layer: int | None = None):
         self.layers = layers

@@ -24,12 +24,8 @@ COSTS = 15  # number of cost measurements that are kept
 class ExitChoice:
     """Statistics of the exits of one model. They determine which layer drafts, but never what is accepted.
 
-    Args:
-        count: number of layers in the model.
-        given: always exit after this layer, without measuring; None to choose.
-
-    Attributes:
-        layer: how many layers draft at present.
+    count: number of layers in the model. given: always exit after this layer, without measuring; None to choose. The attribute
+    `layer` is the number of layers that draft at present.
     """
 
     def __init__(self, count: int, given: int | None = None):

@@ -90,13 +90,7 @@ class LayerSkip(Spec):
 
 
 class SkipDrafter(Drafter):
-    """A target's sublayers and the search for those to skip.
-
-    Args:
-        target: the target.
-        layers, sublayers: of the target.
-        spec: the options of the search.
-    """
+    """A target's layers and sublayers, and the search for the sublayers to skip. spec: the options of the search."""
 
     def __init__(self, target: PreTrainedModel, layers: Layers, sublayers: list[Sublayer], spec: LayerSkip):
         self.target = target

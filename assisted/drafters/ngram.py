@@ -71,11 +71,7 @@ class NGramDrafter(Drafter):
 
 
 class NGramIndex:
-    """The most recent occurrence of every n-gram in a growing text. Each token adds one dictionary entry per n.
-
-    Args:
-        smallest, largest: the range of n.
-    """
+    """The most recent occurrence of each n-gram in a growing text, n from `smallest` to `largest`; one entry per token and n."""
 
     def __init__(self, smallest: int, largest: int):
         self.sizes = range(largest, smallest - 1, -1)

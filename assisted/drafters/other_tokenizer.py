@@ -106,11 +106,8 @@ class TranslatedDrafting(ChainDrafting):
         self.proposed = None
 
     def _as_tokens(self, text: Text, budget: int, room: int, logits: torch.Tensor) -> Draft:
-        """TLI: draft a chain with the draft's distribution restricted to the shared tokens.
-
-        The restriction is applied to the logits, so q is the normalised distribution that tokens are drawn from. Processors
-        change it as they change p.
-        """
+        """TLI: draft a chain with the draft's distribution restricted to the shared tokens. The restriction is applied to the
+        logits, so q is the normalised distribution that tokens are drawn from. Processors change it as they change p."""
 
         def read(tokens: torch.Tensor) -> torch.Tensor:
             size = self.drafter.translation.draft.size

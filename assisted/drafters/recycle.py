@@ -70,11 +70,7 @@ class TokenRecycling(Spec):
 
 
 class RecyclingDrafter(Drafter):
-    """Has no state between calls: otherwise the speed of one call would reveal the text of another.
-
-    Args:
-        nodes, successors: see `TokenRecycling`.
-    """
+    """Has no state between calls: otherwise the speed of one call would reveal the text of another."""
 
     def __init__(self, nodes: int, successors: int):
         self.nodes, self.successors = nodes, successors

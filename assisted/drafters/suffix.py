@@ -104,12 +104,7 @@ def _ids(text: str | Sequence[int], target: Target, size: int) -> list[int]:
 
 
 class SuffixDrafter(Drafter):
-    """The texts shared by all calls: the corpus and, if they are remembered, past outputs.
-
-    Args:
-        spec: the options.
-        corpus: token ids of each text.
-    """
+    """The texts shared by all calls: the corpus (token ids of each text) and, if they are remembered, past outputs."""
 
     def __init__(self, spec: Suffix, corpus: Iterable[list[int]] = ()):
         self.spec = spec

@@ -75,10 +75,8 @@ def require_sizes(fields: Mapping[str, Any], shapes: Shapes, where: str | Path, 
 
     Every layer has at least one tensor, and every width is a dimension of some tensor.
 
-    fields: of a config. shapes: of the checkpoint's tensors. where: the config's file, for the message. exact: the tensors are
-    not packed by a quantization, and no size is a list with one entry per layer.
-
-    Raises ValueError that names the file and the field.
+    fields: of a config. where: its file, for the message. exact: the tensors are not packed by a quantization, and no size is a
+    list with one entry per layer. Raises ValueError that names the file and the field.
     """
     widest = max((size for shape in shapes.values() for size in shape), default=0)
     largest = max((math.prod(shape) for shape in shapes.values()), default=0)

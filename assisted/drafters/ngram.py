@@ -71,7 +71,7 @@ class NGramDrafter(Drafter):
 
 
 class NGramIndex:
-    """The most recent occurrence of each n-gram in a growing text, n from `smallest` to `largest`; one entry per token and n."""
+    """The latest occurrence of each n-gram in a growing text; n from `smallest` to `largest`. One entry per token and n."""
 
     def __init__(self, smallest: int, largest: int):
         self.sizes = range(largest, smallest - 1, -1)

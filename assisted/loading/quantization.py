@@ -135,7 +135,7 @@ def load_quantized(
 
     quantization: None loads the checkpoint as it is or, if `save_quantized` wrote it, quantizes it as recorded there.
     dtype: of computation and of unquantized weights; None or "auto" takes the checkpoint's.
-    device_map, kwargs: for `from_pretrained`. Raises ValueError if no layer can be, or all are already, quantized.
+    device_map, kwargs: for `from_pretrained`. Raises ValueError if no layer can be quantized, or if all are already.
     """
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
     base = base_path(path, "draft", **hub)

@@ -1,6 +1,6 @@
-"""The distribution of the next token: logits, through the caller's processors, to scores and probabilities.
+"""The next-token distribution: turns logits into scores, with the caller's logits processors, and scores into probabilities.
 
-One function makes both p (the target's distribution) and q (the draft's). Knows transformers' logits processors; nothing of
+The same code makes p (the target's distribution) and q (the draft's). Knows transformers' logits processors; nothing of
 models, caches or acceptance.
 """
 
@@ -22,7 +22,7 @@ from .lossy import LossyTypical
 
 __all__ = ["Distribution", "probabilities"]
 
-# They read one row of scores and nothing else: all positions of a draft go through in one call.
+# These depend on the scores alone, not on the prefix: one call processes all positions of a draft.
 _PREFIX_FREE = {
     hf.EpsilonLogitsWarper,
     hf.EtaLogitsWarper,
@@ -36,9 +36,9 @@ _PREFIX_FREE = {
     hf.TopPLogitsWarper,
     hf.TypicalLogitsWarper,
 }
-# They forbid to end a text before it is long enough: its length is all they read of it.
+# These forbid end tokens in texts that are too short: they depend on the length of the prefix alone.
 _NOT_YET = {hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor}
-# Functions of a row's own prefix and scores, without memory: they may be asked about a prefix that is only drafted.
+# Stateless functions of a row's own prefix and scores: they may be called with prefixes that end in drafted tokens.
 _PREFIX_READING = {
     hf.ExponentialDecayLengthPenalty,
     hf.ForcedBOSTokenLogitsProcessor,
@@ -50,17 +50,17 @@ _PREFIX_READING = {
     hf.SuppressTokensAtBeginLogitsProcessor,
 }
 
-_LIKELY = (32, 256)  # tokens that a nucleus is looked for among, one after the other
+_TOP_K = (32, 256)  # numbers of most probable tokens among which the nucleus is searched, in this order
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """How logits become the choice of a token.
+    """How the next token is chosen from the logits.
 
     Args:
-        processors: as `generate` prepared them, in order.
+        processors: the logits processors that `generate` prepared, in order.
         do_sample: draw from the distribution; otherwise take its argmax.
-        lossy: give the distribution up for more accepted tokens, as a caller asked for in so many words.
+        lossy: the inexact acceptance rule, if the caller has explicitly asked for it.
     """
 
     processors: LogitsProcessorList
@@ -69,11 +69,11 @@ class Distribution:
 
     @property
     def in_order(self) -> bool:
-        """Some processor may be more than a function of a row's prefix: it must see each committed prefix once, in order."""
+        """Whether every committed prefix must be processed once, in order: a processor may depend on more than its prefix."""
         return not all(map(_is_known, self.processors))
 
     def for_draft(self) -> Distribution:
-        """The same distribution without what only committed prefixes may be shown to."""
+        """The distribution for drafts: without processors that must see committed prefixes only."""
         return Distribution(LogitsProcessorList(filter(_is_known, self.processors)), self.do_sample)
 
     def scores(
@@ -87,9 +87,10 @@ class Distribution:
     ) -> torch.Tensor:
         """Processed scores after the committed text and after drafted nodes.
 
-        ids: [B, S] int64 of which row b's first `lengths[b]` are committed. logits: [B, k, V], column i after node `nodes[i]`
-        of `draft`, -1 for the committed text alone. rows: whose scores matter, None for all; the others keep their logits.
-        nodes: None for the committed text and all nodes in order, k = n + 1. Returns [B, k, V] float32.
+        ids: [B, S] int64; the first `lengths[b]` tokens of row b are committed. logits: [B, k, V]; column i follows node
+        `nodes[i]` of `draft`, where -1 stands for the committed text alone. rows: to process; the others keep their logits;
+        None for all. nodes: None for the committed text and then all nodes in order, so that k = n + 1. Returns [B, k, V]
+        float32.
         """
         if nodes is None:
             nodes = range(-1, draft.width)
@@ -104,7 +105,7 @@ class Distribution:
         return scores
 
     def ordered_scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Scores of one committed prefix for all rows, seen by every processor exactly as plain decoding shows it.
+        """Scores after the committed text of equally long rows, processed exactly as in autoregressive decoding.
 
         ids: [B, L] int64, logits: [B, V] -> [B, V] float32.
         """
@@ -135,7 +136,7 @@ class Distribution:
         draft: Draft,
         nodes: Sequence[int],
     ) -> torch.Tensor:
-        """What one of `_NOT_YET` makes of scores [B, k, V], in as many operations for any number of rows and nodes."""
+        """Apply one of `_NOT_YET` to scores [B, k, V]; the number of operations depends on neither rows nor nodes."""
         if isinstance(processor, hf.MinLengthLogitsProcessor):
             enough = processor.min_length
         else:
@@ -155,7 +156,7 @@ class Distribution:
 
     @functools.cached_property
     def _ends(self) -> dict[int, torch.Tensor]:
-        """The tokens that end a text, [e] int64, by processor."""
+        """End-of-text tokens, [e] int64, by id of the processor."""
         return {}
 
 
@@ -165,19 +166,19 @@ def probabilities(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _nucleus(processor: hf.TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """What top-p leaves of scores [B, k, V]. The nucleus of a row is looked for among more and more of its likeliest tokens.
+    """Top-p on scores [B, k, V] -> [B, k, V]. Searches the nucleus of each row among its most probable tokens first.
 
-    Sorting the whole vocabulary, as the processor does, takes ten times as long; most rows never need it.
+    The processor sorts the whole vocabulary, which takes ten times as long. Most rows do not need that.
     """
     flat = scores.flatten(0, 1)
     distribution, found = probabilities(flat), torch.empty_like(flat)
     every = torch.arange(len(flat), device=flat.device)
-    rows: Any = slice(None)  # whose nucleus is not yet found
-    for among in _LIKELY:
-        if among >= flat.shape[-1]:
+    rows: Any = slice(None)  # rows whose nucleus has not been found yet
+    for k in _TOP_K:
+        if k >= flat.shape[-1]:
             break
-        likely, at = distribution[rows].topk(among, -1)
-        kept = likely.cumsum(-1) - likely < processor.top_p  # those before a token hold less
+        top, at = distribution[rows].topk(k, -1)
+        kept = top.cumsum(-1) - top < processor.top_p  # a token is kept if those before it hold less than top_p
         kept[:, : processor.min_tokens_to_keep] = True
         left = flat[rows].gather(-1, at).masked_fill(~kept, processor.filter_value)
         found[rows] = torch.full_like(flat[rows], processor.filter_value).scatter_(-1, at, left)
@@ -189,13 +190,13 @@ def _nucleus(processor: hf.TopPLogitsWarper, ids: torch.Tensor, scores: torch.Te
 
 
 def _is_known(processor: LogitsProcessor) -> bool:
-    """A function of one row; a repetition penalty may ignore a length of its own in each row, and then it is none."""
+    """Whether a processor treats each row by itself. A repetition penalty with a tensor `prompt_ignore_length` does not."""
     of_the_batch = isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
     return type(processor) in _PREFIX_FREE | _NOT_YET | _PREFIX_READING and not of_the_batch
 
 
 def _prefixes(ids: torch.Tensor, lengths: list[int], draft: Draft, nodes: Sequence[int]) -> list[list[torch.Tensor]]:
-    """The text up to and including each of `nodes` (-1: the committed text alone), by row and node."""
+    """The prefix that ends with each of `nodes` (-1: the committed text alone), by row and node; each [L] int64."""
     return [
         [torch.cat([ids[row, :length], ids.new_tensor(draft.prefix(row, node))]) for node in nodes]
         for row, length in enumerate(lengths)
@@ -203,7 +204,7 @@ def _prefixes(ids: torch.Tensor, lengths: list[int], draft: Draft, nodes: Sequen
 
 
 def _by_length(processor: LogitsProcessor, prefixes: list[list[torch.Tensor]], scores: torch.Tensor) -> torch.Tensor:
-    """One call for all (row, node) whose prefixes are equally long. scores: [B, n, V] -> [B, n, V]."""
+    """Apply a processor with one call per prefix length. scores: [B, k, V] -> [B, k, V]."""
     groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row, of_row in enumerate(prefixes):
         for node, prefix in enumerate(of_row):

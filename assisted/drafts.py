@@ -1,6 +1,6 @@
-"""What a drafter proposes, a token tree per row, and what became of it: the two objects that a draft-verify step passes on.
+"""The two objects that a draft-verify step passes on: a draft (a token tree per row) and its outcome.
 
-Knows tensors alone: nothing of models, caches or how a proposal is judged.
+Tensors only; knows nothing of models, caches or acceptance rules.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ __all__ = ["Draft", "Round", "levels"]
 
 @dataclass(frozen=True)
 class Draft:
-    """A token tree per row. Nodes come after their parents; rows may be shorter than the widest one.
+    """A token tree per row. Parents precede their children. Rows may have different numbers of nodes.
 
     Args:
         tokens: [B, n] int64, the proposed tokens; columns from `lengths[b]` on are filler.
-        lengths: [B] int64, how many nodes of each row count.
-        q: [B, n, V], the distribution that each token was really drawn from, given the path to it and its older siblings
-            (one-hot where it was an argmax; `acceptance.taken_out` where siblings never repeat a token), or None where
-            the drafter has none. Siblings then stand in the order in which they were drawn.
-        parents: [B, n] int64, the column of each node's parent, -1 for children of the last committed token and for
-            filler. None says that every row is a chain.
-        expected: how many of the tokens are expected to be accepted, on average over the unfinished rows; None where the
-            drafter has no estimate before the target has seen them.
-        member: of a drafter made of several, the number of the one whose draft this is; then its own member, if it is
-            made of several itself.
+        lengths: [B] int64, the number of nodes in each row.
+        q: [B, n, V], the distribution that each token was actually drawn from, given the path to it and its older
+            siblings: one-hot for an argmax, `acceptance.taken_out` for siblings drawn without replacement. Siblings must
+            be in the order in which they were drawn. None if the drafter has no distributions.
+        parents: [B, n] int64, the column of each node's parent; -1 for children of the last committed token and for
+            filler. None if every row is a chain.
+        expected: expected number of accepted tokens, averaged over the unfinished rows. None if the drafter cannot
+            estimate it.
+        member: if several drafters are combined, the index of the one that made this draft, then the index within that
+            one if it is a combination itself.
     """
 
     tokens: torch.Tensor
@@ -40,7 +40,7 @@ class Draft:
 
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu") -> Draft:
-        """No proposal for any row: the target's next pass is plain decoding. device: of the tensors."""
+        """No proposal for any row: the next forward pass of the target decodes one token. device: of the tensors."""
         return Draft(
             tokens=torch.zeros(rows, 0, dtype=torch.int64, device=device),
             lengths=torch.zeros(rows, dtype=torch.int64, device=device),
@@ -48,20 +48,18 @@ class Draft:
 
     @property
     def width(self) -> int:
-        """Columns of the widest row."""
+        """Number of columns, n."""
         return self.tokens.shape[1]
 
     def is_that_of(self, proposed: Draft | None) -> bool:
-        """Whether this is what was proposed, by whatever drafters it was handed on."""
+        """Whether this draft is `proposed`, perhaps copied with other fields (`member`) on its way through other drafters."""
         return proposed is not None and self.tokens is proposed.tokens
 
     def checked(self, rows: int, vocabulary: int, device: torch.device) -> Draft:
-        """The same draft, if it can be one: what a drafter of somebody else's may have made wrong would fail in the target, or
-        change its text. Looks at values, so it waits for the device.
+        """This draft, checked. An invalid draft of a third-party drafter would fail in the target, or change the output.
 
-        rows: of the batch. vocabulary: ids that the target knows. device: of the text.
-
-        Raises TypeError for dtypes, ValueError for shapes, devices and values.
+        Reads values, so it synchronises with the device. rows: in the batch. vocabulary: number of token ids of the target.
+        device: of the text. Raises TypeError for wrong dtypes, ValueError for wrong shapes, devices and values.
         """
         parts = {"tokens": self.tokens, "lengths": self.lengths, "parents": self.parents, "q": self.q}
         shapes: dict[str, tuple[int, ...]] = {"tokens": (rows, self.width), "lengths": (rows,)}
@@ -70,34 +68,34 @@ class Draft:
             if tensor is None and name in ("parents", "q"):
                 continue
             if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name}: a tensor is expected, got {type(tensor).__name__}")
+                raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
             if tensor.shape != shapes[name]:
-                raise ValueError(f"{name}: shape {list(shapes[name])} is expected, got {list(tensor.shape)}")
+                raise ValueError(f"{name}: expected shape {list(shapes[name])}, got {list(tensor.shape)}")
             if tensor.dtype != torch.int64 and not (name == "q" and tensor.is_floating_point()):
                 raise TypeError(
-                    f"{name}: {'a floating dtype' if name == 'q' else 'int64'} is expected, got {tensor.dtype}"
+                    f"{name}: expected {'a floating-point dtype' if name == 'q' else 'int64'}, got {tensor.dtype}"
                 )
             if tensor.device != device:
-                raise ValueError(f"{name}: on {device} is expected, got {tensor.device}")
+                raise ValueError(f"{name}: expected a tensor on {device}, got {tensor.device}")
         if not bool(((self.lengths >= 0) & (self.lengths <= self.width)).all()):
-            raise ValueError(f"lengths: from 0 to {self.width} are possible, got {self.lengths.tolist()}")
+            raise ValueError(f"lengths: expected values from 0 to {self.width}, got {self.lengths.tolist()}")
         if not bool(((self.tokens >= 0) & (self.tokens < vocabulary)).all()):
-            raise ValueError(f"tokens: ids from 0 to {vocabulary - 1} are possible, got {self.tokens.tolist()}")
+            raise ValueError(f"tokens: expected ids from 0 to {vocabulary - 1}, got {self.tokens.tolist()}")
         columns = torch.arange(self.width, device=device)
         if self.parents is not None and not bool(((self.parents >= -1) & (self.parents < columns)).all()):
-            raise ValueError(f"parents: -1 or an earlier column is expected, got {self.parents.tolist()}")
+            raise ValueError(f"parents: expected -1 or an earlier column, got {self.parents.tolist()}")
         counts = columns < self.lengths[:, None]
         if self.q is not None and not bool(_is_distribution(self.q)[counts].all()):
-            raise ValueError("q: each row has to be a distribution: numbers from 0 on that add up to 1")
+            raise ValueError("q: each row must be a probability distribution: nonnegative numbers with sum 1")
         return self
 
     def of_rows(self, rows: list[int]) -> Draft:
-        """The trees of some rows, without q."""
+        """The trees of the given rows, without q."""
         parents = None if self.parents is None else self.parents[rows]
         return Draft(self.tokens[rows], self.lengths[rows], parents=parents)
 
     def with_chains(self, rows: list[int], token: int) -> Draft:
-        """The same draft, but with a chain of one token, as long as the draft is wide, in some rows; their q means nothing."""
+        """The same draft, but the given rows hold a chain of `width` copies of one token. Their q is meaningless."""
         tokens, lengths = self.tokens.clone(), self.lengths.clone()
         tokens[rows], lengths[rows] = token, self.width
         parents = None if self.parents is None else self.parents.clone()
@@ -106,14 +104,14 @@ class Draft:
         return Draft(tokens, lengths, self.q, parents)
 
     def depths(self) -> torch.Tensor:
-        """Distance of each node from the last committed token, which has depth 0. Returns [B, n] int64."""
+        """Depth of each node, [B, n] int64; the last committed token has depth 0."""
         rows, width = self.tokens.shape
         if self.parents is None:
             return torch.arange(1, width + 1, device=self.tokens.device).expand(rows, width)
         return self.ancestors().sum(-1)
 
     def ancestors(self) -> torch.Tensor:
-        """Which nodes lie on the path to which, each node on its own. Returns [B, n, n] bool: [b, i, j] = j is on i's path.
+        """[B, n, n] bool: whether node j lies on the path to node i, node i included.
 
         For the tree a(b, c(d)):
 
@@ -128,14 +126,14 @@ class Draft:
         if self.parents is None:
             return torch.ones_like(own).tril().expand(rows, width, width)
         above = torch.arange(width, device=self.tokens.device) == self.parents[:, :, None]
-        # paths twice as long with every product: a few operations where a walk would take some for every node
+        # each product doubles the path length covered: log2(n) operations instead of one per node
         found = (above | own).float()
         for _ in range((width - 1).bit_length()):
             found = (found @ found).clamp_(max=1)
         return found > 0
 
     def prefix(self, row: int, node: int) -> list[int]:
-        """The tokens on the path to a node, the node's own included; the empty list for node -1."""
+        """The tokens on the path to a node, its own included; empty for node -1."""
         if self.parents is None:
             return self.tokens[row, : node + 1].tolist()
         path: list[int] = []
@@ -147,22 +145,21 @@ class Draft:
 
 @dataclass(frozen=True)
 class Round:
-    """One draft-verify step: a draft, the target's forward pass over it, and what became text. The drafter, the draft length
-    policy and the report all get this one object.
+    """The record of one draft-verify step. The drafter, the draft length policy and the report receive it.
 
     Args:
-        draft: what was proposed; empty where nothing was.
-        logits: [B, n + 1, V], the target's: column 0 after the last token of the text, column i + 1 after node i.
-        unfinished: the rows that had not ended before.
-        asked: whether a drafter was asked for a draft; it may have had none.
-        drafted: nodes of each row.
-        depths: levels of each row's tree, which is the length of a chain.
-        accepted: how many tokens of each row's draft became text.
-        kept: tokens that were added to each row, the target's own included; 0 for rows that had ended, unless rows are in
-            lockstep.
-        path: of each row the columns of `logits` that its new tokens were taken from, in order, at least as many; None for
-            chains, whose columns are the first ones.
-        draft_seconds, verify_seconds: what drafting and all the rest took.
+        draft: the draft, perhaps empty.
+        logits: [B, n + 1, V], the target's. Column 0 follows the last committed token, column i + 1 follows node i.
+        unfinished: the rows that had not ended before this step.
+        asked: whether the drafter was called; it may have proposed nothing.
+        drafted: number of nodes, per row.
+        depths: depth of the tree, per row; the length of a chain.
+        accepted: number of drafted tokens that were committed, per row.
+        kept: number of committed tokens, the target's own included, per row. 0 for rows that had ended, unless rows are
+            in lockstep.
+        path: per row the columns of `logits` that its new tokens were chosen from, in order, perhaps followed by more.
+            None for chains, where these are the first columns.
+        draft_seconds, verify_seconds: time spent drafting, and the rest of the step.
     """
 
     draft: Draft
@@ -184,8 +181,7 @@ class Round:
         verify_seconds: float = 0.0,
         asked: bool = True,
     ) -> Round:
-        """A round of chains of which nothing but numbers is known, to try a draft length policy with: tokens drafted, accepted
-        and kept in each row."""
+        """A step without tensors, for testing draft length policies. rows: (drafted, accepted, kept) of each row's chain."""
         drafted, accepted, kept = (list(numbers) for numbers in zip(*rows, strict=True))
         nothing = torch.empty(len(rows), 1, 0)
         return Round(
@@ -202,16 +198,16 @@ class Round:
         )
 
     def columns(self, row: int) -> Sequence[int]:
-        """The columns of `logits` that a row's new tokens were taken from."""
+        """The columns of `logits` that a row's new tokens were chosen from."""
         return range(self.kept[row]) if self.path is None else self.path[row][: self.kept[row]]
 
     def mean(self, counts: list[int]) -> float:
-        """Of the unfinished rows."""
+        """Mean over the unfinished rows."""
         return sum(counts[row] for row in self.unfinished) / len(self.unfinished)
 
 
 def levels(parents: Sequence[int]) -> int:
-    """How deep a row's tree is. parents: of its nodes, -1 for the first level."""
+    """Depth of one row's tree. parents: of its nodes, -1 for the first level."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -219,6 +215,6 @@ def levels(parents: Sequence[int]) -> int:
 
 
 def _is_distribution(q: torch.Tensor) -> torch.Tensor:
-    """Which of [..., V] are distributions, but for rounding. Returns [...] bool, False for what is not a number."""
+    """Which of [..., V] are probability distributions up to rounding. Returns [...] bool; False if there is a NaN."""
     tolerance = 1e-3 if q.dtype in (torch.float32, torch.float64) else 0.05
     return (q >= 0).all(-1) & ((q.float().sum(-1) - 1).abs() <= tolerance)

@@ -1,7 +1,7 @@
-"""The committed text of a `generate`: its ids, which rows have ended and why, who is told of new tokens.
+"""The committed text of one `generate`: token ids, finished rows, stopping criteria and the streamer.
 
-Knows stopping criteria, streamers and padding; nothing of models or drafts. Every new prefix of a row passes the
-criteria once, in order, and nothing behind the first one that stops is kept.
+Knows nothing of models or drafts. The criteria see every new prefix of a row once, in order. Tokens after the first prefix
+that stops are dropped.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from .engine.host import on_device
 
 __all__ = ["Text"]
 
-_ROW_BY_ROW = {EosTokenCriteria, MaxLengthCriteria, StopStringCriteria}  # functions of one row's own prefix
+_ROW_BY_ROW = {EosTokenCriteria, MaxLengthCriteria, StopStringCriteria}  # they depend on a row's own prefix alone
 
 
 class Text:
-    """The rows of a batch while they grow.
+    """The committed tokens of a batch.
 
     Args:
         prompt: [B, P] int64.
-        criteria: as `generate` prepared them.
-        pad_token: what fills a row that ended before the others; None when no end token is known.
-        streamer: gets every committed token, or None.
-        keep_scores, keep_logits: remember the processed scores and the logits of every committed token.
+        criteria: the stopping criteria that `generate` prepared.
+        pad_token: fills rows that end before the others; None if there is no end token.
+        streamer: receives every committed token, or None.
+        keep_scores, keep_logits: whether to store the processed scores and the logits of every committed token.
 
     Attributes:
-        max_length: the most tokens a row may hold, prompt included.
-        ids: [B, max_length] int64, row b's first `lengths[b]` are committed.
-        lengths: list of B ints.
-        ended: list of B bools.
-        row_tokens: new tokens of each row, padding not counted.
+        max_length: maximum number of tokens in a row, including the prompt.
+        ids: [B, max_length] int64; the first `lengths[b]` tokens of row b are committed.
+        lengths: committed tokens per row, prompt included; B ints.
+        ended: whether each row has ended; B bools.
+        row_tokens: new tokens per row, without padding; B ints.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Text:
     ):
         rows, width = prompt.shape
         self.prompt_length = width
-        # plain decoding, too, makes one token before it looks at a limit that the prompt has reached
+        # if the prompt has already reached the limit, transformers generates one token, too
         self.max_length = max(width + 1, min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)))
         self.ids = torch.cat([prompt, prompt.new_zeros(rows, self.max_length - width)], 1)
         self.lengths = [width] * rows
@@ -62,7 +62,7 @@ class Text:
         self.pad_token = pad_token
         self.streamer = streamer
         self.keep_scores, self.keep_logits = keep_scores, keep_logits
-        # tokens of one row are kept one tensor [V] each
+        # by row, one [V] tensor per token
         self.scores: list[list[torch.Tensor]] = [[] for _ in range(rows)]
         self.logits: list[list[torch.Tensor]] = [[] for _ in range(rows)]
         self.pads_ended_rows = any(hasattr(c, "eos_token_id") for c in criteria)
@@ -79,44 +79,44 @@ class Text:
 
     @property
     def unfinished(self) -> list[int]:
-        """The rows that still grow."""
+        """Indices of the rows that have not ended."""
         return [row for row, ended in enumerate(self.ended) if not ended]
 
     @property
     def padding(self) -> int:
-        """The token that fills rows that have ended."""
+        """The token that fills ended rows."""
         return self.pad_token or 0
 
     @property
     def padded_rows(self) -> list[int]:
-        """The rows that take padding while others grow: none where ended rows go on until all have ended."""
+        """The ended rows that receive padding. Empty if ended rows continue until all rows have ended."""
         return [row for row, ended in enumerate(self.ended) if ended] if self.pads_ended_rows else []
 
     @property
     def in_lockstep(self) -> bool:
-        """Rows must stay equally long: some criterion or the streamer looks at the whole batch, or at its clock."""
+        """Whether rows must stay equally long: a criterion or the streamer may look at the whole batch, or at the time."""
         if self.rows == 1:
             return False
         if self.streamer is not None or any(type(c) not in _ROW_BY_ROW for c in self.criteria):
             return True
-        return not self.pads_ended_rows and not self._only_lengths_and_eos  # ended rows go on until all have
+        return not self.pads_ended_rows and not self._only_lengths_and_eos  # ended rows continue until all have ended
 
     @property
     def room(self) -> int:
-        """How many more tokens the unfinished rows may take, at the most."""
+        """How many more tokens fit into the shortest unfinished row."""
         return self.max_length - min(self.lengths[row] for row in self.unfinished)
 
     def last_tokens(self) -> torch.Tensor:
-        """The last committed token of every row, [B, 1] int64."""
+        """The last committed token of each row, [B, 1] int64."""
         if self.rows == 1:
             return self.ids[:, self.lengths[0] - 1 : self.lengths[0]]
         return self.ids.gather(1, on_device(self.lengths, self.ids.device)[:, None] - 1)
 
     def extend(self, tokens: list[list[int]], scores: torch.Tensor | None, logits: torch.Tensor | None) -> list[int]:
-        """Commit new tokens to every unfinished row, row by row, up to the first prefix that stops it.
+        """Commit new tokens to the unfinished rows, each up to the first prefix that stops it.
 
-        tokens: new tokens of each row; scores, logits: [B, k, V] of these tokens, where they are kept.
-        Returns how many were committed in each row (0 for rows that had ended).
+        tokens: new tokens of each row. scores, logits: [B, k, V] of these tokens; needed if they are stored. Returns the
+        number of committed tokens per row (0 for rows that had ended).
         """
         kept = [0] * self.rows
         for row, new in enumerate(tokens):
@@ -126,8 +126,8 @@ class Text:
             self.row_tokens[row] += kept[row]
         return kept
 
-    def extend_in_step(self, tokens: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Commit one token to every row at once, as plain decoding does. tokens: [B] int64; scores, logits: [B, V]."""
+    def extend_in_lockstep(self, tokens: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Commit one token to all rows, as autoregressive decoding does. tokens: [B] int64; scores, logits: [B, V]."""
         if self.pads_ended_rows:
             ended = on_device(self.ended, tokens.device)
             tokens = tokens.where(~ended, torch.full_like(tokens, self.padding))
@@ -143,17 +143,17 @@ class Text:
             self.streamer.put(tokens.cpu())
 
     def output(self) -> torch.Tensor:
-        """All rows as one tensor, [B, longest] int64, ended rows filled with the pad token."""
+        """All rows as one tensor, [B, longest] int64; shorter rows are filled with the pad token."""
         longest = max(self.lengths)
         ids = self.ids[:, :longest].clone()
         if min(self.lengths) < longest:
             columns = torch.arange(longest, device=ids.device)
-            behind = columns >= torch.tensor(self.lengths, device=ids.device)[:, None]
-            ids.masked_fill_(behind, self.padding)
+            filler = columns >= torch.tensor(self.lengths, device=ids.device)[:, None]
+            ids.masked_fill_(filler, self.padding)
         return ids
 
     def stacked(self, kept: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-        """Kept scores or logits as `generate` returns them: one [B, V] a step; zeros where a row had ended."""
+        """Stored scores or logits as `generate` returns them: one [B, V] tensor per step, zeros for rows that had ended."""
         blank = torch.zeros_like(kept[0][0])
         return tuple(
             torch.stack([row[step] if step < len(row) else blank for row in kept])

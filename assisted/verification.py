@@ -1,6 +1,6 @@
-"""Which rule judges a draft: greedy or sampled, chain or tree, each row on its own or all rows in lockstep.
+"""Verification of a draft: choose the acceptance rule (greedy or sampling, chain or tree, per row or in lockstep), apply it.
 
-Knows the distribution, the acceptance rules and the text that takes the tokens; nothing of models or of how a draft was made.
+Knows the distribution, the acceptance rules and the text; nothing of models or of how a draft was made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Outcome", "judge", "judge_in_lockstep"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a draft came to, by row: see the fields of `Round` that have the same names."""
+    """The result of verifying a draft, per row. The fields are those of `Round`."""
 
     drafted: list[int]
     depths: list[int]
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def judge(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: Text) -> Outcome:
-    """Accept and commit, every row on its own."""
+    """Accept drafted tokens and commit them, each row independently. logits: [B, n + 1, V], see `Round`."""
     plain = not distribution.processors and not distribution.do_sample and not text.keep_scores
     scores = logits if plain else distribution.scores(text.ids, text.lengths, logits, draft, text.unfinished)
     tokens, lengths, parents, width = draft.tokens, draft.lengths, draft.parents, draft.width
@@ -46,11 +46,11 @@ def judge(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: 
     else:
         choice = acceptance.sample(probabilities(scores)) if distribution.do_sample else scores.argmax(-1)
     if verdict is None:
-        told = [choice]
+        results = [choice]
     else:
-        told = [verdict.accepted[:, None], verdict.token[:, None], *([] if nodes is None else [nodes])]
-    # whatever the rule, the only transfer to the host of a round
-    rows = torch.cat([lengths[:, None], tokens, *([] if parents is None else [parents]), *told], 1).tolist()
+        results = [verdict.accepted[:, None], verdict.token[:, None], *([] if nodes is None else [nodes])]
+    # the only device-to-host transfer of a round
+    rows = torch.cat([lengths[:, None], tokens, *([] if parents is None else [parents]), *results], 1).tolist()
     new, path, depths = [], [], []
     for count, *row in rows:
         drafted, above, about = row[:count], row[width:][:count], row[width if parents is None else 2 * width :]
@@ -68,25 +68,26 @@ def judge(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: 
         index = padded(path, logits.device)[:, :, None].expand(-1, -1, logits.shape[-1])
         scores, logits = scores.gather(1, index), logits.gather(1, index)
     kept = text.extend(new, scores, logits)
-    # a row that has ended takes nothing; one that ends in mid-draft takes no more than was kept
+    # rows that had ended commit nothing; a row that ends within its draft commits only the tokens up to there
     accepted = [min(len(tokens) - 1, count) for tokens, count in zip(new, kept, strict=True)]
     return Outcome([row[0] for row in rows], depths, accepted, kept, None if parents is None else path)
 
 
 def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: Text) -> Outcome:
-    """Accept and commit a token at a time, all rows together, for as long as every row agrees with its draft.
+    """Accept and commit one token at a time, all rows together, as long as every row accepts its draft.
 
-    Processors, criteria and streamers see what plain decoding shows them: each committed prefix once, in order. Exact
-    for any of them; a batch accepts what its least lucky row accepts. Rows that have ended follow their chain of padding; a
-    row that ends here ends the block, since what was drafted after its end is no padding.
+    Logits processors, stopping criteria and streamers see what autoregressive decoding shows them: each committed prefix
+    once, in order. So the result is exact for any of them, but the row that accepts least limits the batch. Rows that had
+    ended follow their chain of padding. If a row ends in this step, the step stops there, because the tokens drafted after
+    its end are not padding.
     """
     rows, before = text.rows, text.padded_rows
     every = torch.arange(rows, device=logits.device)
     padded = on_device([row in before for row in range(rows)], logits.device) if before else None
     accepted = [0] * rows
-    column = torch.zeros_like(draft.lengths)  # of the forward, that each row has come to
+    column = torch.zeros_like(draft.lengths)  # the column of `logits` that each row has reached
     on_host = [0] * rows
-    steps = []  # the columns that they came by
+    steps = []  # all columns that they have passed through
     for step in range(draft.width + 1):
         ids = text.ids[:, : text.lengths[0]]
         after = logits[every, column]
@@ -95,7 +96,7 @@ def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribu
         if padded is not None:
             child = child.masked_fill(padded, step + 1)
         children = child.tolist()
-        text.extend_in_step(token, scores, after.float())
+        text.extend_in_lockstep(token, scores, after.float())
         steps.append(on_host)
         column, on_host = child, children
         accepted = [count + int(node > 0) for count, node in zip(accepted, children, strict=True)]
@@ -114,9 +115,9 @@ def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribu
 def _choose(
     scores: torch.Tensor, draft: Draft, column: torch.Tensor, do_sample: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token that follows, [B] int64, and the column of the drafted node that holds it, 0 where none does.
+    """The next token, [B] int64, and the column of the drafted node with that token, [B] int64, 0 if there is none.
 
-    scores: [B, V]; column: [B] int64, where the last token before it stands.
+    scores: [B, V]; column: [B] int64, of the last token before it.
     """
     width = draft.width
     above = torch.arange(width, device=column.device) if draft.parents is None else draft.parents + 1
@@ -125,9 +126,9 @@ def _choose(
         choice = acceptance.sample(probabilities(scores)) if do_sample else scores.argmax(-1)
         drafted = torch.arange(width, device=column.device) < draft.lengths[:, None]
         held = is_next & drafted & (draft.tokens == choice[:, None])
-        # of twins the first, and column 0 where none holds it
+        # the first of siblings with equal tokens; column 0 if no node has the token
         return choice, torch.nn.functional.pad(held.int(), (1, 0)).argmax(1)
-    # these are a tree of depth 1; no other node can be reached, nor does it hold a token
+    # keep the children of the last token as a tree of depth 1; the other nodes become unreachable
     tokens, parents = draft.tokens.where(is_next, -1), torch.where(is_next, -1, width)
     p = probabilities(scores)[:, None].expand(-1, width + 1, -1)
     path, verdict = acceptance.rejection_tree(tokens, parents, draft.lengths, p, draft.q)

@@ -514,7 +514,7 @@ def test_targets_that_cannot_be_served():
         with pytest.raises(ValueError, match="target"):
             AssistedModelForCausalLM.from_models(target, draft=Eagle(head))
     target = build(BY_NAME["gemma3n"])
-    with pytest.raises(ValueError, match=r"EAGLE-3 head cannot serve Gemma3n.*hidden state"):
+    with pytest.raises(ValueError, match=r"EAGLE-3 head cannot be used with Gemma3n.*hidden state"):
         AssistedModelForCausalLM.from_models(target, draft=Eagle(random_head(target, 3)))
     deep = random_head(pair()[0], 3, taps=(1, 2, 9))
     with pytest.raises(ValueError, match="2 layers"):

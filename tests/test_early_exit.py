@@ -22,7 +22,7 @@ CALL = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_tok
 LAYERS = 6
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:draft. leaving after")
+pytestmark = pytest.mark.filterwarnings("ignore:draft. with an exit after")
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def rows_through(module):
 def no_fallback():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message="draft: leaving after")
+        warnings.filterwarnings("ignore", message="draft: with an exit after")
         yield
 
 
@@ -249,11 +249,11 @@ def test_an_untrained_model_is_told_once():
     ours = pair(model, "early-exit:5")
     ids = random_ids(model, 2, 9)
     with pytest.warns(
-        UserWarning, match=r"leaving after 5 of 6 layers, \d+% of the drafted tokens are right"
+        UserWarning, match=r"with an exit after 5 of 6 layers, \d+% of the drafted tokens are accepted"
     ) as caught:
         ours.generate(ids, **CALL | {"max_new_tokens": 60})
         ours.generate(ids, **CALL)
-    assert len([w for w in caught if "leaving after" in str(w.message)]) == 1
+    assert len([w for w in caught if "with an exit after" in str(w.message)]) == 1
 
 
 def test_refused_at_load():
@@ -283,7 +283,7 @@ def test_layers_that_hand_each_other_more_than_hidden_states_are_refused():
 
     model.model.layers[0].register_forward_hook(remember)
     model.model.layers[3].__class__ = Handed
-    with pytest.raises(ValueError, match="do not give what all of them give in one pass"):
+    with pytest.raises(ValueError, match="do not give the same result as all layers in one forward pass"):
         pair(model, "early-exit:2")
 
 

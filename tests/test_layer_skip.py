@@ -160,7 +160,7 @@ def test_refused():
             LayerSkip(**options)
     with pytest.raises(ValueError, match="'layer-skip:most' names no share"):
         AssistedModelForCausalLM.from_models(target(), draft="layer-skip:most")
-    with pytest.raises(ValueError, match=r"layer skipping cannot serve this target, Gemma3nForCausalLM"):
+    with pytest.raises(ValueError, match=r"layer skipping cannot be used with this target, Gemma3nForCausalLM"):
         AssistedModelForCausalLM.from_models(build(BY_NAME["gemma3n"]), draft="layer-skip")
 
 

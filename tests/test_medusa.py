@@ -302,7 +302,7 @@ def test_strings_and_options():
 def test_heads_of_another_target_are_refused():
     target = build(BY_NAME["llama"])
     for sizes in ((31, 96), (32, 95)):
-        with pytest.raises(ValueError, match="heads serve the model they were trained for"):
+        with pytest.raises(ValueError, match="heads work only with the model that they were trained for"):
             pair(target, random_heads(*sizes))
 
 

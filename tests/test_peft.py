@@ -115,7 +115,7 @@ def test_peft_is_not_imported_for_other_models(base: Path, monkeypatch: Any) -> 
 def test_an_adapter_that_says_no_base_model(adapter: Path) -> None:
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
-    with pytest.raises(ValueError, match=r"target: .*which model it belongs to"):
+    with pytest.raises(ValueError, match=r"target: .*does not name its base model"):
         AssistedModelForCausalLM.from_pretrained(adapter)
 
 

@@ -400,7 +400,7 @@ def test_what_is_quantized_already_is_refused(name: str, tmp_path: Path) -> None
     model = load_quantized(str(tmp_path / "plain"), name)
     with pytest.raises(ValueError, match="the model is quantized already"):
         quantize_copy(model, name)
-    with pytest.raises(ValueError, match="this model is quantized too"):
+    with pytest.raises(ValueError, match="this model is quantized, too"):
         save_quantized(model, tmp_path / "saved", source=model)
     with pytest.raises(ValueError, match="None makes no quantized copy"):
         quantize_copy(llama(), None)  # type: ignore[arg-type]
@@ -424,14 +424,14 @@ def test_saving_without_the_original_is_refused(name: str, tmp_path: Path) -> No
     original = llama(tmp_path / "plain")
     copied = quantize_copy(original, name)
     logits(copied)
-    with pytest.raises(ValueError, match=r"source: nothing says what .*; pass source="):
+    with pytest.raises(ValueError, match=r"source: the original .* is unknown; pass source="):
         save_quantized(copied, tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"source: no checkpoint of the original at .*; pass source="):
+    with pytest.raises(ValueError, match=r"source: there is no checkpoint of the original at .*; pass source="):
         save_quantized(copied, tmp_path / "saved", source=str(tmp_path / "gone"))
     other = llama(tmp_path / "other")
     with torch.no_grad():
         other.model.embed_tokens.weight.mul_(2)
-    with pytest.raises(ValueError, match=r"source: its model\.\S+ is not the model's; pass source="):
+    with pytest.raises(ValueError, match=r"source: its model\.\S+ differs from the model's; pass source="):
         save_quantized(copied, tmp_path / "saved", source=other)
     assert not (tmp_path / "saved").exists()
 

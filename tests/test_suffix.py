@@ -87,7 +87,7 @@ def test_chains_follow_the_most_frequent_child(texts, depth, limit):
     tree = tree_of(*texts, depth=depth)
     for place, point in enumerate(tree.points):
         length = len(tree.points) - place
-        found = tree.likeliest(point, limit, 0.2)
+        found = tree.best_chain(point, limit, 0.2)
         assert len(found.tokens) <= limit
         assert found.parents == list(range(-1, len(found.tokens) - 1))
         path, probability = texts[-1][-length:], 1.0
@@ -105,7 +105,7 @@ def test_chains_follow_the_most_frequent_child(texts, depth, limit):
 def test_trees_hold_the_chain_and_are_worth_more(texts, depth, limit, nodes):
     tree = tree_of(*texts, depth=depth)
     for point in tree.points:
-        found = tree.likeliest_tree(point, limit, 0.1, nodes)
+        found = tree.best_tree(point, limit, 0.1, nodes)
         assert len(found.tokens) <= nodes
         assert all(parent < node for node, parent in enumerate(found.parents))
         pairs = list(zip(found.parents, found.tokens, strict=True))
@@ -117,22 +117,22 @@ def test_trees_hold_the_chain_and_are_worth_more(texts, depth, limit, nodes):
         assert max(depths, default=0) <= limit
         assert END not in found.tokens
         if nodes >= limit:
-            chain = tree.likeliest(point, min(limit, nodes), 0.1)
+            chain = tree.best_chain(point, min(limit, nodes), 0.1)
             assert found.expected >= chain.expected - 1e-9
         assert found.matches(found.tokens[:1]) == min(1, len(found.tokens))
 
 
 def test_takes_the_most_recent_of_equals():
     tree = tree_of([1, 2, 7, 1, 2, 8, 1, 2])
-    assert [tree.likeliest(point, 1, 0.1).tokens for point in tree.points] == [[8], [8]]
+    assert [tree.best_chain(point, 1, 0.1).tokens for point in tree.points] == [[8], [8]]
     tree = tree_of([1, 2, 7, 1, 2, 7, 1, 2, 8, 1, 2])
-    assert tree.likeliest(tree.points[0], 1, 0.1).tokens == [7]  # the more frequent of unequals
+    assert tree.best_chain(tree.points[0], 1, 0.1).tokens == [7]  # the more frequent of unequals
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(3, 8))
 def test_loops_go_on(period, depth):
     tree = tree_of(period * 12, depth=depth)
-    best = tree.likeliest(tree.points[0], 4 * len(period), 0.01)
+    best = tree.best_chain(tree.points[0], 4 * len(period), 0.01)
     if depth > 2 * len(period):
         assert best.tokens == period * 4
 
@@ -144,7 +144,7 @@ def test_work_a_token_does_not_grow(period):
     def grow(tokens):
         for step in itertools.islice(steps, tokens):
             tree.append(step % period)
-            tree.likeliest(tree.points[0], 8, 0.1) if tree.points else None
+            tree.best_chain(tree.points[0], 8, 0.1) if tree.points else None
 
     grow(1400)
     first = lines_run(lambda: grow(1400))
@@ -229,9 +229,9 @@ def test_a_corpus_may_be_text_or_ids():
     assert by_text.corpus.text == Suffix(corpus=[letters]).load(target).corpus.text == [*letters, END]
     with pytest.raises(ValueError, match="corpus: texts need the target's tokenizer"):
         Suffix(corpus=["abc"]).load(Target(target.model))
-    with pytest.raises(ValueError, match="corpus: 96 is no token"):
+    with pytest.raises(ValueError, match="corpus: 96 is not a token"):
         Suffix(corpus=[[3, 96]]).load(target)
-    with pytest.raises(ValueError, match="corpus: one string"):
+    with pytest.raises(ValueError, match="corpus: got one string"):
         Suffix(corpus="abc")
 
 

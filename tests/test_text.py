@@ -133,7 +133,7 @@ def test_in_step_equals_plain(criteria, tokens):
     for new in torch.tensor(tokens).T:
         if ours.done:
             break
-        ours.extend_in_step(new, none, none)
+        ours.extend_in_lockstep(new, none, none)
     plain = plainly(PROMPT, tokens, *criteria)
     assert ours.output().tolist() == plain.tolist()
     assert ours.lengths == [plain.shape[1]] * 3
@@ -152,7 +152,7 @@ def test_stop_strings_without_an_end_token_run_in_step(tokens):
     for new in torch.tensor(tokens).T:
         if ours.done:
             break
-        ours.extend_in_step(new, none, none)
+        ours.extend_in_lockstep(new, none, none)
     plain = plainly(PROMPT, tokens, LENGTH, STOP)
     assert ours.output().tolist() == plain.tolist()
     assert ours.row_tokens == [plain.shape[1] - 3] * 3
@@ -240,7 +240,7 @@ def test_a_batch_streams_a_step_at_a_time_with_padding():
     streamer = Streamer()
     ours = text([[2], [2]], LENGTH, END, streamer=streamer)
     for new in ([3, EOS], [4, 4], [EOS, 4]):
-        ours.extend_in_step(torch.tensor(new), torch.zeros(2, VOCABULARY), torch.zeros(2, VOCABULARY))
+        ours.extend_in_lockstep(torch.tensor(new), torch.zeros(2, VOCABULARY), torch.zeros(2, VOCABULARY))
     assert streamer.tokens == [[3, EOS], [4, PAD], [EOS, PAD]]
     assert ours.done
     assert ours.row_tokens == [3, 1]
@@ -263,7 +263,7 @@ def test_criteria_see_the_whole_batch_once_a_step():
     ours = text([[2], [3]], LENGTH, criterion, keep_scores=True)
     scores = torch.arange(2.0 * VOCABULARY).view(2, VOCABULARY)
     for new in ([3, 3], [2, 4]):
-        ours.extend_in_step(torch.tensor(new), scores, scores)
+        ours.extend_in_lockstep(torch.tensor(new), scores, scores)
     step = scores.tolist()
     assert criterion.shown == [([[2, 3], [3, 3]], [step]), ([[2, 3, 2], [3, 3, 4]], [step, step])]
     assert ours.done

@@ -78,8 +78,8 @@ def test_a_character_that_has_only_begun():
     row.extend(ids[:3])  # a and two of four bytes
     draft = VOCABULARIES["draft"]
     assert b"".join(draft.pieces[token] for token in row.tokens) == "a😀".encode()[:3]
-    rest = draft.bytes_behind("😀".encode()[2:]) + draft.tokens("b")
-    assert row.said(rest) == ids[3:]
+    rest = draft.byte_tokens("😀".encode()[2:]) + draft.tokens("b")
+    assert row.to_target(rest) == ids[3:]
     row.extend(ids[3:])
     assert row.tokens == TOKENIZERS["draft"]("a😀b").input_ids
 
@@ -95,12 +95,12 @@ def test_what_is_said_is_cut_by_the_target():
     row = TranslatedText(translation("target", "draft"))
     row.extend(TOKENIZERS["target"]("def f(x):\n    return").input_ids)
     drafted = TOKENIZERS["draft"](" values / len(values)").input_ids
-    assert row.said(drafted) == TOKENIZERS["target"](" values / len(values)").input_ids
-    assert row.said(drafted) != drafted
+    assert row.to_target(drafted) == TOKENIZERS["target"](" values / len(values)").input_ids
+    assert row.to_target(drafted) != drafted
     end = VOCABULARIES["draft"].end
-    assert row.said([*drafted, end, *drafted])[-1] == VOCABULARIES["target"].end
-    assert row.said([end]) == [VOCABULARIES["target"].end]
-    assert row.said([]) == []
+    assert row.to_target([*drafted, end, *drafted])[-1] == VOCABULARIES["target"].end
+    assert row.to_target([end]) == [VOCABULARIES["target"].end]
+    assert row.to_target([]) == []
 
 
 def test_what_is_said_stands_behind_the_text():
@@ -108,7 +108,7 @@ def test_what_is_said_stands_behind_the_text():
     row = TranslatedText(translation("first", "legacy"))
     row.extend(TOKENIZERS["first"]("def f(x):\n    re").input_ids)
     for text in ("turn x", " x", "\n"):
-        said = row.said(VOCABULARIES["legacy"].tokens_behind(text))
+        said = row.to_target(VOCABULARIES["legacy"].continuation_tokens(text))
         assert b"".join(VOCABULARIES["first"].pieces[token] for token in said) == text.encode()
 
 

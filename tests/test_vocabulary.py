@@ -38,8 +38,8 @@ def test_pieces_are_the_bytes_of_the_text(name, text):
 def test_text_behind_other_tokens_gets_no_space(name, text):
     vocabulary = VOCABULARIES[name]
     for behind in (text, " " + text):
-        assert said(vocabulary, vocabulary.tokens_behind(behind)) == behind.encode()
-    assert vocabulary.tokens("a") + vocabulary.tokens_behind(" " + text) == vocabulary.tokens("a " + text)
+        assert said(vocabulary, vocabulary.continuation_tokens(behind)) == behind.encode()
+    assert vocabulary.tokens("a") + vocabulary.continuation_tokens(" " + text) == vocabulary.tokens("a " + text)
 
 
 def test_what_prompts_begin_with():
@@ -57,14 +57,14 @@ def test_what_prompts_begin_with():
 
 def test_bytes_that_are_no_character():
     half = "😀".encode()[:2]
-    assert said(VOCABULARIES["bytes"], VOCABULARIES["bytes"].bytes_behind(half)) == half
-    assert said(VOCABULARIES["legacy"], VOCABULARIES["legacy"].bytes_behind(half)) == half
-    assert Vocabulary(characters(), 96).bytes_behind(half) == []
+    assert said(VOCABULARIES["bytes"], VOCABULARIES["bytes"].byte_tokens(half)) == half
+    assert said(VOCABULARIES["legacy"], VOCABULARIES["legacy"].byte_tokens(half)) == half
+    assert Vocabulary(characters(), 96).byte_tokens(half) == []
 
 
 def test_plain_tokens_go_before_escaped_bytes():
     vocabulary = VOCABULARIES["legacy"]
-    assert vocabulary.by_bytes[b"a"] == vocabulary.tokens_behind("a")[0]
+    assert vocabulary.by_bytes[b"a"] == vocabulary.continuation_tokens("a")[0]
     assert vocabulary.pieces.count(b"a") == 2
 
 

@@ -1,4 +1,4 @@
-"""The methods of drafting, one file each, and how a caller's `draft=` becomes one of them."""
+"""The drafting methods, one file each, and the registry that turns a caller's `draft=` into one of them."""
 
 from __future__ import annotations
 

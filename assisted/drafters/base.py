@@ -1,6 +1,6 @@
-"""What every method of drafting offers: a spec (how a caller names it), a drafter (what it loaded), a drafting (one call).
+"""The interface of every drafting method: a spec (its configuration), a drafter (what it loaded) and a drafting (one call).
 
-Knows drafts, the text they continue and the model that will judge them; nothing of how a draft is verified.
+Knows drafts, the text and the target; nothing of how a draft is verified.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Spec", "Target"]
 
 @dataclass(frozen=True)
 class Target:
-    """What a spec may know of the target it drafts for.
+    """The target as a spec sees it when it loads a drafter.
 
     Args:
-        model: the target, not to be changed.
-        tokenizer: its tokenizer, None when none was found or given.
-        path: where it was loaded from, None for a model made in memory.
+        model: the target; must not be changed.
+        tokenizer: its tokenizer; None if none was found or given.
+        path: folder or Hub id that it was loaded from; None for a model created in memory.
     """
 
     model: PreTrainedModel
@@ -44,17 +44,17 @@ class Target:
 
 @dataclass(frozen=True)
 class Call:
-    """One `generate`, as a drafter sees it.
+    """One `generate` as a drafter sees it.
 
     Args:
-        attention_mask: [B, P] of the prompt, None when nothing is padding.
-        distribution: how the target's logits become a token; what only committed prefixes may be shown to is left out.
-        length: when to stop drafting.
-        limit: the most tokens a row may come to hold.
-        target: the target as it is run in this call, with the KV of all committed tokens but the last; for drafters
-            that draft with parts of it. Whatever they write behind the committed slots they must forget again
-            (`cache.rewind`) before they return or raise.
-        settings: how models are run in this call, for drafters that have captured passes (`graphs.Graphs`).
+        attention_mask: [B, P] of the prompt; None if there is no padding.
+        distribution: how tokens are chosen from logits, without processors that must see committed prefixes only.
+        length: decides when to stop drafting.
+        limit: maximum number of tokens in a row.
+        target: the target as it runs in this call, with the KV of all committed tokens but the last, for drafters that use
+            parts of it. A drafter that writes after the committed slots must remove that (`cache.rewind`) before it returns
+            or raises.
+        settings: how models run in this call, for drafters that capture CUDA graphs (`graphs.Graphs`).
     """
 
     attention_mask: torch.Tensor | None
@@ -66,7 +66,7 @@ class Call:
 
     @property
     def vocab_size(self) -> int:
-        """Of the target's logits, in this call: a target may be resized between two."""
+        """Vocabulary size of the target's logits in this call; a target may be resized between calls."""
         return self.target.model.config.get_text_config(decoder=True).vocab_size
 
 
@@ -74,78 +74,81 @@ class Drafting:
     """The state of one drafter during one `generate`."""
 
     def propose(self, text: Text, budget: int) -> Draft:
-        """What may follow the committed text, on the text's device: at most `budget` (at least 1) tokens deep.
+        """Propose a draft that continues the committed text, on the text's device, at most `budget` (at least 1) tokens deep.
 
-        A tree may have more nodes than that: depth is what the context, max_length and the caller's draft length limit;
-        slots for further nodes are found.
+        A tree may have more nodes than that. The context size, max_length and the caller's draft length limit its depth
+        only; the cache makes room for further nodes.
         """
         raise NotImplementedError
 
     def parts(self) -> Sequence[Drafting]:
-        """Those that it is made of, where it is made of several."""
+        """The draftings that it combines; empty unless it combines several."""
         return ()
 
     def observe(self, round: Round) -> None:
-        """What became of the last draft, or of another drafter's: called after every round, those without a draft included."""
+        """Learn from a round. Called after every round, even without a draft or with another drafter's."""
 
 
 class Drafter:
-    """A loaded method, shared by all calls; it keeps nothing of one call that could change the distribution of another."""
+    """A loaded method, shared by all calls. It must not keep state that lets one call change the output of another."""
 
     model: PreTrainedModel | None = None
-    """A model of its own that drafts, if it has one."""
+    """The draft model, if there is one."""
 
     @property
     def models(self) -> list[PreTrainedModel]:
-        """All models of its own."""
+        """All draft models."""
         return [] if self.model is None else [self.model]
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All modules of its own, models and heads: they move with the target."""
+        """All draft models and heads. They move to other devices with the target."""
         return list(self.models)
 
     def start(self, call: Call) -> Drafting:
-        """The state for one `generate`. Cheap: work is done in `propose`, where a failure costs speed only."""
+        """Create the state of one `generate`. Must be cheap: do the work in `propose`, where a failure only costs speed."""
         raise NotImplementedError
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
-        """The policy's memory for one `generate`; drafters made of several need one for each. earlier: of the model's last
-        call of the kind, if there was one."""
+        """Create the draft length state of one `generate`; combinations hold one for each member.
+
+        earlier: the state after the last similar call, None if there was none.
+        """
         return policy.start(earlier)
 
     def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> CachedModel:
-        """How the target is run while this drafts for it, over the slots of `cache`, with the `masks` it reads; drafters that
-        share its passes have a way of their own."""
+        """The runner of the target over the slots of `cache`. Drafters that use its layers or hidden states override this.
+
+        masks: the attention masks that the target understands.
+        """
         return target_runner(model, cache, masks)
 
 
 class Spec:
-    """How a caller writes down a method: a frozen dataclass, stored with a saved pair. What is saved are its fields, but for
-    those whose metadata says {"saved": False}.
+    """The configuration of a method, as the caller writes it: a frozen dataclass.
 
-    A spec says what kind of method it is, for the table of methods in the documentation: `trained`, somebody has to train it
-    for the target; `trees`, it can propose token trees; `has_q`, sampled drafts come with q. None says that it depends on
-    what it is made of.
+    A saved pair stores its fields, except those with the metadata {"saved": False}. Three class variables describe the
+    method for the table in the documentation: `trained`, it must be trained for the target; `trees`, it can propose token
+    trees; `has_q`, sampled drafts come with q. None means that this depends on the combined methods.
     """
 
     name: ClassVar[str]
-    """Begins its string, and stands for it in config.json. Where there is a `named(rest)`, that is the spec behind
-    `"name:rest"`."""
+    """The prefix of its string form, and its name in config.json. A class method `named(rest)`, if there is one, makes the spec
+    for `"name:rest"`."""
     trained: ClassVar[bool | None] = False
     trees: ClassVar[bool | None] = False
     has_q: ClassVar[bool | None] = False
 
     def load(self, target: Target, **kwargs: Any) -> Drafter:
-        """The drafter for this target. Raises ValueError for what cannot work together."""
+        """Load the drafter for this target. Raises ValueError if the two cannot work together."""
         raise NotImplementedError
 
     def parts(self) -> Sequence[Spec]:
-        """The specs that it is made of, in order: itself, unless there are several."""
+        """The specs that it combines, in order; itself if it combines none."""
         return [self]
 
     def written(self, folder: str) -> dict[str, Any]:
-        """As config.json holds it. folder: in a saved pair, of what `save` writes."""
+        """The entry for config.json. folder: the subfolder of the saved pair that `save` writes to."""
         fields = [field.name for field in dataclasses.fields(self) if field.metadata.get("saved", True)]  # type: ignore[arg-type]
         values = {name: getattr(self, name) for name in fields}
         plain = {name: value.to_dict() if hasattr(value, "to_dict") else value for name, value in values.items()}
@@ -153,21 +156,21 @@ class Spec:
 
     @classmethod
     def read(cls, fields: dict[str, Any], pair: Path) -> Spec:
-        """What `written` wrote. pair: the folder of the saved pair. Raises ValueError for fields that it cannot have."""
+        """The spec for what `written` returned. pair: folder of the saved pair. Raises ValueError for unknown fields."""
         unknown = fields.keys() - {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if unknown:
-            raise ValueError(f"draft: {pair / 'config.json'}: {min(unknown)} is no field of {cls.__name__}")
+            raise ValueError(f"draft: {pair / 'config.json'}: {min(unknown)} is not a field of {cls.__name__}")
         return cls(**fields)
 
     def save(self, drafter: Any, path: Path, tokenizer: Any) -> None:
-        """Write the model or the heads that `load` returned, for methods that have some, so that `read` finds them.
+        """Save the drafter's model or heads, if it has any, where `read` looks for them.
 
-        drafter: what was loaded. path: the folder. tokenizer: the target's, None where there is none.
+        drafter: that `load` returned. path: the folder. tokenizer: the target's, None if there is none.
         """
 
 
 class HeadSpec(Spec):
-    """A method whose trained heads lie at a path, in a folder of their own in a saved pair."""
+    """A method with trained heads at a path; a saved pair stores them in a subfolder."""
 
     def written(self, folder: str) -> dict[str, Any]:
         return super().written(folder) | {"path": folder}

@@ -1,6 +1,6 @@
-"""Drafting a chain token by token: the loop that every drafter with next-token logits of its own shares.
+"""Drafting a chain token by token: the loop shared by all drafters that compute next-token logits.
 
-Knows the distribution, the length policy and the text. What makes the logits (a model, a part of the target) is the caller's.
+Knows the distribution, the length policy and the text. The caller supplies the logits, from a model or a part of the target.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ __all__ = ["ChainDrafting", "PartDrafting", "predicted_speedup"]
 
 
 class ChainDrafting(Drafting):
-    """A drafter that writes chains, one token after the other, each under the distribution of the call."""
+    """A drafting that chooses one token after the other with the call's distribution."""
 
     def __init__(self, call: Call):
         self.call = call
-        self.broken: torch.Tensor | None = None  # of the last round, one bool; read once its kernels have run
+        self.broken: torch.Tensor | None = (
+            None  # one bool: whether the last round had NaN logits; read in the next round, to avoid waiting
+        )
 
     def draft_chain(
         self, text: Text, budget: int, logits: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> Draft:
-        """At most `budget` tokens a row. A token is read only if another one may follow.
+        """Draft at most `budget` tokens per row. The model reads a token only if another one may follow.
 
-        logits: [B, V] after the committed text, on the text's device. read: the next such logits, of tokens [B, 1].
+        logits: [B, V] after the committed text, on the text's device. read: maps tokens [B, 1] to the next such logits.
 
-        Raises FloatingPointError where the last round's logits were not a number.
+        Raises FloatingPointError if the last round's logits contained NaN.
         """
         if self.broken is not None and self.broken:
             raise FloatingPointError("the draft's logits are not a number")
         distribution, length = self.call.distribution, self.call.length
         going = [not ended for ended in text.ended]
-        wanted_of = [0] * text.rows  # tokens that each row was to propose
+        wanted_of = [0] * text.rows  # number of tokens to propose, per row
         tokens: list[torch.Tensor] = []
         distributions: list[torch.Tensor] = []
         best: list[torch.Tensor] = []
@@ -56,9 +58,7 @@ class ChainDrafting(Drafting):
             best.append(score)
             q = probabilities(scores) if distribution.do_sample or length.needs_q else None
             if q is not None and length.needs_q:
-                wanted = length.go_on(
-                    position, q, distribution.do_sample
-                ).tolist()  # what was decided on the host need not be waited for
+                wanted = length.go_on(position, q, distribution.do_sample).tolist()  # no wait if decided on the host
                 going = [goes and wants for goes, wants in zip(going, wanted, strict=True)]
                 if not any(going):
                     break
@@ -74,14 +74,14 @@ class ChainDrafting(Drafting):
         self.broken = found.isnan().any()
         if not tokens:
             return Draft.empty(text.rows, text.ids.device)
-        # nothing is drawn from a distribution that allows only what the draft lacks, nor behind it
+        # where processors forbid every token that the draft has, the row's draft ends
         possible = found[:, : len(tokens)].isfinite().cumprod(1).sum(1)
         lengths = possible.minimum(on_device(wanted_of, text.ids.device))
         return Draft(torch.cat(tokens, 1), lengths, torch.stack(distributions, 1) if distributions else None)
 
 
 def _chain(text: Text, tokens: list[torch.Tensor]) -> Draft:
-    """The chain so far, for processors that read it. tokens: [B, 1] each."""
+    """The chain so far, for processors that depend on the prefix. tokens: [B, 1] each."""
     if not tokens:
         return Draft.empty(text.rows, text.ids.device)
     chain = torch.cat(tokens, 1)
@@ -89,15 +89,15 @@ def _chain(text: Text, tokens: list[torch.Tensor]) -> Draft:
 
 
 class PartDrafting(ChainDrafting):
-    """A part of the target drafts, in the target's own slots: its KV of the committed text serves the part as well.
+    """Drafting with a part of the target, in the target's own slots: the part uses the target's KV of the committed text.
 
-    What the part writes behind the committed text is forgotten again, whatever happens on the way.
+    What the part writes after the committed text is always removed, even if drafting raises.
     """
 
     def draft_with(
         self, part: CachedModel, text: Text, budget: int, after_read: Callable[[], None] = lambda: None
     ) -> Draft:
-        """At most `budget` tokens a row. part: over the target's slots. after_read: called after each of its passes."""
+        """Draft at most `budget` tokens per row. part: over the target's slots. after_read: called after its forward passes."""
         cache = part.cache
         known = cache.known
         used = [int(not ended) for ended in text.ended]
@@ -115,9 +115,10 @@ class PartDrafting(ChainDrafting):
 
 
 def predicted_speedup(acceptance_rate: float, cost: float, shortest: int = 1, longest: int = 8) -> float:
-    """Over plain decoding, at the best draft length of a range, if a pass over a draft costs one over a token.
+    """Speedup over the autoregressive baseline at the best draft length from `shortest` to `longest`.
 
-    acceptance_rate: of a drafted token, the same at all positions. cost: of a drafted token, in passes of the target.
+    Assumes that verifying a draft costs as much as a forward pass over one token. acceptance_rate: of a drafted token, the
+    same at all positions. cost: of a drafted token, in forward passes of the target.
     """
     expected, best = 1.0, 0.0
     for length in range(1, longest + 1):

@@ -1,6 +1,6 @@
-"""Several drafters for one target: each round the one that is worth most drafts, the cheap ones are asked first.
+"""Several drafters for one target: in each round, the one with the highest expected token rate drafts.
 
-Knows drafters and lengths by their interfaces; what a draft is worth it learns from what became of earlier ones.
+Knows drafters and lengths by their interfaces. It estimates the value of a draft from the outcomes of earlier ones.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from .registry import parse, read
 
 __all__ = ["Combined", "CombinedDrafter"]
 
-MEMORY = 0.9  # share of an average that a round leaves as it was
-TRIED = 3  # rounds of a drafter after which its averages are believed
-CERTAIN = 2.0  # expected tokens that a cheap draft is taken for while the others are still unmeasured
+MEMORY = 0.9  # weight of the past in moving averages
+TRIED = 3  # rounds after which a drafter's averages are used
+CERTAIN = 2.0  # while some drafter has fewer rounds, a draft with this many expected tokens is used
 
 
 @dataclass(frozen=True)
 class Combined(Spec):
     """Several drafters in order, the cheapest first: `["suffix", "zoo:draft"]`.
 
-    Each round they are asked in this order. A drafter that knows what its proposal is worth before the target has seen it
-    (n-gram, suffix: a copy of earlier text, at no cost) is passed over where a later one is expected to bring more tokens a
-    second. Useful where text repeats in places: the copies come from the text, the rest from the model.
+    In each round they are asked in this order. Some drafters estimate the number of accepted tokens in advance (n-gram and
+    suffix, which copy earlier text at almost no cost). Their draft is skipped if a later drafter is expected to yield more
+    tokens per second. Useful for text with repetitions: these are copied, and the model drafts the rest.
 
     Args:
-        drafters: what drafts, as strings or specs. At least two; at most one of them may draft with the target's own
-            layers or hidden states.
+        drafters: as strings or specs. At least two; at most one of them may draft with the target's own layers or hidden
+            states.
     """
 
     name: ClassVar[str] = "combined"
@@ -52,13 +52,13 @@ class Combined(Spec):
     def __post_init__(self) -> None:
         object.__setattr__(self, "drafters", tuple(self.drafters))
         if len(self.drafters) < 2:
-            raise ValueError(f"draft: {list(self.drafters)} is no combination; name at least two drafters")
+            raise ValueError(f"draft: {list(self.drafters)} is not a combination; name at least two drafters")
 
     def parts(self) -> Sequence[Spec]:
         return [parse(draft) for draft in self.drafters]
 
     def written(self, folder: str) -> dict[str, Any]:
-        parts = [part.written(f"{folder}-{place}") for place, part in enumerate(self.parts())]
+        parts = [part.written(f"{folder}-{number}") for number, part in enumerate(self.parts())]
         return {"method": self.name, "drafters": parts}
 
     @classmethod
@@ -66,11 +66,11 @@ class Combined(Spec):
         return cls(tuple(read(part, pair) for part in fields["drafters"]))
 
     def save(self, drafter: Any, path: Path, tokenizer: Any) -> None:
-        for place, (part, member) in enumerate(zip(self.parts(), drafter.members, strict=True)):
-            part.save(member, path.with_name(f"{path.name}-{place}"), tokenizer)
+        for number, (part, member) in enumerate(zip(self.parts(), drafter.members, strict=True)):
+            part.save(member, path.with_name(f"{path.name}-{number}"), tokenizer)
 
     def load(self, target: Target, **kwargs: Any) -> CombinedDrafter:
-        """Load every drafter. Raises ValueError for those that do not fit the target or each other."""
+        """Load all drafters. Raises ValueError if one does not fit the target or another drafter."""
         return CombinedDrafter(load_all(self.drafters, target, **kwargs))
 
 
@@ -89,7 +89,7 @@ class CombinedDrafter(Drafter):
         return [module for member in self.members for module in member.modules]
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
-        """A length for every drafter: what one drafter's tokens cost says nothing of another's."""
+        """One draft length per drafter, because their costs and acceptance rates differ."""
         before = earlier.members if isinstance(earlier, CombinedLength) else [None] * len(self.members)
         return CombinedLength(
             [
@@ -110,12 +110,12 @@ class CombinedDrafter(Drafter):
         return CombinedDrafting(length.members, draftings)
 
     def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> CachedModel:
-        """As the one member that has a way of its own wants it."""
+        """Run the target as the member requires that overrides `run_target`, if there is one."""
         return runs_target(self.members).run_target(model, cache, masks)
 
 
 def load_all(drafters: tuple[Any, ...], target: Target, **kwargs: Any) -> list[Drafter]:
-    """Every drafter of a list. Raises ValueError where two of them want to run the target in their own way."""
+    """Load all drafters of a list. Raises ValueError if two of them override `run_target`."""
     members = [parse(draft).load(target, **kwargs) for draft in drafters]
     if sum(_has_own_way(member) for member in members) > 1:
         raise ValueError("draft: only one drafter of a list may draft with the target's own layers or hidden states")
@@ -123,7 +123,7 @@ def load_all(drafters: tuple[Any, ...], target: Target, **kwargs: Any) -> list[D
 
 
 def runs_target(members: list[Drafter]) -> Drafter:
-    """The member that has a way of its own to run the target; the first, if none has."""
+    """The member that overrides `run_target`; the first member if none does."""
     return next((member for member in members if _has_own_way(member)), members[0])
 
 
@@ -135,7 +135,10 @@ def _has_own_way(member: Drafter) -> bool:
 
 @dataclass
 class Member:
-    """A drafter among others, and what its drafts have brought so far (averages that forget)."""
+    """A drafter of a combination, with moving averages over the rounds in which it drafted.
+
+    accepted, expected: tokens per round, measured and estimated in advance. seconds: per round.
+    """
 
     length: Length
     budget: int = 0
@@ -145,11 +148,11 @@ class Member:
     seconds: float = 0.0
 
     def rate(self, accepted: float | None = None) -> float:
-        """Tokens a second of a round of its own; for a proposal in hand, with what is accepted of that."""
+        """Tokens per second in its rounds. accepted: expected accepted tokens of a given draft instead of the average."""
         return (1 + (self.accepted if accepted is None else accepted)) / max(self.seconds, 1e-9)
 
     def promise(self, expected: float) -> float:
-        """Accepted tokens of a proposal that says to expect so many, corrected by how such estimates came out."""
+        """The drafter's own estimate of accepted tokens, corrected by the accuracy of its earlier estimates."""
         return expected * (self.accepted / self.expected) if self.rounds >= TRIED and self.expected > 0 else expected
 
     def learn(self, accepted: float, expected: float, seconds: float) -> None:
@@ -161,7 +164,7 @@ class Member:
 
 
 class CombinedLength(Length):
-    """The lengths of all members. Each one hears of the rounds in which it drafted, and of those in which nobody did."""
+    """The draft lengths of all members. Each observes the rounds in which it drafted, and those without a draft."""
 
     def __init__(self, members: list[Member]):
         self.members = members
@@ -176,7 +179,7 @@ class CombinedLength(Length):
         return max(member.budget for member in self.members)
 
     def observe(self, round: Round) -> None:
-        if not round.draft.member:  # none of them drafted
+        if not round.draft.member:  # a round without a draft
             for member in self.members:
                 member.length.observe(round)
             return
@@ -192,16 +195,11 @@ class CombinedLength(Length):
 
 
 class CombinedDrafting(Drafting):
-    """Who drafts this round.
-
-    Args:
-        members: what is known of each drafter.
-        draftings: of the same, in the same order.
-    """
+    """Chooses the drafter of each round. members: the statistics of each drafter. draftings: in the same order."""
 
     def __init__(self, members: list[Member], draftings: list[Drafting]):
         self.members = members
-        self.draftings = dict(enumerate(draftings))  # that have not failed
+        self.draftings = dict(enumerate(draftings))  # those that have not failed
 
     def propose(self, text: Text, budget: int) -> Draft:
         for number, drafting in list(self.draftings.items()):
@@ -214,7 +212,7 @@ class CombinedDrafting(Drafting):
                 self._lose(number, error)
                 continue
             later = [self.members[other] for other in self.draftings if other > number]
-            if draft.width and _is_worth_it(draft.expected, member, later):
+            if draft.width and _is_worthwhile(draft.expected, member, later):
                 return replace(draft, member=(number, *draft.member))
         return Draft.empty(text.rows, text.ids.device)
 
@@ -226,18 +224,20 @@ class CombinedDrafting(Drafting):
             drafting.observe(round)
 
     def _lose(self, number: int, error: Exception) -> None:
-        """Go on without a drafter that failed; without any left, the failure is the loop's to report."""
+        """Remove a drafter that failed. If no other is left, raise the error for the loop to report."""
         if len(self.draftings) == 1:
             raise error
         name = type(self.draftings.pop(number)).__name__
-        warnings.warn(f"{name} failed ({type(error).__name__}: {error}); the other drafters go on.", stacklevel=2)
+        warnings.warn(f"{name} failed ({type(error).__name__}: {error}); continuing with the others.", stacklevel=2)
 
 
-def _is_worth_it(expected: float | None, member: Member, later: list[Member]) -> bool:
-    """Whether what a member proposed, of which so many tokens are expected to be accepted, beats what the later ones may be
-    expected to bring."""
+def _is_worthwhile(expected: float | None, member: Member, later: list[Member]) -> bool:
+    """Whether a member's draft has a higher expected token rate than the later members.
+
+    expected: the member's own estimate of accepted tokens, None if it has none.
+    """
     later = [other for other in later if other.budget > 0]
-    if expected is None or not later:  # it has no estimate before the target has seen it, or there is nobody else
+    if expected is None or not later:
         return True
     promised = member.promise(expected)
     if member.rounds < TRIED or any(other.rounds < TRIED for other in later):

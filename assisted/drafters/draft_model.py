@@ -1,6 +1,6 @@
-"""Drafting with a small causal LM, 2211.17192, 2302.01318: which one, and whether its tokens are the target's.
+"""Drafting with a small causal LM (2211.17192, 2302.01318): loading it, and checking whether it shares the target's tokenizer.
 
-Knows loading and vocabularies; how the model drafts is in model_drafter.py, and in other_tokenizer.py where it is translated.
+Knows loading and vocabularies. The drafting itself is in model_drafter.py, or in other_tokenizer.py if tokens are translated.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["DraftModel"]
 
 @dataclass(frozen=True)
 class DraftModel(Spec):
-    """A small causal LM drafts: `"Qwen/Qwen3-0.6B"`, a folder, `"zoo:draft"`, or a model already loaded.
+    """A small causal LM drafts: `"Qwen/Qwen3-0.6B"`, a folder, `"zoo:draft"`, or a loaded model.
 
     Args:
-        model: Hub id, folder, GGUF file or `zoo:` name; or a PreTrainedModel, also one that PEFT put an adapter around.
-        quantization: one of `assisted.loading.quantization.NAMES`, a transformers quantization config, or None (default). A
-            GGUF file takes none.
-        tokenizer: the draft's tokenizer, where it does not lie beside the model.
+        model: Hub id, folder, GGUF file or `zoo:` name; or a PreTrainedModel, with or without a PEFT adapter.
+        quantization: one of `assisted.loading.quantization.NAMES`, a transformers quantization config, or None (default).
+            Must be None for a GGUF file.
+        tokenizer: the draft's tokenizer, if it is not stored beside the model.
     """
 
     name: ClassVar[str] = "draft-model"
@@ -76,9 +76,10 @@ class DraftModel(Spec):
             own.save_pretrained(path)
 
     def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
-        """Load the model (kwargs: Hub arguments, dtype, device_map). A tokenizer other than the target's is translated.
+        """Load the model. If its tokenizer differs from the target's, drafts are translated.
 
-        Raises ValueError for a draft that cannot serve, OSError where nothing is found at the path.
+        kwargs: Hub arguments, dtype, device_map. Raises ValueError for an unsuitable draft, OSError if the path does not
+        exist.
         """
         hub = {name: value for name, value in kwargs.items() if name not in ("dtype", "device_map")}
         if isinstance(self.model, str):
@@ -90,7 +91,7 @@ class DraftModel(Spec):
                 tokenizer = find_tokenizer(base, **trusting(path, base, **hub))
         else:
             require_in_layers(self.model, "draft")
-            model = unwrapped(self.model)  # an adapter's wrapper takes arguments that the loop cannot see
+            model = unwrapped(self.model)  # the loop cannot inspect the arguments of an adapter's wrapper
             folder = model.name_or_path
             tokenizer = self.tokenizer or (find_tokenizer(folder) if Path(folder).is_dir() else None)
         require_rewindable(model, "draft")
@@ -102,12 +103,12 @@ class DraftModel(Spec):
 
 
 def _loaded(path: str, quantization: Any, **kwargs: Any) -> PreTrainedModel:
-    """What lies at a path; an error of whoever looked there says that it was for the draft."""
+    """The model at a path. Errors say that they concern the draft."""
     folder, gguf_file = named_in(path)
     if gguf_file is not None:
         if quantization is not None:
             raise ValueError(
-                f"draft_quantization: {path!r} is a GGUF file, quantized when it was written; leave it out"
+                f"draft_quantization: {path!r} is a GGUF file, which is quantized already; leave draft_quantization out"
             )
         return load_gguf(folder, gguf_file, "draft", **kwargs)
     require_sound(path, "draft")
@@ -115,7 +116,7 @@ def _loaded(path: str, quantization: Any, **kwargs: Any) -> PreTrainedModel:
         with loading("draft", path):
             model = load_quantized(path, quantization, **kwargs)
     except OSError as error:
-        raise OSError(f"draft: nothing can be loaded from {path!r}, as a folder or a Hub id: {error}") from error
+        raise OSError(f"draft: {path!r} cannot be loaded as a folder or as a Hub id: {error}") from error
     if quantization is not None:
         require_runs(model, quantization)
     return model

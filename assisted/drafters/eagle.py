@@ -1,7 +1,7 @@
-"""EAGLE (2401.15077, 2406.16858, 2503.01840): a trained head goes on from the target's hidden states.
+"""EAGLE (2401.15077, 2406.16858, 2503.01840): a trained head drafts from the target's hidden states.
 
-The head keeps slots of its own: of verified tokens it holds what it made of the target's true features, and what it made of
-its own guesses is dropped after every round. Knows the tapped target; the head's module and formats are in heads.
+The head has its own KV slots. For committed tokens they hold the result of the target's true features; what it computes for
+drafted tokens is removed after every round. Knows the tapped target; the head's module and file formats are in heads/.
 """
 
 from __future__ import annotations
@@ -41,19 +41,18 @@ NODES_CPU, NODES = 16, 60
 
 @dataclass(frozen=True)
 class Eagle(HeadSpec):
-    """A trained EAGLE head drafts: `"eagle:DIR"`; which of EAGLE-1 and EAGLE-3 it is, the checkpoint tells.
+    """A trained EAGLE head drafts: `"eagle:DIR"`. The checkpoint determines whether it is EAGLE-1 or EAGLE-3.
 
     Args:
-        path: folder, `zoo:` name or Hub id of a checkpoint, made for this very target, in the format of EAGLE's authors, of
+        path: folder, `zoo:` name or Hub id of a checkpoint trained for this target, in the format of EAGLE's authors, of
             SpecForge or of speculators; or an `EagleHead`.
-        tree: draft token trees (EAGLE-2) where the target can verify them; False drafts chains: for large batches, where every
-            column has its price. None (default) drafts trees for a greedy target and chains when sampling: drawn and accepted
-            by its distribution, a chain gets about as far as a tree of several times its size, of which the target
-            draws one node.
-        top_k: nodes of each level that are read, and tokens tried below each. None (default) takes 10 on an accelerator, as
-            the paper does, and 4 on a CPU. A tree is as deep as the draft length allows.
-        nodes: of a tree, in every round. None (default) takes as many as pay, by what was measured of the target: at most 60
-            on an accelerator, 16 on a CPU.
+        tree: True drafts token trees (EAGLE-2) if the target can verify them. False drafts chains, for large batches, where
+            every drafted token adds to the cost of verification. None (default) drafts trees for greedy decoding and chains
+            for sampling: a sampled chain with q has about as many accepted tokens as a tree of several times its size, whose
+            nodes must match the target's own sample.
+        top_k: nodes of each level that the head reads, and candidates after each. None (default) is 10 on an accelerator, as
+            in the paper, and 4 on a CPU. The draft length limits the depth.
+        nodes: a fixed tree size. By default it is chosen by measured cost, at most 60 nodes on an accelerator and 16 on a CPU.
     """
 
     name: ClassVar[str] = "eagle"
@@ -70,22 +69,22 @@ class Eagle(HeadSpec):
         for name in ("top_k", "nodes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name}: {value} is no tree; give 1 or more")
+                raise ValueError(f"{name}: {value} is not possible; give 1 or more")
 
     @classmethod
     def named(cls, rest: str) -> Eagle:
-        """The spec behind `"eagle:DIR"`."""
+        """The spec for `"eagle:DIR"`."""
         if not rest:
             raise ValueError(
-                "draft: 'eagle' names no checkpoint; write 'eagle:DIR' with the folder or Hub id of a head"
+                "draft: 'eagle' does not name a checkpoint; write 'eagle:DIR' with the folder or Hub id of a head"
             )
         return cls(rest)
 
     def load(self, target: Target, **kwargs: Any) -> EagleDrafter:
-        """Read the head and find what it goes on from in the target. kwargs: dtype, device_map and how to download.
+        """Load the head and locate the hidden states that it reads. kwargs: dtype, device_map, Hub arguments.
 
-        Raises ValueError for a checkpoint that is not as it should be, and for a target that it does not fit or that does
-        not show its hidden states.
+        Raises ValueError for an invalid checkpoint, for a target that it does not fit, and for a target whose hidden states
+        cannot be read.
         """
         model = unwrapped(target.model)
         require_rewindable(model, "target")
@@ -106,10 +105,10 @@ class Eagle(HeadSpec):
 
 
 class EagleDrafter(Drafter):
-    """A head, and where the target shows what it goes on from.
+    """A loaded head, and the location of the target's hidden states.
 
     Args:
-        head: the head, not changed.
+        head: not changed.
         layers, final_norm: of the target (`find_layers`, `find_final_norm`).
         tree, top_k, nodes: see `Eagle`.
     """
@@ -132,16 +131,16 @@ class EagleDrafter(Drafter):
         self._fused: tuple[Source, Runnable] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy is made from: it makes its own fast head."""
+        """Without the cached fused head: a copy creates its own."""
         return {**self.__dict__, "_fused": None}
 
     @property
     def most(self) -> int:
-        """Nodes of a tree, at most."""
+        """Maximum number of nodes in a tree."""
         return self.nodes or (NODES_CPU if self.head.device.type == "cpu" else NODES)
 
     def fused(self, head: EagleHead) -> Runnable:
-        """The head in fewer operations, made anew when it has changed."""
+        """The head in fewer operations, created anew if its weights have changed."""
         source = source_of(head)
         if self._fused is None or not self._fused[0].same(source):
             self._fused = source, fused_head(head)
@@ -152,7 +151,7 @@ class EagleDrafter(Drafter):
         return [self.head]
 
     def save(self, folder: Path) -> None:
-        """Write the heads, so that the spec reads them from there."""
+        """Save the head in a format that the spec reads."""
         save_eagle(self.head, folder)
 
     def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> TappedModel:
@@ -165,9 +164,9 @@ class EagleDrafter(Drafter):
 class EagleDrafting(ChainDrafting):
     """The head's slots during one `generate`.
 
-    Invariant before each round: row b's slots hold its first `cache.lengths[b]` columns, true features all of them; the
-    features of the columns up to the last committed token are in `unread`. Column s is the feature of one token with the
-    token behind it, hence the last committed token has none.
+    Column s combines the target's feature of one token with the token after it. Hence the last committed token has no column.
+    Invariant before each round: the slots of row b hold its first `cache.lengths[b]` columns, all from true features; the
+    features of its remaining columns are in `unread`.
     """
 
     def __init__(self, drafter: EagleDrafter, call: Call):
@@ -176,12 +175,13 @@ class EagleDrafting(ChainDrafting):
         wanted = not call.distribution.do_sample if drafter.tree is None else drafter.tree
         self.trees = wanted and call.target.masks.trees
         self.runner: HeadRunner | None = None
-        self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F] and how many count in each row
+        self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F], and their number per row
         self.rates = drafter.rates[call.distribution.do_sample]
         self.text: Text | None = None
-        self.offers: list[Offers] = []  # of the tree that was proposed, until the target has chosen
-        # of the prompt's columns the last ones are shown: a caller's past and chunks read before them are not
-        self.prompt: list[torch.Tensor] = []  # its states, until the head is first run
+        self.offers: list[Offers] = []  # of the proposed tree, until it is verified
+        # hidden states of the prompt, until the head first runs; of its last columns only if the caller passed past keys and
+        # values, or if the prompt was read in chunks
+        self.prompt: list[torch.Tensor] = []
         if isinstance(call.target, TappedModel):
             self.prompt = self._states(call.target)
             self.first = call.target.cache.positions(self.prompt[0].device) - self.prompt[0].shape[1]
@@ -208,7 +208,7 @@ class EagleDrafting(ChainDrafting):
             runner.cache.rewind(known)
 
     def observe(self, round: Round) -> None:
-        """Keep the features of what became text, whoever drafted it."""
+        """Keep the features of the committed tokens, whichever drafter proposed them."""
         target, counts, path = self.call.target, round.kept, round.path
         if not isinstance(target, TappedModel):
             return
@@ -222,16 +222,16 @@ class EagleDrafting(ChainDrafting):
             self.offers = []
 
     def _states(self, target: TappedModel) -> list[torch.Tensor]:
-        """What was tapped in the target's last pass: [B, n, Ht] each."""
+        """The hidden states tapped in the target's last forward pass, [B, n, Ht] each."""
         device = self.drafter.head.device
         return [target.states(tap).to(device) for tap in self.drafter.head.config.taps]
 
     def _begun(self, text: Text) -> HeadRunner:
-        """The head as it is run; at first with nothing read, and the prompt's features to be read."""
+        """The head's runner. When it is created, the prompt's features become unread."""
         if self.runner is None:
             call, drafter = self.call, self.drafter
             features, first = torch.cat(self.prompt, -1), self.first
-            if text.prompt_length == 0:  # embeddings, of no token that the head could read: it begins behind them
+            if text.prompt_length == 0:  # a prompt of embeddings has no tokens for the head to read: start after it
                 first = first + features.shape[1] - 1
                 features = features[:, -1:]
             rows, width = features.shape[:2]
@@ -244,22 +244,22 @@ class EagleDrafting(ChainDrafting):
                 drafter.graphs,
                 drafter.fused,
             )
-            if self.runner.cache.visible is not None:  # whatever the target made of padding, it must be numbers
+            if self.runner.cache.visible is not None:  # the target's states of padding may be NaN
                 features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)
             self.unread.insert(0, (features, [width] * rows))
             self.prompt = []
         return self.runner
 
     def _read_committed(self, runner: HeadRunner, text: Text) -> torch.Tensor:
-        """Read what was committed since the last round. Returns the state after it, [B, H], of rows that have grown.
+        """Read what was committed since the last round. Returns the head's state after it, [B, H].
 
-        Rows behind by fewer tokens than others are filled up on the right; the filler is not kept.
+        Rows with fewer unread tokens than others are padded on the right; the padding is not kept.
         """
         cache = runner.cache
         features, behind = _joined(self.unread)
         totals = [known + count + self.skipped + 1 for known, count in zip(cache.known, behind, strict=True)]
         if totals != text.lengths:
-            raise RuntimeError(f"features of {totals} tokens a row were seen, of {text.lengths} that were committed")
+            raise RuntimeError(f"there are features of {totals} tokens per row, but {text.lengths} were committed")
         width = features.shape[1]
         starts = on_device([known + self.skipped + 1 for known in cache.known], text.ids.device)[:, None]
         columns = starts + torch.arange(width, device=text.ids.device)
@@ -283,7 +283,7 @@ class EagleDrafting(ChainDrafting):
 
 
 def _joined(blocks: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[int]]:
-    """One block of features out of several, rows without gaps: [B, m, F], and how many count in each row."""
+    """Several blocks of features as one block without gaps, [B, m, F], and the number of features per row."""
     if len(blocks) == 1:
         return blocks[0]
     features = torch.cat([block for block, _ in blocks], 1)
@@ -305,16 +305,16 @@ def _joined(blocks: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor,
 
 
 def find_taps(model: PreTrainedModel, head: EagleHead) -> tuple[Layers, tuple[str, ...]]:
-    """Where the target's layers and its final norm are; tried on a few tokens.
+    """Locate the target's layers and its final norm, and test them on a few tokens.
 
-    Raises ValueError for a target that does not show what the head goes on from, or not in its sizes.
+    Raises ValueError if the hidden states that the head reads are not available or do not have its sizes.
     """
     config = head.config
-    refused = f"draft: this EAGLE-{config.version} head cannot serve {type(model).__name__}: "
+    problem = f"draft: this EAGLE-{config.version} head cannot be used with {type(model).__name__}: "
     try:
         size = model.config.get_text_config(decoder=True).vocab_size
         if config.vocab_size != size:
-            raise ValueError(f"it was made for a vocabulary of {config.vocab_size}, the target's has {size}")
+            raise ValueError(f"it was trained for a vocabulary of {config.vocab_size}, but the target's has {size}")
         layers = find_layers(model)
         final_norm = find_final_norm(model, layers) if len(layers) in config.taps else ()
         if not all(1 <= tap <= len(layers) for tap in config.taps):
@@ -328,13 +328,14 @@ def find_taps(model: PreTrainedModel, head: EagleHead) -> tuple[Layers, tuple[st
                 shape = tuple(target.states(tap).shape)
                 if shape != (1, ids.shape[1], config.target_hidden_size):
                     raise ValueError(
-                        f"hidden state {tap} of {ids.shape[1]} tokens is {shape}, not {config.target_hidden_size} wide"
+                        f"hidden state {tap} of {ids.shape[1]} tokens has the shape {shape}; expected a width of "
+                        f"{config.target_hidden_size}"
                     )
             width = head.embed(ids, model).shape[-1]
             if width != config.hidden_size:
-                raise ValueError(f"the target's embedding is {width} wide, the head's states {config.hidden_size}")
+                raise ValueError(f"the target's embedding has width {width}, the head's states {config.hidden_size}")
             if config.version == 1 and model.get_output_embeddings() is None:
-                raise ValueError("the target has no output embedding, which says what the head's states mean")
+                raise ValueError("the target has no output embedding, which the head needs to compute logits")
     except Exception as error:
-        raise ValueError(refused + str(error)) from error
+        raise ValueError(problem + str(error)) from error
     return layers, final_norm

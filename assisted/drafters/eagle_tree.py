@@ -1,10 +1,10 @@
-"""EAGLE-2's dynamic token tree (2406.16858): as wide and as deep as the head is sure of what follows.
+"""EAGLE-2's dynamic token tree (2406.16858): its shape follows the head's confidence.
 
-Knows the head as it is run, the distribution of the call and the draft length, and learns how far the head is to be
-believed; what becomes of the tree is the loop's.
+Knows the head's runner, the distribution of the call and the draft length. It also learns how often the head is right at a
+given confidence. Verification is left to the loop.
 
-The head's few best tokens of each level are read on the host, and the tree is kept there: so few numbers cost less in lists
-than the calls of tensors that they would take, on a CPU and on an accelerator, which these calls would not keep busy.
+The tree is built on the host, from the few best tokens of each level. For so few numbers, Python lists are faster than the
+many small tensor operations that would be needed otherwise, on CPUs and accelerators alike.
 """
 
 from __future__ import annotations
@@ -27,37 +27,36 @@ from .trees import drawn, worthwhile
 
 __all__ = ["Grown", "Limits", "Offers", "grow", "learn"]
 
-ROOT = -1  # number of the committed text, below which the first nodes hang
+ROOT = -1  # stands for the committed text, the parent of the first nodes
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How large a tree may be.
+    """Limits of the size of a tree.
 
     Args:
-        depth: the most levels.
-        top_k: nodes of each level that are read, and tokens offered below each.
-        nodes: to propose, at most.
-        if_they_pay: fewer, where more would cost more than they bring.
+        depth: maximum number of levels.
+        top_k: nodes of each level that the head reads, and candidates after each.
+        nodes: maximum number of nodes in the draft.
+        only_worthwhile: propose fewer nodes if that makes more tokens per second.
     """
 
     depth: int
     top_k: int
     nodes: int
-    if_they_pay: bool
+    only_worthwhile: bool
 
 
 @dataclass
 class Offers:
-    """All that the head offered in one row, level by level.
+    """All candidates of one row, level by level.
 
     Args:
         tokens: of each node.
-        parents: the node that it was offered below.
-        scores: log-probabilities of the paths.
-        best: the most probable nodes, best first, those of probability 0 left out.
-        below: for each node that was read the first one offered below it, and the head's probabilities of these, best
-            first.
+        parents: of each node.
+        scores: log-probability of the path to each node.
+        best: the most probable nodes, best first, without those of probability 0.
+        below: for each node that the head read: its first child, and the head's probabilities of its children, best first.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -67,7 +66,7 @@ class Offers:
     below: dict[int, tuple[int, list[float]]] = field(default_factory=dict)
 
     def add(self, parent: int, tokens: list[int], sure: list[float], rates: list[float]) -> None:
-        """Offer tokens below a node, best first. sure: their probabilities by the head. rates: how often it is right."""
+        """Add children of a node, best first. sure: the head's probabilities. rates: how often it is right at these."""
         self.below[parent] = len(self.tokens), sure
         above = 0.0 if parent == ROOT else self.scores[parent]
         self.tokens += tokens
@@ -75,9 +74,9 @@ class Offers:
         self.scores += [above + math.log(rate) if rate > 0 else -math.inf for rate in rates]
 
     def to_read(self, first: int, limits: Limits) -> list[int]:
-        """After a level, which of its nodes to read, best first. first: the number of its first one.
+        """The nodes of the last level that the head should read, best first. first: index of the level's first node.
 
-        A node that is none of the best any more has none of them below it either: it is not read.
+        Nodes outside `best` are not read, because none of their descendants can be in it.
         """
         self.best = [*self.best, *(node for node in range(first, len(self.scores)) if self.scores[node] > -math.inf)]
         self.best = sorted(self.best, key=self.scores.__getitem__, reverse=True)[: limits.nodes]
@@ -87,7 +86,7 @@ class Offers:
 class Grown(NamedTuple):
     """A tree for every row.
 
-    draft: without q. offers: by row; of those that have ended none.
+    draft: without q. offers: by row; empty for rows that have ended.
     """
 
     draft: Draft
@@ -96,22 +95,22 @@ class Grown(NamedTuple):
 
 @torch.no_grad()
 def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates: Rates, limits: Limits) -> Grown:
-    """The tree of the most probable paths, their levels read one after the other by the head.
+    """Grow the tree of the most probable paths level by level.
 
-    Each level offers the `top_k` best tokens below each of the nodes that were read; the `top_k` most probable of them are
-    read next, where they are among the best so far. Of all that were offered the best are kept. The host waits for every
-    level. The levels stay in the head's slots, to be rewound by the caller.
+    A level holds the `top_k` best tokens after each node that was read. The `top_k` most probable of these are read next, if
+    they are among the best nodes so far. In the end, the best nodes of all levels are kept. Each level synchronises with the
+    device. The levels remain in the head's slots; the caller rewinds them.
 
     Args:
-        state: [B, H], the head's after the committed text.
-        rates: how often what the head is sure of to some degree is right.
+        state: [B, H], the head's state after the committed text.
+        rates: how often the head is right at a given confidence.
 
-    Raises FloatingPointError where the head's logits after the text are no numbers.
+    Raises FloatingPointError if the head's logits after the text contain NaN.
     """
     distribution, length = call.distribution, call.length
     going = [not ended for ended in text.ended]
     offers = [Offers() for _ in going]
-    reading = [[ROOT]] * text.rows  # the nodes of each row that were just read
+    reading = [[ROOT]] * text.rows  # by row, the nodes that were read last
     level = runner.root(state, limits.depth * limits.top_k)
     read = _Read(text)
     levels = 0
@@ -119,7 +118,7 @@ def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates:
         logits = runner.logits(level.states)
         if depth == 0 and math.isnan(float(logits.sum())):
             raise FloatingPointError("the head's logits are not a number")
-        distributions, vocabulary = _laws(runner, call, text, logits, read)
+        distributions, vocabulary = _distributions(runner, call, text, logits, read)
         if length.needs_q:
             wanted = length.go_on(depth, distributions[:, 0].to(text.ids.device)).tolist()
             going = [before and now for before, now in zip(going, wanted, strict=True)]
@@ -153,9 +152,9 @@ def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates:
     if levels == 0:
         return Grown(Draft.empty(text.rows, text.ids.device), [])
     worths = [[math.exp(offers[row].scores[node]) for node in offers[row].best] for row in text.unfinished]
-    worth = [sum(place) / len(worths) for place in zip_longest(*worths, fillvalue=0.0)]
+    worth = [sum(of_rows) / len(worths) for of_rows in zip_longest(*worths, fillvalue=0.0)]
     kept, costs = limits.nodes, length.costs
-    if limits.if_they_pay:
+    if limits.only_worthwhile:
         kept = worthwhile(worth, costs, levels * costs.draft if costs else 0.0, limits.nodes)
     draft = drawn(
         [offered.tokens for offered in offers],
@@ -167,9 +166,9 @@ def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates:
 
 
 def learn(rates: Rates, offers: list[Offers], text: Text, counts: list[int]) -> None:
-    """Take in which of the tokens that were offered on the way of the text were right.
+    """Update the rates with the candidates along the committed text.
 
-    offers: by `grow`. text: with what was committed since. counts: how many tokens that was, by row.
+    offers: from `grow`. text: including the tokens committed since then. counts: number of these tokens, by row.
     """
     starts = [length - count for length, count in zip(text.lengths, counts, strict=True)]
     first = min(starts)
@@ -189,38 +188,37 @@ def learn(rates: Rates, offers: list[Offers], text: Text, counts: list[int]) -> 
     rates.learn(outcomes)
 
 
-def _laws(
+def _distributions(
     runner: HeadRunner, call: Call, text: Text, logits: torch.Tensor, read: _Read
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Probabilities after the nodes that were read last, [B, k, n], no numbers where nothing is allowed that the head can say;
-    and the token of each column, None for its number.
+    """Probabilities after the nodes that were read last, [B, k, n], and the token ids of the n entries, None for 0 .. n-1.
 
-    logits: [B, k, Vd].
+    The probabilities are NaN where the processors forbid every token of the head's vocabulary. logits: [B, k, Vd].
     """
     head, distribution = runner.head, call.distribution
     if not distribution.processors:
         return probabilities(logits.float()), None if head.d2t is None else head.draft_tokens
     draft = read.draft()
-    last = range(draft.width - logits.shape[1], draft.width)  # the committed text alone, before any node was read
+    last = range(draft.width - logits.shape[1], draft.width)  # -1, the committed text alone, before any node was read
     full = head.over_all(logits).to(text.ids.device)
     scores = distribution.scores(text.ids, text.lengths, full, draft, text.unfinished, last)
     return probabilities(scores).to(logits.device), None
 
 
 class _Read:
-    """Every node that was read, for processors, which want to know the path to each."""
+    """All nodes that were read, for processors that depend on the prefix."""
 
     def __init__(self, text: Text):
         self.device = text.ids.device
         self.columns: list[tuple[list[int], list[int]]] = [([], []) for _ in text.lengths]  # tokens, parents
-        self.width = 1  # of the last level; the committed text is one place itself
+        self.width = 1  # of the last level; the committed text counts as a level of one node
 
     def add(self, tokens: list[list[int]], parents: list[list[int]]) -> None:
-        """A level. parents: by row, places in the level above."""
+        """Add a level. parents: by row, indices within the level above."""
         start = len(self.columns[0][0]) - self.width  # -1 for children of the committed text
         for (all_tokens, all_parents), new, above in zip(self.columns, tokens, parents, strict=True):
             all_tokens += new
-            all_parents += [start + place for place in above]
+            all_parents += [start + index for index in above]
         self.width = len(tokens[0])
 
     def draft(self) -> Draft:

@@ -1,6 +1,6 @@
-"""Which layer to exit at: what exits were measured to be worth, and what that predicts (shadow acceptance, 2504.05598).
+"""The choice of the exit layer by the speedup that measurements predict (shadow acceptance, 2504.05598).
 
-Knows numbers: acceptances and costs by layer. How they are measured is the drafter's.
+Knows acceptance rates and costs by layer; the drafter measures them.
 """
 
 from __future__ import annotations
@@ -11,25 +11,21 @@ from .chain import predicted_speedup
 
 __all__ = ["ExitChoice"]
 
-HALF_LIFE = 200  # trials after which an observation counts half
-BELIEVED = 8  # trials a layer needs to be chosen
-JUDGED = 64  # trials after which drafting is called hopeless
-MARGIN = 1.05  # how much better another layer must look: the estimates are noisy
-SHADOWS = 8  # layers measured in one round, at the most
-LONGEST_GAP = 64  # rounds between two measurements
-MEMORY = 0.9  # share of the average draft length that a round leaves as it was
-COSTS = 15  # measured costs that are remembered
+HALF_LIFE = 200  # trials after which an observation has half its weight
+BELIEVED = 8  # trials of a layer before it can be chosen
+JUDGED = 64  # trials before drafting can be called hopeless
+MARGIN = 1.05  # factor by which another layer must look better, because the estimates are noisy
+SHADOWS = 8  # maximum number of layers measured in one round
+LONGEST_GAP = 64  # maximum number of rounds between two measurements
+MEMORY = 0.9  # weight of the past in the average draft length
+COSTS = 15  # number of cost measurements that are kept
 
 
 class ExitChoice:
-    """What was learned of the exits of one model. It changes which layer drafts, never what is accepted.
+    """Statistics of the exits of one model. They determine which layer drafts, but never what is accepted.
 
-    Args:
-        count: layers of the model.
-        given: exit at this one and measure nothing; None chooses.
-
-    Attributes:
-        layer: how many layers draft at the moment.
+    count: number of layers in the model. given: always exit after this layer, without measuring; None to choose. The attribute
+    `layer` is the number of layers that draft at present.
     """
 
     def __init__(self, count: int, given: int | None = None):
@@ -38,16 +34,16 @@ class ExitChoice:
         self.layer = given or max(1, count // 4)
         self.hits = [0.0] * count
         self.trials = [0.0] * count
-        self.costs: tuple[tuple[int, float], ...] = ()  # made anew: another thread may be reading them
-        self.drafted: float | None = None  # tokens of a draft, on average
+        self.costs: tuple[tuple[int, float], ...] = ()  # replaced, not changed: another thread may be reading it
+        self.drafted: float | None = None  # average draft length
         self.rounds = 0
         self.measurements = 0
         self.next = 0
 
     def to_measure(self) -> list[int] | None:
-        """The layers to measure this round, None for none. Called once a round; often at first, then ever more rarely.
+        """The layers to measure in this round, or None. Called once per round; measurements become rarer with time.
 
-        The layer that drafts is measured by its drafts; the others take turns, evenly spread.
+        The layer in use is measured by its drafts. The others take turns in evenly spread groups.
         """
         self.rounds += 1
         if self.given is not None or self.rounds <= self.next:
@@ -65,19 +61,19 @@ class ExitChoice:
         self.trials[layer] = keep * self.trials[layer] + trials
 
     def learn_cost(self, layer: int, cost: float) -> None:
-        """A drafted token of this exit took `cost` passes of the whole target."""
-        self.costs = (*self.costs, (layer, min(cost, 0.99)))[
-            -COSTS:
-        ]  # more is noise or hopeless: fewer layers are never dearer
+        """A drafted token of this exit took the time of `cost` forward passes of the whole target."""
+        # more than 0.99 is noise or hopeless, because fewer layers are never more expensive
+        self.costs = (*self.costs, (layer, min(cost, 0.99)))[-COSTS:]
 
     def acceptance(self, layer: int) -> float:
-        """The estimated acceptance rate; 0.5 where nothing is known."""
+        """The estimated acceptance rate, 0.5 before any observation."""
         return (self.hits[layer] + 1) / (self.trials[layer] + 2)
 
     def cost(self, layer: int) -> float:
-        """Of a drafted token, in passes of the target: on the line through what was measured and the whole pass.
+        """Estimated cost of a drafted token, in forward passes of the target.
 
-        Fewer layers than measured are not taken for cheaper, layer by layer, than the measured ones.
+        The median over all measurements of the line from the measured exit to the whole forward pass. Below the measured layer,
+        the cost per layer is assumed to be no lower than the measured one.
         """
         costs = self.costs
         if not costs:
@@ -89,14 +85,14 @@ class ExitChoice:
         return statistics.median(found)
 
     def speedup(self, layer: int, shortest: int = 1, longest: int = 8) -> float:
-        """What this exit predicts, at the best draft length of a range."""
+        """The predicted speedup of this exit at the best draft length from `shortest` to `longest`."""
         return predicted_speedup(self.acceptance(layer), self.cost(layer), shortest, longest)
 
     def decide(self, drafted: float, budget: int) -> None:
-        """Move to the layer that predicts the most.
+        """Switch to the layer with the highest predicted speedup.
 
-        drafted: tokens of the last round's draft, budget: tokens that it might have had. What a policy drafts on average
-        it may be expected to draft with another layer too, or more if that is right more often.
+        drafted: length of the last draft. budget: its maximum length. With another layer, the policy is assumed to draft at
+        least the average length, and up to the budget.
         """
         self.drafted = drafted if self.drafted is None else MEMORY * self.drafted + (1 - MEMORY) * drafted
         if self.given is not None:
@@ -109,5 +105,5 @@ class ExitChoice:
 
     @property
     def hopeless(self) -> bool:
-        """No draft of the layer in use pays, at any length. Where it was chosen, none of another layer does."""
+        """Whether no draft length gives a speedup with the layer in use. If it was chosen, this holds for all known layers."""
         return self.trials[self.layer] >= JUDGED and self.speedup(self.layer) < 1

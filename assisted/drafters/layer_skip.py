@@ -1,6 +1,6 @@
 """Layer skipping: the target drafts for itself without some of its sublayers (2309.08168, 2410.06916).
 
-Knows sublayers and the target's slots. Which sublayers to leave out is looked for in skip_search, while text is written.
+Knows sublayers and the target's slots. During generation, skip_search searches for the sublayers to skip.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from .skip_search import SkipSearch
 
 __all__ = ["LayerSkip", "SkipDrafter"]
 
-LEAST = 4  # tokens of a row that are worth a trial
+LEAST = 4  # minimum number of tokens per row in a trial
 
 
 @dataclass(frozen=True)
 class LayerSkip(Spec):
-    """The target drafts for itself, leaving out attention and MLP sublayers: `"layer-skip"`, `"layer-skip:0.5"`.
+    """The target drafts for itself, skipping attention and MLP sublayers: `"layer-skip"`, `"layer-skip:0.5"`.
 
-    Needs no training and no memory of its own. Pays for large models, whose middle layers change little; the set of sublayers
-    is improved from the text written so far and kept for later calls.
+    Needs no training and no memory of its own. Worthwhile for large models, whose middle layers change little. The set of
+    skipped sublayers is improved during generation and kept for later calls.
 
     Args:
-        skipped: share of the sublayers that is left out at the start, in (0, 1); evenly spread, the first and the last layer
-            kept. Default 0.45. The search moves away from it: what it decides is where the search begins.
-        window: newest tokens on which a change is tried, at least 8. Default 32; more is less noisy and costs more.
-        every: rounds between two trials at the start, at least 1. Default 4; trials become rare where they find nothing.
+        skipped: share of the sublayers to skip at the start, in (0, 1). They are evenly spread, without the first and the last
+            layer. Default 0.45. This is only the starting point of the search.
+        window: number of newest tokens on which a change is tried, at least 8. Default 32; more are less noisy but cost more.
+        every: rounds between two trials at the start, at least 1. Default 4. Trials become rarer when they find no
+            improvement.
     """
 
     name: ClassVar[str] = "layer-skip"
@@ -55,50 +56,41 @@ class LayerSkip(Spec):
                 f"skipped: {self.skipped} is not possible; give a share of the sublayers, above 0 and below 1"
             )
         if self.window < 8:
-            raise ValueError(f"window: {self.window} is too short to tell good from bad; give at least 8 tokens")
+            raise ValueError(f"window: {self.window} is too short to compare sublayers; give at least 8 tokens")
         if self.every < 1:
             raise ValueError(f"every: {self.every} is not possible; give at least 1 round")
 
     @classmethod
     def named(cls, rest: str) -> LayerSkip:
-        """The spec behind `"layer-skip:0.5"`."""
+        """The spec for `"layer-skip:0.5"`."""
         try:
             return cls(float(rest)) if rest else cls()
         except ValueError as error:
             raise ValueError(
-                f"draft: 'layer-skip:{rest}' names no share of sublayers; write 'layer-skip:0.5', or 'layer-skip' alone"
+                f"draft: 'layer-skip:{rest}' names no share of sublayers; write 'layer-skip:0.5' or just 'layer-skip'"
             ) from error
 
     def load(self, target: Target, **kwargs: Any) -> SkipDrafter:
-        """Find the target's sublayers and check on a few tokens that it runs without them.
-
-        Raises ValueError for a model that does not.
-        """
+        """Find the target's sublayers and check on a few tokens that it runs without them; if not, raise ValueError."""
         model = unwrapped(target.model)
         require_rewindable(model, "target")
         try:
             layers = find_layers(model)
             sublayers = find_sublayers(model, layers)
-            # layers that read the keys and values of earlier ones do not run without those
+            # fails if later layers reuse the keys and values of earlier ones
             try_out(
                 without(model, layers, sublayers, [i for i, s in enumerate(sublayers) if s.layer < len(layers) - 1])
             )
         except Exception as error:
             raise ValueError(
-                f"draft: layer skipping cannot serve this target, {type(model).__name__}: it does not run without some of its "
-                f"layers ({type(error).__name__}: {error})"
+                f"draft: layer skipping cannot be used with this target, {type(model).__name__}: it does not run without some "
+                f"of its layers ({type(error).__name__}: {error})"
             ) from error
         return SkipDrafter(model, layers, sublayers, self)
 
 
 class SkipDrafter(Drafter):
-    """What can be left out of a target, and what was learned of leaving it out.
-
-    Args:
-        target: the target.
-        layers, sublayers: of the target.
-        spec: how to search.
-    """
+    """A target's layers and sublayers, and the search for the sublayers to skip. spec: the options of the search."""
 
     def __init__(self, target: PreTrainedModel, layers: Layers, sublayers: list[Sublayer], spec: LayerSkip):
         self.target = target
@@ -113,40 +105,37 @@ class SkipDrafter(Drafter):
 
     @property
     def skipped(self) -> list[Sublayer]:
-        """What is left out while drafting, at the moment."""
+        """The sublayers that drafting skips at present."""
         return [self.sublayers[index] for index in sorted(self.search.skipped)]
 
     def start(self, call: Call) -> SkipDrafting:
         return SkipDrafting(self, call)
 
     def part(self, skipped: frozenset[int]) -> PreTrainedModel:
-        """The target without these sublayers."""
+        """The target without the given sublayers."""
         return without(self.target, self.layers, self.sublayers, skipped)
 
     def warn_if_hopeless(self) -> None:
-        """Say once that no set pays, so that nobody waits for a speedup that does not come."""
+        """Warn once if drafting gives no speedup."""
         search = self.search
         if self._warned or not search.hopeless:
             return
         self._warned = True
         warnings.warn(
             f"draft: without {len(search.skipped)} of {len(self.sublayers)} sublayers, {search.acceptance:.0%} of the drafted "
-            f"tokens are right and each costs {search.cost(search.skipped):.0%} of a pass of the target: slower than no draft "
-            "at all. This model may be too small to do without any of its layers; choose another draft for it.",
+            f"tokens are accepted, and each costs {search.cost(search.skipped):.0%} of a forward pass of the target. This is "
+            "slower than no draft. The model may be too small to skip any of its layers; choose another draft for it.",
             stacklevel=4,
         )
 
 
 class SkipDrafting(PartDrafting):
-    """One `generate` with layer skipping.
-
-    Every row's newest tokens are remembered with what the target would have said at each, most probable token first.
-    """
+    """One `generate` with layer skipping. Keeps the target's top-1 tokens at each row's newest positions, for trials."""
 
     def __init__(self, drafter: SkipDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
-        self.proposed: Draft | None = None  # while it waits for its verdict
+        self.proposed: Draft | None = None  # until it is verified
         self.text: Text | None = None
         self.choices: list[torch.Tensor] = []  # [at most `window`] int64 each
         self._parts: dict[frozenset[int], CachedModel] = {}
@@ -180,13 +169,12 @@ class SkipDrafting(PartDrafting):
     def _part(self, skipped: frozenset[int]) -> CachedModel:
         target = self.call.target
         if skipped not in self._parts:
-            self._parts.clear()  # of the sets tried on the way none comes back
+            self._parts.clear()  # sets that were tried before do not return
             self._parts[skipped] = target.part(self.drafter.part(skipped), ("without", skipped))
         return self._parts[skipped]
 
     def _width(self, text: Text) -> int:
-        """How many tokens of each row a change is tried on, so many that they make a window together; 0 where too few are
-        known."""
+        """How many tokens of each row are used in a trial, about a window for all rows together; 0 if there are too few."""
         cache = self.call.target.cache
         known = min(len(self.choices[row]) for row in self.open)
         held = min(length - hidden for length, hidden in zip(cache.lengths, cache.padding, strict=True))
@@ -195,16 +183,16 @@ class SkipDrafting(PartDrafting):
         return width if enough and min(text.lengths) > width else 0
 
     def _try_change(self, text: Text, width: int) -> None:
-        """One change of the set, tried on the newest tokens against the set in use."""
+        """Try one change of the set on the newest tokens and compare it with the set in use."""
         search = self.drafter.search
         candidate = search.candidate()
         last = torch.tensor(text.lengths, device=text.ids.device)[:, None] - 1
         ids = text.ids.gather(1, last - width + torch.arange(width, device=text.ids.device))
-        said = torch.stack([self.choices[row][-width:] for row in self.open])
+        wanted = torch.stack([self.choices[row][-width:] for row in self.open])
         hits = []
         for skipped in (candidate, search.skipped):
             with self.call.target.cache.borrowed(width):
-                best = self._part(skipped)(ids).argmax(-1).to(said.device)
-            hits.append((best[self.open] == said).sum())
+                best = self._part(skipped)(ids).argmax(-1).to(wanted.device)
+            hits.append((best[self.open] == wanted).sum())
         of_candidate, of_current = torch.stack(hits).tolist()
-        search.judge(candidate, of_candidate, of_current, said.numel())
+        search.judge(candidate, of_candidate, of_current, wanted.numel())

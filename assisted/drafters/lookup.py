@@ -1,4 +1,4 @@
-"""What drafters share that look things up in a row's own text: reading what was committed, writing proposals as a Draft.
+"""The base of drafters that look up continuations in the text: reading committed tokens, and turning proposals into a Draft.
 
 Knows the text and drafts, on the host, where tokens are Python ints; nothing of models or of how a proposal is found.
 """
@@ -19,12 +19,12 @@ __all__ = ["Lookup", "Proposal", "as_draft"]
 
 @dataclass(frozen=True)
 class Proposal:
-    """What is proposed for one row.
+    """A proposal for one row.
 
     Args:
-        tokens: in the order of the nodes.
-        expected: how many of them the target can be expected to accept.
-        parents: the node above each, -1 for the last committed token; None for a chain.
+        tokens: of the nodes, parents first.
+        expected: expected number of accepted tokens.
+        parents: the parent of each node, -1 for the last committed token; None for a chain.
     """
 
     tokens: list[int]
@@ -36,21 +36,21 @@ NOTHING = Proposal([])
 
 
 class Lookup(Drafting):
-    """Reads every committed token of every row once, padding left out, and asks for a proposal a row.
+    """Reads each committed token of each row once, without padding, and makes a draft of one proposal per row.
 
     A subclass overrides `read` and `look_up`.
     """
 
     def __init__(self, call: Call):
         self.call = call
-        self.seen: list[int] | None = None  # columns of each row that were read
+        self.seen: list[int] | None = None  # number of columns read, per row
 
     def read(self, row: int, tokens: list[int]) -> None:
-        """Tokens that were committed to a row since the last call; at first its prompt."""
+        """Receive the tokens that were committed to a row since the last call; at first, its prompt."""
         raise NotImplementedError
 
     def look_up(self, row: int, budget: int) -> Proposal:
-        """What may follow the text of an unfinished row, at most `budget` tokens deep."""
+        """Propose a continuation of an unfinished row, at most `budget` tokens deep."""
         raise NotImplementedError
 
     def propose(self, text: Text, budget: int) -> Draft:
@@ -65,7 +65,7 @@ class Lookup(Drafting):
         return as_draft(proposals, text.ids.device, expected)
 
     def catch_up(self, text: Text) -> None:
-        """Read what was committed since the last time: one transfer to the host."""
+        """Read what was committed since the last call, with one transfer to the host."""
         if self.seen is None:
             self.seen = [text.prompt_length] * text.rows
             mask = self.call.attention_mask
@@ -74,7 +74,7 @@ class Lookup(Drafting):
                 if shown is not None:
                     tokens = [token for token, visible in zip(tokens, shown[row], strict=True) if visible]
                 self.read(row, tokens)
-        if text.rows == 1:  # a slice, where rows of several lengths take an index
+        if text.rows == 1:  # a slice is faster than the index needed for several rows
             (seen,), (length,) = self.seen, text.lengths
             if seen < length:
                 self.read(0, text.ids[0, seen:length].tolist())
@@ -91,7 +91,7 @@ class Lookup(Drafting):
 
 
 def as_draft(proposals: list[Proposal], device: torch.device | str, expected: float | None = None) -> Draft:
-    """Proposals of all rows as one draft without q, on a device; a tree if any of them is one. expected: see `Draft`."""
+    """Combine the proposals of all rows into one draft without q; a tree if any of them is one. expected: see `Draft`."""
     width = max(len(proposal.tokens) for proposal in proposals)
     if width == 0:
         return Draft.empty(len(proposals), device)
@@ -101,6 +101,6 @@ def as_draft(proposals: list[Proposal], device: torch.device | str, expected: fl
     if all(p.parents is None for p in proposals):
         return Draft(tokens, lengths, expected=expected)
     above = [list(range(-1, len(p.tokens) - 1)) if p.parents is None else p.parents for p in proposals]
-    # filler hangs from the root, where every model has a position for it
+    # filler is placed below the root, so that its position ids exist in every model
     parents = on_device([(a + [-1] * width)[:width] for a in above], device)
     return Draft(tokens, lengths, parents=parents, expected=expected)

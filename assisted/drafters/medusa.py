@@ -1,6 +1,6 @@
-"""Medusa (2401.10774) and blockwise parallel decoding (1811.03115): heads on the target's last state draft what comes next.
+"""Medusa (2401.10774) and blockwise parallel decoding (1811.03115): several heads draft from the target's last hidden state.
 
-Knows heads, the target's states and token trees. The draft costs no pass of its own: every head reads the same state.
+Knows heads, the target's hidden states and token trees. Drafting needs no forward pass: all heads read the same state.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ NODES_CPU, NODES = 24, 64
 
 @dataclass(frozen=True)
 class Medusa(HeadSpec):
-    """Trained heads draft a token tree from the target's last state: `"medusa:DIR"`.
+    """Trained heads draft a token tree from the target's last hidden state: `"medusa:DIR"`.
 
     Args:
-        path: folder, `zoo:` name or Hub id of heads made for this very target, in any of Medusa's formats; or `MedusaHeads`.
-        tree: several guesses of each head, in a tree as large as it pays. False drafts the best guess of each head alone, a
-            chain as long as the draft length says (blockwise parallel decoding, 1811.03115): for large batches, where every
-            column has its price. Targets that can't check trees get chains.
-        candidates: guesses of each head that may stand in the tree, at least 1.
-        nodes: of a tree, at least 1, in every round. None (default) takes as many as pay, by what was measured of the target:
-            at most 64 on an accelerator and 24 on a CPU, where each has its price.
+        path: folder, `zoo:` name or Hub id of heads trained for this target, in any of Medusa's formats; or `MedusaHeads`.
+        tree: True (default) drafts a tree of several candidates per head. False drafts the top-1 token of each head, a chain
+            of the policy's draft length (blockwise parallel decoding, 1811.03115), for large batches, where every drafted
+            token adds to the cost of verification. Targets that cannot verify trees get chains.
+        candidates: of each head that may be used in the tree, at least 1.
+        nodes: a fixed tree size, at least 1. By default it is chosen by measured cost, at most 64 nodes on an accelerator and
+            24 on a CPU.
     """
 
     name: ClassVar[str] = "medusa"
@@ -61,20 +61,20 @@ class Medusa(HeadSpec):
         if self.candidates < 1:
             raise ValueError(f"candidates: {self.candidates} is not possible; give 1 or more")
         if self.nodes is not None and self.nodes < 1:
-            raise ValueError(f"nodes: {self.nodes} is no tree; give 1 or more")
+            raise ValueError(f"nodes: {self.nodes} is not possible; give 1 or more")
 
     @classmethod
     def named(cls, rest: str) -> Medusa:
-        """The spec behind `"medusa:DIR"`."""
+        """The spec for `"medusa:DIR"`."""
         if not rest:
-            raise ValueError("draft: 'medusa' names no heads; write 'medusa:DIR' with their folder or Hub id")
+            raise ValueError("draft: 'medusa' does not name any heads; write 'medusa:DIR' with their folder or Hub id")
         return cls(rest)
 
     def load(self, target: Target, **kwargs: Any) -> MedusaDrafter:
-        """Read the heads and find the states that they are to be shown. kwargs: dtype, and how to download.
+        """Load the heads and locate the hidden states that they read. kwargs: dtype, Hub arguments.
 
-        Raises ValueError for heads that are not as they should be, and for a target that they do not fit or that does not
-        show its states.
+        Raises ValueError for invalid heads, for a target that they do not fit, and for a target whose hidden states cannot be
+        read.
         """
         model = unwrapped(target.model)
         require_rewindable(model, "target")
@@ -82,27 +82,27 @@ class Medusa(HeadSpec):
             layers = find_layers(model)
             final_norm = find_final_norm(model, layers)
         except Exception as error:
-            raise ValueError(f"draft: Medusa heads cannot serve this target: {error}") from error
+            raise ValueError(f"draft: Medusa heads cannot be used with this target: {error}") from error
         size, hidden_size = output_size(model)
         heads = self.path
         if isinstance(heads, str):
             output = model.get_output_embeddings().weight
-            device = model.device if output.is_meta else output.device  # where the states are that the output reads
+            device = model.device if output.is_meta else output.device  # the device of the last hidden states
             heads = MedusaHeads.load(heads, model, **kwargs).to(device, kwargs.get("dtype", model.dtype))
         if heads.hidden_size != hidden_size or (heads.token_map is None and heads.vocab_size not in (0, size)):
             raise ValueError(
-                f"draft: these heads are of {heads.hidden_size} numbers a state and {heads.vocab_size} tokens, the target of "
-                f"{hidden_size} and {size}; heads serve the model they were trained for"
+                f"draft: these heads have hidden size {heads.hidden_size} and vocabulary size {heads.vocab_size}, the target "
+                f"{hidden_size} and {size}; heads work only with the model that they were trained for"
             )
         return MedusaDrafter(heads.eval(), model, layers, final_norm, self.tree, self.candidates, self.nodes)
 
 
 class MedusaDrafter(Drafter):
-    """Loaded heads, and what was learned of how often they are right.
+    """Loaded heads, and statistics of how often they are right.
 
     Args:
         heads: on the target's device; not changed.
-        target: whose output embedding they may share.
+        target: the target, whose output embedding the heads may share.
         layers, final_norm: of the target (`find_layers`, `find_final_norm`).
         tree, candidates, nodes: see `Medusa`.
     """
@@ -126,7 +126,7 @@ class MedusaDrafter(Drafter):
 
     @property
     def makes_trees(self) -> bool:
-        """Where the target can verify them."""
+        """Whether drafts are trees: requested by the spec, and the target can verify them."""
         return self.tree and Masks.of(self.target).trees
 
     @property
@@ -134,7 +134,7 @@ class MedusaDrafter(Drafter):
         return [self.heads]
 
     def save(self, folder: Path) -> None:
-        """Write the heads, so that the spec reads them from there."""
+        """Save the heads in a format that the spec reads."""
         plain = self.heads.token_map is None and self.heads.bias is not None
         self.heads.save(folder, "medusa" if plain else "vllm", self.target)
 
@@ -152,17 +152,17 @@ class MedusaDrafter(Drafter):
 
 
 class Guesses(NamedTuple):
-    """Of one head: its best tokens, and the probability it gives to each."""
+    """One head's best tokens, and their probabilities."""
 
     tokens: list[int]
     sure: list[float]
 
 
 class MedusaDrafting(Drafting):
-    """The guesses of one `generate`.
+    """The heads' guesses during one `generate`.
 
-    After a round whose last accepted token is t, the target's own choice t + 1 is committed as well: head h says what it
-    takes for token t + 2 + h, which is the draft's depth h + 1.
+    If the last accepted token of a round is at position t, the target's own token at t + 1 is committed as well. Head h then
+    predicts position t + 2 + h, which is depth h + 1 of the draft.
     """
 
     def __init__(self, drafter: MedusaDrafter, call: Call):
@@ -170,8 +170,8 @@ class MedusaDrafting(Drafting):
         self.call = call
         self.rates = drafter.rates[call.distribution.do_sample]
         self.text: Text | None = None
-        self.guesses: dict[int, list[Guesses]] = {}  # by row: those of each head, until the target has chosen
-        # the target's states at the last token of each row whose next one is committed, [B, H]
+        self.guesses: dict[int, list[Guesses]] = {}  # by row, then by head, until they are verified
+        # the target's hidden state of the last but one committed token of each row, [B, H]
         self.states = self._seen()[:, -1] if isinstance(call.target, TappedModel) else None
 
     def propose(self, text: Text, budget: int) -> Draft:
@@ -186,24 +186,24 @@ class MedusaDrafting(Drafting):
         return Draft(tokens, torch.full_like(tokens[:, 0], tokens.shape[1]))
 
     def observe(self, round: Round) -> None:
-        """Take the states of what became text, whoever drafted it, and learn what became of the last guesses."""
+        """Keep the hidden states of the committed tokens, whichever drafter proposed them, and judge the last guesses."""
         if self.states is None:
             return
         counts, path = round.kept, round.path
         hidden = self._seen()
-        last = [max(count, 1) - 1 for count in counts]  # ended rows keep nothing
+        last = [max(count, 1) - 1 for count in counts]  # of ended rows, any
         if path is not None:
-            last = [columns[place] for columns, place in zip(path, last, strict=True)]
+            last = [columns[index] for columns, index in zip(path, last, strict=True)]
         self.states = hidden[torch.arange(len(counts), device=hidden.device), on_device(last, hidden.device)]
         self._learn(counts)
 
     def _seen(self) -> torch.Tensor:
-        """What the heads read, of the target's last pass: [B, n, H]."""
+        """The hidden states of the target's last forward pass, [B, n, H]."""
         assert isinstance(self.call.target, TappedModel)
         return self.call.target.states(len(self.drafter.layers))
 
     def _learn(self, counts: list[int]) -> None:
-        """Every head whose path was right is told what the target chose. counts: committed tokens of each row."""
+        """Compare each head whose earlier heads were right with the committed token. counts: committed tokens of each row."""
         if self.text is None or not self.guesses:
             return
         ids = self.text.ids
@@ -224,7 +224,7 @@ class MedusaDrafting(Drafting):
         self.guesses = {}
 
     def _tree(self, text: Text, logits: torch.Tensor) -> Draft:
-        """The most probable paths of every unfinished row, as many as pay. logits: [D, B, V] float32."""
+        """A tree of the most probable paths for each unfinished row, of a worthwhile size. logits: [D, B, V] float32."""
         drafter, costs, growing = self.drafter, self.call.length.costs, text.unfinished
         best, columns = logits.softmax(-1).topk(min(drafter.candidates, logits.shape[-1]))  # [D, B, k]
         best = best.cpu()
@@ -237,7 +237,7 @@ class MedusaDrafting(Drafting):
                 raise FloatingPointError("the heads' logits are not a number")
             self.guesses[row] = [Guesses(t[row], s[row]) for t, s in zip(tokens, sure, strict=True)]
             trees[row] = best_paths([level[row] for level in rates], limit)
-        worth = [sum(place) / len(growing) for place in zip_longest(*(t.worth for t in trees), fillvalue=0.0)]
+        worth = [sum(of_rows) / len(growing) for of_rows in zip_longest(*(t.worth for t in trees), fillvalue=0.0)]
         count = drafter.nodes or worthwhile(worth, costs, costs.draft if costs else 0.0, limit)
         trees = [tree.cut(count) for tree in trees]
         width = max(len(tree.parents) for tree in trees)

@@ -1,6 +1,6 @@
-"""SpecInfer (2305.09781): the chains of several drafters, merged into one token tree a row, verified in one pass.
+"""SpecInfer (2305.09781): the drafts of several drafters are merged into one token tree per row and verified together.
 
-Knows drafters by their interface. Where the target cannot verify trees, the first drafter's chains are used alone.
+Knows drafters by their interface. If the target cannot verify trees, only the first drafter is used.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["Merged", "MergedDrafter", "merge"]
 
 @dataclass(frozen=True)
 class Merged(Combined):
-    """Several drafters guess, the target checks all their guesses at once: `Merged(["zoo:draft", "suffix"])`.
+    """Several drafters draft, and the target verifies all their drafts in one forward pass: `Merged(["zoo:draft", "suffix"])`.
 
-    Worth its price where the drafters err in different places and a pass over more tokens costs little more (a GPU, one
-    row). Each of them drafts as it does alone: its argmax where the target is greedy, a draw from its own
-    distribution where the target samples. The candidates at a node are then tried one after the other, each against
-    the distribution that it was drawn from, so that the distribution of the output is the target's.
+    Worthwhile if the drafters fail at different positions, and if a forward pass over more tokens costs little more (a GPU, one
+    row). Each drafter drafts as it does alone: with argmax if the target is greedy, with samples from its own distribution
+    if the target samples. The candidates at a node are then tried in turn, each against the distribution that it was drawn
+    from, so that the output follows the target's distribution.
 
     Args:
-        drafters: what drafts, as strings or specs. At least two.
+        drafters: as strings or specs, at least two.
     """
 
     name: ClassVar[str] = "merged"
@@ -49,7 +49,7 @@ class Merged(Combined):
             raise ValueError(f"draft: {list(self.drafters)} cannot be merged; name at least two drafters")
 
     def load(self, target: Target, **kwargs: Any) -> MergedDrafter:
-        """Load every drafter. Raises ValueError for those that do not fit the target or each other."""
+        """Load all drafters. Raises ValueError if one does not fit the target or another drafter."""
         members = load_all(self.drafters, target, **kwargs)
         if any(type(member) is CombinedDrafter for member in members):
             raise ValueError(
@@ -68,12 +68,12 @@ class MergedDrafter(CombinedDrafter):
         return MergedDrafting([member.start(own) for member in self.members])
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
-        """One length for the tree: how deep its chains are."""
+        """One draft length, which limits the depth of the tree."""
         return policy.start(earlier)
 
 
 class MergedDrafting(Drafting):
-    """All members at work on the same text."""
+    """All members draft for the same text."""
 
     def __init__(self, members: list[Drafting]):
         self.members = members
@@ -90,12 +90,12 @@ class MergedDrafting(Drafting):
 
 
 def merge(drafts: list[Draft]) -> Draft:
-    """One tree a row of several drafts' chains or trees; what they share on the way from the root is there once.
+    """Merge several drafts (chains or trees) into one tree per row. Common prefixes become common paths.
 
-    Nodes keep the order in which they were met, parents first. Where a draft has q the tree has it, too, one-hot for
-    drafts without. These come last: candidates that are certain lose nothing by it, and spoil no distribution for the others.
-    A token that a second distribution drew at the same place is one more leaf there, since it counts as tried
-    against that distribution; what the second draft has behind it hangs on the first.
+    Nodes are in the order of insertion, parents first. If any draft has q, the tree has q, with one-hot distributions for the
+    drafts without. These drafts are inserted last, which costs one-hot candidates nothing, so that they do not change the
+    residual for the others. If drafts with q drew the same token after the same path, each of them adds a
+    node, since each was drawn from its own distribution; all descendants are attached to the first of these nodes.
     """
     drafts = sorted(drafts, key=lambda draft: draft.q is None)
     starts = [0, *itertools.accumulate(draft.width for draft in drafts)]
@@ -108,7 +108,7 @@ def merge(drafts: list[Draft]) -> Draft:
     device = drafts[0].tokens.device
 
     def columns(name: str, filler: int = 0) -> torch.Tensor:
-        """What the rows' trees hold of this name, [B, n] int64."""
+        """An attribute of the rows' trees, [B, n] int64."""
         held = [torch.tensor(getattr(tree, name), dtype=torch.int64) for tree in rows]
         return pad_sequence(held, batch_first=True, padding_value=filler).to(device)
 
@@ -116,37 +116,37 @@ def merge(drafts: list[Draft]) -> Draft:
     lengths = torch.tensor([len(tree.tokens) for tree in rows], device=device)
     if drafts[0].q is None:
         return Draft(tokens, lengths, parents=parents)
-    distributions = torch.cat([_laws(draft, drafts[0].q) for draft in drafts], 1)
+    distributions = torch.cat([_distributions(draft, drafts[0].q) for draft in drafts], 1)
     q = distributions.gather(1, origins[:, :, None].expand(-1, -1, distributions.shape[-1]))
     return Draft(tokens, lengths, q, parents)
 
 
 @dataclass
 class _Tree:
-    """One row's tree while it grows: for each node its token, its parent and its column among all drafts' columns."""
+    """One row's tree under construction: for each node, its token, its parent, and its column in the concatenated drafts."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
-    known: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) -> the first node there
+    known: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) -> the first such node
 
     def insert(self, draft: Draft, row: int, start: int) -> None:
-        """Add a row of a draft whose first column is number `start` among all drafts' columns."""
+        """Insert a row of a draft. start: its first column in the concatenated drafts."""
         count = int(draft.lengths[row])
         own = draft.tokens[row, :count].tolist()
         above = range(-1, count - 1) if draft.parents is None else draft.parents[row, :count].tolist()
-        node_of = {-1: -1}  # a node of the draft -> the node of the tree
+        node_of = {-1: -1}  # node of the draft -> node of the tree
         for number, (token, parent) in enumerate(zip(own, above, strict=True)):
-            place = (node_of[parent], token)
-            if place not in self.known or draft.q is not None:
+            child = (node_of[parent], token)
+            if child not in self.known or draft.q is not None:
                 self.tokens.append(token)
                 self.parents.append(node_of[parent])
                 self.origins.append(start + number)
-            node_of[number] = self.known.setdefault(place, len(self.tokens) - 1)
+            node_of[number] = self.known.setdefault(child, len(self.tokens) - 1)
 
 
-def _laws(draft: Draft, like: torch.Tensor) -> torch.Tensor:
-    """The distributions of a draft's nodes, [B, n, V]: certainty where it has none."""
+def _distributions(draft: Draft, like: torch.Tensor) -> torch.Tensor:
+    """The distributions of a draft's nodes, [B, n, V]; one-hot if it has no q. like: has the vocabulary size and dtype."""
     if draft.q is not None:
         return draft.q
     return torch.nn.functional.one_hot(draft.tokens.clamp(0, like.shape[-1] - 1), like.shape[-1]).to(like.dtype)

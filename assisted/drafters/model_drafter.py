@@ -1,6 +1,6 @@
-"""A causal LM that drafts chains: its slots, and what it reads each round of what the target committed since.
+"""A causal LM that drafts chains (2211.17192, 2302.01318), and its KV slots.
 
-2211.17192, 2302.01318. Knows a loaded model; where it comes from is the spec's (draft_model.py, quantized_self.py).
+Knows a loaded model. The specs load it (draft_model.py, quantized_self.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ModelDrafter(Drafter):
     """A causal LM that drafts chains.
 
     Args:
-        model: the draft, not changed. Its vocabulary is the target's, up to padding rows at the end.
-        tokenizer: the draft's own, saved beside it; None where none was found.
+        model: the draft; not changed. Its vocabulary is the target's, except for padding at the end.
+        tokenizer: the draft's own, which is saved with it; None if none was found.
     """
 
     model: PreTrainedModel
@@ -48,13 +48,13 @@ class ModelDrafter(Drafter):
         return is_sum_of_parts(self.model)
 
     def runner(self, cache: SlotCache, settings: CallSettings) -> CachedModel:
-        """The draft over these slots."""
+        """A runner of the draft over these slots, in the form that the call settings ask for."""
         return open_runner(
             self.model, lambda form: CachedModel(form, cache, self.masks), settings, self.graphs, self.fused
         )
 
     def fused(self, model: PreTrainedModel) -> Runnable:
-        """The draft in fewer operations; without the outer forward where it consists of its submodules alone."""
+        """The draft in fewer operations; the outer forward is skipped if it does nothing but call the submodules."""
         runnable = fused(model)
         through_parts = runnable.through_parts or (is_untouched(model) and self._is_sum_of_parts)
         return replace(runnable, through_parts=through_parts)
@@ -66,18 +66,18 @@ class ModelDrafter(Drafter):
 class ModelDrafting(ChainDrafting):
     """The draft's slots during one `generate`.
 
-    Invariant before each round: row b's slots hold the KV of its first `cache.lengths[b]` tokens, a prefix of the
-    committed text (padding included, since slots mirror the text's columns).
+    Invariant before each round: the slots of row b hold the KV of its first `cache.lengths[b]` tokens, a prefix of the
+    committed text. This includes padding, because slots mirror the columns of the text.
     """
 
     def __init__(self, drafter: ModelDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
-        self.readable: int = drafter.model.config.get_text_config(decoder=True).vocab_size  # tokens that it can read
+        self.readable: int = drafter.model.config.get_text_config(decoder=True).vocab_size  # size of its embedding
         self.size = call.vocab_size
         self.runner: CachedModel | None = None
-        self.proposed: Draft | None = None  # while it waits for its verdict
-        self.committed: list[int] = []  # columns read of the committed text; those behind them hold the draft
+        self.proposed: Draft | None = None  # until it is verified
+        self.committed: list[int] = []  # slots of committed tokens, per row; later slots hold the draft
 
     def propose(self, text: Text, budget: int) -> Draft:
         runner = self._catch_up_prompt(text)
@@ -99,10 +99,10 @@ class ModelDrafting(ChainDrafting):
         return self.proposed
 
     def observe(self, round: Round) -> None:
-        """Rewind to what became text. The last drafted token was never read: after full acceptance it still has no KV."""
+        """Rewind to the committed text. The last drafted token was not read, so after full acceptance it has no KV yet."""
         if self.runner is None or self.proposed is None:
             return
-        # another drafter's tokens were never read here
+        # the tokens of another drafter were not read
         read = max(0, round.draft.width - 1) if round.draft.is_that_of(self.proposed) else 0
         cache = self.runner.cache
         cache.rewind([base + min(count, read) for base, count in zip(self.committed, round.accepted, strict=True)])
@@ -114,7 +114,7 @@ class ModelDrafting(ChainDrafting):
             if text.prompt_length:
                 prompt = text.ids[:, : text.prompt_length]
                 self.runner.prefill(self._readable(prompt), self.call.attention_mask)
-            else:  # of embeddings, which are the target's own
+            else:  # the prompt consists of embeddings, which only the target can read
                 self.runner.cache.begin_rounds()
         return self.runner
 
@@ -122,12 +122,12 @@ class ModelDrafting(ChainDrafting):
         return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
 
     def _read_committed(self, runner: CachedModel, text: Text) -> torch.Tensor:
-        """Read what was committed since the last round, at least one token a row. Returns the logits after it, [B, V].
+        """Read what was committed since the last round, at least one token per row. Returns the logits after it, [B, V].
 
-        Rows behind by fewer tokens than others are filled up on the right; the filler is not kept.
+        Rows with fewer unread tokens than others are padded on the right; the padding is not kept.
         """
         cache = runner.cache
-        # the last token is always read (again, where a batch in lockstep kept a row's whole draft): its logits are needed
+        # the last token is always read, since its logits are needed; again, if a batch in lockstep kept a row's whole draft
         cache.rewind([min(known, total - 1) for total, known in zip(text.lengths, cache.known, strict=True)])
         behind = [total - known for total, known in zip(text.lengths, cache.known, strict=True)]
         width = max(behind)
@@ -149,15 +149,15 @@ class ModelDrafting(ChainDrafting):
         return _resized(logits.to(text.ids.device), self.size)
 
     def _readable(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids the draft has an embedding for: padding rows of the target's vocabulary read as the draft's last entry."""
+        """Ids within the draft's embedding: ids beyond it (padding of the target's vocabulary) become its last entry."""
         return ids if self.readable >= self.size else ids.clamp(max=self.readable - 1)
 
 
 class RecurrentDrafting(ModelDrafting):
-    """The same with a draft that keeps states, for a target that does: rows are in lockstep.
+    """Drafting with a recurrent draft for a recurrent target, with rows in lockstep.
 
-    Invariant between rounds: slots and states hold what the last round had read of the committed text. Drafted tokens are
-    forgotten at once, and those that became text are read with the next round's first pass.
+    Invariant between rounds: slots and states hold the committed text up to the start of the last round. Drafted tokens are
+    removed at once; those that were committed are read again in the next round's first forward pass.
     """
 
     def propose(self, text: Text, budget: int) -> Draft:
@@ -183,14 +183,14 @@ class RecurrentDrafting(ModelDrafting):
             cache.go_back()
 
     def observe(self, round: Round) -> None:
-        """Nothing is left of the draft."""
+        """Nothing to do: `propose` has already removed the draft."""
 
     def _slots(self, rows: int) -> SlotCache:
         return RecurrentCache(rows, self.call.limit, self.drafter.model.config.get_text_config(decoder=True))
 
 
 def _resized(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """Cut or pad the last dimension: tokens that one of the two models lacks are never drafted."""
+    """Truncate or pad the last dimension with -inf: tokens that one of the two models lacks are never drafted."""
     missing = size - logits.shape[-1]
     if missing == 0:
         return logits

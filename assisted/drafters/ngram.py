@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last n tokens when they last occurred. One hash table a row, and a back-off.
+"""Prompt lookup: copies what followed the most recent occurrence of the last n tokens. One hash table per row, with back-off.
 
-Knows the row's own text; needs no model. Known from transformers' `prompt_lookup_num_tokens`, which copies the first
-occurrence; the most recent one is right more often, in loops and in edits above all.
+Knows the row's own text; needs no model. transformers' `prompt_lookup_num_tokens` copies the first occurrence; the most
+recent one is accepted more often, above all in loops and edits.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from .lookup import NOTHING, Lookup, Proposal
 __all__ = ["NGram", "NGramDrafter", "NGramIndex"]
 
 LONGEST_PAUSE = 16  # rounds
-MEMORY = 0.9  # share of the past in the measured acceptance of each n
-PRIOR = 2.0  # tokens, half of them right: what is taken for measured at first
+MEMORY = 0.9  # weight of the past in the measured acceptance of each n
+PRIOR = 2.0  # initial number of judged tokens, half of them right
 
 
 @dataclass(frozen=True)
 class NGram(Spec):
-    """Copies what followed the same n tokens when they last occurred: `"ngram"`, `"ngram:3"`.
+    """Copies what followed the most recent occurrence of the last n tokens: `"ngram"`, `"ngram:3"`.
 
-    The simplest drafter there is. Good for answers that quote their prompt: edits, summaries, extraction. `Suffix` weighs
-    all occurrences and is better at most else.
+    This is the simplest drafter. It suits answers that quote their prompt: edits, summaries, extraction. `Suffix` weighs all
+    occurrences and is better for most other text.
 
     Args:
-        max_ngram: tokens that must match, tried first. Longer is right more often and matches less.
-        min_ngram: down to this many; 1 proposes something for every token that occurred before.
+        max_ngram: the largest n, tried first. Longer matches are rarer, but their continuations are accepted more often.
+        min_ngram: the smallest n. With 1, every token that occurred before is a match.
     """
 
     name: ClassVar[str] = "ngram"
@@ -48,7 +48,7 @@ class NGram(Spec):
 
     @classmethod
     def named(cls, rest: str) -> NGram:
-        """The spec behind `"ngram"` or `"ngram:3"`, the number being max_ngram."""
+        """The spec for `"ngram"` or `"ngram:3"`, where the number is max_ngram."""
         if not rest:
             return cls()
         if not rest.isdecimal():
@@ -61,11 +61,7 @@ class NGram(Spec):
 
 
 class NGramDrafter(Drafter):
-    """Keeps nothing between calls.
-
-    Args:
-        spec: the options.
-    """
+    """Has no state between calls. spec: the options."""
 
     def __init__(self, spec: NGram):
         self.spec = spec
@@ -75,64 +71,60 @@ class NGramDrafter(Drafter):
 
 
 class NGramIndex:
-    """Where every n-gram of a growing text last occurred. A few dictionary entries a token, whatever the length.
-
-    Args:
-        smallest, largest: the lengths of n-grams that are kept.
-    """
+    """The latest occurrence of each n-gram in a growing text; n from `smallest` to `largest`. One entry per token and n."""
 
     def __init__(self, smallest: int, largest: int):
         self.sizes = range(largest, smallest - 1, -1)
         self.text: list[int] = []
-        self.behind: dict[tuple[int, ...], int] = {}  # n-gram -> where it last ended with a token behind it
+        self.following: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
 
     def append(self, token: int) -> None:
-        """The text grows: only now does the n-gram at its end have a continuation."""
+        """Append a token. It is now the continuation of the n-grams that the text ended with."""
         text = self.text
         end = len(text)
         for n in self.sizes:
             if n <= end:
-                self.behind[tuple(text[end - n :])] = end
+                self.following[tuple(text[end - n :])] = end
         text.append(token)
 
     def match(self) -> tuple[int, int] | None:
-        """(n, where the continuation begins) of the longest, most recent match of the text's end, if there is any."""
+        """(n, start of the continuation) of the most recent match with the largest n; None if there is no match."""
         text = self.text
         for n in self.sizes:
-            if n <= len(text) and (place := self.behind.get(tuple(text[-n:]))) is not None:
-                return n, place
+            if n <= len(text) and (start := self.following.get(tuple(text[-n:]))) is not None:
+                return n, start
         return None
 
-    def continuation(self, place: int, count: int) -> list[int]:
-        """`count` tokens from `place` on; what reaches the end of the text goes on with itself, as a loop does."""
-        period = self.text[place : place + count]
+    def continuation(self, start: int, count: int) -> list[int]:
+        """`count` tokens from `start` on. A copy that reaches the end of the text continues with itself, as a loop does."""
+        period = self.text[start : start + count]
         return (period * (count // len(period) + 1))[:count]
 
 
 class Backoff:
-    """How much to propose after misses: half as much after each, then pauses that double; all again after a success."""
+    """How much to propose: half as much after each miss, then pauses of doubling length; everything after a success."""
 
     def __init__(self) -> None:
         self.misses = 0
         self.pause = 0
 
     def allowed(self, budget: int) -> int:
-        """Tokens that may be proposed this round. Called once a round."""
+        """Number of tokens that may be proposed in this round. Called once per round."""
         if self.pause:
             self.pause -= 1
             return 0
         return max(1, budget >> self.misses)
 
     def learn(self, accepted: int) -> None:
-        """A proposal was judged."""
+        """A proposal was judged. accepted: number of its tokens that were right."""
         self.misses = 0 if accepted else self.misses + 1
         self.pause = min(LONGEST_PAUSE, (1 << max(0, self.misses - 2)) - 1)
 
 
 class NGramDrafting(Lookup):
-    """The rows' indexes during one `generate`, and how often matches of each length turned out right.
+    """The rows' indexes during one `generate`, and the acceptance of matches of each length.
 
-    A proposal is judged by the text that came instead of by the verdict: so it is also when another drafter's was verified.
+    Proposals are judged by the committed text. So they can be judged even if another drafter's draft was verified.
     """
 
     def __init__(self, spec: NGram, call: Call):
@@ -140,7 +132,7 @@ class NGramDrafting(Lookup):
         self.spec = spec
         self.indexes: dict[int, NGramIndex] = {}
         self.backoffs: dict[int, Backoff] = {}
-        self.waiting: dict[int, tuple[int, list[int]]] = {}  # row -> n and the proposal that is not judged yet
+        self.waiting: dict[int, tuple[int, list[int]]] = {}  # row -> n and the proposal, until it is judged
         self.right = dict.fromkeys(range(spec.min_ngram, spec.max_ngram + 1), PRIOR / 2)
         self.judged = dict.fromkeys(self.right, PRIOR)
 
@@ -159,8 +151,8 @@ class NGramDrafting(Lookup):
         allowed = 0 if found is None else self.backoffs[row].allowed(budget)
         if found is None or not allowed:
             return NOTHING
-        n, place = found
-        tokens = index.continuation(place, allowed)
+        n, start = found
+        tokens = index.continuation(start, allowed)
         self.waiting[row] = n, tokens
         rate = self.right[n] / self.judged[n]
         return Proposal(tokens, sum(rate**depth for depth in range(1, allowed + 1)))
@@ -169,6 +161,6 @@ class NGramDrafting(Lookup):
         pairs = zip(proposed, came, strict=False)
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self.backoffs[row].learn(right)
-        # what lies behind the first wrong token, or behind what came, was not judged
+        # tokens after the first wrong one, or after the end of the text, were not judged
         self.right[n] = MEMORY * self.right[n] + right
         self.judged[n] = MEMORY * self.judged[n] + min(right + 1, len(proposed), len(came))

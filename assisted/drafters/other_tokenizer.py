@@ -1,7 +1,8 @@
-"""Drafting with a causal LM that has another tokenizer: universal drafting, 2502.05202.
+"""Drafting with a causal LM that has another tokenizer: universal drafting (2502.05202).
 
-The draft reads the committed text in its own tokens and its slots follow them (translation.py). What it says comes back in
-one of two ways: token by token in the vocabulary that both share (TLI), or as text that the target's tokenizer cuts (SLEM).
+The committed text is translated into the draft's tokens (translation.py), and the draft's slots follow these. Drafts are
+translated back in one of two ways: token by token in the shared vocabulary (TLI), or as text that the target's tokenizer
+splits into tokens (SLEM).
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ class TranslatedDrafter(ModelDrafter):
     """A causal LM whose drafts are translated.
 
     Args:
-        model: the draft, not changed.
-        vocab_size: columns of the target's logits.
+        model: the draft; not changed.
+        vocab_size: of the target's logits.
         tokenizer, target_tokenizer: of the draft and of the target.
 
     Attributes:
-        ways: of saying a draft in the target's tokens, "text" and "tokens". The first one alone at temperature 0, where it is
-            accepted more (measured); otherwise what is accepted more in a call is taken, tried in this order.
+        ways: of translating a draft, "text" (SLEM) and "tokens" (TLI). At temperature 0, only the first is used, because
+            measurements show a higher acceptance rate. Otherwise, both are tried in this order, and each call uses the one
+            with more accepted tokens.
 
-    Raises ValueError where the two vocabularies share no text.
+    Raises ValueError if the vocabularies share no text.
     """
 
     def __init__(
@@ -62,32 +64,32 @@ class TranslatedDrafter(ModelDrafter):
 class TranslatedDrafting(ChainDrafting):
     """The draft's slots and the committed text in its tokens during one `generate`.
 
-    Invariant before each round: row b's slots hold the KV of `padding[b]` hidden columns and of the tokens `held[b]`, of which
-    the first `agreed[b]` begin the committed text in the draft's tokens.
+    Invariant before each round: the slots of row b hold the KV of `padding[b]` hidden columns and then of the tokens `held[b]`.
+    The first `agreed[b]` of these are a prefix of the committed text in the draft's tokens.
     """
 
     def __init__(self, drafter: TranslatedDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
-        # nothing is lost by cutting the most probable text, unless its distribution has been changed or has to be compared
+        # text without q is enough, unless tokens are sampled or processors change the distribution
         free = call.distribution.do_sample or call.distribution.processors
         self.choice = _Choice(drafter.ways if free else drafter.ways[:1])
         self.runner: CachedModel | None = None
         self.rows: list[TranslatedText] = []
-        self.taken: list[int] = []  # columns of each row's text that were translated
+        self.taken: list[int] = []  # number of translated columns, per row
         self.padding: list[int] = []
         self.held: list[list[int]] = []
         self.agreed: list[int] = []
-        self.fed: list[torch.Tensor] = []  # draft tokens [B, 1] read behind the committed text, one a forward
+        self.fed: list[torch.Tensor] = []  # draft tokens [B, 1] read after the committed text, one per forward pass
         self.to_draft = torch.empty(0)
         self.mute = torch.empty(0)
-        self.proposed: tuple[Draft, str] | None = None  # while it waits for its verdict, and how it was made
+        self.proposed: tuple[Draft, str] | None = None  # with its way, until it is verified
 
     def propose(self, text: Text, budget: int) -> Draft:
         runner = self.runner or self._begin(text)
         self._translate(text)
         room = runner.room([len(self.rows[row].tokens) for row in text.unfinished]) - 1
-        if room < 1:  # the same text may be longer for the draft than for the target
+        if room < 1:  # the text may have more tokens for the draft than for the target
             return Draft.empty(text.rows, text.ids.device)
         if not self.held:
             self._read_prompt(runner)
@@ -98,15 +100,14 @@ class TranslatedDrafting(ChainDrafting):
         return draft
 
     def observe(self, round: Round) -> None:
-        """Which way is accepted more; the slots are compared with the text when it has been translated."""
+        """Record the acceptance of the way used. The slots are compared with the text later, when it is translated."""
         if self.proposed is not None and round.draft.is_that_of(self.proposed[0]):
             self.choice.observe(self.proposed[1], round.mean(round.accepted))
         self.proposed = None
 
     def _as_tokens(self, text: Text, budget: int, room: int, logits: torch.Tensor) -> Draft:
-        """TLI: an ordinary chain under the draft's distribution restricted to the shared tokens. Softmax
-        renormalises it, so that q is the distribution that the tokens are drawn from; processors have changed it as
-        they change p."""
+        """TLI: draft a chain with the draft's distribution restricted to the shared tokens. The restriction is applied to the
+        logits, so q is the normalised distribution that tokens are drawn from. Processors change it as they change p."""
 
         def read(tokens: torch.Tensor) -> torch.Tensor:
             size = self.drafter.translation.draft.size
@@ -115,10 +116,10 @@ class TranslatedDrafting(ChainDrafting):
         return self.draft_chain(text, min(budget, room), self._shared(logits, text), read)
 
     def _as_text(self, text: Text, budget: int, room: int, logits: torch.Tensor) -> Draft:
-        """SLEM: the draft writes what it finds most probable in its own tokens; the target's tokenizer cuts the text.
+        """SLEM: the draft writes its top-1 tokens, and the target's tokenizer splits the text.
 
-        Without q: the target's own choice has to match, which is exact for any draft. A distribution is asked about
-        once for each target token that begins, on average.
+        There is no q, so the target's own choice must match, which is exact for any draft. On average, the length policy is
+        asked once per target token.
         """
         if self.broken is not None and self.broken:
             raise FloatingPointError("the draft's logits are not a number")
@@ -148,12 +149,12 @@ class TranslatedDrafting(ChainDrafting):
         if not written:
             return Draft.empty(text.rows, text.ids.device)
         table, counts = torch.cat(written, 1).tolist(), torch.stack(lasting).sum(0).tolist()
-        said = [row.said(table[i][: counts[i]])[:budget] for i, row in enumerate(self.rows)]
-        lengths = torch.tensor([len(tokens) for tokens in said], device=text.ids.device)
-        return Draft(_padded(said).to(text.ids.device), lengths)
+        translated = [row.to_target(table[i][: counts[i]])[:budget] for i, row in enumerate(self.rows)]
+        lengths = torch.tensor([len(tokens) for tokens in translated], device=text.ids.device)
+        return Draft(_padded(translated).to(text.ids.device), lengths)
 
     def _shared(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
-        """[B, V'] draft logits -> [B, V] in the target's vocabulary, minus infinity where the draft has no such token."""
+        """[B, V'] draft logits -> [B, V] in the target's vocabulary, -inf for tokens that are not shared."""
         logits = logits.to(text.ids.device)[:, : self.drafter.translation.draft.size]
         return pad(logits, (0, 1), value=float("-inf"))[:, self.to_draft]
 
@@ -168,7 +169,7 @@ class TranslatedDrafting(ChainDrafting):
         return self.runner
 
     def _translate(self, text: Text) -> None:
-        """Take what was committed since the last round: the only transfer of the text to the host."""
+        """Translate what was committed since the last round. This is the only transfer of the text to the host."""
         rows = text.unfinished
         first = min(self.taken[row] for row in rows)
         table = text.ids[:, first : max(text.lengths[row] for row in rows)].tolist()
@@ -182,7 +183,7 @@ class TranslatedDrafting(ChainDrafting):
             self.taken[row] = text.lengths[row]
 
     def _read_prompt(self, runner: CachedModel) -> None:
-        """Rows are as long as their text in the draft's tokens; the shorter ones are padded on the left."""
+        """Read the translated prompts; shorter rows are padded on the left."""
         longest = max(len(row.tokens) for row in self.rows)
         self.padding = [longest - len(row.tokens) for row in self.rows]
         self.held = [list(row.tokens) for row in self.rows]
@@ -192,7 +193,7 @@ class TranslatedDrafting(ChainDrafting):
         runner.prefill(ids, seen.long().to(runner.device) if any(self.padding) else None)
 
     def _read_committed(self, runner: CachedModel, text: Text) -> torch.Tensor:
-        """Go back to where the slots and the text part, read on to its end: at least one token a row. Returns [B, V']."""
+        """Rewind to where slots and text differ, then read to the end, at least one token per row. Returns logits [B, V']."""
         cache = runner.cache
         if self.fed:
             for held, fed in zip(self.held, torch.cat(self.fed, 1).tolist(), strict=True):
@@ -215,7 +216,7 @@ class TranslatedDrafting(ChainDrafting):
         return logits[torch.arange(text.rows), torch.tensor(behind) - 1]
 
     def _read(self, tokens: torch.Tensor, text: Text) -> torch.Tensor:
-        """One more of the draft's tokens in every row, [B, 1] -> logits [B, V']."""
+        """Read one more draft token in every row, [B, 1] -> logits [B, V']."""
         assert self.runner is not None
         logits = self.runner(tokens, used=[int(not ended) for ended in text.ended])[:, -1]
         self.runner.cache.commit([1] * text.rows)
@@ -224,13 +225,13 @@ class TranslatedDrafting(ChainDrafting):
 
 
 def _padded(rows: list[list[int]]) -> torch.Tensor:
-    """Rows of different lengths as one tensor, [B, longest] int64, filled up on the right."""
+    """Rows of different lengths as one tensor, [B, longest] int64, padded on the right."""
     longest = max(map(len, rows))
     return torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int64).view(len(rows), longest)
 
 
 class _Choice:
-    """Which way to draft next: that of which more was accepted lately, the other one now and then."""
+    """Chooses the way of the next draft: the one with more accepted tokens lately, and the other one every 16th round."""
 
     trials, probe, memory = 2, 16, 0.8
 

@@ -1,5 +1,4 @@
-"""Drafting with a quantized copy of the target: nearly the same distribution at a fraction of the bytes (2502.10424,
-2503.13565)."""
+"""Drafting with a quantized copy of the target (2502.10424, 2503.13565): a similar distribution at a fraction of the bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ __all__ = ["QuantizedSelf"]
 class QuantizedSelf(Spec):
     """A quantized copy of the target drafts for it: `"self:nf4"`.
 
-    Pays where memory bandwidth is the limit and the low-bit kernels are fast; on a CPU and small models it rarely does.
+    Worthwhile if memory bandwidth is the bottleneck and the low-bit kernels are fast; rarely on a CPU or for small models.
 
     Args:
         quantization: one of `assisted.loading.quantization.NAMES`, or a transformers quantization config. Default "nf4".
@@ -32,14 +31,14 @@ class QuantizedSelf(Spec):
 
     @classmethod
     def named(cls, rest: str) -> QuantizedSelf:
-        """The spec behind `"self:nf4"`."""
+        """The spec for `"self:nf4"`."""
         return cls(rest or "nf4")
 
     def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
-        """Quantize the target in memory; the target itself is untouched.
+        """Quantize a copy of the target in memory; the target itself is not changed.
 
-        Raises ImportError naming the extra where the backend is missing, ValueError for an unknown name, and for a target that
-        does not run when it is quantized in this way.
+        Raises ImportError that names the extra to install if the backend is missing; ValueError for an unknown name, and for a
+        target that does not run in this quantization.
         """
         model = quantize_copy(target.model, self.quantization)
         require_runs(model, self.quantization)

@@ -1,7 +1,6 @@
-"""Token recycling (2408.08696): the target's own second thoughts, kept in a table and unrolled into a token tree.
+"""Token recycling (2408.08696): a table of the target's most probable successors of each token, unrolled into a token tree.
 
-Every verified node leaves its most probable successors behind, also where it was rejected. Knows tensors and logits;
-needs no model of its own.
+Every verified node updates the table, even if it was rejected. Knows tensors and logits; needs no draft model.
 """
 
 from __future__ import annotations
@@ -21,23 +20,24 @@ from .trees import best_paths
 __all__ = ["RANKS", "RecyclingDrafter", "Shape", "TokenRecycling", "shape"]
 
 RANKS = (0.62, 0.09, 0.046, 0.022, 0.015, 0.011, 0.011, 0.008)
-"""How often the next token was the successor of each rank, where the table knew the token before it: the shipped target on
-held-out code, the mean of greedy text and of text sampled at temperature 0.8, top-p 0.95. They fix the shape of the tree."""
+"""How often the next token was the successor of each rank, if the table knew the token before it. They determine the tree's
+shape. Measured with the shipped target on held-out code: the mean over greedy text and text sampled at temperature 0.8, top-p
+0.95."""
 
 NODES_CPU, NODES = 16, 64
 
 
 @dataclass(frozen=True)
 class TokenRecycling(Spec):
-    """A table of each token's last seen best successors drafts a token tree: `"recycle"`.
+    """A table with the latest top successors of each token drafts a token tree: `"recycle"`.
 
-    Costs one gather a level and a top-k of the logits that the target computes anyway. It learns only from the text at
-    hand, so it starts slowly and pays on long outputs.
+    Costs one gather per level, and a top-k of the logits that the target computes anyway. It learns from the current text
+    only, so it starts slowly and is worthwhile for long outputs.
 
     Args:
-        nodes: of the tree. None takes 64 on an accelerator, where a pass over many tokens costs little more than one over
-            one (the paper takes about 80), and 16 on a CPU, where each has its price.
-        successors: kept for each token. The table takes 4 bytes for each, times the vocabulary.
+        nodes: size of the tree. None (default) is 64 on an accelerator, where a forward pass over many tokens costs little
+            more than over one (the paper uses about 80), and 16 on a CPU, where each token adds to the cost.
+        successors: number kept for each token, 1 to 8. The table takes 4 bytes times successors times vocabulary size.
     """
 
     name: ClassVar[str] = "recycle"
@@ -50,13 +50,13 @@ class TokenRecycling(Spec):
 
     def __post_init__(self) -> None:
         if self.nodes is not None and self.nodes < 1:
-            raise ValueError(f"nodes: {self.nodes} is no tree; give 1 or more")
+            raise ValueError(f"nodes: {self.nodes} is not possible; give 1 or more")
         if not 1 <= self.successors <= len(RANKS):
-            raise ValueError(f"successors: {self.successors} cannot be kept; give 1 to {len(RANKS)}")
+            raise ValueError(f"successors: {self.successors} is not possible; give 1 to {len(RANKS)}")
 
     @classmethod
     def named(cls, rest: str) -> TokenRecycling:
-        """The spec behind `"recycle"`."""
+        """The spec for `"recycle"`."""
         if rest:
             raise ValueError(
                 f"draft: 'recycle:{rest}' is not known; write 'recycle', or TokenRecycling(...) for its options"
@@ -70,11 +70,7 @@ class TokenRecycling(Spec):
 
 
 class RecyclingDrafter(Drafter):
-    """Keeps nothing between calls: a table that outlives a call would let one text's speed tell of another's words.
-
-    Args:
-        nodes, successors: of the tree and of each token.
-    """
+    """Has no state between calls: otherwise the speed of one call would reveal the text of another."""
 
     def __init__(self, nodes: int, successors: int):
         self.nodes, self.successors = nodes, successors
@@ -85,13 +81,13 @@ class RecyclingDrafter(Drafter):
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree before it has tokens: which successor of which node stands where. Nodes level by level.
+    """A tree without tokens: each node is the successor of its parent with a given rank. Nodes are ordered by level.
 
     Args:
-        parents: the node above each, -1 for the root.
-        ranks: the place of each in its parent's row of the table.
-        worth: probability that the text runs through each, from RANKS.
-        levels: first node of every level, and the number of nodes.
+        parents: the parent of each node, -1 for the root.
+        ranks: the rank of each node among the successors of its parent.
+        worth: acceptance probability of each node's path, from RANKS.
+        levels: index of the first node of each level, followed by the number of nodes.
     """
 
     parents: tuple[int, ...]
@@ -102,15 +98,15 @@ class Shape:
 
 @functools.cache
 def shape(nodes: int, depth: int, successors: int) -> Shape:
-    """The tree of the `nodes` paths most often taken, at most `depth` deep, each node with at most `successors` children.
+    """The tree of the `nodes` most probable paths, at most `depth` deep, with at most `successors` children per node.
 
-    The probability of a path is taken for the product of how often its ranks were right. One successor makes a chain.
+    The probability of a path is the product of the RANKS along it. With one successor, the tree is a chain.
     """
     best = best_paths([RANKS[:successors]] * depth, nodes)
     order = sorted(range(len(best.depths)), key=best.depths.__getitem__)
-    place = {node: number for number, node in enumerate(order)} | {-1: -1}
+    number = {node: index for index, node in enumerate(order)} | {-1: -1}
     return Shape(
-        parents=tuple(place[best.parents[node]] for node in order),
+        parents=tuple(number[best.parents[node]] for node in order),
         ranks=tuple(best.ranks[node] for node in order),
         worth=tuple(best.worth[node] for node in order),
         levels=tuple(sum(d < level for d in best.depths) for level in range(1, max(best.depths) + 2)),
@@ -118,9 +114,9 @@ def shape(nodes: int, depth: int, successors: int) -> Shape:
 
 
 class RecyclingDrafting(Drafting):
-    """The table of one `generate`, [V + 1, successors] int32, -1 where nothing was seen; its last row stands for no token.
+    """The table of one `generate`, [V + 1, successors] int32, -1 for unknown entries; the last row stands for no token.
 
-    One table for all rows of the batch: they come from one caller, mostly with one subject, and teach each other.
+    All rows of the batch share the table. They come from one caller and often have a common subject.
     """
 
     def __init__(self, drafter: RecyclingDrafter, call: Call):
@@ -144,24 +140,24 @@ class RecyclingDrafting(Drafting):
             tree = shape(min(self.nodes, budget), budget, 1)
         device = text.ids.device
         tokens = self._unrolled(tree, text.last_tokens().where(self.growing, self.nothing))
-        known = tokens >= 0  # below an unknown node all are unknown: what is left is a tree
+        known = tokens >= 0  # descendants of unknown nodes are unknown, so the known ones form a tree
         counts = known.sum(1)
         worth = (known * torch.tensor(tree.worth, device=device)).sum()
         width, expected = torch.stack([counts.max().float(), worth]).tolist()
         if not width:
             return Draft.empty(text.rows, device)
         expected /= len(text.unfinished)
-        order = (~known).sort(stable=True).indices[:, : int(width)]  # known ones first
+        order = (~known).sort(stable=True).indices[:, : int(width)]  # known nodes first
         kept = known.gather(1, order)
         tokens = tokens.gather(1, order).where(kept, 0)
         if not self.trees:
             return Draft(tokens, counts, expected=expected)
-        number = torch.nn.functional.pad(known.cumsum(1) - 1, (1, 0), value=-1)  # of a node among the known ones
+        number = torch.nn.functional.pad(known.cumsum(1) - 1, (1, 0), value=-1)  # index among the known nodes
         above = torch.tensor(tree.parents, device=device).expand(text.rows, -1).gather(1, order)
         return Draft(tokens, counts, parents=number.gather(1, above + 1).where(kept, -1), expected=expected)
 
     def observe(self, round: Round) -> None:
-        """Learn from every verified node, whoever proposed it."""
+        """Update the table with every verified node, whichever drafter proposed it."""
         text, draft = self.text, round.draft
         if text is None:
             return
@@ -180,7 +176,7 @@ class RecyclingDrafting(Drafting):
         self.growing = ~torch.tensor(text.ended, device=text.ids.device)[:, None]
 
     def _unrolled(self, tree: Shape, last: torch.Tensor) -> torch.Tensor:
-        """The tree's tokens below each row's last one, -1 where the table knows none. last: [B, 1] -> [B, nodes]."""
+        """The tree's tokens after each row's last token, -1 if unknown. last: [B, 1] int64 -> [B, nodes] int64."""
         ranks = torch.tensor(tree.ranks, device=last.device)
         parents = torch.tensor(tree.parents, device=last.device)
         tokens = last  # column 0 holds the root
@@ -191,7 +187,7 @@ class RecyclingDrafting(Drafting):
         return tokens[:, 1:]
 
     def _of_prompt(self, text: Text) -> torch.Tensor:
-        """The prompt's own successors, the most recent first: the target's are not computed for it."""
+        """The initial table: actual successors in the prompt, most recent first, since the target computes no logits there."""
         ids = text.ids[:, : text.prompt_length].tolist()
         mask = self.call.attention_mask
         shown = [[True] * text.prompt_length] * text.rows if mask is None else mask.bool().tolist()

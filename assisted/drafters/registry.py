@@ -1,6 +1,6 @@
-"""How a caller's `draft=` becomes a spec, and how a saved pair's does.
+"""The registry of methods: makes specs from a caller's `draft=` and from saved pairs.
 
-Knows specs by their interface, and the methods that were registered by name: every one of this package, and yours.
+Knows specs by their interface, and the registered methods by name: those of this package, and your own.
 """
 
 from __future__ import annotations
@@ -20,48 +20,46 @@ from .draft_model import DraftModel
 __all__ = ["METHODS", "parse", "read"]
 
 METHODS: dict[str, type[Any]] = {}
-"""Every method by the name that a string begins with and config.json holds. `METHODS[name].named(rest)` is the spec behind
-`"name:rest"`; a name that takes no string has no `named`."""
+"""Every method by name, which is the prefix of its string form and its name in config.json. `METHODS[name].named(rest)` makes
+the spec for `"name:rest"`; a method without a string form has no `named`."""
 
 _DEFAULT = "suffix"
 
 
 def parse(draft: Any, quantization: Any = None) -> Spec:
-    """The spec behind what a caller may write as `draft`.
+    """The spec for a caller's `draft`.
 
-    draft: a Hub id, a folder, "zoo:NAME", "METHOD" or "METHOD:DETAILS", a spec, or a causal LM, with a PEFT adapter around it
-        or without. None is "suffix", which needs no second model.
-    quantization: of a draft model that is named by a string.
+    draft: a Hub id, a folder, "zoo:NAME", "METHOD" or "METHOD:DETAILS", a spec, a causal LM with or without a PEFT adapter,
+        or a list of these. None is "suffix", which needs no second model.
+    quantization: of a draft model that is given by path.
 
-    Raises ValueError for what is not known, TypeError for what is no spec at all.
+    Raises ValueError for unknown names and for a quantization that does not apply, TypeError for other types.
     """
     spec = _parse(_DEFAULT if draft is None else draft, quantization)
     if quantization is not None and not any(isinstance(part, DraftModel) for part in spec.parts()):
         what = f"'{_DEFAULT}', the default draft," if draft is None else repr(draft)
-        raise ValueError(f"draft_quantization: {what} loads no model of its own that could be quantized")
+        raise ValueError(f"draft_quantization: {what} does not load a model that could be quantized")
     return spec
 
 
 def _parse(draft: Any, quantization: Any) -> Spec:
     if isinstance(draft, Spec):
         if quantization is not None:
-            raise ValueError(
-                f"draft_quantization: write it into the spec, {type(draft).__name__}(..., quantization=...)"
-            )
+            raise ValueError(f"draft_quantization: give it in the spec, {type(draft).__name__}(..., quantization=...)")
         return _at_path(draft) if isinstance(draft, DraftModel) else draft
     if isinstance(draft, (list, tuple)):
         return METHODS["combined"](tuple(_parse(part, quantization) for part in draft))
     if isinstance(unwrapped(draft), PreTrainedModel):
         if quantization is not None:
             raise ValueError(
-                "draft_quantization: the draft is already loaded; quantize it when loading, or name it by path"
+                "draft_quantization: the draft is already loaded; quantize it when loading, or pass its path as draft"
             )
         return DraftModel(draft)
-    if isinstance(draft, os.PathLike):  # always a folder, whatever its name
+    if isinstance(draft, os.PathLike):  # always a path, even if it has the name of a method
         return _at_path(DraftModel(os.fspath(draft), quantization))
     if not isinstance(draft, str):
         raise TypeError(
-            f"draft: {type(draft).__name__} is no draft spec; give a string, a causal LM or one of "
+            f"draft: {type(draft).__name__} is not a draft spec; give a string, a causal LM or one of "
             + ", ".join(method.__name__ for method in METHODS.values())
         )
     method, _, rest = draft.partition(":")
@@ -71,19 +69,21 @@ def _parse(draft: Any, quantization: Any) -> Spec:
 
 
 def _at_path(spec: DraftModel) -> Spec:
-    """The spec of what lies at a path: its files tell trained heads from a draft model."""
+    """The spec for a path, whose files show whether it holds trained heads or a draft model."""
     kind = kind_of(spec.model) if isinstance(spec.model, str) else None
     if kind is None:
         return spec
     if spec.quantization is not None:
-        raise ValueError(f"draft_quantization: {spec.model} holds trained heads, which are not quantized; leave it out")
+        raise ValueError(
+            f"draft_quantization: {spec.model} holds trained heads, which cannot be quantized; leave draft_quantization out"
+        )
     return METHODS[kind](spec.model)
 
 
 def read(fields: dict[str, Any] | None, pair: Path) -> Spec:
-    """The spec that `Spec.written` wrote; draft models and heads lie in folders of `pair`, the saved pair's.
+    """The spec for what `Spec.written` returned. Draft models and heads are in subfolders of `pair`, the saved pair's folder.
 
-    Raises ValueError for an unknown method, for fields that it cannot have, and for a folder that leads out of `pair`.
+    Raises ValueError for an unknown method, for unknown fields, and for a folder outside `pair`.
     """
     with loading("draft", pair / "config.json"):
         values = dict(fields or {})

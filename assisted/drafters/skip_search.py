@@ -1,6 +1,6 @@
-"""Which sublayers to leave out while drafting: a search by single changes, each tried on text that was just written.
+"""The search for the sublayers to skip while drafting, by single changes that are each tried on recent text.
 
-Knows the sublayers by number and what share of a pass each costs. How a change is tried is the drafter's.
+Knows sublayers by index and their shares of the cost of a forward pass; the drafter carries out the trials.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from .chain import predicted_speedup
 
 __all__ = ["SkipSearch"]
 
-HALF_LIFE = 200  # drafted tokens after which an observation counts half
-JUDGED = 64  # drafted tokens after which a set is called hopeless
-MARGIN = 1.005  # how much better a changed set must look
-LONGEST_GAP = 64  # rounds between two trials, at the most
+HALF_LIFE = 200  # drafted tokens after which an observation has half its weight
+JUDGED = 64  # drafted tokens before a set can be called hopeless
+MARGIN = 1.005  # factor by which a changed set must look better
+LONGEST_GAP = 64  # maximum number of rounds between two trials
 
 
 class SkipSearch:
-    """Coordinate descent over sets of sublayers, by the speedup that each predicts.
+    """Coordinate descent over sets of sublayers, by predicted speedup.
 
-    Every sublayer in turn, in random order, is added to the set or taken out of it. A change stays where it predicts a higher
-    speedup on the same tokens; while no set pays, where it gets more tokens right. After a turn of all of them that changed
-    nothing, trials become half as frequent.
+    In random order, each sublayer is added to the set or removed from it. A change is kept if it predicts a higher speedup on
+    the same tokens. As long as the predicted speedup is below 1, it is kept if it gets more tokens right instead. After a
+    complete turn without a change, trials become half as frequent.
 
     Args:
-        shares: of a pass over one token, by sublayer.
-        skipped: share of the sublayers to begin with.
-        inner: those among which they are spread.
+        shares: each sublayer's share of the cost of a forward pass over one token.
+        skipped: share of the sublayers in the initial set.
+        inner: indices of the sublayers among which the initial set is spread.
         every: rounds between two trials at the start.
 
     Attributes:
-        skipped: the set in use.
+        skipped: indices of the sublayers in the current set.
     """
 
     def __init__(self, shares: Sequence[float], skipped: float, inner: Sequence[int], every: int):
         self.shares = list(shares)
         count = min(max(1, round(skipped * len(shares))), len(inner))
-        # in the middle of as many stretches of equal length
-        self.skipped = frozenset(inner[(2 * place + 1) * len(inner) // (2 * count)] for place in range(count))
+        # the middle elements of `count` stretches of equal length
+        self.skipped = frozenset(inner[(2 * part + 1) * len(inner) // (2 * count)] for part in range(count))
         self.gap = every
         self.rounds = 0
         self.hits = 0.0
@@ -49,16 +49,16 @@ class SkipSearch:
         self._changed = True
 
     def is_due(self) -> bool:
-        """Whether to try a change in this round. Called once a round."""
+        """Whether to try a change in this round. Called once per round."""
         self.rounds += 1
         return self.rounds % self.gap == 0
 
     def candidate(self) -> frozenset[int]:
-        """The next set to try: one sublayer more or less."""
+        """The next set to try, with one sublayer more or less than the current one."""
         turn = self._turn
         try:
             changed = turn.pop()
-        except IndexError:  # not asked for before: another thread may take the last one
+        except IndexError:  # not checked in advance, because another thread may take the last one
             if not self._changed:
                 self.gap = min(2 * self.gap, max(self.gap, LONGEST_GAP))
             self._changed = False
@@ -68,17 +68,19 @@ class SkipSearch:
         return self.skipped ^ {changed}
 
     def judge(self, candidate: frozenset[int], hits: int, current_hits: int, tokens: int) -> None:
-        """Take the candidate where it predicts a higher speedup. hits, current_hits: tokens that it and the set in use get
-        right, of the same `tokens`."""
+        """Adopt the candidate if it predicts a higher speedup.
+
+        hits, current_hits: number of right tokens with the candidate and with the current set, of the same `tokens` ones.
+        """
         level = (current_hits + 1) / (tokens + 2)
-        if self.trials >= tokens:  # drafts of many rounds know better than one window
+        if self.trials >= tokens:  # the drafts of many rounds are more reliable than one window
             level = self.acceptance
         changed = min(max(level + (hits - current_hits) / tokens, 0.0), 1.0)
         now = predicted_speedup(level, self.cost(self.skipped))
         then = predicted_speedup(changed, self.cost(candidate))
         if max(now, then) >= 1:
             better = then > MARGIN * now
-        else:  # among sets that all lose, leaving out everything loses least: get tokens right first
+        else:  # below 1, skipping everything would look best, so improve the acceptance first
             better = changed > level or (changed == level and len(candidate) < len(self.skipped))
         if better:
             self.skipped = candidate
@@ -93,14 +95,14 @@ class SkipSearch:
 
     @property
     def acceptance(self) -> float:
-        """The estimated acceptance rate of the set in use; 0.5 where nothing is known."""
+        """The estimated acceptance rate of the current set, 0.5 before any observation."""
         return min(max((self.hits + 1) / (self.trials + 2), 0.0), 1.0)
 
     def cost(self, skipped: frozenset[int]) -> float:
-        """Of a token drafted without these, in passes of the target, where weights read are what a pass waits for."""
+        """Cost of a token drafted without these sublayers, in forward passes of the target, if reading weights dominates."""
         return max(0.01, 1 - sum(self.shares[index] for index in skipped))
 
     @property
     def hopeless(self) -> bool:
-        """No draft of the set in use pays, at any length."""
+        """Whether no draft length gives a speedup with the current set."""
         return self.trials >= JUDGED and predicted_speedup(self.acceptance, self.cost(self.skipped)) < 1

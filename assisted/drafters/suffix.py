@@ -1,6 +1,6 @@
-"""Suffix decoding (2411.04975): what followed the same words before, in this text and in texts given beforehand.
+"""Suffix decoding (2411.04975): copies what followed the same tokens before, in this text and in given texts.
 
-Knows a tree of counts a row and the choice between its match lengths; needs no model and no training.
+Keeps a suffix tree with counts per row and chooses between match lengths; needs no model and no training.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from .suffix_tree import Continuation, Point, SuffixTree
 
 __all__ = ["Suffix", "SuffixDrafter"]
 
-REMEMBERED = 1 << 17  # tokens of past outputs that are kept
-MEMORY = 0.95  # share of the past in how often the counts were right
-PRIOR = 4.0  # tokens that the counts promised, half of which came: what is taken for measured at first
+REMEMBERED = 1 << 17  # maximum number of kept tokens of past outputs
+MEMORY = 0.95  # weight of the past in how often the counts were right
+PRIOR = 4.0  # initial number of tokens that the counts promised, half of which were right
 
 
 @dataclass(frozen=True)
 class Suffix(Spec):
-    """Copies what most often followed the last tokens: `"suffix"`, the default where no draft is named.
+    """Copies what most often followed the last tokens: `"suffix"`, the default draft.
 
-    For every length at which the end of the text occurred before, the most frequent continuation is followed; the one with
-    the most expected tokens is proposed. Needs no second model and next to no time.
+    For each match length, that is, for each suffix of the text that occurred before, it follows the most frequent
+    continuation. The continuation with the most expected tokens is proposed. Needs no second model and almost no time.
 
     Args:
-        max_match: longest match that is looked for, in tokens. Longer tells apart more of a text that repeats almost, and
-            costs time and memory in proportion where it repeats.
-        min_probability: stop before a token that followed less often than this. Lower pays where the target checks many
-            tokens for the price of one.
-        per_match: most tokens proposed for each token matched (alpha in the paper): a long match deserves a long proposal.
-        tree: propose the most probable continuations as a token tree instead of the best chain, where the target can
-            verify trees. A few percent more tokens a pass, for about as many more columns: worth it where columns are free.
-        nodes: of the tree.
-        corpus: texts to look up beside the row's own, as strings (the target's tokenizer reads them) or ids: earlier
-            answers, the code base at hand. Read once when the drafter is loaded; not saved with the pair.
-        remember: look up past outputs of this model object, too. Off by default: how fast one text comes then tells what
-            is in another one, so do not share such a model between users who must not learn of each other. Earlier calls
-            never change what is generated, only how fast.
+        max_match: the longest match, in tokens. Larger values distinguish more contexts in text with near-repetitions; time
+            and memory for repeated text grow in proportion.
+        min_probability: stop before a token if the relative frequency of the path to it is below this. Lower values are
+            worthwhile if verifying many tokens costs the target little more than one.
+        per_match: maximum number of proposed tokens per matched token (alpha in the paper).
+        tree: propose the most probable continuations as a token tree instead of the best chain, if the target can verify
+            trees. Gives a few percent more tokens per forward pass for about as many more drafted tokens, so it is worthwhile
+            if verifying them costs almost nothing.
+        nodes: size of the tree.
+        corpus: texts to look up besides the row's own, as strings (tokenized with the target's tokenizer) or ids, such as
+            earlier answers or a code base. Read once when the drafter is loaded; not saved with the pair.
+        remember: look up past outputs of this model object, too. Past outputs never change what is generated, only how fast.
+            But the speed of one call then reveals whether its text occurred in another, so do not share such a model between
+            users who must not learn about each other. Off by default.
     """
 
     name: ClassVar[str] = "suffix"
@@ -68,13 +69,13 @@ class Suffix(Spec):
         if self.per_match <= 0:
             raise ValueError(f"per_match: {self.per_match} proposes nothing; give more than 0")
         if self.nodes < 1:
-            raise ValueError(f"nodes: {self.nodes} is no tree; give 1 or more")
+            raise ValueError(f"nodes: {self.nodes} is not possible; give 1 or more")
         if isinstance(self.corpus, str):
-            raise ValueError("corpus: one string; give a list of texts")
+            raise ValueError("corpus: got one string; give a list of texts")
 
     @classmethod
     def named(cls, rest: str) -> Suffix:
-        """The spec behind `"suffix"`."""
+        """The spec for `"suffix"`."""
         if rest:
             raise ValueError(f"draft: 'suffix:{rest}' is not known; write 'suffix', or Suffix(...) for its options")
         return cls()
@@ -82,7 +83,7 @@ class Suffix(Spec):
     def load(self, target: Target, **kwargs: Any) -> SuffixDrafter:
         """Read the corpus, if there is one.
 
-        Raises ValueError for texts without a tokenizer to read them, and for ids that the target does not know.
+        Raises ValueError for texts if there is no tokenizer, and for ids that the target does not have.
         """
         size = target.model.config.get_text_config(decoder=True).vocab_size
         texts = [_ids(text, target, size) for text in self.corpus or ()]
@@ -92,35 +93,30 @@ class Suffix(Spec):
 def _ids(text: str | Sequence[int], target: Target, size: int) -> list[int]:
     if isinstance(text, str):
         if target.tokenizer is None:
-            raise ValueError("corpus: texts need the target's tokenizer; pass tokenizer=, or give ids")
+            raise ValueError("corpus: texts need the target's tokenizer; pass tokenizer=, or give token ids")
         tokenizer: Any = target.tokenizer
         text = tokenizer(text, add_special_tokens=False).input_ids
     ids = [int(token) for token in text]
     for token in ids:
         if not 0 <= token < size:
-            raise ValueError(f"corpus: {token} is no token of the target, which has {size}")
+            raise ValueError(f"corpus: {token} is not a token of the target, whose vocabulary size is {size}")
     return ids
 
 
 class SuffixDrafter(Drafter):
-    """The texts that all calls look up: the corpus, and past outputs where they are remembered.
-
-    Args:
-        spec: the options.
-        corpus: token ids of the texts given beforehand.
-    """
+    """The texts shared by all calls: the corpus (token ids of each text) and, if they are remembered, past outputs."""
 
     def __init__(self, spec: Suffix, corpus: Iterable[list[int]] = ()):
         self.spec = spec
-        self.depth = spec.max_match + 1  # a match and the token behind it
+        self.depth = spec.max_match + 1  # a match and the token after it
         self.corpus = self._tree(corpus)
         self.past: SuffixTree | None = self._tree(()) if spec.remember else None
-        self.lock = threading.Lock()  # past outputs: one call may add to them while another one reads
+        self.lock = threading.Lock()  # one call may add past outputs while another one reads them
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy is made from: its own lock."""
+        """Without the lock: a copy creates its own."""
         with self.lock:
-            past = copy.deepcopy(self.past)  # another call may go on adding to it
+            past = copy.deepcopy(self.past)  # another call may continue to add to it
         return {**self.__dict__, "past": past, "lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -130,7 +126,7 @@ class SuffixDrafter(Drafter):
         return SuffixDrafting(self, call)
 
     def remember(self, outputs: Iterable[list[int]]) -> None:
-        """Add finished outputs to those that later calls look up. The oldest half is forgotten when there are too many."""
+        """Add finished outputs for later calls to look up. When there are too many tokens, the oldest half is dropped."""
         if self.past is None:
             return
         with self.lock:
@@ -156,20 +152,20 @@ def _add(tree: SuffixTree, tokens: list[int]) -> None:
 
 
 class _Row:
-    """What one row has to look up: its own tree, and where its end lies in those of all rows."""
+    """One row's own tree, and the points of its suffixes in the shared trees."""
 
     def __init__(self, depth: int):
         self.own = SuffixTree(depth)
-        self.prompt = 0  # tokens
-        self.elsewhere: dict[SuffixTree, _Place] = {}
+        self.prompt = 0  # number of tokens
+        self.elsewhere: dict[SuffixTree, _Matches] = {}
 
     def points(self, tree: SuffixTree) -> list[Point]:
-        """Where the row's suffixes lie in another tree."""
-        text, now = self.own.text, _Place(len(tree.text), len(self.own.text), [])
+        """The points of the row's suffixes in another tree."""
+        text, now = self.own.text, _Matches(len(tree.text), len(self.own.text), [])
         last = self.elsewhere.get(tree)
         if last is not None and last.size == now.size and now.read - last.read < tree.depth:
             now.points, new = last.points, text[last.read :]
-        else:  # a tree that has grown may have cut the edges that the points lay on
+        else:  # if the tree has grown, edges with points on them may have been split
             new = text[-tree.depth :]
         for token in new:
             now.points = tree.advance(now.points, token)
@@ -178,8 +174,8 @@ class _Row:
 
 
 @dataclass
-class _Place:
-    """size: tokens the tree had. read: tokens of the row that were followed. points: where that led."""
+class _Matches:
+    """The points of a row's suffixes in a tree that had `size` tokens, after `read` tokens of the row."""
 
     size: int
     read: int
@@ -187,10 +183,10 @@ class _Place:
 
 
 class SuffixDrafting(Lookup):
-    """The rows' trees during one `generate`, and how much of what the counts promised came true.
+    """The rows' trees during one `generate`, and how reliable their counts are.
 
-    What followed once is taken for certain by the counts, so they promise too much: `expected` is corrected by what the
-    text brought. The choice between match lengths isn't: there the counts alone decided as well when it was tried.
+    The counts are too optimistic: a continuation that was seen once has the relative frequency 1. So `expected` is corrected
+    by the measured acceptance. The choice between match lengths uses the raw counts, since correcting them did not improve it.
     """
 
     def __init__(self, drafter: SuffixDrafter, call: Call):
@@ -199,7 +195,7 @@ class SuffixDrafting(Lookup):
         self.spec = drafter.spec
         self.makes_trees = self.spec.tree and call.target.masks.trees
         self.rows: dict[int, _Row] = {}
-        self.waiting: dict[int, Continuation] = {}  # by row, not judged yet
+        self.waiting: dict[int, Continuation] = {}  # by row, until it is judged
         self.promised, self.came = PRIOR, PRIOR / 2
         self.text: Text | None = None
 
@@ -240,18 +236,18 @@ class SuffixDrafting(Lookup):
             self.drafter.remember(r.own.text[r.prompt : r.prompt + n] for r, n in zip(rows, counts, strict=True) if n)
 
     def _best(self, tree: SuffixTree, points: list[Point], budget: int) -> Continuation:
-        """The continuation worth most over all match lengths, the longest match first among equals."""
+        """The continuation with the most expected tokens over all match lengths; of equal ones, that of the longest match."""
         spec = self.spec
         best, worth = Continuation([], [], []), 0.0
-        for place, point in enumerate(points):
-            match = len(points) - place
+        for number, point in enumerate(points):
+            match = len(points) - number
             limit = min(budget, max(1, int(spec.per_match * match)))
-            if worth >= limit:  # shorter matches can bring no more than this
+            if worth >= limit:  # shorter matches cannot exceed this
                 break
             if self.makes_trees:
-                found = tree.likeliest_tree(point, limit, spec.min_probability, spec.nodes)
+                found = tree.best_tree(point, limit, spec.min_probability, spec.nodes)
             else:
-                found = tree.likeliest(point, limit, spec.min_probability)
+                found = tree.best_chain(point, limit, spec.min_probability)
             if found.expected > worth:
                 best, worth = found, found.expected
         return best

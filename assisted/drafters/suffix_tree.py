@@ -1,6 +1,6 @@
-"""Counts of everything that followed everything: a suffix tree of bounded depth that grows token by token.
+"""A suffix tree of bounded depth with counts, which grows token by token.
 
-Plain Python on lists of ints; knows nothing of drafts or models.
+Pure Python on lists of ints; knows nothing of drafts or models.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 __all__ = ["END", "Continuation", "Point", "SuffixTree"]
 
-END = -1  # stands behind a finished text; no token
+END = -1  # marks the end of a finished text; not a token
 ENDLESS = sys.maxsize  # length of an edge that grows with the text
-KEPT = 4  # most frequent children that a node knows without looking at all of them
+KEPT = 4  # number of most frequent children that a node keeps in order
 
-
-_NONE: dict[int, Node] = {}
-_NOBODY: list[Node] = []
+# shared by all nodes at the end of endless edges, which have no children
+_NO_CHILDREN: dict[int, Node] = {}
+_NO_TOP: list[Node] = []
 
 
 class Node:
-    """The end of an edge. The edge's tokens are `text[start : start + length]` of its tree.
+    """A node and the edge that leads to it. The edge's tokens are `text[start : start + length]` of the tree.
 
-    count: how often the first token of the edge followed what leads to it. total: the sum of the children's counts, how
-    often anything followed the node. top: the most frequent children, in order; the more recent before its equals. The
-    end of a text counts, but is no token to propose.
+    count: how often the first token of the edge occurred after the path before it. total: the sum of the children's counts.
+    top: the most frequent children in order; of equally frequent ones, the most recent first. END is counted in `total`
+    but never in `top`, because it cannot be proposed.
     """
 
     __slots__ = ("children", "count", "length", "start", "top", "total")
@@ -36,42 +36,42 @@ class Node:
         self.length = length
         self.count = count
         self.total = 0
-        self.children = _NONE  # an endless edge is never followed to its end
-        self.top = _NOBODY
+        self.children = _NO_CHILDREN
+        self.top = _NO_TOP
 
     def follow(self, child: Node, token: int) -> None:
-        """A child, the one that begins with `token`, was met once more."""
+        """Count one more occurrence of `child`, whose edge begins with `token`."""
         self.total += 1
         top = self.top
         if token == END or (top and top[0] is child):
             return
         if child in top:
-            place = top.index(child)
+            rank = top.index(child)
         elif len(top) < KEPT:
-            place = len(top)
+            rank = len(top)
             top.append(child)
         elif top[-1].count <= child.count:
-            place = KEPT - 1
+            rank = KEPT - 1
             top[-1] = child
         else:
             return
-        while place and top[place - 1].count <= child.count:
-            top[place - 1], top[place] = child, top[place - 1]
-            place -= 1
+        while rank and top[rank - 1].count <= child.count:
+            top[rank - 1], top[rank] = child, top[rank - 1]
+            rank -= 1
 
 
 Point = tuple[Node, int]
-"""A place in a tree: how many tokens of the edge that ends in a node have been read."""
+"""A position in a tree: a node, and how many tokens of the edge that leads to it have been read."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What may follow a point: nodes in order, parents first.
+    """A tree of tokens that may follow a point, parents first.
 
     Args:
         tokens: of the nodes.
-        parents: the node above each, -1 at the point itself.
-        probabilities: of the path down to each node, by the counts.
+        parents: the parent of each node, -1 for the point itself.
+        probabilities: relative frequency of the path to each node.
     """
 
     tokens: list[int]
@@ -80,11 +80,11 @@ class Continuation:
 
     @property
     def expected(self) -> float:
-        """Tokens of it that come true, if the counts are right."""
+        """Expected number of right tokens, according to the counts."""
         return sum(self.probabilities)
 
     def matches(self, text: list[int]) -> int:
-        """How many of a text's first tokens lie on a path of it."""
+        """How many of a text's first tokens lie on a path of this tree."""
         child = {
             (parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True))
         }
@@ -97,17 +97,17 @@ class Continuation:
 
 
 class SuffixTree:
-    """All substrings, up to `depth` tokens long, of texts that are appended token by token.
+    """All substrings of up to `depth` tokens, with counts, of texts that are appended token by token.
 
-    An occurrence counts once a token follows it. `append` takes as many steps as suffixes of the text have occurred
-    before, at most `depth`, and there are at most two nodes a token.
+    An occurrence is counted once a token follows it. `append` takes one step per suffix of the text that has occurred before,
+    at most `depth`. There are at most two nodes per token.
 
     Args:
-        depth: length of the longest substring that is counted, at least 2.
+        depth: length of the longest counted substring, at least 2.
 
     Attributes:
-        points: the suffixes of the current text that have occurred before, the longest first; point i from the end is
-            the suffix of i + 1 tokens. At most depth - 1.
+        points: the suffixes of the current text that have occurred before, longest first; `points[-n]` is the suffix of n
+            tokens. At most depth - 1.
     """
 
     def __init__(self, depth: int):
@@ -118,11 +118,11 @@ class SuffixTree:
         self.points: list[Point] = []
 
     def __reduce__(self) -> Any:
-        """A copy grows from the text again: its nodes lead to each other in circles, deeper than Python calls itself."""
+        """Copies are rebuilt from the text: copying the linked nodes would exceed Python's recursion limit."""
         return _grown, (self.depth, list(self.text))
 
     def append(self, token: int) -> None:
-        """Let the current text grow by a token."""
+        """Append a token to the current text."""
         text = self.text
         at = len(text)
         text.append(token)
@@ -133,7 +133,7 @@ class SuffixTree:
                 if text[node.start + offset] == token:
                     known.append((node, offset + 1))
                     continue
-                # points further on are shorter, so they stand no deeper on this edge: they have not entered the rest of it
+                # the remaining points are shorter suffixes; those on this edge have not passed this offset either
                 self._split(node, offset, waiting=sum(other is node for other, _ in points[number:]))
             child = node.children.get(token)
             if child is not None:
@@ -144,29 +144,29 @@ class SuffixTree:
             node.follow(child, token)
         if len(known) == self.depth:
             node, offset = known.pop(0)
-            node.start = at + 1 - offset  # beyond the depth, an edge continues as its most recent occurrence did
+            node.start = at + 1 - offset  # beyond the depth, an edge continues with its most recent occurrence
         self.points = known
 
     def end(self) -> None:
-        """The current text is finished; what is appended from here on is another one."""
+        """Finish the current text; the next token begins another one."""
         self.append(END)
         self.points = []
 
     def advance(self, points: list[Point], token: int) -> list[Point]:
-        """Where the suffixes of some other text lie in this tree, one token on. points: as `points`, of this tree."""
+        """Advance the points of another text's suffixes in this tree by one token. points: in the order of `self.points`."""
         text = self.text
         known: list[Point] = []
         for node, offset in [*points, (self.root, 0)]:
             if offset < node.length:
-                place = node.start + offset
-                if place < len(text) and text[place] == token:
+                index = node.start + offset
+                if index < len(text) and text[index] == token:
                     known.append((node, offset + 1))
             elif (child := node.children.get(token)) is not None:
                 known.append((child, 1))
         return known[1:] if len(known) == self.depth else known
 
     def _split(self, node: Node, offset: int, waiting: int) -> None:
-        """Cut an edge behind `offset` tokens. waiting: suffixes on it that have not gone beyond."""
+        """Split an edge after `offset` tokens. waiting: number of suffixes on it that have not passed this offset."""
         lower = Node(node.start + offset, node.length if node.length == ENDLESS else node.length - offset, 0)
         lower.count = node.count - waiting
         lower.total, lower.children, lower.top = node.total, node.children, node.top
@@ -174,8 +174,8 @@ class SuffixTree:
         node.length = offset
         node.total, node.children, node.top = lower.count, {first: lower}, [lower] if first != END else []
 
-    def likeliest(self, point: Point, limit: int, minimum: float) -> Continuation:
-        """The chain of most frequent children, at most `limit` tokens, while its probability is at least `minimum`."""
+    def best_chain(self, point: Point, limit: int, minimum: float) -> Continuation:
+        """The chain of most frequent children: at most `limit` tokens, as long as its probability is at least `minimum`."""
         node, offset = point
         tokens: list[int] = []
         probabilities: list[float] = []
@@ -196,11 +196,11 @@ class SuffixTree:
             offset += 1
         return Continuation(tokens, list(range(-1, len(tokens) - 1)), probabilities)
 
-    def likeliest_tree(self, point: Point, limit: int, minimum: float, nodes: int) -> Continuation:
+    def best_tree(self, point: Point, limit: int, minimum: float, nodes: int) -> Continuation:
         """The `nodes` most probable continuations, at most `limit` deep, of probability at least `minimum`."""
         found = Continuation([], [], [])
-        paths: list[list[int]] = []  # tokens down to each node found
-        # (-probability, when met, point, parent)
+        paths: list[list[int]] = []  # tokens on the path to each node found
+        # (-probability, order of insertion, point, parent)
         heap: list[tuple[float, int, Point, int]] = [(-1.0, 0, point, -1)]
         met = 0
         while heap and len(found.tokens) < nodes:
@@ -225,13 +225,13 @@ class SuffixTree:
                 heapq.heappush(heap, (negative, met, (node, offset + 1), len(paths) - 1))
         return found
 
-    def _token(self, place: int, ahead: list[int]) -> int:
-        """A token of the text, or, beyond its end, of what is proposed behind it: a copy may overlap with itself."""
-        return self.text[place] if place < len(self.text) else ahead[place - len(self.text)]
+    def _token(self, index: int, ahead: list[int]) -> int:
+        """A token of the text or, beyond its end, of the proposal `ahead`, because a copy may overlap with itself."""
+        return self.text[index] if index < len(self.text) else ahead[index - len(self.text)]
 
 
 def _grown(depth: int, text: list[int]) -> SuffixTree:
-    """The tree of these texts, each of which ends with END, but the last."""
+    """The tree of these texts; each but the last ends with END."""
     tree = SuffixTree(depth)
     for token in text:
         tree.end() if token == END else tree.append(token)

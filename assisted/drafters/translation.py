@@ -1,7 +1,7 @@
-"""Text between two tokenizers: what is committed in the draft's tokens, what is drafted in the target's.
+"""Translation between two tokenizers: committed text into the draft's tokens, and drafts into the target's.
 
-Knows vocabularies and text, nothing of models. A row's text is cut anew behind the last settled place only, so that a round
-costs the same however long the context is.
+Knows vocabularies and text, nothing of models. Only the text after the last settled position is tokenized again, so the cost
+of a round does not depend on the length of the context.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ..loading.vocabulary import Vocabulary, shared_tokens
 
 __all__ = ["TranslatedText", "Translation"]
 
-_OPEN = 64  # characters that may lie behind the last settled place before another one is looked for
-_KEPT = 32  # characters that further text may still cut in another way
+_OPEN = 64  # number of characters after the last settled position before the next one is searched
+_KEPT = 32  # number of last characters whose tokens may still change with further text
 
 
 class Translation:
     """What two vocabularies have in common; immutable.
 
     Attributes:
-        to_draft: [V] int64, the draft's id of each target token; the draft's vocabulary size where it has none.
-        mute: [V'] float32, minus infinity for draft tokens that say nothing the target could say, 0 for the others.
-        specials, ends: special tokens that both know, target id -> draft id and back.
-        nothing: a draft token to begin with where a text has none.
+        to_draft: [V] int64, the draft's id of each target token; the draft's vocabulary size if it has none.
+        mute: [V'] float32, -inf for draft tokens that have no translation, 0 for the others.
+        specials, ends: shared special tokens, target id -> draft id and draft id -> target id.
+        nothing: a draft token to begin with if a text has none.
 
-    Raises ValueError where they share no text.
+    Raises ValueError if the vocabularies share no text.
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary):
@@ -38,20 +38,20 @@ class Translation:
         self.to_draft[list(shared)] = torch.tensor(list(shared.values()))
         self.specials = {ours: theirs for ours, theirs in shared.items() if target.pieces[ours] is None}
         self.ends = {theirs: ours for ours, theirs in self.specials.items()}
-        says = [bool(piece) or number in self.ends for number, piece in enumerate(draft.pieces)]
-        self.mute = torch.zeros(draft.size).masked_fill(~torch.tensor(says), float("-inf"))
+        usable = [bool(piece) or number in self.ends for number, piece in enumerate(draft.pieces)]
+        self.mute = torch.zeros(draft.size).masked_fill(~torch.tensor(usable), float("-inf"))
         self.nothing = draft.end or 0
 
 
 class TranslatedText:
     """One row's committed text in the draft's tokens.
 
-    Invariant: `tokens` is what the draft's tokenizer makes of the text; its first `settled` tokens stay whatever follows.
+    Invariant: `tokens` is the text as tokenized by the draft's tokenizer; further text cannot change the first `settled` ones.
 
     Attributes:
         tokens: draft ids, at least one.
-        settled: how many of them further text can't change.
-        read: how many target tokens were read.
+        settled: number of tokens that are final.
+        read: number of target tokens that were read.
     """
 
     def __init__(self, translation: Translation):
@@ -59,11 +59,11 @@ class TranslatedText:
         self.tokens = list(translation.draft.prefix)
         self.settled = len(self.tokens)
         self.read = 0
-        self._open = ""  # the text behind the settled tokens
-        self._first = True  # nothing has been read yet but what the draft doesn't see
+        self._open = ""  # the text after the settled tokens
+        self._first = True  # nothing has been read yet that the draft sees
         self._look = _OPEN
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._cut()
+        self._tokenize()
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Read more of the target's tokens."""
@@ -79,14 +79,15 @@ class TranslatedText:
             else:
                 data += piece
         self._take(bytes(data))
-        self._cut()
+        self._tokenize()
         if len(self._open) > self._look:
             self._settle()
 
-    def said(self, drafted: list[int]) -> list[int]:
-        """The draft's tokens behind this text in the target's, up to the first special token, which ends them.
+    def to_target(self, drafted: list[int]) -> list[int]:
+        """Translate draft tokens that follow this text into target tokens, up to and including the first special token.
 
-        They are cut on their own: what is committed is committed, though together with them it might be cut differently.
+        They are tokenized separately, because committed tokens cannot change, even if the whole text would be tokenized
+        differently.
         """
         target, draft = self.translation.target, self.translation.draft
         data, end = bytearray(), []
@@ -96,15 +97,15 @@ class TranslatedText:
                 end = [self.translation.ends[token]] if token in self.translation.ends else []
                 break
             data += piece
-        rest = 0  # of a character that the committed text has begun
+        rest = 0  # number of bytes that continue a character begun in the committed text
         while self._pending and rest < len(data) and data[rest] & 0xC0 == 0x80:
             rest += 1
         text = codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(data[rest:]))
-        return target.bytes_behind(bytes(data[:rest])) + target.tokens_behind(text) + end
+        return target.byte_tokens(bytes(data[:rest])) + target.continuation_tokens(text) + end
 
     @property
     def _pending(self) -> bytes:
-        """The bytes of a character that has begun but not ended."""
+        """The bytes of an incomplete character at the end of the text."""
         return self._decoder.getstate()[0]
 
     def _take(self, data: bytes, final: bool = False) -> None:
@@ -117,42 +118,42 @@ class TranslatedText:
     def _take_special(self, token: int) -> None:
         self._take(b"", final=True)
         self._decoder.reset()
-        self._cut()
+        self._tokenize()
         self._open, self._look = "", _OPEN
         known = self.translation.specials.get(token)
         target, draft = self.translation.target, self.translation.draft
         if self._first and (token in target.prefix or known is None or known in draft.prefix):
-            return  # the draft's tokenizer begins a text in its own way
+            return  # the draft's tokenizer adds its own prefix
         if self._first:
-            del self.tokens[self.settled :]  # what stands for no text at all
+            del self.tokens[self.settled :]  # the placeholder for no text
         self.settled = len(self.tokens)
         if known is not None:
             self.tokens.append(known)
             self.settled += 1
 
-    def _cut(self) -> None:
+    def _tokenize(self) -> None:
         draft = self.translation.draft
-        self.tokens[self.settled :] = self._cut_as(self._open) + draft.bytes_behind(self._pending)
+        self.tokens[self.settled :] = self._tokens_of(self._open) + draft.byte_tokens(self._pending)
         self.tokens = self.tokens or [self.translation.nothing]
 
-    def _cut_as(self, text: str) -> list[int]:
-        """The tokens of a text that stands where the open text does."""
+    def _tokens_of(self, text: str) -> list[int]:
+        """Draft tokens of a text at the position of the open text."""
         draft = self.translation.draft
         begins = self.settled == len(draft.prefix)
-        return draft.tokens(text) if begins else draft.tokens_behind(text)
+        return draft.tokens(text) if begins else draft.continuation_tokens(text)
 
     def _settle(self) -> None:
-        """Look for a place in the open text where both sides can be cut on their own; the tokens before it are settled."""
-        draft, text, whole = self.translation.draft, self._open, self._cut_as(self._open)
+        """Find a position in the open text where both sides can be tokenized separately, and settle the tokens before it."""
+        draft, text, whole = self.translation.draft, self._open, self._tokens_of(self._open)
         kept = len(text) - _KEPT
-        for place in (text.rfind(" ", 0, kept), text.rfind("\n", 0, kept), *range(kept, kept - 4, -1)):
-            if place <= 0:
+        for position in (text.rfind(" ", 0, kept), text.rfind("\n", 0, kept), *range(kept, kept - 4, -1)):
+            if position <= 0:
                 continue
-            behind = draft.tokens_behind(text[place:])
-            before = len(whole) - len(behind)
-            if whole[before:] == behind and self._cut_as(text[:place]) == whole[:before]:
+            after = draft.continuation_tokens(text[position:])
+            before = len(whole) - len(after)
+            if whole[before:] == after and self._tokens_of(text[:position]) == whole[:before]:
                 self.settled += before
-                self._open = text[place:]
+                self._open = text[position:]
                 self._look = _OPEN
                 return
         self._look = 2 * len(text)

@@ -1,6 +1,6 @@
-"""Token trees for drafters: which of many candidate nodes to propose, and how many of them pay.
+"""Token trees for drafters: which candidate nodes to propose, and how many of them are worthwhile.
 
-Knows tensors, numbers and what passes of the target cost; nothing of what the candidates come from.
+Knows tensors, probabilities and the costs of forward passes of the target; nothing of the origin of the candidates.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..lengths.base import Costs
 __all__ = ["COLUMN", "Tree", "best_first", "best_paths", "drawn", "top_nodes", "verify_seconds", "worthwhile"]
 
 COLUMN = 0.02
-"""What a further column is taken to add to a pass of the target, as a share of the pass over one, until it was measured."""
+"""Assumed cost of one more column, as a share of a forward pass over one column, until it has been measured."""
 
 
 def top_nodes(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tensor, count: int | torch.Tensor) -> Draft:
     """The best nodes of every row as a draft: best first, never a child without its parent.
 
     Args:
-        tokens: [B, M] int64, the candidates; parents come before their children.
-        parents: [B, M] int64, the candidate above each, -1 for children of the last committed token.
-        scores: [B, M] float32, log-probabilities of the paths, hence none above its parent's. A candidate that is -inf or
-            nan is no node, nor is what lies below it.
-        count: how many to keep: a number for all rows, or [B] int64.
+        tokens: [B, M] int64, the candidates; parents precede their children.
+        parents: [B, M] int64, the parent of each candidate, -1 for children of the last committed token.
+        scores: [B, M] float32, log-probabilities of the paths, hence no higher than the parent's. Candidates with -inf or
+            NaN, and their descendants, are left out.
+        count: number of nodes to keep, for all rows or as [B] int64.
 
-    Returns a draft without q of at most `count` columns. Of equal scores the earlier candidate goes first. Waits for the
-    device; `best_first` and `drawn` are its two steps, on the host.
+    Returns a draft without q with at most `count` columns. Of equal scores, the earlier candidate is first. Synchronises with
+    the device; its two steps on the host are `best_first` and `drawn`.
     """
     counts = [count] * len(tokens) if isinstance(count, int) else count.tolist()
     chosen = [best_first(row)[:most] for row, most in zip(scores.tolist(), counts, strict=True)]
@@ -43,7 +43,7 @@ def top_nodes(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tensor,
 
 
 def best_first(scores: Sequence[float]) -> list[int]:
-    """The candidates that are nodes, the most probable first; of equal ones the earlier, which no parent stands behind."""
+    """The candidates with a score above -inf, best first; of equal ones, the earlier, so that parents precede children."""
     nodes = [node for node, score in enumerate(scores) if score > -math.inf]
     return sorted(nodes, key=scores.__getitem__, reverse=True)
 
@@ -54,36 +54,35 @@ def drawn(
     chosen: Sequence[Sequence[int]],
     device: torch.device,
 ) -> Draft:
-    """Some of the candidates as a draft without q.
+    """The chosen candidates as a draft without q.
 
-    tokens, parents: by row, as in `top_nodes`. chosen: of each row, in their order, none before its parent.
+    tokens, parents: by row, as in `top_nodes`. chosen: indices of candidates, by row, parents first.
     """
     lengths = [len(nodes) for nodes in chosen]
     width = max(lengths)
     columns: tuple[list[list[int]], list[list[int]]] = [], []
     for row, nodes in enumerate(chosen):
-        place = {node: column for column, node in enumerate(nodes)}
+        column_of = {node: column for column, node in enumerate(nodes)}
         filler = width - len(nodes)
         columns[0].append([tokens[row][node] for node in nodes] + [0] * filler)
-        columns[1].append([place.get(parents[row][node], -1) for node in nodes] + [-1] * filler)
-    both = on_device(columns, device).long()  # an empty list is of no integers
+        columns[1].append([column_of.get(parents[row][node], -1) for node in nodes] + [-1] * filler)
+    both = on_device(columns, device).long()  # empty lists make a float tensor
     return Draft(both[0], on_device(lengths, device), parents=both[1])
 
 
 def worthwhile(path_probabilities: Sequence[float], costs: Costs | None, draft_seconds: float, limit: int) -> int:
-    """How many nodes to propose: the number N that makes the most expected tokens a second,
+    """How many nodes to propose: the number N with the most expected tokens per second,
 
-        (1 + p_1 + ... + p_N) / (draft_seconds + v(N + 1)),    v(n) the seconds of a pass of the target over n columns.
+        (1 + p_1 + ... + p_N) / (draft_seconds + v(N + 1)),    where v(n) is the time of a forward pass over n columns.
 
-    A node is accepted when its whole path is, hence the sum of the paths' probabilities is the expected number of accepted
-    tokens.
+    A node is accepted if its whole path is. So the expected number of accepted tokens is the sum of the path probabilities.
 
     Args:
-        path_probabilities: of the nodes, best first; of a batch, the means over its rows.
-        costs: what passes take (`Length.costs`). None, before anything was measured: each further column adds COLUMN of a
-            pass, and drafting takes no time.
-        draft_seconds: what it takes to draft, however many nodes are kept.
-        limit: the most nodes, at least 0.
+        path_probabilities: of the nodes, best first; means over the rows of a batch.
+        costs: measured costs (`Length.costs`). None, before the first measurement, assumes that each further column adds COLUMN
+            of a forward pass and that drafting takes no time.
+        draft_seconds: time of drafting, which does not depend on how many nodes are kept.
+        limit: maximum number of nodes, at least 0.
     """
     best, best_rate = 0, 0.0
     if costs is None:
@@ -96,9 +95,9 @@ def worthwhile(path_probabilities: Sequence[float], costs: Costs | None, draft_s
 
 
 def verify_seconds(costs: Costs | None, columns: int) -> float:
-    """Seconds of a pass of the target over so many columns: between and behind those measured, along a line.
+    """Seconds of a forward pass of the target over `columns` columns, by linear inter- and extrapolation of measurements.
 
-    costs: None counts in passes over one column, see COLUMN.
+    costs: if None, the result is in forward passes over one column, see COLUMN.
     """
     if costs is None:
         return 1 + COLUMN * (columns - 1)
@@ -115,13 +114,13 @@ def verify_seconds(costs: Costs | None, columns: int) -> float:
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree of choices: which of the ranked candidates of its level each node is. Best first, hence parents first.
+    """A tree whose nodes refer to the ranked candidates of their level. Best first, hence parents first.
 
     Args:
-        parents: the node above each, -1 for the root.
-        depths: level of each, 1 for the root's children.
-        ranks: which candidate of its level each is.
-        worth: probability that the text runs through each.
+        parents: the parent of each node, -1 for the root.
+        depths: level of each node, 1 for the root's children.
+        ranks: index of each node among the candidates of its level.
+        worth: probability of the path to each node.
     """
 
     parents: tuple[int, ...]
@@ -135,29 +134,28 @@ class Tree:
 
 
 def best_paths(rates: Sequence[Sequence[float]], count: int) -> Tree:
-    """The `count` most probable paths where every level offers the same candidates below each of its nodes.
+    """The `count` most probable paths if all nodes of a level have the same candidates as children.
 
-    rates: [depth][rank], how probable each candidate of a level is, given that the path to it was right; in [0, 1]. The
-    candidates of a level may come in any order; one of probability 0 makes no node. A path is as probable as the product
-    of its candidates.
+    rates: [depth][rank], probability of each candidate of a level, given that the path to it is right; in [0, 1], in any
+    order. Candidates with probability 0 are left out. The probability of a path is the product along it.
     """
     orders = [sorted(range(len(level)), key=lambda rank, level=level: -level[rank]) for level in rates]  # type: ignore[misc]
     found: list[tuple[int, int, int, float]] = []  # parent, depth, rank, worth
-    # (-worth, tie, depth, place in its level's order, parent, worth of the parent)
+    # (-worth, tie, depth, index in its level's order, parent, worth of the parent)
     heap: list[tuple[float, int, int, int, int, float]] = []
 
-    def offer(depth: int, place: int, parent: int, above: float) -> None:
-        if depth <= len(rates) and place < len(orders[depth - 1]):
-            worth = above * rates[depth - 1][orders[depth - 1][place]]
+    def offer(depth: int, index: int, parent: int, above: float) -> None:
+        if depth <= len(rates) and index < len(orders[depth - 1]):
+            worth = above * rates[depth - 1][orders[depth - 1][index]]
             if worth > 0:
-                heapq.heappush(heap, (-worth, len(found), depth, place, parent, above))
+                heapq.heappush(heap, (-worth, len(found), depth, index, parent, above))
 
     offer(1, 0, -1, 1.0)
     while heap and len(found) < count:
-        worth, _, depth, place, parent, above = heapq.heappop(heap)
+        worth, _, depth, index, parent, above = heapq.heappop(heap)
         node = len(found)
-        found.append((parent, depth, orders[depth - 1][place], -worth))
+        found.append((parent, depth, orders[depth - 1][index], -worth))
         offer(depth + 1, 0, node, -worth)  # its best child
-        offer(depth, place + 1, parent, above)  # its next sibling
+        offer(depth, index + 1, parent, above)  # its next sibling
     parents, depths, ranks, worths = zip(*found, strict=True) if found else ((), (), (), ())
     return Tree(parents, depths, ranks, worths)

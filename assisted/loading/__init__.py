@@ -1,1 +1,1 @@
-"""How models come in and go out: files, quantization, adapters, vocabularies, GGUF."""
+"""Loading and saving: files, quantization, adapters, vocabularies, GGUF."""

@@ -1,6 +1,6 @@
-"""The index of a pair's folder: which file below it holds which weight of the target.
+"""The weight index of a saved pair: it maps each weight of the target to a file in the target's subfolder.
 
-A Trainer that resumes from a checkpoint reads the weights of its model through this file.
+A Trainer that resumes from a checkpoint loads its model's weights through this index.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["write_index"]
 
 
 def write_index(folder: Path, target: str) -> None:
-    """Write the index of the weights that lie in the subfolder `target`; none where only an adapter lies there."""
+    """Write the index of the weights in the subfolder `target`. If only an adapter is there, remove the index instead."""
     own, sharded, single = (
         folder / SAFE_WEIGHTS_INDEX_NAME,
         folder / target / SAFE_WEIGHTS_INDEX_NAME,

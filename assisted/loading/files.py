@@ -1,7 +1,7 @@
-"""Files that others wrote, looked at before a model is made of them: what is broken is named, and nothing large is allocated.
+"""Checks of untrusted model files before loading: errors name the broken file, and nothing large is allocated.
 
-Knows JSON, the headers of safetensors, and which folders a saved pair may lead to; nothing of drafting. Raises ValueError for
-files that are there and cannot be used; OSError is left to whoever finds nothing.
+Knows JSON, safetensors headers and the folders that a saved pair may refer to; nothing of drafting. Raises ValueError for
+files that exist but cannot be used. For missing files, OSError is left to the loading code.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _WIDTHS = (
     *("vocab_size", "hidden_size", "intermediate_size", "n_embd", "d_model", "ffn_dim", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "draft_vocab_size", "target_hidden_size"),
 )
-_PACKED = 16  # numbers that a quantized checkpoint may hold in one element
-_MOST = 2**31  # of what no tensor tells, such as the context length
+_PACKED = 16  # maximum numbers packed into one element of a quantized checkpoint
+_MOST = 2**31  # limit of sizes that no tensor shows, such as the context length
 _NUMBERS = (
     *("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "max_time"),
     *("length_penalty", "diversity_penalty", "encoder_repetition_penalty", "guidance_scale"),
@@ -42,22 +42,22 @@ _SWITCHES = (
     *("do_sample", "use_cache", "output_scores", "output_logits", "return_dict_in_generate"),
     *("output_attentions", "output_hidden_states"),
 )
-_ABOUT_AN_ARGUMENT = re.compile(r"[a-z_0-9.]+(, [a-z_0-9.]+)*: ")  # how messages of this package begin
+_ABOUT_AN_ARGUMENT = re.compile(r"[a-z_0-9.]+(, [a-z_0-9.]+)*: ")  # the beginning of this package's own messages
 
 
 def fields_of(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises ValueError, naming the file, for anything else."""
+    """The object in a JSON file. Raises ValueError that names the file if there is anything else in it."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no valid JSON: {error}") from error
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{file} should hold a JSON object, and holds {type(fields).__name__}")
+        raise ValueError(f"{file}: expected a JSON object, got {type(fields).__name__}")
     return fields
 
 
 def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a checkpoint's file, of which no tensor is read. Raises ValueError, naming the file."""
+    """The shape of each tensor in a checkpoint file; tensors are not read. Raises ValueError that names a broken file."""
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as opened:
@@ -66,17 +66,17 @@ def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
     except (SafetensorError, pickle.UnpicklingError, EOFError, KeyError, RuntimeError, ValueError) as error:
         raise ValueError(f"{file} is broken: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise ValueError(f"{file} should hold tensors by their names")
+        raise ValueError(f"{file}: expected a dict of tensors")
     return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
 
 def require_sizes(fields: Mapping[str, Any], shapes: Shapes, where: str | Path, exact: bool = False) -> None:
-    """Refuse sizes that are none, and those that are beyond what the tensors hold: a model of them would be allocated first.
+    """Reject sizes that are not positive integers or that exceed the tensors, before a model of that size is allocated.
 
-    Every layer has a tensor, every width is that of some tensor. exact: tensors are as wide as the model, not packed by a
-    quantization, and no size is a list, one for each layer.
+    Every layer has at least one tensor, and every width is a dimension of some tensor.
 
-    Raises ValueError that names the file and the field.
+    fields: of a config. where: its file, for the message. exact: the tensors are not packed by a quantization, and no size is a
+    list with one entry per layer. Raises ValueError that names the file and the field.
     """
     widest = max((size for shape in shapes.values() for size in shape), default=0)
     largest = max((math.prod(shape) for shape in shapes.values()), default=0)
@@ -88,20 +88,21 @@ def require_sizes(fields: Mapping[str, Any], shapes: Shapes, where: str | Path, 
             if value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{where}: {name}: {value!r} is no size; a whole number of 1 or more is expected")
+                raise ValueError(f"{where}: {name}: {value!r} is not a size; expected an integer of 1 or more")
             if value > limits[name] and (shapes or name == "max_position_embeddings"):
                 raise ValueError(
-                    f"{where}: {name}: {value} is more than the checkpoint's tensors hold ({len(shapes)} tensors, up to "
-                    f"{widest} wide)"
+                    f"{where}: {name}: {value} does not match the checkpoint's tensors ({len(shapes)} tensors, largest "
+                    f"dimension {widest})"
                 )
 
 
 def require_sound(path: str | Path, role: str) -> None:
-    """Refuse a model's folder whose files cannot be what they should be, before anything is loaded.
+    """Reject a model folder with broken or inconsistent files, before anything is loaded.
 
-    path: a folder, or a Hub id, of which what was downloaded before is looked at. role: "target" or "draft", for the message.
+    path: a folder, or a Hub id, for which only files in the local cache are checked. role: "target" or "draft", for the
+    message.
 
-    Raises ValueError that names the file, and the field where one is wrong.
+    Raises ValueError that names the file and, if one is wrong, the field.
     """
     folder = local_folder(path)
     if folder is None:
@@ -122,7 +123,7 @@ _JSON = ("config.json", "generation_config.json", "adapter_config.json")
 
 
 def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of all safetensors of a model, which may be in several files. Raises ValueError for one that is missing or broken."""
+    """The shapes of all tensors in a model's safetensors files. Raises ValueError for a missing or broken file."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if (folder / "adapter_model.safetensors").is_file():
         shapes_of(folder / "adapter_model.safetensors")
@@ -132,22 +133,22 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
         return {}
     names = fields_of(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(f"{index}: weight_map: the file of each tensor is expected")
+        raise ValueError(f"{index}: weight_map: expected a file name for each tensor")
     shapes: dict[str, tuple[int, ...]] = {}
     for name in sorted(set(names.values())):
         if not (folder / name).is_file():
             if _is_downloaded(folder):
-                return {}  # other files may not be there yet
+                return {}  # it may not have been downloaded yet
             raise ValueError(f"{index}: weight_map: {name} is missing in {folder}")
         shapes |= shapes_of(folder / name)
     return shapes
 
 
 def _require_kinds(fields: Mapping[str, Any], where: Path) -> None:
-    """Refuse values of a generation config that are no numbers where numbers are meant. Raises ValueError."""
+    """Reject values of a generation config that have the wrong type. Raises ValueError."""
     for names, kinds, what in (
         (_NUMBERS, (int, float), "a number"),
-        (_COUNTS, (int,), "a whole number"),
+        (_COUNTS, (int,), "an integer"),
         (_SWITCHES, (bool,), "true or false"),
     ):
         for name in fields.keys() & set(names):
@@ -160,13 +161,13 @@ def _require_kinds(fields: Mapping[str, Any], where: Path) -> None:
 
 
 def local_folder(path: str | Path) -> Path | None:
-    """The folder at a path, or where the files of a Hub id lie that were downloaded before; None where there is none."""
+    """The folder at `path`, or the cache folder of a Hub id that was downloaded before; None if there is neither."""
     folder = Path(path)
     if folder.is_dir():
         return folder
     try:
         config = try_to_load_from_cache(str(path), "config.json")
-    except ValueError:  # no Hub id
+    except ValueError:  # not a Hub id
         return None
     return Path(config).parent if isinstance(config, str) else None
 
@@ -176,31 +177,31 @@ def _is_downloaded(folder: Path) -> bool:
 
 
 def inside(folder: Path, name: Any, where: str) -> Path:
-    """The folder of this name in a saved pair's folder. where: the field that names it, for the message.
+    """The subfolder `name` of a saved pair's folder. where: the config field that holds the name, for the message.
 
-    Files in it may be links, as those of the Hub's cache are; the folder itself may lead nowhere else.
+    Its files may be links, as in the Hub's cache. The subfolder itself must not link to a place outside.
 
-    Raises ValueError for what lies outside, is absolute or no name.
+    Raises ValueError if the name is not a string, is absolute or refers to a place outside.
     """
     if isinstance(name, str) and name.strip() and not Path(name).is_absolute() and ".." not in Path(name).parts:
         path, root = (folder / name).resolve(), folder.resolve()
         if path != root and path.is_relative_to(root):
             return folder / name
-    raise ValueError(f"{where}: {name!r} leads out of the saved pair's folder {folder}; a folder inside is expected")
+    raise ValueError(f"{where}: {name!r} leads out of the saved pair's folder {folder}; expected a folder inside it")
 
 
 @contextmanager
 def loading(role: str, path: str | Path) -> Iterator[None]:
-    """Whatever goes wrong in here with the files at a path, as ValueError that names them.
+    """Turn errors while loading the files at `path` into ValueError that names the path.
 
-    OSError passes, of a place where nothing lies, and so do ImportError, errors of an unknown keyword and of memory.
+    These pass unchanged: OSError (such as a missing file), ImportError, unknown keyword arguments, and out of memory.
     """
     try:
         yield
     except (OSError, ImportError, torch.OutOfMemoryError):
         raise
     except BaseException as error:
-        panics = type(error).__name__ == "PanicException"  # of code in Rust, which tokenizers and safetensors are
+        panics = type(error).__name__ == "PanicException"  # of Rust code: tokenizers and safetensors
         if not isinstance(error, Exception) and not panics:
             raise
         if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
@@ -208,4 +209,4 @@ def loading(role: str, path: str | Path) -> Iterator[None]:
         if type(error) is ValueError and _ABOUT_AN_ARGUMENT.match(str(error)):
             raise
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ValueError(f"{role}: what lies at {str(path)!r} cannot be loaded: {kind}{error}") from error
+        raise ValueError(f"{role}: loading {str(path)!r} failed: {kind}{error}") from error

@@ -1,6 +1,6 @@
-"""Models in GGUF files: which paths name one, how it is loaded, and how a model that came from one can be saved.
+"""GGUF files: recognising their paths, loading models from them, and making the loaded models savable.
 
-Knows transformers' `gguf_file` and the mark that it leaves on a model; nothing of drafting, nor of the format itself.
+Knows transformers' `gguf_file` and the quantization config that it leaves on a model; nothing of drafting or of the format.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "tok
 
 
 def named_in(path: str) -> tuple[str, str | None]:
-    """The folder and the file of a path that leads to a GGUF file; any other path, and None."""
+    """(folder, file) if `path` is a GGUF file; otherwise (path, None)."""
     file = Path(path)
     if file.suffix != ".gguf" or not file.is_file():
         return path, None
-    return str(file.parent), str(file.absolute())  # transformers takes a bare name for a file of the working directory
+    return str(file.parent), str(file.absolute())  # transformers resolves a bare name in the working directory
 
 
 def read_config(path: str, gguf_file: Any, config: PretrainedConfig | None = None, **hub: Any) -> PretrainedConfig:
-    """The configuration that a GGUF file in a folder or a Hub repository describes.
+    """The model configuration in a GGUF file of a folder or a Hub repository.
 
-    config: one that is taken instead. hub: for `AutoConfig.from_pretrained`.
+    config: returned instead, if given. hub: for `AutoConfig.from_pretrained`.
 
-    Raises ValueError where it is no file's name, where a saved pair lies at the path, and for a broken file; ImportError that
-    names the extra where the package that reads it is missing; OSError where there is no such file.
+    Raises ValueError if `gguf_file` is not a file name, if `path` is a saved pair, and for a broken file; ImportError that
+    names the extra to install if the package gguf is missing; OSError if the file does not exist.
     """
     if not isinstance(gguf_file, (str, os.PathLike)) or not str(gguf_file):
-        raise ValueError(f"gguf_file: {gguf_file!r} is no file; give the name of a .gguf file in the model's folder")
+        raise ValueError(f"gguf_file: {gguf_file!r} is not a file; give the name of a .gguf file in the model's folder")
     if (config.model_type if config is not None else _type_beside(path, **hub)) == "assisted":
         raise ValueError(
-            f"gguf_file: a saved pair lies at {path!r}, and its target is not in a GGUF file; leave gguf_file out"
+            f"gguf_file: {path!r} is a saved pair, whose target is not in a GGUF file; leave gguf_file out"
         )
     if config is not None:
         return config
@@ -54,10 +54,10 @@ def read_config(path: str, gguf_file: Any, config: PretrainedConfig | None = Non
 
 
 def load_gguf(path: str, gguf_file: str, role: str, *model_args: Any, **kwargs: Any) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained(path, gguf_file=...)`, an ordinary model: its weights are unpacked, unless a
-    `quantization_config` asks to keep them as they are in the file.
+    """`AutoModelForCausalLM.from_pretrained(path, gguf_file=...)`, by default with dequantized weights.
 
-    role: "target" or "draft", for the message. model_args, kwargs: for `from_pretrained`. Raises as `read_config` does.
+    A `quantization_config` in kwargs can keep the weights packed. role: "target" or "draft", for the message. model_args,
+    kwargs: for `from_pretrained`. Raises as `read_config` does.
     """
     if kwargs.get("quantization_config") is None:
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
@@ -72,16 +72,16 @@ def load_gguf(path: str, gguf_file: str, role: str, *model_args: Any, **kwargs: 
 
 
 def unmarked(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that can be saved: this one, or, where transformers marks it as quantized only since it came from a GGUF file,
-    another with the same modules and weights and without the mark.
+    """A model that can be saved: `model`, or a shallow copy without the GGUF quantization config.
 
-    Raises ValueError for one whose weights are still packed as they were in the file.
+    transformers marks every model from a GGUF file as quantized, even if its weights are dequantized. The copy shares modules
+    and weights. Raises ValueError if the weights are still packed.
     """
     if not isinstance(getattr(model.config, "quantization_config", None), GgufConfig):
         return model
     if _is_packed(model):
         raise ValueError(
-            "gguf_file: this model keeps its weights packed as they are in the GGUF file, and transformers cannot write them; "
+            "gguf_file: the weights of this model are still packed as in the GGUF file, and transformers cannot save them; "
             "load it with quantization_config=GgufConfig(dequantize=True)"
         )
     other = copy.copy(model)
@@ -91,7 +91,7 @@ def unmarked(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _type_beside(path: str, **hub: Any) -> Any:
-    """The type of model that config.json names, None where there is none: a GGUF file needs none, and one is not asked."""
+    """The `model_type` in the config.json beside a GGUF file, None if there is none: GGUF files do not need one."""
     try:
         return PretrainedConfig.get_config_dict(path, **hub)[0].get("model_type")
     except (OSError, ValueError, AttributeError, TypeError):
@@ -99,11 +99,11 @@ def _type_beside(path: str, **hub: Any) -> Any:
 
 
 def _require_layers(config: PretrainedConfig, file: str, role: str) -> None:
-    """Refuse more layers than a file has tensors: they would be made first, empty. Raises ValueError."""
+    """Reject more layers than a file has tensors, before they are allocated. Raises ValueError."""
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
     tensors = len(read_gguf_metadata(file)[1])
     if not isinstance(layers, int) or not 0 < layers <= tensors:
-        raise ValueError(f"{role}: {file}: block_count: {layers!r} layers, and the file holds {tensors} tensors")
+        raise ValueError(f"{role}: {file}: block_count: {layers!r} layers, but the file has {tensors} tensors")
 
 
 def _unmark(model: PreTrainedModel) -> None:
@@ -119,7 +119,7 @@ def _is_packed(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _reading(role: str, path: str, gguf_file: str | os.PathLike[str]) -> Iterator[None]:
-    """As `loading`, and a missing package is said as how to install it."""
+    """`loading`, and if the package gguf is missing, the error says how to install it."""
     try:
         with loading(role, os.path.join(path, gguf_file)):
             yield

@@ -1,7 +1,7 @@
-"""Quantized drafts: names to transformers' quantization configs, the guards the backends need, true memory.
+"""Quantized drafts: named quantization configs, workarounds for the backends, saving, and memory use.
 
-Knows what each backend computes wrongly, and nothing of drafting. A model is saved as the weights it was quantized from:
-every backend here turns the same weights into the same bits, while each has its own way of losing the quantized tensors.
+Knows the defects of each backend; nothing of drafting. A quantized model is saved as its original weights: every backend
+here quantizes the same weights to the same bits, but none of them saves quantized tensors reliably.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ __all__ = [
 Quantization: TypeAlias = str | dict[str, Any] | QuantizationConfigMixin
 
 BACKENDS = {"bitsandbytes": "bitsandbytes", "quanto": "optimum.quanto", "torchao": "torchao"}
-RECORD = "assisted_quantization"  # in config.json of what save_quantized wrote: how to quantize these weights again
+RECORD = "assisted_quantization"  # the field of config.json where save_quantized records how to quantize again
 HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
-# What the CPU kernels need; elsewhere they raise, or worse. Applied on every device, so that a draft is the same everywhere.
+# Shapes that the CPU kernels require; with others they raise or crash. Applied on all devices, so that drafts are the same.
 FOUR_BIT_OUT, FOUR_BIT_IN = 32, 64  # bitsandbytes packs 32 rows together and scales blocks of 64 along a row
 QUANTO_INT8_IN = 16  # other widths crash the process in bfloat16
 
-_SCALED_BY_PASS = ("torch.ao.nn.quantized.dynamic.", "torch.nn.quantized.dynamic.")
+_SCALED_PER_PASS = ("torch.ao.nn.quantized.dynamic.", "torch.nn.quantized.dynamic.")
 
 
 def _four_bit(kind: str) -> Callable[[torch.dtype], QuantizationConfigMixin]:
-    # Computing in the model's own dtype: another would be cast to and from at every layer.
+    # Compute in the model's own dtype: another one would cost casts in every layer.
     return lambda dtype: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=dtype)
 
 
@@ -75,7 +75,7 @@ def _torchao_int8(dtype: torch.dtype) -> QuantizationConfigMixin:
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
-# A name means the same on every machine, or a saved pair would not.
+# Names mean the same on every machine, so that saved pairs do, too.
 _CONFIGS: dict[str, tuple[str, Callable[[torch.dtype], QuantizationConfigMixin]]] = {
     "nf4": ("bitsandbytes", _four_bit("nf4")),
     "fp4": ("bitsandbytes", _four_bit("fp4")),
@@ -88,13 +88,13 @@ NAMES: tuple[str, ...] = tuple(_CONFIGS)
 
 
 def resolve(quantization: Quantization | None, dtype: torch.dtype) -> QuantizationConfigMixin | None:
-    """The transformers config behind a name of `NAMES`; a config object or its dict is returned as an object of its own.
+    """The transformers config for a name of `NAMES`; a config object or its dict is copied.
 
-    "nf4" and "fp4" are bitsandbytes' 4-bit formats, "int8" its LLM.int8(): activations are rounded too, and through float16.
-    "int4" and "int8-quanto" are optimum-quanto's, "int8-torchao" is torchao's: weights only, and on CPUs the int8 to take,
-    nearer to the original than "int8" and at home in every shape.
+    "nf4" and "fp4" are bitsandbytes' 4-bit formats. "int8" is its LLM.int8(), which also quantizes activations and casts them
+    to float16. "int4" and "int8-quanto" are optimum-quanto's, "int8-torchao" is torchao's; these quantize weights only. On a
+    CPU, "int8-torchao" is the best 8-bit choice: it is more accurate than "int8" and supports all shapes.
 
-    dtype: what the model computes in. Raises ValueError for what is unknown, ImportError where the backend is missing.
+    dtype: that the model computes in. Raises ValueError for unknown names and types, ImportError if the backend is missing.
     """
     if quantization is None:
         return None
@@ -109,12 +109,12 @@ def resolve(quantization: Quantization | None, dtype: torch.dtype) -> Quantizati
         return make(dtype)
     if isinstance(quantization, dict):
         if not quantization.keys() & {"quant_method", "load_in_4bit", "load_in_8bit"}:
-            raise ValueError(f"quantization: {quantization!r} names no quant_method; use one of {', '.join(NAMES)}")
-        _require(quantization.get("quant_method", "bitsandbytes"))  # left out by the dicts that say load_in_4bit
+            raise ValueError(f"quantization: {quantization!r} has no quant_method; use one of {', '.join(NAMES)}")
+        _require(quantization.get("quant_method", "bitsandbytes"))  # dicts with load_in_4bit may omit it
         return AutoQuantizationConfig.from_dict(quantization)
     if not isinstance(quantization, QuantizationConfigMixin):
         raise ValueError(
-            f"quantization: one of {', '.join(NAMES)}, a transformers quantization config or its dict is expected, "
+            f"quantization: expected one of {', '.join(NAMES)}, a transformers quantization config or its dict, "
             f"got {type(quantization).__name__}"
         )
     _require(quantization.quant_method)
@@ -129,12 +129,13 @@ def load_quantized(
     device_map: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained(path)`, quantized, without the layers that the backend would compute wrongly. Of a
-    PEFT adapter with its base model, the base model is quantized.
+    """`AutoModelForCausalLM.from_pretrained(path)`, quantized except for layers that the backend would compute incorrectly.
 
-    quantization: None loads what lies there: plainly, or as `save_quantized` recorded it.
-    dtype: of all that stays unquantized, and what is computed in; None or "auto": the checkpoint's.
-    device_map, kwargs: for `from_pretrained`. Raises ValueError where nothing can be quantized, or everything is already.
+    If `path` is a PEFT adapter, its base model is quantized.
+
+    quantization: None loads the checkpoint as it is or, if `save_quantized` wrote it, quantizes it as recorded there.
+    dtype: of computation and of unquantized weights; None or "auto" takes the checkpoint's.
+    device_map, kwargs: for `from_pretrained`. Raises ValueError if no layer can be quantized, or if all are already.
     """
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
     base = base_path(path, "draft", **hub)
@@ -146,7 +147,7 @@ def load_quantized(
         quantization = getattr(config, RECORD, None)
     method = resolve(quantization, _computed_in(dtype, config))
     if method is not None:
-        with torch.device("meta"):  # the shapes are all the guards look at
+        with torch.device("meta"):  # _guarded needs shapes only
             shapes = AutoModelForCausalLM.from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))
         kwargs["quantization_config"] = _guarded(method, shapes)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **kwargs)
@@ -155,23 +156,21 @@ def load_quantized(
 
 
 def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrainedModel:
-    """A quantized copy of a model in memory, on the same devices. What stays unquantized is shared, not copied.
+    """A quantized copy of a loaded model, on the same devices. Unquantized weights are shared, not copied.
 
-    Raises ValueError for a model that is quantized already, or whose weights are not all in memory.
+    Raises ValueError if the model has an adapter, is already quantized, or has offloaded weights.
     """
     if has_adapter(model):
-        raise ValueError(
-            "quantization: the model has an adapter; merge it (merge_and_unload()), or draft in another way"
-        )
+        raise ValueError("quantization: the model has an adapter; merge it (merge_and_unload()), or use another draft")
     model = unmarked(model)
     if _is_quantized(model):
         raise ValueError("quantization: the model is quantized already; quantize a copy of the original")
     if any(weight.is_meta for weight in model.parameters()):
-        raise ValueError("quantization: a part of the model is offloaded; load it whole, or draft with another model")
+        raise ValueError("quantization: part of the model is offloaded; load it into memory, or use another draft")
     method = resolve(quantization, model.dtype)
     if method is None:
         raise ValueError(f"quantization: None makes no quantized copy; use one of {', '.join(NAMES)}")
-    # In memory rather than through a folder: save_pretrained writes into the config of the model it saves.
+    # Not by way of a folder: save_pretrained would modify the config of the model that it saves.
     copied: PreTrainedModel = type(model).from_pretrained(
         None,
         config=copy.deepcopy(model.config),
@@ -182,18 +181,21 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
         quantization_config=_guarded(method, model),
     )
     copied.generation_config = copy.deepcopy(model.generation_config)
-    copied.name_or_path = copied.config.name_or_path = ""  # no path holds these weights
+    copied.name_or_path = copied.config.name_or_path = ""  # these weights are at no path
     return _settled(copied)
 
 
 def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | PreTrainedModel | None = None) -> None:
-    """Write a draft so that `load_quantized(folder)` gives the same model, to the bit: its tokens are the same.
+    """Save a draft such that `load_quantized(folder)` restores it bit for bit.
 
-    The folder holds the weights the draft was quantized from, and in config.json how to quantize them: an ordinary
-    checkpoint for everyone else. A model that is not quantized is saved as it is. Of one with a PEFT adapter the adapter is
-    saved, which names its base model; whoever loads it says again how that is quantized.
+    The folder is an ordinary checkpoint of the original weights; config.json also records how to quantize them. An unquantized
+    model is saved as it is. Of a model with a PEFT adapter, only the adapter is saved, with the path of its base model; the
+    quantization must then be given again when loading.
 
-    source: the path or the unquantized model that `model` was made from; None: the path it was loaded from.
+    source: the path or the unquantized model that `model` was quantized from; None for the path it was loaded from.
+
+    Raises ValueError if the original weights are unknown or differ, and for a quantized model with an adapter unless `source`
+    is the adapter's path.
     """
     if has_adapter(model):
         if not _is_quantized(unwrapped(model)):
@@ -202,7 +204,7 @@ def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | Pre
             copy_adapter(source, folder)
         else:
             raise ValueError(
-                "draft: a quantized model with an adapter cannot be saved; name both by the adapter's path"
+                "draft: a loaded quantized model with an adapter cannot be saved; pass the adapter's path as draft instead"
             )
         return
     model = unmarked(model)
@@ -212,22 +214,22 @@ def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | Pre
     source = model.name_or_path if source is None else source
     original = _original(model, source)
     if isinstance(source, PreTrainedModel) or Path(source).resolve() != Path(folder).resolve():
-        if _is_quantized(original):  # the checkpoint was quantized before anyone loaded it: transformers cannot save it
+        if _is_quantized(original):  # transformers cannot save a model from a prequantized checkpoint
             _copy_checkpoint(str(source), Path(folder))
         else:
             original.save_pretrained(folder)
     config = copy.deepcopy(original.config)
     config.architectures, config.dtype = [type(original).__name__], model.dtype
-    if not _is_quantized(original):  # else its config says it
+    if not _is_quantized(original):  # otherwise its config already holds the method
         setattr(config, RECORD, model.config.quantization_config.to_dict())
     config.save_pretrained(folder)
 
 
 @torch.no_grad()
 def require_runs(model: PreTrainedModel, quantization: Any) -> None:
-    """Refuse a quantized draft that cannot run: some models multiply in a way that a backend's weights don't know.
+    """Reject a quantized draft that cannot run: some models use products that a backend's weights do not support.
 
-    quantization: as the caller wrote it, for the message. Raises ValueError.
+    quantization: as the caller gave it, for the message. Raises ValueError.
     """
     try:
         model(input_ids=few_ids(model), use_cache=False)
@@ -237,27 +239,27 @@ def require_runs(model: PreTrainedModel, quantization: Any) -> None:
         name = quantization if isinstance(quantization, str) else type(quantization).__name__
         raise ValueError(
             f"draft_quantization: {type(model).__name__} does not run in {name} ({type(error).__name__}: "
-            f"{str(error)[:200]}); choose another one of {', '.join(NAMES)}, or another draft"
+            f"{str(error)[:200]}); choose another of {', '.join(NAMES)}, or another draft"
         ) from error
 
 
 def rounds_by_pass(model: nn.Module) -> str | None:
-    """Why what a model computes for one token depends on the other tokens of its pass; None where it does not.
+    """The reason why the result for one token depends on the other tokens of its forward pass; None if it does not.
 
-    Dynamic quantization that scales the activations of a whole pass by their largest one: torch's own, and torchao's with
-    `PerTensor`. Scales per token do not depend on the pass.
+    Some dynamic quantization scales all activations of a forward pass by the largest one: torch's own, and torchao's with
+    `PerTensor`. Scales per token do not have this effect.
     """
     for name, module in model.named_modules():
-        if type(module).__module__.startswith(_SCALED_BY_PASS):
-            return f"{name} quantizes its inputs by the largest number of a pass"
+        if type(module).__module__.startswith(_SCALED_PER_PASS):
+            return f"{name} quantizes its inputs by the largest number of a forward pass"
         activations = getattr(module._parameters.get("weight"), "act_quant_kwargs", None)
         if type(getattr(activations, "granularity", None)).__name__ == "PerTensor":
-            return f"{name} quantizes its inputs with one scale for a whole pass"
+            return f"{name} quantizes its inputs with one scale for a whole forward pass"
     return None
 
 
 def copy_shells(memo: dict[int, Any], *models: nn.Module) -> None:
-    """Let `copy.deepcopy`, called with this memo, find copies of the weights that it cannot copy: those of quanto."""
+    """Put copies of quanto's weights, which `copy.deepcopy` cannot copy, into the memo for it."""
     for model in models:
         for weight in model.parameters():
             if type(weight).__module__.startswith("optimum.quanto"):
@@ -265,7 +267,7 @@ def copy_shells(memo: dict[int, Any], *models: nn.Module) -> None:
 
 
 def _shell(tensor: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a tensor that may be a shell around others."""
+    """A copy of a tensor, which may be a wrapper subclass around other tensors."""
     if not is_traceable_wrapper_subclass(tensor):
         return copy.deepcopy(tensor, memo)
     names, how = tensor.__tensor_flatten__()
@@ -274,10 +276,9 @@ def _shell(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def memory_bytes(*models: nn.Module, buffers: bool = True) -> int:
-    """Bytes that the weights, buffers and quantization state of models take as they are stored; what is shared, within a model
-    or between them, counts once.
+    """Bytes of the stored weights, buffers and quantization state of models. Shared storage counts once.
 
-    buffers: whether buffers count, too.
+    buffers: whether to count buffers.
     """
     found = (
         storage
@@ -294,9 +295,9 @@ def memory_bytes(*models: nn.Module, buffers: bool = True) -> int:
 
 
 def _storages(owner: Any) -> Iterator[torch.UntypedStorage]:
-    """The storages behind a tensor, or behind the object a backend keeps its scales in."""
+    """The storages of a tensor, or of the object in which a backend keeps its scales."""
     if isinstance(owner, torch.Tensor) and is_traceable_wrapper_subclass(owner):
-        for name in owner.__tensor_flatten__()[0]:  # quanto, torchao: a shell around the tensors that hold the data
+        for name in owner.__tensor_flatten__()[0]:  # quanto, torchao: a wrapper around the tensors with the data
             yield from _storages(getattr(owner, name))
         return
     if isinstance(owner, torch.Tensor):
@@ -307,7 +308,7 @@ def _storages(owner: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def _require(method: Any) -> None:
-    """Import the backend of a quantization method, or say how to install it. Methods of other backends are not ours."""
+    """Import the backend of a quantization method, or raise ImportError with the install command. Skip unknown methods."""
     backend = BACKENDS.get(str(getattr(method, "value", method)))
     if backend is None:
         return
@@ -323,7 +324,7 @@ def _computed_in(dtype: torch.dtype | str | None, config: PretrainedConfig) -> t
 
 
 def _guarded(method: QuantizationConfigMixin, model: PreTrainedModel) -> QuantizationConfigMixin:
-    """`method`, leaving out tied weights and the layers whose shape its backend cannot compute. One warning for all."""
+    """`method`, set to skip tied weights and layers whose shape its backend does not support. Warns once about the latter."""
     needs_out, needs_in, skips, transposes = 1, 1, "modules_to_not_convert", False
     if isinstance(method, BitsAndBytesConfig):
         skips, transposes = "llm_int8_skip_modules", True  # GPT-2's [in, out] weights are quantized too
@@ -335,9 +336,9 @@ def _guarded(method: QuantizationConfigMixin, model: PreTrainedModel) -> Quantiz
         if type(method.quant_type).__name__.startswith("Int4") and not torch.accelerator.is_available():
             raise ValueError('quantization: torchao has no int4 for CPUs; use "nf4" or "int4"')
     else:
-        return method  # another backend's own business
+        return method  # other backends have no known restrictions
 
-    # A list replaces transformers' own exclusions, which keep the head and what is tied to the embeddings.
+    # A list given here replaces transformers' own exclusions: the output embedding and tied weights.
     own = getattr(method, skips)
     tied = {key.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for key in pair}
     skipped = {*get_keys_to_not_convert(model)} if own is None else {*own, *tied}
@@ -351,13 +352,13 @@ def _guarded(method: QuantizationConfigMixin, model: PreTrainedModel) -> Quantiz
     rule = f"out_features divisible by {needs_out} and in_features by {needs_in}"
     if len(unfit) == len(shapes):
         raise ValueError(
-            f"quantization: none of the {len(shapes)} layers of {type(model).__name__} has the shape this method needs "
+            f"quantization: none of the {len(shapes)} layers of {type(model).__name__} has the shape that this method needs "
             f'({rule}); use "int4" or "int8-torchao", or leave quantization out'
         )
     if unfit:
         warnings.warn(
             f"{len(unfit)} of {len(shapes)} layers stay unquantized: this quantization needs {rule}, "
-            f"and {unfit[0]} has {tuple(shapes[unfit[0]])}",
+            f"but {unfit[0]} has the shape {tuple(shapes[unfit[0]])}",
             stacklevel=3,
         )
     setattr(method, skips, sorted({*skipped, *unfit}))
@@ -365,17 +366,17 @@ def _guarded(method: QuantizationConfigMixin, model: PreTrainedModel) -> Quantiz
 
 
 def _settled(model: PreTrainedModel) -> PreTrainedModel:
-    """Keep the backend of a model that was just loaded from doing at its first forward what users should not meet."""
+    """Work around side effects of the backends on a model that was just loaded. Returns the model."""
     method = getattr(model.config, "quantization_config", None)
     if isinstance(method, QuantoConfig):
-        # Unpacking 4 bits on a CPU would start a C++ compiler, for two operations that torch has.
+        # On a CPU, quanto would compile a C++ extension to unpack 4-bit weights; torch can do it in two operations.
         from optimum.quanto.library.extensions import get_extension, is_extension_available
 
         if is_extension_available("quanto_cpp") and get_extension("quanto_cpp")._lib is None:
             get_extension("quanto_cpp")._lib = SimpleNamespace(unpack=_unpack)
     if isinstance(method, TorchAoConfig):
         for module in model.modules():
-            module.__dict__.pop("extra_repr", None)  # for print() alone, and in a form that cannot be pickled
+            module.__dict__.pop("extra_repr", None)  # used by print() only, and prevents pickling
     if isinstance(method, BitsAndBytesConfig) and method.load_in_8bit:
         model.register_forward_pre_hook(_silence)
         model.register_forward_hook(_unsilence, always_call=True)
@@ -392,7 +393,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _silence(*_: Any) -> None:
-    """bitsandbytes says once per int8 layer and call that it casts to float16, as it always does."""
+    """bitsandbytes logs in every call of an int8 layer that it casts to float16."""
     if not torch.compiler.is_compiling():
         logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
 
@@ -408,31 +409,31 @@ def _is_quantized(model: PreTrainedModel) -> bool:
 
 
 def _original(model: PreTrainedModel, source: str | PreTrainedModel) -> PreTrainedModel:
-    """The unquantized weights of a quantized model, verified by the weights that quantization leaves alone."""
-    remedy = "pass source=, the path or the unquantized model it was made from"
+    """The unquantized original of a quantized model. The weights that are not quantized must be equal."""
+    remedy = "pass source=, the path or the model that it was quantized from"
     if not source or getattr(model.config, "quantization_config", None) is None:
-        raise ValueError(f"source: nothing says what this quantized model was made from; {remedy}")
+        raise ValueError(f"source: the original of this quantized model is unknown; {remedy}")
     if isinstance(source, PreTrainedModel):
         original = source
         if _is_quantized(original):
-            raise ValueError("source: this model is quantized too; pass the one before quantization")
+            raise ValueError("source: this model is quantized, too; pass the unquantized one")
     else:
         try:
             original = type(model).from_pretrained(source, dtype=model.dtype)
         except OSError as error:
-            raise ValueError(f"source: no checkpoint of the original at {source!r}; {remedy}") from error
+            raise ValueError(f"source: there is no checkpoint of the original at {source!r}; {remedy}") from error
     theirs = dict(original.named_parameters())
     for name, weight in model.named_parameters():
         if type(weight) is nn.Parameter and not _equal(weight, theirs.get(name)):
-            raise ValueError(f"source: its {name} is not the model's; {remedy}")
+            raise ValueError(f"source: its {name} differs from the model's; {remedy}")
     return original
 
 
 def _copy_checkpoint(source: str, folder: Path) -> None:
     files = ("*.safetensors", "*.safetensors.index.json", "generation_config.json")
-    lies = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=[*files]))
+    origin = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=[*files]))
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (file for pattern in files for file in lies.glob(pattern)):
+    for file in (file for pattern in files for file in origin.glob(pattern)):
         shutil.copyfile(file, folder / file.name)
 
 

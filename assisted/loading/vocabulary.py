@@ -1,7 +1,8 @@
-"""Whether two models read the same tokens, and what a tokenizer's tokens stand for.
+"""Whether two models share a tokenizer, and which bytes the tokens of a tokenizer stand for.
 
-Knows tokenizers and vocabulary sizes, nothing of models' states or drafts. Equal sizes prove nothing: the token -> id maps
-are compared; tokens of two tokenizers are compared by their bytes, since each writes a space in its own way.
+Knows tokenizers and vocabulary sizes; nothing of model states or drafts. Vocabularies of equal size may differ, so the maps
+token -> id are compared. Tokens of different tokenizers are compared as bytes, because each tokenizer writes spaces in its
+own way.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from .files import fields_of, loading
 __all__ = ["Vocabulary", "find_tokenizer", "same_tokens", "shared_tokens"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_CONTEXTS = ("x", "\n")  # text that others may stand behind; the first that does not grow together with it is taken
+_CONTEXTS = ("x", "\n")  # to tokenize a text after other text: the first that forms no common token with it is used
 
 
 def find_tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model, None where a folder has none or a Hub id offers none.
+    """The tokenizer in a model's folder or Hub repository, None if there is none.
 
-    One that lies there and cannot be read is warned of, once, naming the file, and None as well: `same_tokens` raises where it
-    is needed.
+    Warns, naming the file, and returns None if it cannot be read. `same_tokens` raises if it is needed.
     """
     try:
         return _tokenizer(path, **hub)
@@ -35,12 +35,12 @@ def find_tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase |
         trouble: Exception = error
     except ValueError as error:
         trouble = error
-    warnings.warn(f"the tokenizer beside the model is left out: {trouble}", stacklevel=3)
+    warnings.warn(f"The tokenizer beside the model is ignored: {trouble}", stacklevel=3)
     return None
 
 
 def _tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase | None:
-    """The same, but raises ValueError, naming the file, for a tokenizer that cannot be read."""
+    """Like `find_tokenizer`, but raises ValueError that names the file for a tokenizer that cannot be read."""
     if not path:
         return None
     folder = Path(path)
@@ -56,19 +56,19 @@ def _tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase | Non
         return None
     except ValueError as error:
         if not present and not folder.is_dir():
-            return None  # a Hub id with a model and no tokenizer of a kind that is known
+            return None  # a Hub repository without a tokenizer of a known kind
         raise ValueError(f"tokenizer: {found}" if (found := _broken(present)) else str(error)) from error
 
 
 def _broken(files: list[Path]) -> str | None:
-    """The first of a tokenizer's files that cannot be read, and why."""
+    """Which of a tokenizer's files cannot be read, and why; None if all can."""
     for file in files:
         try:
             if file.suffix == ".json":
                 fields_of(file)
             if file.name == "tokenizer.json":
                 Tokenizer.from_file(str(file))
-        except BaseException as error:  # code in Rust panics with none of Exception's kinds
+        except BaseException as error:  # a panic of Rust code is not an Exception
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             return str(error) if str(file) in str(error) else f"{file} is broken: {error}"
@@ -81,9 +81,9 @@ def same_tokens(
     target_tokenizer: PreTrainedTokenizerBase | None,
     draft_tokenizer: PreTrainedTokenizerBase | None,
 ) -> bool:
-    """Whether the draft's tokens mean what the target's do, vocabularies of one tokenizer padded to different sizes included.
+    """Whether both models use the same tokenizer. Their vocabularies may be padded to different sizes.
 
-    Raises ValueError where that cannot be told: the sizes differ and a tokenizer is missing.
+    Raises ValueError if this is undecidable: the sizes differ and a tokenizer is missing.
     """
     sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
     if target_tokenizer is None or draft_tokenizer is None:
@@ -92,29 +92,29 @@ def same_tokens(
         missing = "tokenizer" if target_tokenizer is None else "draft_tokenizer"
         path = (target if target_tokenizer is None else draft).name_or_path
         if Path(path or "-").is_dir():
-            _tokenizer(path)  # one that lies there and is broken is the reason
+            _tokenizer(path)  # raises if it is missing because it is broken
         raise ValueError(
-            f"draft: its vocabulary has {sizes[1]} entries, the target's {sizes[0]}, and without both tokenizers it can't "
-            "be told whether one is a padded form of the other or has to be translated. Pass "
+            f"draft: its vocabulary has {sizes[1]} entries, the target's {sizes[0]}. Both tokenizers are needed to decide "
+            "whether they differ in padding only or whether the draft must be translated. Pass "
             f"{missing}=AutoTokenizer.from_pretrained(...)."
         )
-    # Added tokens may differ between the models of a family, as long as those that both have agree. A smaller vocabulary
-    # learned from the same text is another tokenizer although its ids agree: it cuts the text into other pieces.
+    # Added tokens may differ between the models of a family, as long as shared ones have the same id. A smaller vocabulary
+    # trained on the same text is a different tokenizer even if its ids agree, because it splits text differently.
     ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     agree = all(theirs.get(token, number) == number for token, number in ours.items())
     return agree and _learned(target_tokenizer) == _learned(draft_tokenizer)
 
 
 def shared_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    """Target id -> draft id of what both can say in one token: the same bytes, a special token of the same name, the end.
+    """Target id -> draft id of shared tokens: those with the same bytes, special tokens with the same name, and the end token.
 
-    Raises ValueError where they share no text.
+    Raises ValueError if no token with text is shared.
     """
     shared = {target.by_bytes[piece]: number for piece, number in draft.by_bytes.items() if piece in target.by_bytes}
     if not shared:
         raise ValueError(
-            "draft: its tokenizer shares no token with the target's, so nothing it says can be said in the target's "
-            "tokens; choose a draft that writes the same characters"
+            "draft: its tokenizer shares no token with the target's, so its drafts cannot be translated; choose a draft "
+            "whose tokenizer covers the same characters"
         )
     shared |= {target.specials[name]: number for name, number in draft.specials.items() if name in target.specials}
     if target.end is not None and draft.end is not None:
@@ -123,19 +123,19 @@ def shared_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
 
 
 class Vocabulary:
-    """What the tokens of one tokenizer stand for and how it cuts text; immutable and apart from the caller's tokenizer.
+    """The bytes of a tokenizer's tokens, and how it splits text. Immutable; independent of the caller's tokenizer.
 
     Args:
-        tokenizer: not changed, and not asked again.
-        size: entries that the model knows; tokens behind them are left out.
+        tokenizer: not changed; used during construction only, if it has a Rust backend (which is copied).
+        size: vocabulary size of the model; tokens with larger ids are ignored.
 
     Attributes:
         pieces: the bytes of each id; None for special tokens and for ids without a token.
-        by_bytes: the id that says some bytes in one token.
-        specials: the id of each special token by its name.
+        by_bytes: bytes -> the id of the token that stands for them.
+        specials: the id of each special token, by name.
         end: id of the end token, or None.
-        prefix: ids that the tokenizer puts before a prompt, such as a beginning-of-text token.
-        prepends: whether it puts a space before a text.
+        prefix: ids that the tokenizer adds before a prompt, such as a beginning-of-text token.
+        prepends: whether it adds a space before a text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int):
@@ -150,7 +150,7 @@ class Vocabulary:
         for number, name in names.items():
             if number not in special:
                 self.pieces[number] = added[number].encode() if number in added else notation.bytes_of(name)
-        # where bytes can be said as a plain token and as an escaped byte, text is cut into the plain one
+        # if bytes have both an ordinary token and an escaped one ("<0x0A>"), the tokenizer uses the ordinary one
         order = sorted(names, key=lambda number: (notation.is_escaped(names[number]), number))
         self.by_bytes: dict[bytes, int] = {}
         for number in order:
@@ -160,7 +160,7 @@ class Vocabulary:
         self.end = end if isinstance(end, int) and end < size else None
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._tokenizer: Any = tokenizer
-        if backend is not None:  # a copy: calls of the caller's tokenizer change its padding and truncation
+        if backend is not None:  # a copy, because calls of the caller's tokenizer change its padding and truncation
             self._tokenizer = Tokenizer.from_str(backend.to_str())
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
@@ -168,11 +168,11 @@ class Vocabulary:
         self.prepends = any(self._bytes(self._encode(probe)).startswith(b" ") for probe in ("a", "1", "."))
 
     def tokens(self, text: str) -> list[int]:
-        """Of a text that stands at the beginning, without the prefix."""
+        """Token ids of a text at the beginning, without the prefix."""
         return self._encode(text)
 
-    def tokens_behind(self, text: str) -> list[int]:
-        """Of a text that stands behind other tokens: no space is put before it."""
+    def continuation_tokens(self, text: str) -> list[int]:
+        """Token ids of a text that follows other tokens, so that no space is added before it."""
         if self.prepends:
             for context, before in self._contexts:
                 whole = self._encode(context + text)
@@ -180,8 +180,8 @@ class Vocabulary:
                     return whole[len(before) :]
         return self._encode(text)
 
-    def bytes_behind(self, data: bytes) -> list[int]:
-        """One token a byte, for what is no whole character. Empty where the vocabulary has no such tokens."""
+    def byte_tokens(self, data: bytes) -> list[int]:
+        """One token id per byte, for incomplete characters. Empty if the vocabulary lacks such tokens."""
         ids = [self.by_bytes.get(bytes([value])) for value in data]
         return [] if None in ids else ids  # type: ignore[return-value]
 
@@ -206,11 +206,11 @@ class Vocabulary:
 
 
 class _Notation:
-    """How a tokenizer writes bytes into the names of its tokens.
+    """How the names of a tokenizer's tokens represent bytes.
 
-    byte_level: a printable character for each byte (GPT-2). space: the character that stands for one ("▁" of
-    SentencePiece), escapes: "<0x0A>" is the byte. continued: what marks a token that continues a word (WordPiece);
-    the others begin one. ends: what marks a token that ends a word.
+    byte_level: one printable character per byte (GPT-2). escapes: "<0x0A>" stands for that byte. replaced: pairs of a
+    string and its meaning, such as "▁" for a space (SentencePiece) or the mark of a token that ends a word (BPE). continued:
+    the mark of a token that continues a word (WordPiece); other tokens begin one.
     """
 
     def __init__(self, decoders: list[dict[str, Any]]):
@@ -257,12 +257,12 @@ def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """The byte behind each character of byte-level vocabularies: printable ones are themselves, others count on from 256."""
+    """The byte of each character in byte-level names: printable bytes represent themselves, others are numbered from 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
 
 
 def _learned(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The tokens of the vocabulary itself, those added later left out."""
+    """The trained vocabulary, without added tokens."""
     return tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()

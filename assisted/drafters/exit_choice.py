@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 
+from ..lengths.faded import Faded
 from .chain import predicted_speedup
 
 __all__ = ["ExitChoice"]
@@ -36,8 +37,7 @@ class ExitChoice:
         self.count = count
         self.given = given
         self.layer = given or max(1, count // 4)
-        self.hits = [0.0] * count
-        self.trials = [0.0] * count
+        self.right = [Faded() for _ in range(count)]  # of the tokens of each exit, those that were accepted
         self.costs: tuple[tuple[int, float], ...] = ()  # made anew: another thread may be reading them
         self.drafted: float | None = None  # tokens of a draft, on average
         self.rounds = 0
@@ -60,9 +60,7 @@ class ExitChoice:
 
     def learn(self, layer: int, hits: float, trials: float) -> None:
         """`hits` of `trials` tokens of this exit were, or would have been, accepted."""
-        keep = 0.5 ** (trials / HALF_LIFE)
-        self.hits[layer] = keep * self.hits[layer] + hits
-        self.trials[layer] = keep * self.trials[layer] + trials
+        self.right[layer].add(hits, trials, keep=0.5 ** (trials / HALF_LIFE))
 
     def learn_cost(self, layer: int, cost: float) -> None:
         """A drafted token of this exit took `cost` passes of the whole target."""
@@ -72,7 +70,7 @@ class ExitChoice:
 
     def acceptance(self, layer: int) -> float:
         """The estimated acceptance rate; 0.5 where nothing is known."""
-        return (self.hits[layer] + 1) / (self.trials[layer] + 2)
+        return self.right[layer].mean(0.5, strength=2)
 
     def cost(self, layer: int) -> float:
         """Of a drafted token, in passes of the target: on the line through what was measured and the whole pass.
@@ -102,7 +100,7 @@ class ExitChoice:
         if self.given is not None:
             return
         lengths = min(max(1, round(self.drafted)), budget), budget
-        known = [layer for layer in range(1, self.count) if self.trials[layer] >= BELIEVED]
+        known = [layer for layer in range(1, self.count) if self.right[layer].weight >= BELIEVED]
         best = max(known, key=lambda layer: self.speedup(layer, *lengths), default=self.layer)
         if self.speedup(best, *lengths) > MARGIN * self.speedup(self.layer, *lengths):
             self.layer = best
@@ -110,4 +108,4 @@ class ExitChoice:
     @property
     def hopeless(self) -> bool:
         """No draft of the layer in use pays, at any length. Where it was chosen, none of another layer does."""
-        return self.trials[self.layer] >= JUDGED and self.speedup(self.layer) < 1
+        return self.right[self.layer].weight >= JUDGED and self.speedup(self.layer) < 1

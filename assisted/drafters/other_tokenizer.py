@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..distribution import probabilities
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
+from ..engine.host import padded
 from ..engine.runner import CachedModel
 from ..loading.vocabulary import Vocabulary
 from ..text import Text
@@ -22,6 +23,7 @@ from .base import Call
 from .chain import ChainDrafting
 from .model_drafter import ModelDrafter
 from .translation import TranslatedText, Translation
+from .trees import from_lists
 
 __all__ = ["TranslatedDrafter"]
 
@@ -149,8 +151,7 @@ class TranslatedDrafting(ChainDrafting):
             return Draft.empty(text.rows, text.ids.device)
         table, counts = torch.cat(written, 1).tolist(), torch.stack(lasting).sum(0).tolist()
         said = [row.said(table[i][: counts[i]])[:budget] for i, row in enumerate(self.rows)]
-        lengths = torch.tensor([len(tokens) for tokens in said], device=text.ids.device)
-        return Draft(_padded(said).to(text.ids.device), lengths)
+        return from_lists(said, None, text.ids.device)
 
     def _shared(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
         """[B, V'] draft logits -> [B, V] in the target's vocabulary, minus infinity where the draft has no such token."""
@@ -210,7 +211,7 @@ class TranslatedDrafting(ChainDrafting):
         starts = zip(self.padding, self.held, behind, strict=True)
         cache.rewind([hidden + len(held) - count for hidden, held, count in starts])
         used = [0 if ended else count for count, ended in zip(behind, text.ended, strict=True)]
-        logits = runner(_padded(new), used=used)
+        logits = runner(padded(new, "cpu"), used=used)
         cache.commit(behind)
         return logits[torch.arange(text.rows), torch.tensor(behind) - 1]
 
@@ -221,12 +222,6 @@ class TranslatedDrafting(ChainDrafting):
         self.runner.cache.commit([1] * text.rows)
         self.fed.append(tokens)
         return logits
-
-
-def _padded(rows: list[list[int]]) -> torch.Tensor:
-    """Rows of different lengths as one tensor, [B, longest] int64, filled up on the right."""
-    longest = max(map(len, rows))
-    return torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int64).view(len(rows), longest)
 
 
 class _Choice:

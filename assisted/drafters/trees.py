@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,13 +14,10 @@ from itertools import accumulate
 import torch
 
 from ..drafts import Draft
-from ..engine.host import on_device
-from ..lengths.base import Costs
+from ..engine.host import on_device, padded
+from ..lengths.costs import COLUMN, UNMEASURED, Costs
 
-__all__ = ["COLUMN", "Tree", "best_first", "best_paths", "drawn", "top_nodes", "verify_seconds", "worthwhile"]
-
-COLUMN = 0.02
-"""What a further column is taken to add to a pass of the target, as a share of the pass over one, until it was measured."""
+__all__ = ["COLUMN", "Tree", "best_first", "best_paths", "drawn", "from_lists", "top_nodes", "worthwhile"]
 
 
 def top_nodes(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tensor, count: int | torch.Tensor) -> Draft:
@@ -58,59 +54,51 @@ def drawn(
 
     tokens, parents: by row, as in `top_nodes`. chosen: of each row, in their order, none before its parent.
     """
-    lengths = [len(nodes) for nodes in chosen]
-    width = max(lengths)
-    columns: tuple[list[list[int]], list[list[int]]] = [], []
+    above = []
     for row, nodes in enumerate(chosen):
-        place = {node: column for column, node in enumerate(nodes)}
-        filler = width - len(nodes)
-        columns[0].append([tokens[row][node] for node in nodes] + [0] * filler)
-        columns[1].append([place.get(parents[row][node], -1) for node in nodes] + [-1] * filler)
-    both = on_device(columns, device).long()  # an empty list is of no integers
-    return Draft(both[0], on_device(lengths, device), parents=both[1])
+        column = {node: column for column, node in enumerate(nodes)}
+        above.append([column.get(parents[row][node], -1) for node in nodes])
+    return from_lists([[row[node] for node in nodes] for row, nodes in zip(tokens, chosen, strict=True)], above, device)
 
 
-def worthwhile(path_probabilities: Sequence[float], costs: Costs | None, draft_seconds: float, limit: int) -> int:
+def from_lists(
+    tokens: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int]] | None,
+    device: torch.device | str,
+    expected: float | None = None,
+) -> Draft:
+    """A draft without q from numbers on the host. tokens, parents: those of each row's nodes; no parents for chains."""
+    return Draft(
+        tokens=padded(tokens, device),
+        lengths=on_device([len(row) for row in tokens], device),
+        parents=None if parents is None else padded(parents, device, -1),  # filler hangs from the root
+        expected=expected,
+    )
+
+
+def worthwhile(path_probabilities: Sequence[float], costs: Costs | None, forwards: int, limit: int) -> int:
     """How many nodes to propose: the number N that makes the most expected tokens a second,
 
-        (1 + p_1 + ... + p_N) / (draft_seconds + v(N + 1)),    v(n) the seconds of a pass of the target over n columns.
+        (1 + p_1 + ... + p_N) / (draft_seconds + v(N + 1))
 
-    A node is accepted when its whole path is, hence the sum of the paths' probabilities is the expected number of accepted
-    tokens.
+    where v(n) is the seconds of a forward pass of the target over n columns, and the draft takes `forwards` forward passes of
+    its own, however many nodes are kept. A node is accepted when its whole path is, hence the sum of the paths' probabilities
+    is the expected number of accepted tokens.
 
     Args:
         path_probabilities: of the nodes, best first; of a batch, the means over its rows.
-        costs: what passes take (`Length.costs`). None, before anything was measured: each further column adds COLUMN of a
-            pass, and drafting takes no time.
-        draft_seconds: what it takes to draft, however many nodes are kept.
+        costs: of forward passes (`Length.costs`); None, before anything was measured, takes `UNMEASURED`.
+        forwards: of the draft.
         limit: the most nodes, at least 0.
     """
+    costs = costs or UNMEASURED
+    draft_seconds = forwards * costs.draft
     best, best_rate = 0, 0.0
-    if costs is None:
-        draft_seconds = 0.0
     for nodes, tokens in enumerate(accumulate(path_probabilities[:limit], initial=1.0)):
-        rate = tokens / (draft_seconds + verify_seconds(costs, nodes + 1))
+        rate = tokens / (draft_seconds + costs.verify_seconds(nodes + 1))
         if rate > best_rate:
             best, best_rate = nodes, rate
     return best
-
-
-def verify_seconds(costs: Costs | None, columns: int) -> float:
-    """Seconds of a pass of the target over so many columns: between and behind those measured, along a line.
-
-    costs: None counts in passes over one column, see COLUMN.
-    """
-    if costs is None:
-        return 1 + COLUMN * (columns - 1)
-    known = costs.verify
-    at = bisect_left(known, columns, key=lambda pair: pair[0])
-    if at < len(known) and known[at][0] == columns:
-        return known[at][1]
-    if len(known) == 1:
-        return known[0][1] * (1 + COLUMN * (columns - known[0][0]))
-    at = min(max(at, 1), len(known) - 1)
-    (left, low), (right, high) = known[at - 1 : at + 1]
-    return low + (high - low) * (columns - left) / (right - left)
 
 
 @dataclass(frozen=True)

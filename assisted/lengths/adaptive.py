@@ -13,7 +13,7 @@ import torch
 
 from ..drafts import Round
 from .base import Length
-from .costs import Costs
+from .costs import COLUMN, Costs
 from .estimates import MEMORY, Curve, Known, confidence_bin
 from .faded import Faded
 
@@ -31,7 +31,6 @@ _LOCAL = 0.9  # a round: what a row's tokens took lately, some ten rounds
 _LOST = 0.02  # a row whose draft still stands with no more than this probability proposes nothing
 _DRAFT = 0.15  # guess of a forward of the draft in passes of the target, until one was measured
 _FORWARD = 0.5  # of what each further one adds, as a share of the first, which also reads what was committed
-_COLUMN = 0.02  # and of what a column adds to a pass
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class _Adaptive(Length):
         costs = policy.costs
         self.known: Known = (
             Known(
-                verify=Curve(policy.maximum + 1, _COLUMN, dict(costs.verify) if costs else None, one_apart=True),
+                verify=Curve(policy.maximum + 1, COLUMN, dict(costs.verify) if costs else None, one_apart=True),
                 draft=Curve(policy.maximum, _FORWARD, {1: costs.draft, 2: 2 * costs.draft} if costs else None),
                 credit=_COLD_CREDIT,
                 pause=_PAUSE,

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shipped_pair import Never
 from tables import about, figures, shipped
 from transformers import AutoModelForCausalLM
 
@@ -38,6 +37,7 @@ from assisted.bench import (
 )
 from assisted.lengths import AdaEDL, Confidence, DraftLength, Fixed, Heuristic, Length
 from assisted.lengths.adaptive import Adaptive
+from assisted.lengths.policies import Never
 
 SETTINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
 

@@ -19,7 +19,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from shipped_pair import Never
 from tables import about, arguments, figures, publish
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, generation
@@ -36,6 +35,7 @@ from assisted.heads.eagle import EagleHead
 from assisted.heads.runner import HeadRunner
 from assisted.lengths import Fixed
 from assisted.lengths.adaptive import Adaptive
+from assisted.lengths.policies import Never
 from assisted.report import Recorder
 
 TARGETS = ("zoo:target", "grown:0.25b")

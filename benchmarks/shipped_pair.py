@@ -29,9 +29,9 @@ from assisted.bench import (
     sources,
     transformers_assisted,
 )
-from assisted.doctor.recording import Never
 from assisted.lengths import Confidence, Fixed
 from assisted.lengths.adaptive import Adaptive
+from assisted.lengths.policies import Never
 
 LENGTHS = (Adaptive(), Fixed(4), Confidence(0.4, 8))
 SAMPLED = Rules(new_tokens=128, temperature=0.8, top_p=0.95)

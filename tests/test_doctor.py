@@ -24,9 +24,10 @@ from assisted.doctor.examine import examine, read_prompts
 from assisted.doctor.findings import advice, bottlenecks, told
 from assisted.doctor.forecast import Drafts, Expected, Token, expect, half_as_wrong, marks, tree_columns
 from assisted.doctor.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
-from assisted.doctor.recording import Never, Recorded, Step
+from assisted.doctor.recording import Recorded, Step
 from assisted.doctor.trials import starts
 from assisted.lengths import Costs
+from assisted.lengths.policies import Never
 
 COSTS = Costs(((1, 1.0), (2, 1.1), (16, 1.5)), 0.1)
 AGREED, WRONG = Token(True), Token(False, 10**6)

@@ -71,11 +71,14 @@ def test_what_is_not_known_is_refused(written):
         (lambda: Adaptive(margin=0.9), "margin: 0.9 would draft at a loss; give a speedup of at least 1"),
         (lambda: Adaptive(margin=float("nan")), "margin: nan would draft at a loss"),
         (lambda: Adaptive(probe_every=0), "probe_every: 0 is not possible; give a number of tokens, at least 1"),
-        (lambda: Costs((), 0.1), r"verify: \(\) are no costs; give pairs of columns \(ascending, from 1\) and seconds"),
+        (
+            lambda: Costs((), 0.1),
+            r"verify: \(\) are no costs; give pairs of positions \(ascending, from 1\) and seconds",
+        ),
         (lambda: Costs(((2, 0.1), (1, 0.1)), 0.1), "verify: .* are no costs"),
         (lambda: Costs(((0, 0.1),), 0.1), "verify: .* are no costs"),
         (lambda: Costs(((1, 0.0),), 0.1), "verify: .* are no costs"),
-        (lambda: Costs(((1, 0.1),), -0.1), "draft: -0.1 is no cost; give the seconds of a forward of the draft"),
+        (lambda: Costs(((1, 0.1),), -0.1), "draft: -0.1 is no cost; give the seconds of a forward pass of the draft"),
     ],
 )
 def test_values_that_cannot_be(make, message):

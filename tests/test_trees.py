@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assisted.drafters.trees import COLUMN, best_paths, top_nodes, verify_seconds, worthwhile
-from assisted.lengths import Costs
+from assisted.drafters.trees import best_paths, top_nodes, worthwhile
+from assisted.lengths.costs import COLUMN, UNMEASURED, Costs
 
 STEPS = (0.0, -0.5, -0.5, -1.0, -math.inf, math.nan)  # few, so that ties are common
 
@@ -77,38 +77,38 @@ def test_a_draft_of_top_nodes_is_well_formed_on_its_filler_too():
 COSTS = Costs(((1, 1.0), (2, 1.1), (5, 1.2), (9, 2.0)), 0.1)
 
 
-@given(st.lists(st.floats(0, 1), max_size=8), st.floats(0, 0.5), st.integers(0, 8))
-def test_worthwhile_makes_the_most_tokens_a_second(probabilities, draft_seconds, limit):
+@given(st.lists(st.floats(0, 1), max_size=8), st.integers(0, 5), st.integers(0, 8))
+def test_worthwhile_makes_the_most_tokens_a_second(probabilities, forwards, limit):
     probabilities = sorted(probabilities, reverse=True)
     rates = [
-        (1 + sum(probabilities[:nodes])) / (draft_seconds + verify_seconds(COSTS, nodes + 1))
+        (1 + sum(probabilities[:nodes])) / (forwards * COSTS.draft + COSTS.verify_seconds(nodes + 1))
         for nodes in range(min(limit, len(probabilities)) + 1)
     ]
-    assert rates[worthwhile(probabilities, COSTS, draft_seconds, limit)] == pytest.approx(max(rates))
+    assert rates[worthwhile(probabilities, COSTS, forwards, limit)] == pytest.approx(max(rates))
 
 
 def test_worthwhile_before_anything_is_measured():
-    assert worthwhile([0.9, 0.5, COLUMN * 2.5, COLUMN / 2], None, 123.0, 4) == 3
-    assert worthwhile([0.9, 0.5], None, 0.0, 1) == 1
-    assert worthwhile([], None, 0.0, 4) == 0
-    assert worthwhile([COLUMN / 2], None, 0.0, 4) == 0
+    assert worthwhile([0.9, 0.5, COLUMN * 2.5, COLUMN / 2], None, 123, 4) == 3
+    assert worthwhile([0.9, 0.5], None, 0, 1) == 1
+    assert worthwhile([], None, 0, 4) == 0
+    assert worthwhile([COLUMN / 2], None, 0, 4) == 0
 
 
 def test_nodes_that_cost_nothing_are_all_taken():
     flat = Costs(((1, 1.0), (9, 1.0)), 0.1)
-    assert worthwhile([0.5, 0.1, 0.01], flat, 0.1, 3) == 3
+    assert worthwhile([0.5, 0.1, 0.01], flat, 1, 3) == 3
 
 
 @pytest.mark.parametrize(
     ("columns", "seconds"), [(1, 1.0), (2, 1.1), (3, 1.1 + 0.1 / 3), (5, 1.2), (7, 1.6), (9, 2.0), (11, 2.4)]
 )
 def test_costs_lie_on_lines_between_and_behind_what_was_measured(columns, seconds):
-    assert verify_seconds(COSTS, columns) == pytest.approx(seconds)
+    assert COSTS.verify_seconds(columns) == pytest.approx(seconds)
 
 
 def test_costs_of_one_count_only():
-    assert verify_seconds(Costs(((1, 2.0),), 0.1), 6) == pytest.approx(2.0 * (1 + 5 * COLUMN))
-    assert verify_seconds(None, 6) == pytest.approx(1 + 5 * COLUMN)
+    assert Costs(((1, 2.0),), 0.1).verify_seconds(6) == pytest.approx(2.0 * (1 + 5 * COLUMN))
+    assert UNMEASURED.verify_seconds(6) == pytest.approx(1 + 5 * COLUMN)
 
 
 levels = st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.3, 0.5, 1.0]), max_size=3), max_size=3)

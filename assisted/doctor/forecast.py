@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..bench.statistics import Interval, speedup
-from ..drafters.trees import verify_seconds
-from ..lengths.base import Costs
+from ..lengths.costs import Costs
 from .recording import Step
 
 __all__ = ["Drafts", "Expected", "Token", "expect", "half_as_wrong", "marks", "tree_columns"]
@@ -127,7 +126,7 @@ def _seconds(drafts: Drafts, length: int, drafted: int) -> float:
     costs = drafts.costs
     draft = costs.draft if drafts.blocks and length else costs.draft * length
     columns = drafted if drafts.columns is None else round(drafts.columns[min(drafted, len(drafts.columns) - 1)])
-    return draft + verify_seconds(costs, 1 + columns)
+    return draft + costs.verify_seconds(1 + columns)
 
 
 def tree_columns(rounds: Sequence[Step], longest: int) -> tuple[float, ...] | None:

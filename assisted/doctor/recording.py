@@ -1,4 +1,4 @@
-"""Draft lengths to measure with: one that writes down what became of every round, and one that never drafts.
+"""A draft length to measure with: it writes down what became of every round.
 
 Knows lengths by their interface; nothing of models.
 """
@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ..drafts import Draft, Round
-from ..lengths.base import Costs, Length
+from ..lengths.base import Length
+from ..lengths.costs import Costs
 
-__all__ = ["Never", "Recorded", "Step"]
+__all__ = ["Recorded", "Step"]
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,3 @@ def _levels(draft: Draft) -> tuple[int, ...] | None:
         return None
     depths = draft.depths()[0, : int(draft.lengths[0])]
     return tuple(torch.bincount(depths, minlength=1)[1:].tolist())
-
-
-@dataclass(frozen=True)
-class Never:
-    """This package's loop without drafts: what is gained by the way passes are run, not by drafting."""
-
-    def start(self, earlier: Length | None = None) -> Length:
-        return _Nothing()
-
-
-class _Nothing(Length):
-    def budget(self, unfinished: Sequence[int]) -> int:
-        return 0

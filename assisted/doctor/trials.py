@@ -19,15 +19,15 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..bench.contestants import plain
 from ..drafters import ModelDrafter
-from ..drafters.trees import COLUMN, verify_seconds
-from ..lengths.base import Costs
+from ..lengths.costs import COLUMN, Costs
 from ..lengths.estimates import Curve
+from ..lengths.policies import Never
 from ..modeling import AssistedModelForCausalLM
 from .comparison import Comparison, Written, compare
 from .diagnosis import Settings
 from .forecast import Drafts, expect, marks, tree_columns
 from .passes import PassTimes, pass_times
-from .recording import Never, Recorded, Step
+from .recording import Recorded, Step
 
 __all__ = ["UNDRAFTED", "Found", "Race", "Trials", "context_of", "starts", "way"]
 
@@ -237,7 +237,7 @@ def _priced(policy: Recorded, passes: Costs) -> tuple[Drafts, float]:
     blocks = all(one.asked == 1 for one in later)
     draft = median(one.draft_seconds / one.asked for one in later)
     # a round judges and commits as well; and what else runs on a machine makes all of it slower at one time than at another
-    slower = median(one.verify_seconds / verify_seconds(passes, 1 + one.drafted) for one in later)
+    slower = median(one.verify_seconds / passes.verify_seconds(1 + one.drafted) for one in later)
     verify = tuple((columns, seconds * slower) for columns, seconds in passes.verify)
     firsts = [call[0] for call in policy.calls if call]
     read_prompt = median(one.draft_seconds - draft * one.asked for one in firsts)

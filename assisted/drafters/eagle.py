@@ -297,11 +297,10 @@ def _joined(blocks: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor,
         [start + column for start, count in zip(starts, counts, strict=True) for column in range(count)]
         for counts in rows
     ]
-    width = max(totals)
     if all(row == list(range(used)) for row in places):
         return features, totals
-    index = torch.tensor([row + [0] * (width - len(row)) for row in places], device=features.device)
-    return features.gather(1, index[:, :, None].expand(-1, -1, features.shape[-1])), totals
+    index = padded(places, features.device)[:, :, None]
+    return features.gather(1, index.expand(-1, -1, features.shape[-1])), totals
 
 
 def find_taps(model: PreTrainedModel, head: EagleHead) -> tuple[Layers, tuple[str, ...]]:

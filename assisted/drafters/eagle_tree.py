@@ -18,7 +18,7 @@ import torch
 
 from ..distribution import probabilities
 from ..drafts import Draft
-from ..engine.host import on_device
+from ..engine.host import filled, on_device
 from ..heads.runner import HeadRunner
 from ..lengths.rates import Rates
 from ..text import Text
@@ -137,14 +137,15 @@ def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates:
         width = max(map(len, reading))
         if width == 0 or levels == limits.depth or not length.another(levels):
             break
-        next_tokens = [
-            _filled([offered.tokens[node] for node in nodes], width)
-            for offered, nodes in zip(offers, reading, strict=True)
-        ]
-        parents = [
-            _filled([nodes.index(offered.parents[node]) for node in below], width)
-            for offered, nodes, below in zip(offers, above, reading, strict=True)
-        ]
+        next_tokens = filled(
+            [[offered.tokens[node] for node in nodes] for offered, nodes in zip(offers, reading, strict=True)]
+        )
+        parents = filled(
+            [
+                [nodes.index(offered.parents[node]) for node in below]
+                for offered, nodes, below in zip(offers, above, reading, strict=True)
+            ]
+        )
         if distribution.processors:
             read.add(next_tokens, parents)
         level = runner.level(next_tokens, parents, level)
@@ -153,9 +154,7 @@ def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates:
         return Grown(Draft.empty(text.rows, text.ids.device), [])
     worths = [[math.exp(offers[row].scores[node]) for node in offers[row].best] for row in text.unfinished]
     worth = [sum(of_rows) / len(worths) for of_rows in zip_longest(*worths, fillvalue=0.0)]
-    kept, costs = limits.nodes, length.costs
-    if limits.only_worthwhile:
-        kept = worthwhile(worth, costs, levels * costs.draft if costs else 0.0, limits.nodes)
+    kept = worthwhile(worth, length.costs, levels, limits.nodes) if limits.only_worthwhile else limits.nodes
     draft = drawn(
         [offered.tokens for offered in offers],
         [offered.parents for offered in offers],
@@ -227,7 +226,3 @@ class _Read:
             return Draft.empty(len(self.columns), self.device)
         both = on_device(self.columns, self.device)
         return Draft(both[:, 0], on_device([width] * len(self.columns), self.device), parents=both[:, 1])
-
-
-def _filled(values: list[int], width: int) -> list[int]:
-    return values + [0] * (width - len(values))

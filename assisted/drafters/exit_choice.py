@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 
+from ..lengths.faded import Faded
 from .chain import predicted_speedup
 
 __all__ = ["ExitChoice"]
@@ -32,8 +33,7 @@ class ExitChoice:
         self.count = count
         self.given = given
         self.layer = given or max(1, count // 4)
-        self.hits = [0.0] * count
-        self.trials = [0.0] * count
+        self.right = [Faded() for _ in range(count)]  # accepted tokens of each exit
         self.costs: tuple[tuple[int, float], ...] = ()  # replaced, not changed: another thread may be reading it
         self.drafted: float | None = None  # average draft length
         self.rounds = 0
@@ -56,9 +56,7 @@ class ExitChoice:
 
     def learn(self, layer: int, hits: float, trials: float) -> None:
         """`hits` of `trials` tokens of this exit were, or would have been, accepted."""
-        keep = 0.5 ** (trials / HALF_LIFE)
-        self.hits[layer] = keep * self.hits[layer] + hits
-        self.trials[layer] = keep * self.trials[layer] + trials
+        self.right[layer].add(hits, trials, keep=0.5 ** (trials / HALF_LIFE))
 
     def learn_cost(self, layer: int, cost: float) -> None:
         """A drafted token of this exit took the time of `cost` forward passes of the whole target."""
@@ -67,7 +65,7 @@ class ExitChoice:
 
     def acceptance(self, layer: int) -> float:
         """The estimated acceptance rate, 0.5 before any observation."""
-        return (self.hits[layer] + 1) / (self.trials[layer] + 2)
+        return self.right[layer].mean(0.5, strength=2)
 
     def cost(self, layer: int) -> float:
         """Estimated cost of a drafted token, in forward passes of the target.
@@ -98,7 +96,7 @@ class ExitChoice:
         if self.given is not None:
             return
         lengths = min(max(1, round(self.drafted)), budget), budget
-        known = [layer for layer in range(1, self.count) if self.trials[layer] >= BELIEVED]
+        known = [layer for layer in range(1, self.count) if self.right[layer].weight >= BELIEVED]
         best = max(known, key=lambda layer: self.speedup(layer, *lengths), default=self.layer)
         if self.speedup(best, *lengths) > MARGIN * self.speedup(self.layer, *lengths):
             self.layer = best
@@ -106,4 +104,4 @@ class ExitChoice:
     @property
     def hopeless(self) -> bool:
         """Whether no draft length gives a speedup with the layer in use. If it was chosen, this holds for all known layers."""
-        return self.trials[self.layer] >= JUDGED and self.speedup(self.layer) < 1
+        return self.right[self.layer].weight >= JUDGED and self.speedup(self.layer) < 1

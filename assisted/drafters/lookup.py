@@ -13,6 +13,7 @@ from ..drafts import Draft
 from ..engine.host import on_device
 from ..text import Text
 from .base import Call, Drafting
+from .trees import from_lists
 
 __all__ = ["Lookup", "Proposal", "as_draft"]
 
@@ -92,15 +93,9 @@ class Lookup(Drafting):
 
 def as_draft(proposals: list[Proposal], device: torch.device | str, expected: float | None = None) -> Draft:
     """Combine the proposals of all rows into one draft without q; a tree if any of them is one. expected: see `Draft`."""
-    width = max(len(proposal.tokens) for proposal in proposals)
-    if width == 0:
+    if not any(proposal.tokens for proposal in proposals):
         return Draft.empty(len(proposals), device)
-    blank = [0] * width
-    tokens = on_device([(p.tokens + blank)[:width] for p in proposals], device)
-    lengths = on_device([len(p.tokens) for p in proposals], device)
-    if all(p.parents is None for p in proposals):
-        return Draft(tokens, lengths, expected=expected)
-    above = [list(range(-1, len(p.tokens) - 1)) if p.parents is None else p.parents for p in proposals]
-    # filler is placed below the root, so that its position ids exist in every model
-    parents = on_device([(a + [-1] * width)[:width] for a in above], device)
-    return Draft(tokens, lengths, parents=parents, expected=expected)
+    tokens, parents = [p.tokens for p in proposals], None
+    if any(p.parents is not None for p in proposals):
+        parents = [list(range(-1, len(p.tokens) - 1)) if p.parents is None else p.parents for p in proposals]
+    return from_lists(tokens, parents, device, expected)

@@ -26,7 +26,7 @@ from ..lengths.base import DraftLength, Length
 from ..lengths.rates import Rates
 from ..text import Text
 from .base import Call, Drafter, Drafting, HeadSpec, Target
-from .trees import best_paths, worthwhile
+from .trees import best_paths, from_lists, worthwhile
 
 __all__ = ["Medusa", "MedusaDrafter"]
 
@@ -225,7 +225,7 @@ class MedusaDrafting(Drafting):
 
     def _tree(self, text: Text, logits: torch.Tensor) -> Draft:
         """A tree of the most probable paths for each unfinished row, of a worthwhile size. logits: [D, B, V] float32."""
-        drafter, costs, growing = self.drafter, self.call.length.costs, text.unfinished
+        drafter, growing = self.drafter, text.unfinished
         best, columns = logits.softmax(-1).topk(min(drafter.candidates, logits.shape[-1]))  # [D, B, k]
         best = best.cpu()
         sure, tokens = best.tolist(), drafter.heads.tokens(columns).tolist()
@@ -238,18 +238,10 @@ class MedusaDrafting(Drafting):
             self.guesses[row] = [Guesses(t[row], s[row]) for t, s in zip(tokens, sure, strict=True)]
             trees[row] = best_paths([level[row] for level in rates], limit)
         worth = [sum(of_rows) / len(growing) for of_rows in zip_longest(*(t.worth for t in trees), fillvalue=0.0)]
-        count = drafter.nodes or worthwhile(worth, costs, costs.draft if costs else 0.0, limit)
+        count = drafter.nodes or worthwhile(worth, self.call.length.costs, 1, limit)
         trees = [tree.cut(count) for tree in trees]
-        width = max(len(tree.parents) for tree in trees)
         chosen = [
             [tokens[depth - 1][row][rank] for depth, rank in zip(tree.depths, tree.ranks, strict=True)]
             for row, tree in enumerate(trees)
         ]
-        return Draft(
-            text.ids.new_tensor([row + [0] * (width - len(row)) for row in chosen]).view(text.rows, width),
-            text.ids.new_tensor([len(row) for row in chosen]),
-            parents=text.ids.new_tensor([[*t.parents, *[-1] * (width - len(t.parents))] for t in trees]).view(
-                text.rows, width
-            ),
-            expected=sum(worth[:count]),
-        )
+        return from_lists(chosen, [tree.parents for tree in trees], text.ids.device, sum(worth[:count]))

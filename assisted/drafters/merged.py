@@ -11,14 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from ..drafts import Draft, Round
+from ..engine.host import padded
 from ..lengths.base import DraftLength, Length
 from ..lengths.policies import Fixed
 from ..text import Text
 from .base import Call, Drafting, Target
 from .combined import Combined, CombinedDrafter, load_all
+from .trees import from_lists
 
 __all__ = ["Merged", "MergedDrafter", "merge"]
 
@@ -106,19 +107,12 @@ def merge(drafts: list[Draft]) -> Draft:
             tree.insert(draft, row, start)
         rows.append(tree)
     device = drafts[0].tokens.device
-
-    def columns(name: str, filler: int = 0) -> torch.Tensor:
-        """An attribute of the rows' trees, [B, n] int64."""
-        held = [torch.tensor(getattr(tree, name), dtype=torch.int64) for tree in rows]
-        return pad_sequence(held, batch_first=True, padding_value=filler).to(device)
-
-    tokens, parents, origins = columns("tokens"), columns("parents", -1), columns("origins")
-    lengths = torch.tensor([len(tree.tokens) for tree in rows], device=device)
+    merged = from_lists([row.tokens for row in rows], [row.parents for row in rows], device)
     if drafts[0].q is None:
-        return Draft(tokens, lengths, parents=parents)
+        return merged
     distributions = torch.cat([_distributions(draft, drafts[0].q) for draft in drafts], 1)
-    q = distributions.gather(1, origins[:, :, None].expand(-1, -1, distributions.shape[-1]))
-    return Draft(tokens, lengths, q, parents)
+    origins = padded([row.origins for row in rows], device)[:, :, None]
+    return replace(merged, q=distributions.gather(1, origins.expand(-1, -1, distributions.shape[-1])))
 
 
 @dataclass

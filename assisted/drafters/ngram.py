@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import ClassVar
 
+from ..lengths.faded import Faded
 from .base import Call, Drafter, Spec, Target
 from .lookup import NOTHING, Lookup, Proposal
 
@@ -133,8 +134,7 @@ class NGramDrafting(Lookup):
         self.indexes: dict[int, NGramIndex] = {}
         self.backoffs: dict[int, Backoff] = {}
         self.waiting: dict[int, tuple[int, list[int]]] = {}  # row -> n and the proposal, until it is judged
-        self.right = dict.fromkeys(range(spec.min_ngram, spec.max_ngram + 1), PRIOR / 2)
-        self.judged = dict.fromkeys(self.right, PRIOR)
+        self.right = {n: Faded(PRIOR / 2, PRIOR) for n in range(spec.min_ngram, spec.max_ngram + 1)}
 
     def read(self, row: int, tokens: list[int]) -> None:
         if row not in self.indexes:
@@ -154,7 +154,7 @@ class NGramDrafting(Lookup):
         n, start = found
         tokens = index.continuation(start, allowed)
         self.waiting[row] = n, tokens
-        rate = self.right[n] / self.judged[n]
+        rate = self.right[n].mean()
         return Proposal(tokens, sum(rate**depth for depth in range(1, allowed + 1)))
 
     def _learn(self, row: int, n: int, proposed: list[int], came: list[int]) -> None:
@@ -162,5 +162,4 @@ class NGramDrafting(Lookup):
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self.backoffs[row].learn(right)
         # tokens after the first wrong one, or after the end of the text, were not judged
-        self.right[n] = MEMORY * self.right[n] + right
-        self.judged[n] = MEMORY * self.judged[n] + min(right + 1, len(proposed), len(came))
+        self.right[n].add(right, min(right + 1, len(proposed), len(came)), MEMORY)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..distribution import probabilities
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
+from ..engine.host import padded
 from ..engine.runner import CachedModel
 from ..loading.vocabulary import Vocabulary
 from ..text import Text
@@ -23,6 +24,7 @@ from .base import Call
 from .chain import ChainDrafting
 from .model_drafter import ModelDrafter
 from .translation import TranslatedText, Translation
+from .trees import from_lists
 
 __all__ = ["TranslatedDrafter"]
 
@@ -150,8 +152,7 @@ class TranslatedDrafting(ChainDrafting):
             return Draft.empty(text.rows, text.ids.device)
         table, counts = torch.cat(written, 1).tolist(), torch.stack(lasting).sum(0).tolist()
         translated = [row.to_target(table[i][: counts[i]])[:budget] for i, row in enumerate(self.rows)]
-        lengths = torch.tensor([len(tokens) for tokens in translated], device=text.ids.device)
-        return Draft(_padded(translated).to(text.ids.device), lengths)
+        return from_lists(translated, None, text.ids.device)
 
     def _shared(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
         """[B, V'] draft logits -> [B, V] in the target's vocabulary, -inf for tokens that are not shared."""
@@ -211,7 +212,7 @@ class TranslatedDrafting(ChainDrafting):
         starts = zip(self.padding, self.held, behind, strict=True)
         cache.rewind([hidden + len(held) - count for hidden, held, count in starts])
         used = [0 if ended else count for count, ended in zip(behind, text.ended, strict=True)]
-        logits = runner(_padded(new), used=used)
+        logits = runner(padded(new, "cpu"), used=used)
         cache.commit(behind)
         return logits[torch.arange(text.rows), torch.tensor(behind) - 1]
 
@@ -222,12 +223,6 @@ class TranslatedDrafting(ChainDrafting):
         self.runner.cache.commit([1] * text.rows)
         self.fed.append(tokens)
         return logits
-
-
-def _padded(rows: list[list[int]]) -> torch.Tensor:
-    """Rows of different lengths as one tensor, [B, longest] int64, padded on the right."""
-    longest = max(map(len, rows))
-    return torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int64).view(len(rows), longest)
 
 
 class _Choice:

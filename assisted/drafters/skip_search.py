@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from ..lengths.faded import Faded
 from .chain import predicted_speedup
 
 __all__ = ["SkipSearch"]
@@ -42,8 +43,7 @@ class SkipSearch:
         self.skipped = frozenset(inner[(2 * part + 1) * len(inner) // (2 * count)] for part in range(count))
         self.gap = every
         self.rounds = 0
-        self.hits = 0.0
-        self.trials = 0.0
+        self.right = Faded()  # of the drafted tokens, those that were accepted
         self._random = random.Random(0)
         self._turn: list[int] = []
         self._changed = True
@@ -73,7 +73,7 @@ class SkipSearch:
         hits, current_hits: number of right tokens with the candidate and with the current set, of the same `tokens` ones.
         """
         level = (current_hits + 1) / (tokens + 2)
-        if self.trials >= tokens:  # the drafts of many rounds are more reliable than one window
+        if self.right.weight >= tokens:  # the drafts of many rounds are more reliable than one window
             level = self.acceptance
         changed = min(max(level + (hits - current_hits) / tokens, 0.0), 1.0)
         now = predicted_speedup(level, self.cost(self.skipped))
@@ -84,19 +84,17 @@ class SkipSearch:
             better = changed > level or (changed == level and len(candidate) < len(self.skipped))
         if better:
             self.skipped = candidate
-            self.hits += self.trials * (changed - level)
+            self.right.add(self.right.weight * (changed - level), weight=0)
             self._changed = True
 
     def learn(self, hits: float, trials: float) -> None:
         """`hits` of `trials` drafted tokens were accepted."""
-        keep = 0.5 ** (trials / HALF_LIFE)
-        self.hits = keep * self.hits + hits
-        self.trials = keep * self.trials + trials
+        self.right.add(hits, trials, keep=0.5 ** (trials / HALF_LIFE))
 
     @property
     def acceptance(self) -> float:
         """The estimated acceptance rate of the current set, 0.5 before any observation."""
-        return min(max((self.hits + 1) / (self.trials + 2), 0.0), 1.0)
+        return min(max(self.right.mean(0.5, strength=2), 0.0), 1.0)
 
     def cost(self, skipped: frozenset[int]) -> float:
         """Cost of a token drafted without these sublayers, in forward passes of the target, if reading weights dominates."""
@@ -105,4 +103,4 @@ class SkipSearch:
     @property
     def hopeless(self) -> bool:
         """Whether no draft length gives a speedup with the current set."""
-        return self.trials >= JUDGED and predicted_speedup(self.acceptance, self.cost(self.skipped)) < 1
+        return self.right.weight >= JUDGED and predicted_speedup(self.acceptance, self.cost(self.skipped)) < 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..drafts import Draft, Round
+from ..lengths.faded import Faded
 from ..text import Text
 from .base import Call, Drafter, Spec, Target
 from .lookup import NOTHING, Lookup, Proposal
@@ -196,7 +197,7 @@ class SuffixDrafting(Lookup):
         self.makes_trees = self.spec.tree and call.target.masks.trees
         self.rows: dict[int, _Row] = {}
         self.waiting: dict[int, Continuation] = {}  # by row, until it is judged
-        self.promised, self.came = PRIOR, PRIOR / 2
+        self.kept = Faded(PRIOR / 2, PRIOR)  # accepted tokens, of those that the counts predicted
         self.text: Text | None = None
 
     def read(self, row: int, tokens: list[int]) -> None:
@@ -207,8 +208,7 @@ class SuffixDrafting(Lookup):
             self.rows[row].own.append(token)
         if row in self.waiting:
             proposed = self.waiting.pop(row)
-            self.promised = MEMORY * self.promised + proposed.expected
-            self.came = MEMORY * self.came + proposed.matches(tokens)
+            self.kept.add(proposed.matches(tokens), proposed.expected, MEMORY)
 
     def look_up(self, row: int, budget: int) -> Proposal:
         state = self.rows[row]
@@ -221,7 +221,7 @@ class SuffixDrafting(Lookup):
         if not found.tokens:
             return NOTHING
         self.waiting[row] = found
-        expected = found.expected * min(1.0, self.came / self.promised)
+        expected = found.expected * min(1.0, self.kept.mean())
         return Proposal(found.tokens, expected, found.parents if self.makes_trees else None)
 
     def propose(self, text: Text, budget: int) -> Draft:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,13 +14,10 @@ from itertools import accumulate
 import torch
 
 from ..drafts import Draft
-from ..engine.host import on_device
-from ..lengths.base import Costs
+from ..engine.host import on_device, padded
+from ..lengths.costs import COLUMN, UNMEASURED, Costs
 
-__all__ = ["COLUMN", "Tree", "best_first", "best_paths", "drawn", "top_nodes", "verify_seconds", "worthwhile"]
-
-COLUMN = 0.02
-"""Assumed cost of one more column, as a share of a forward pass over one column, until it has been measured."""
+__all__ = ["COLUMN", "Tree", "best_first", "best_paths", "drawn", "from_lists", "top_nodes", "worthwhile"]
 
 
 def top_nodes(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tensor, count: int | torch.Tensor) -> Draft:
@@ -58,58 +54,50 @@ def drawn(
 
     tokens, parents: by row, as in `top_nodes`. chosen: indices of candidates, by row, parents first.
     """
-    lengths = [len(nodes) for nodes in chosen]
-    width = max(lengths)
-    columns: tuple[list[list[int]], list[list[int]]] = [], []
+    above = []
     for row, nodes in enumerate(chosen):
         column_of = {node: column for column, node in enumerate(nodes)}
-        filler = width - len(nodes)
-        columns[0].append([tokens[row][node] for node in nodes] + [0] * filler)
-        columns[1].append([column_of.get(parents[row][node], -1) for node in nodes] + [-1] * filler)
-    both = on_device(columns, device).long()  # empty lists make a float tensor
-    return Draft(both[0], on_device(lengths, device), parents=both[1])
+        above.append([column_of.get(parents[row][node], -1) for node in nodes])
+    return from_lists([[row[node] for node in nodes] for row, nodes in zip(tokens, chosen, strict=True)], above, device)
 
 
-def worthwhile(path_probabilities: Sequence[float], costs: Costs | None, draft_seconds: float, limit: int) -> int:
+def from_lists(
+    tokens: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int]] | None,
+    device: torch.device | str,
+    expected: float | None = None,
+) -> Draft:
+    """A draft without q from lists by row. tokens, parents: of the nodes, see `Draft`; chains have no parents."""
+    return Draft(
+        tokens=padded(tokens, device),
+        lengths=on_device([len(row) for row in tokens], device),
+        parents=None if parents is None else padded(parents, device, -1),  # filler is placed below the root
+        expected=expected,
+    )
+
+
+def worthwhile(path_probabilities: Sequence[float], costs: Costs | None, forwards: int, limit: int) -> int:
     """How many nodes to propose: the number N with the most expected tokens per second,
 
-        (1 + p_1 + ... + p_N) / (draft_seconds + v(N + 1)),    where v(n) is the time of a forward pass over n columns.
+        (1 + p_1 + ... + p_N) / (forwards * d + v(N + 1)),
 
-    A node is accepted if its whole path is. So the expected number of accepted tokens is the sum of the path probabilities.
+    where v(n) is the time of the target's forward pass over n columns and d that of one of the draft's. A node is accepted
+    if its whole path is. So the expected number of accepted tokens is the sum of the path probabilities.
 
     Args:
         path_probabilities: of the nodes, best first; means over the rows of a batch.
-        costs: measured costs (`Length.costs`). None, before the first measurement, assumes that each further column adds COLUMN
-            of a forward pass and that drafting takes no time.
-        draft_seconds: time of drafting, which does not depend on how many nodes are kept.
+        costs: measured costs (`Length.costs`); None, before the first measurement, is `UNMEASURED`.
+        forwards: the draft's forward passes, which do not depend on how many nodes are kept.
         limit: maximum number of nodes, at least 0.
     """
+    costs = costs or UNMEASURED
+    draft_seconds = forwards * costs.draft
     best, best_rate = 0, 0.0
-    if costs is None:
-        draft_seconds = 0.0
     for nodes, tokens in enumerate(accumulate(path_probabilities[:limit], initial=1.0)):
-        rate = tokens / (draft_seconds + verify_seconds(costs, nodes + 1))
+        rate = tokens / (draft_seconds + costs.verify_seconds(nodes + 1))
         if rate > best_rate:
             best, best_rate = nodes, rate
     return best
-
-
-def verify_seconds(costs: Costs | None, columns: int) -> float:
-    """Seconds of a forward pass of the target over `columns` columns, by linear inter- and extrapolation of measurements.
-
-    costs: if None, the result is in forward passes over one column, see COLUMN.
-    """
-    if costs is None:
-        return 1 + COLUMN * (columns - 1)
-    known = costs.verify
-    at = bisect_left(known, columns, key=lambda pair: pair[0])
-    if at < len(known) and known[at][0] == columns:
-        return known[at][1]
-    if len(known) == 1:
-        return known[0][1] * (1 + COLUMN * (columns - known[0][0]))
-    at = min(max(at, 1), len(known) - 1)
-    (left, low), (right, high) = known[at - 1 : at + 1]
-    return low + (high - low) * (columns - left) / (right - left)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["on_device", "padded", "pinned"]
+__all__ = ["filled", "on_device", "padded", "pinned"]
 
 
 def on_device(values: Any, device: torch.device | str) -> torch.Tensor:
@@ -26,7 +26,12 @@ def pinned(values: Any, device: torch.device | str) -> torch.Tensor:
     return torch.tensor(values, pin_memory=torch.device(device).type == "cuda")
 
 
-def padded(rows: Sequence[Sequence[int]], device: torch.device | str) -> torch.Tensor:
-    """Rows of any length as [B, longest] int64, filled up with 0."""
+def padded(rows: Sequence[Sequence[int]], device: torch.device | str, filler: int = 0) -> torch.Tensor:
+    """Rows of any length as [B, longest] int64, filled up on the right."""
+    return on_device(filled(rows, filler), device).long()  # without a single number, `torch.tensor` makes float32
+
+
+def filled(rows: Sequence[Sequence[int]], filler: int = 0) -> list[list[int]]:
+    """The same as lists."""
     width = max(map(len, rows))
-    return on_device([[*row, *[0] * (width - len(row))] for row in rows], device)
+    return [[*row, *[filler] * (width - len(row))] for row in rows]

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from ..drafts import Round
-from .base import Costs, Length
+from .base import Length
+from .costs import COLUMN, Costs
 from .estimates import MEMORY, Curve, Known, confidence_bin
+from .faded import Faded
 
 __all__ = ["Adaptive"]
 
@@ -29,7 +31,6 @@ _LOCAL = 0.9  # a round: what a row's tokens took lately, some ten rounds
 _LOST = 0.02  # a row whose draft still stands with no more than this probability proposes nothing
 _DRAFT = 0.15  # guess of a forward of the draft in passes of the target, until one was measured
 _FORWARD = 0.5  # of what each further one adds, as a share of the first, which also reads what was committed
-_COLUMN = 0.02  # and of what a column adds to a pass
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class _Adaptive(Length):
         costs = policy.costs
         self.known: Known = (
             Known(
-                verify=Curve(policy.maximum + 1, _COLUMN, dict(costs.verify) if costs else None, one_apart=True),
+                verify=Curve(policy.maximum + 1, COLUMN, dict(costs.verify) if costs else None, one_apart=True),
                 draft=Curve(policy.maximum, _FORWARD, {1: costs.draft, 2: 2 * costs.draft} if costs else None),
                 credit=_COLD_CREDIT,
                 pause=_PAUSE,
@@ -81,7 +82,7 @@ class _Adaptive(Length):
             if earlier is None
             else earlier.known.copy()
         )
-        self.local: dict[int, tuple[float, float]] = {}  # by row: tokens and seconds of its last rounds
+        self.local: dict[int, Faded] = {}  # by row: seconds of a token in its last rounds
         self.unfinished: Sequence[int] = ()  # rows of the round that is on
         self.drawn = False  # drafted tokens are drawn, as `go_on` was told last
         self.sized_by_drafter = False
@@ -192,12 +193,11 @@ class _Adaptive(Length):
         plain, cost = known.verify.at(1), known.verify.at(1 + drafted)
         if drafting:
             cost += self._draft_cost()
-        shorter = (1 - MEMORY) / (1 - _LOCAL)
         for row in rows:
-            tokens, seconds = self.local.get(row, (known.tokens * shorter, known.seconds * shorter))
-            self.local[row] = (tokens * _LOCAL + round.kept[row], seconds * _LOCAL + cost)
-        known.tokens = known.tokens * MEMORY + committed
-        known.seconds = known.seconds * MEMORY + cost
+            if row not in self.local:  # it begins with the pace of as many rounds as it remembers
+                self.local[row] = known.pace.copy((1 - MEMORY) / (1 - _LOCAL))
+            self.local[row].add(cost, round.kept[row], _LOCAL)
+        known.pace.add(cost, committed, MEMORY)
         if drafting and known.draft.seconds:
             margin = self.policy.margin if drafted or self.asked else 1.0  # a look that found nothing
             self._settle(self._earned(committed, len(rows)) - margin * cost / plain, cost / plain - 1)
@@ -212,8 +212,8 @@ class _Adaptive(Length):
         known = self.known
         if not known.verify.seconds:
             return 1.0
-        tokens, seconds = self.local.get(row, (known.tokens, known.seconds))
-        return min(known.verify.at(1), seconds / tokens) if tokens else known.verify.at(1)
+        plain, pace = known.verify.at(1), self.local.get(row, known.pace)
+        return min(plain, pace.mean()) if pace.weight else plain
 
     def _enter(self) -> None:
         """Begin a draft."""
@@ -295,7 +295,7 @@ class _Adaptive(Length):
     def _rate(self) -> float:
         """Tokens a second and row of the recent past; at least what plain decoding makes."""
         known = self.known
-        return max(1 / known.verify.at(1), known.tokens / known.seconds if known.seconds else 0.0)
+        return max(1 / known.verify.at(1), known.pace.weight / known.pace.total if known.pace.total else 0.0)
 
     def _pays(
         self, position: int, gains: dict[int, float], drafting: bool = False, follow: float | None = None

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from .base import Costs
+from .costs import Costs
+from .faded import Faded
 
 __all__ = ["MEMORY", "Curve", "Known", "Reliability", "confidence_bin"]
 
@@ -151,11 +152,12 @@ class Reliability:
 
     def __init__(self) -> None:
         self.round = 0
-        self.cells: dict[Any, tuple[float, float, int]] = {}
+        self.cells: dict[Any, tuple[Faded, int]] = {}
 
     def copy(self) -> Reliability:
         other = Reliability()
-        other.round, other.cells = self.round, self.cells.copy()
+        other.round = self.round
+        other.cells = {key: (seen.copy(), changed) for key, (seen, changed) in self.cells.items()}
         return other
 
     def accept(self, bin: int, position: int, sampled: bool = False) -> float:
@@ -196,14 +198,13 @@ class Reliability:
         cell = self.cells.get(key)
         if cell is None:
             return above
-        accepted, seen, changed = cell
-        fade = MEMORY ** (self.round - changed)
-        return (accepted * fade + weight * above) / (seen * fade + weight)
+        seen, changed = cell
+        return seen.mean(above, weight, MEMORY ** (self.round - changed))
 
     def _add(self, key: Any, value: float) -> None:
-        accepted, seen, changed = self.cells.get(key, (0.0, 0.0, self.round))
-        fade = MEMORY ** (self.round - changed)
-        self.cells[key] = accepted * fade + value, seen * fade + 1, self.round
+        seen, changed = self.cells.get(key) or (Faded(), self.round)
+        seen.add(value, 1.0, MEMORY ** (self.round - changed))
+        self.cells[key] = seen, self.round
 
 
 @dataclass
@@ -219,7 +220,7 @@ class Known:
         reliability: of drafted tokens.
         asks: whether the drafter asks before every token; None before its first draft.
         nodes: columns that a block has for each token of its depth, 1 for chains.
-        tokens, seconds: committed a row, and what that took by the costs, in the recent past.
+        pace: seconds of a committed token of each row in the recent past, by the costs.
         rounds, plain_at: rounds so far, and the last of them that was plain.
     """
 
@@ -231,8 +232,7 @@ class Known:
     reliability: Reliability = field(default_factory=Reliability)
     asks: bool | None = None
     nodes: float = 1.0
-    tokens: float = 0.0
-    seconds: float = 0.0
+    pace: Faded = field(default_factory=Faded)
     rounds: int = 0
     plain_at: int = 0
 
@@ -243,6 +243,7 @@ class Known:
             verify=self.verify.copy(),
             draft=self.draft.copy(),
             reliability=self.reliability.copy(),
+            pace=self.pace.copy(),
         )
 
     def costs(self) -> Costs | None:
@@ -253,9 +254,9 @@ class Known:
 
     def speedup(self) -> float | None:
         """Of the recent past against plain decoding, by the costs; None while they are not known."""
-        if not self.draft.seconds or not self.seconds:
+        if not self.draft.seconds or not self.pace.total:
             return None
-        return self.tokens / self.seconds * self.verify.at(1)
+        return self.pace.weight / self.pace.total * self.verify.at(1)
 
 
 def _prior(bin: int, sampled: bool) -> float:

@@ -13,7 +13,7 @@ import torch
 from ..drafts import Round
 from .base import Length
 
-__all__ = ["AdaEDL", "Confidence", "Fixed", "Heuristic"]
+__all__ = ["AdaEDL", "Confidence", "Fixed", "Heuristic", "Never"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,16 @@ class Fixed:
 
     def start(self, earlier: Length | None = None) -> Length:
         """The policy at work: see `DraftLength.start`."""
-        return _Fixed(self)
+        return _Fixed(self.tokens)
+
+
+@dataclass(frozen=True)
+class Never:
+    """Never draft: this package's loop alone, to measure how much faster its forward passes are without drafting."""
+
+    def start(self, earlier: Length | None = None) -> Length:
+        """The policy at work: see `DraftLength.start`."""
+        return _Fixed(0)
 
 
 @dataclass(frozen=True)
@@ -129,11 +138,11 @@ class AdaEDL:
 
 
 class _Fixed(Length):
-    def __init__(self, policy: Fixed):
-        self.policy = policy
+    def __init__(self, tokens: int):
+        self.tokens = tokens
 
     def budget(self, unfinished: Sequence[int]) -> int:
-        return self.policy.tokens
+        return self.tokens
 
 
 class _Confidence(Length):

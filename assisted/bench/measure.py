@@ -1,12 +1,13 @@
 """The whole measurement in one call: load a pair, choose who takes part, race at every batch size and context, sum up.
 
-Knows the parts of the protocol and in which order they come. Nothing of how the result is shown.
+Knows the parts of the protocol and their order; for the demo, which of them are left out. Nothing of how the result is shown.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -22,15 +23,15 @@ from ..modeling import AssistedModelForCausalLM
 from . import contestants as who
 from . import grown
 from . import prompts as texts
-from .contestants import Contestant
+from .clock import Progress, silent
+from .contestants import Contestant, of_model
 from .grown_head import shipped_head
 from .prompts import Batch, Prompt
 from .protocol import Measured, Rules, race, require_room, stream
-from .results import Point, Result, Row, machine, summed_up
+from .results import Point, Result, Row, machine, place, summed_up
 
-__all__ = ["default_drafts", "fastest", "load", "measure", "pad_token", "point", "quickest", "transformers_assisted"]
+__all__ = ["brief", "default_drafts", "fastest", "load", "measure", "pad_token", "point", "transformers_assisted"]
 
-Progress = Callable[[str, float], None]
 HEAT_BATCHES = 2  # that transformers' settings are tried on, at least
 _TEXT_ALONE = ("suffix", "ngram", "recycle")
 _OWN_PARTS = ("early-exit", "layer-skip")
@@ -47,7 +48,7 @@ def measure(
     batch: Sequence[int] = (1,),
     context: Sequence[int] = (),
     compiled: bool = True,
-    progress: Progress = lambda what, share: None,
+    progress: Progress = silent,
     **kwargs: Any,
 ) -> Result:
     """Measure what drafting is worth: plain `generate`, transformers' own drafting, and drafters of this package.
@@ -86,12 +87,8 @@ def measure(
     for length in lengths or [None]:
         brought = found if length is None else texts.at_length(found, tokenizer, length)
         for rows in sorted(batch):
-            at = "" if len(batch) * max(1, len(context)) == 1 else f"{_place(rows, length)}: "
-
-            def said(what: str, share: float, at: str = at) -> None:
-                progress(at + what, share)
-
-            measured = point(pair, plain, others, own, brought, rules, rows, said)
+            at = "" if len(batch) * max(1, len(context)) == 1 else f"{place(rows, length)}: "
+            measured = point(pair, plain, others, own, brought, rules, rows, _after(at, progress))
             points.append(replace(measured, context=length))
     about = machine(pair.target.device, pair.target.dtype)
     return Result(target, name, rules, texts.sources(found), tuple(points), about)
@@ -105,7 +102,7 @@ def point(
     prompts: Sequence[Prompt],
     rules: Rules,
     batch: int = 1,
-    progress: Progress = lambda what, share: None,
+    progress: Progress = silent,
 ) -> Point:
     """One race: plain decoding, the fastest of transformers' settings, and whoever else takes part.
 
@@ -121,32 +118,71 @@ def point(
     batches = texts.batches(prompts, batch, pad)
     if not all(one.counted for one in plain):
         torch._dynamo.reset()  # what was compiled for other shapes counts against a limit
-    best, heat = quickest(pair, plain[0], others, batches, rules, progress) if others else ([], ())
+    best, heat = _quickest(pair, plain[0], others, batches, rules, progress) if others else ([], ())
     measured = race(pair.target, [*plain, *best, *own], batches, rules, pad, progress)
     stream(pair.target, measured, batches, rules, pad, progress)
     baseline, rows = summed_up(measured, batches, rules.greedy)
     return Point(batch, None, baseline, rows, heat)
 
 
-def quickest(
+def brief(
+    pair: AssistedModelForCausalLM,
+    prompts: int = 5,
+    new_tokens: int = 48,
+    repeats: int = 5,
+    seconds: float = 36.0,
+    progress: Progress = silent,
+    also: Mapping[str, AssistedModelForCausalLM] | None = None,
+) -> Result:
+    """Decode held-out code at temperature 0: plainly, by transformers' own drafting, and by the pair. In half a minute, for
+    the demo.
+
+    Unlike in `measure`, plain `generate` takes part in its usual mode alone, not compiled. transformers drafts with the same
+    model, or with the prompt if there is none. Nothing is streamed.
+
+    Args:
+        pair: with its tokenizer.
+        prompts: functions to complete.
+        new_tokens: of each.
+        repeats: timed repeats, at most.
+        seconds: for everything: no repeat begins that would end later. One is always made.
+        progress: called with what is being done and the share of it that is done.
+        also: further pairs of the same target, by the name of their row.
+
+    Raises ValueError where there are not enough prompts, ModuleNotFoundError without the held-out text.
+    """
+    started = time.perf_counter()
+    rules = Rules(new_tokens, repeats, seconds=seconds)
+    found = texts.read(["code"], pair.tokenizer, prompts)
+    batches = texts.batches(found)
+    plain = who.plain(pair.target, compiled=False)
+    tried = transformers_assisted(pair) or who.lookups(pair.target)
+    best, heat = _quickest(pair, plain[0], tried, batches, rules, progress)
+    own = [of_model("assisted", pair), *(of_model(name, model) for name, model in (also or {}).items())]
+    left = replace(rules, seconds=seconds - (time.perf_counter() - started))
+    measured = race(pair.target, [*plain, *best, *own], batches, left, pad_token(pair.tokenizer), progress)
+    baseline, rows = summed_up(measured, batches, rules.greedy)
+    about = machine(pair.target.device, pair.target.dtype)
+    points = (Point(1, None, baseline, rows, heat),)
+    return Result(pair.target.name_or_path, None, rules, texts.sources(found), points, about)
+
+
+def _quickest(
     pair: AssistedModelForCausalLM,
     plain: Contestant,
     tried: Sequence[Contestant],
     batches: list[Batch],
     rules: Rules,
-    progress: Progress = lambda what, share: None,
+    progress: Progress,
 ) -> tuple[list[Contestant], tuple[Row, ...]]:
     """A short race over some of the batches: of every family the fastest contestant, and the rows of all.
 
     pair: whose target decodes. plain: what all are compared with. tried: who takes part. rules, progress: as for `race`.
     """
     some = _some(batches)
-    brief = replace(rules, repeats=1, seconds=None)
-
-    def said(what: str, share: float) -> None:
-        progress(f"transformers' settings, {what}", share)
-
-    measured = race(pair.target, [plain, *tried], some, brief, pad_token(pair.tokenizer), said)
+    short = replace(rules, repeats=1, seconds=None)
+    said = _after("transformers' settings, ", progress)
+    measured = race(pair.target, [plain, *tried], some, short, pad_token(pair.tokenizer), said)
     return fastest(measured[1:]), summed_up(measured, some, rules.greedy)[1]
 
 
@@ -263,8 +299,9 @@ def _some(batches: list[Batch]) -> list[Batch]:
     return [*firsts, *more[: max(0, HEAT_BATCHES - len(firsts))]]
 
 
-def _place(rows: int, length: int | None) -> str:
-    return f"batch {rows}" + ("" if length is None else f", context {length}")
+def _after(before: str, progress: Progress) -> Progress:
+    """The same progress, with something in front of what it says."""
+    return lambda what, share: progress(before + what, share)
 
 
 def _is_installed(module: str) -> bool:

@@ -30,7 +30,7 @@ def pictures(result: Result) -> list[tuple[str, str]]:
     """
     matplotlib = require_matplotlib()
     main = result.points[0]
-    ran = [row for row in main.rows if row.error is None]
+    ran = main.ran
     tall = LINE * len(ran) + MARGIN
     wanted: list[tuple[str, float, Callable[[Any], None]]] = [
         (f"Times plain (1.00 is {main.baseline})", tall, lambda axes: _speedups(axes, ran)),
@@ -151,11 +151,10 @@ def _sweep(points: Sequence[Point], name: str, words: str) -> Callable[[Any], No
         places = [getattr(point, name) for point in points]
         rows: dict[str, list[tuple[int, Row]]] = {}
         for place, point in zip(places, points, strict=True):
-            for row in point.rows:
-                # transformers' fastest setting may be another one at every place
+            for row in point.ran:
+                # transformers' fastest setting may be another one at every point
                 title = row.name if row.family in FAMILIES else row.family
-                if row.error is None:
-                    rows.setdefault(title, []).append((place, row))
+                rows.setdefault(title, []).append((place, row))
         axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
         for number, (title, found) in enumerate(rows.items()):
             intervals = [row.speedup for _, row in found if row.speedup is not None]

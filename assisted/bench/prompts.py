@@ -61,6 +61,10 @@ class Batch:
     ids: torch.Tensor
     attention_mask: torch.Tensor
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        return Batch(self.category, self.ids.to(device), self.attention_mask.to(device))
+
 
 def read(names: Sequence[str], tokenizer: Any, count: int, tokens: tuple[int, int] = PROMPT_TOKENS) -> list[Prompt]:
     """Prompts of every set, `count` of each category, always the same ones.

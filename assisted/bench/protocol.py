@@ -10,22 +10,21 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..report import Report
+from .clock import FirstToken, Progress, now, silent, turns
 from .contestants import Contestant
 from .prompts import Batch
 
 __all__ = ["Measured", "Rules", "race", "require_room", "stream"]
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -107,35 +106,60 @@ def race(
     batches: Sequence[Batch],
     rules: Rules,
     pad: int = 0,
-    progress: Progress = lambda what, share: None,
+    progress: Progress = silent,
 ) -> list[Measured]:
-    """Let all contestants decode all batches. One that raises is out, with its error; the others go on.
+    """Let all contestants decode all batches in turns. One that raises is out, with its error; the others go on.
 
-    One round warms up and counts passes; the others are timed. In these everybody takes a turn at each batch, and who begins
-    changes.
+    One repeat over the batches warms up and counts forward passes; the others are timed.
 
     Args:
-        target: whose passes are counted, and whose device is waited for.
+        target: whose forward passes are counted, and whose device is waited for.
         rules: tokens, repeats, temperature.
         pad: the token that pads rows.
-        progress: told what is being done and the share of it that is done, in [0, 1].
+        progress: called with what is being done and the share of it that is done, in [0, 1].
 
     Raises ValueError for a batch that the target's context has no room for.
     """
-    runner = _Runner(target, rules, pad, [_on(batch, target.device) for batch in batches])
-    deadline = None if rules.seconds is None else time.perf_counter() + rules.seconds
+    started = time.perf_counter()
+    runner = _Runner(target, rules, pad, batches)
     entries = [Measured(contestant) for contestant in contestants]
     with _quiet():
         for number, one in enumerate(entries):
-            with _out_if_it_raises(one):
-                runner.warm_up(one)
+            _unless_out(one, runner.warm_up)
             progress("warming up", (number + 1) / len(entries))
         gc.collect()
-        _timed_rounds(runner, entries, deadline, progress)
+        running = _running(entries)
+        for one in running:
+            if one.contestant.model is not None:
+                one.contestant.model.reset_totals()
+        seconds = None if rules.seconds is None else rules.seconds - (time.perf_counter() - started)
+        measuring = partial(progress, "measuring")
+        for one, place, repeat in turns(running, len(batches), rules.repeats, seconds, measuring):
+            _unless_out(one, runner.timed, place, repeat)
     for one in _running(entries):
         if one.contestant.model is not None:
             one.report = one.contestant.model.totals
     return entries
+
+
+def stream(
+    target: PreTrainedModel,
+    entries: Sequence[Measured],
+    batches: Sequence[Batch],
+    rules: Rules,
+    pad: int = 0,
+    progress: Progress = silent,
+    repeats: int = 1,
+) -> None:
+    """Let those that got through a race decode once more, to see when the first token comes and how much memory is taken.
+
+    entries: what `race` returned; they are added to. repeats: over all batches. target, batches, rules, pad, progress: as for
+    `race`.
+    """
+    runner = _Runner(target, rules, pad, batches)
+    with _quiet():
+        for one, place, _ in turns(_running(entries), len(batches), repeats, None, partial(progress, "first tokens")):
+            _unless_out(one, runner.stream, place)
 
 
 def require_room(target: PreTrainedModel, longest: int, rules: Rules) -> None:
@@ -148,75 +172,28 @@ def require_room(target: PreTrainedModel, longest: int, rules: Rules) -> None:
         )
 
 
-def stream(
-    target: PreTrainedModel,
-    entries: Sequence[Measured],
-    batches: Sequence[Batch],
-    rules: Rules,
-    pad: int = 0,
-    progress: Progress = lambda what, share: None,
-) -> None:
-    """One more round for those that got through a race, to see when the first token comes and how much memory is taken.
-
-    entries: what `race` returned; they are added to. target, batches, rules, pad, progress: as for `race`.
-    """
-    runner = _Runner(target, rules, pad, [_on(batch, target.device) for batch in batches])
-    with _quiet():
-        for place in range(len(batches)):
-            for one in _running(entries):
-                with _out_if_it_raises(one):
-                    runner.stream(one, place)
-            progress("first tokens", (place + 1) / len(batches))
-
-
-def _timed_rounds(runner: _Runner, entries: list[Measured], deadline: float | None, progress: Progress) -> None:
-    order = _running(entries)
-    for one in order:
-        if one.contestant.model is not None:
-            one.contestant.model.reset_totals()
-    took = 0.0
-    for repeat in range(runner.rules.repeats):
-        started = time.perf_counter()
-        if deadline is not None and repeat and started + took > deadline:
-            return
-        for one in order:
-            one.seconds.append([])
-        for place in range(len(runner.batches)):
-            for one in order:
-                with _out_if_it_raises(one):
-                    runner.timed(one, place, repeat)
-            order = _running(order[1:] + order[:1])
-            progress("measuring", (repeat + (place + 1) / len(runner.batches)) / runner.rules.repeats)
-        took = time.perf_counter() - started
-
-
 class _Runner:
     """Calls contestants, on batches that lie where the target lies."""
 
-    def __init__(self, target: PreTrainedModel, rules: Rules, pad: int, batches: list[Batch]):
+    def __init__(self, target: PreTrainedModel, rules: Rules, pad: int, batches: Sequence[Batch]):
         self.target = target
         self.rules = rules
-        self.batches = batches
+        self.batches = [batch.to(target.device) for batch in batches]
         self.call = rules.call(pad)
         require_room(target, max(batch.ids.shape[1] for batch in batches), rules)
 
     def warm_up(self, one: Measured) -> None:
-        """A round that counts passes; and another one for pairs, whose fast paths a hook keeps them off."""
+        """A repeat that counts forward passes, and another one for pairs: a hook keeps them off their fast paths."""
         counter = _Counter()
-        hooks = []
-        if one.contestant.counted:
-            hooks.append(self.target.register_forward_pre_hook(counter, with_kwargs=True))
+        counted = one.contestant.counted
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
+            with self.target.register_forward_pre_hook(counter, with_kwargs=True) if counted else nullcontext():
                 self.every_batch(one, counter.begin)
-            finally:
-                for hook in hooks:
-                    hook.remove()
             if one.contestant.model is not None:
                 self.every_batch(one)
         one.warned = next((str(warning.message) for warning in caught if "plainly" in str(warning.message)), None)
-        if hooks:
+        if counted:
             one.passes, one.drafted = counter.passes, counter.drafted
 
     def every_batch(self, one: Measured, begin: Callable[[int], None] = lambda prompt: None) -> None:
@@ -228,9 +205,12 @@ class _Runner:
                 raise ValueError(f"wrote {min(wrote)} tokens where {self.rules.new_tokens} were asked for")
 
     def timed(self, one: Measured, place: int, repeat: int) -> None:
-        started = self.now()
+        started = now(self.target.device)
         rows = self.run(one, place, seed=1000 * (repeat + 1) + place)
-        one.seconds[-1].append(self.now() - started)
+        took = now(self.target.device) - started
+        if place == 0:
+            one.seconds.append([])
+        one.seconds[-1].append(took)
         if repeat == 0:
             one.tokens += rows
 
@@ -241,7 +221,7 @@ class _Runner:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
-        streamer = _FirstToken(self.now())
+        streamer = FirstToken(device)
         self.run(one, place, seed=place, streamer=streamer)
         one.first_token.append(streamer.seconds)
         if device.type == "cuda":
@@ -253,11 +233,6 @@ class _Runner:
         torch.manual_seed(self.rules.seed + seed)
         output = one.contestant.generate(batch.ids, attention_mask=batch.attention_mask, **self.call, **more)
         return output[:, batch.ids.shape[1] :].tolist()
-
-    def now(self) -> float:
-        if self.target.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter()
 
 
 class _Counter:
@@ -277,35 +252,16 @@ class _Counter:
         self.known = 1
 
 
-class _FirstToken(BaseStreamer):
-    """Looks at the clock when the first token comes; what comes before it is the prompt."""
-
-    def __init__(self, started: float):
-        self.started = started
-        self.seconds = float("nan")
-        self.pieces = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.pieces += 1
-        if self.pieces == 2:
-            self.seconds = time.perf_counter() - self.started
-
-    def end(self) -> None:
-        pass
-
-
-def _on(batch: Batch, device: torch.device) -> Batch:
-    return Batch(batch.category, batch.ids.to(device), batch.attention_mask.to(device))
-
-
 def _running(entries: Sequence[Measured]) -> list[Measured]:
     return [one for one in entries if one.error is None]
 
 
-@contextmanager
-def _out_if_it_raises(one: Measured) -> Iterator[None]:
+def _unless_out(one: Measured, step: Callable[..., None], *args: Any) -> None:
+    """A step of one that has not failed before. If it raises now, one is out."""
+    if one.error is not None:
+        return
     try:
-        yield
+        step(one, *args)
     except Exception as error:  # somebody else's code on somebody's machine: the others go on whatever it raises
         line = next(iter(str(error).strip().splitlines()), "")
         one.error = f"{type(error).__name__}: {line}".removesuffix(": ")

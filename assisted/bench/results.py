@@ -19,7 +19,7 @@ from .prompts import Batch
 from .protocol import Measured, Rules
 from .statistics import Interval, repeated_share, speedup
 
-__all__ = ["Point", "Result", "Row", "machine", "summed_up"]
+__all__ = ["Point", "Result", "Row", "machine", "place", "summed_up"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,17 @@ class Point:
     baseline: str
     rows: tuple[Row, ...]
     heat: tuple[Row, ...] = ()
+
+    @property
+    def ran(self) -> list[Row]:
+        """The rows of those that did not fail."""
+        return [row for row in self.rows if row.error is None]
+
+    @property
+    def messages(self) -> list[str]:
+        """What failed, and what warned."""
+        failed = [f"failed: {row.name}: {row.error}" for row in self.rows if row.error is not None]
+        return failed + [f"warned: {row.name}: {row.warned}" for row in self.rows if row.warned is not None]
 
 
 @dataclass(frozen=True)
@@ -205,6 +216,11 @@ def _row(one: Measured, baseline: Measured, reference: Measured, batches: Sequen
 def _columns(one: Measured, batches: Sequence[Batch], category: str) -> list[list[float]]:
     places = [place for place, batch in enumerate(batches) if batch.category == category]
     return [[seconds[place] for place in places] for seconds in one.seconds]
+
+
+def place(batch: int, context: int | None) -> str:
+    """A point in words. batch, context: its own."""
+    return f"batch {batch}" + ("" if context is None else f", context {context}")
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from .results import Point, Result, Row
+from .results import Point, Result, Row, place
+from .statistics import Interval
 
-__all__ = ["COLUMNS", "cells", "heading", "markdown", "notes", "table"]
+__all__ = ["COLUMNS", "by_category", "cells", "heading", "markdown", "markdown_table", "notes", "table"]
 
 COLUMNS = (
     "",
@@ -26,17 +27,15 @@ def table(result: Result) -> str:
     """For a terminal."""
     parts = ["\n".join(heading(result))]
     for point in result.points:
-        lines = [[*COLUMNS], *(cells(row) for row in point.rows if row.error is None)]
-        parts.append("\n".join([*_titled(result, point), *_aligned(lines)]))
-        categories = list(result.prompts)
-        if len(categories) > 1:
-            split = [["times plain, by category", *categories]]
-            split += [[row.name, *_by_category(row, categories)] for row in point.rows if row.error is None]
-            parts.append("\n".join(_aligned(split)))
-        failed = [f"failed: {row.name}: {row.error}" for row in point.rows if row.error is not None]
-        warned = [f"warned: {row.name}: {row.warned}" for row in point.rows if row.warned is not None]
-        if failed or warned:
-            parts.append("\n".join([*failed, *warned]))
+        parts.append("\n".join([title(result, point), *_aligned([COLUMNS, *map(cells, point.ran)])]))
+        if len(result.prompts) > 1:
+            split = [
+                [row.name, *(f"{interval.ratio:.2f}" for interval in by_category(row, result.prompts))]
+                for row in point.ran
+            ]
+            parts.append("\n".join(_aligned([["times plain, by category", *result.prompts], *split])))
+        if point.messages:
+            parts.append("\n".join(point.messages))
     parts.append("\n".join(notes(result)))
     return "\n\n".join(parts)
 
@@ -45,10 +44,21 @@ def markdown(result: Result) -> str:
     """Tables for a page, what they were measured with below each heading."""
     lines = [" ".join(heading(result)), ""]
     for point in result.points:
-        lines += [*_titled(result, point), "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-        lines += ["| " + " | ".join(cells(row)) + " |" for row in point.rows if row.error is None]
-        lines += ["", *(f"Failed: {row.name}: {row.error}" for row in point.rows if row.error is not None)]
+        lines += [title(result, point), "", *markdown_table(COLUMNS, map(cells, point.ran)), "", *point.messages]
     return "\n".join(lines).rstrip()
+
+
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """The lines of a table in Markdown. rows: as many cells in each as the header has."""
+    names = list(header)
+    first, *others = ["| " + " | ".join(map(str, line)) + " |" for line in (names, *rows)]
+    return [first, "|---" * len(names) + "|", *others]
+
+
+def title(result: Result, point: Point) -> str:
+    """The line above a point's table."""
+    where = "" if len(result.points) == 1 else f"{place(point.batch, point.context).capitalize()}; "
+    return f"{where}1.00 is {point.baseline}."
 
 
 def heading(result: Result) -> list[str]:
@@ -104,24 +114,18 @@ def _split(draft: float, verify: float) -> str:
     return " ".join(f"{share:.0%}" for share in (draft, verify, max(0.0, 1 - draft - verify)))
 
 
-def _by_category(row: Row, categories: Sequence[str]) -> list[str]:
-    by_category = row.by_category or {}
-    return [f"{by_category[category].ratio:.2f}" for category in categories]
-
-
-def _titled(result: Result, point: Point) -> list[str]:
-    if len(result.points) == 1:
-        return [f"1.00 is {point.baseline}."]
-    context = "" if point.context is None else f", context {point.context}"
-    return [f"Batch {point.batch}{context}; 1.00 is {point.baseline}."]
+def by_category(row: Row, categories: Iterable[str]) -> list[Interval]:
+    """The speedups of one that did not fail."""
+    assert row.by_category is not None
+    return [row.by_category[category] for category in categories]
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.rjust(width) if number else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     ]

@@ -14,17 +14,19 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from shipped_pair import Never
-from tables import about, arguments, figures, publish
+from tables import about, arguments, figures, own, publish
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, generation
-from assisted.bench import Bars, Prompt, Rules, held_out_prompts, pad_token, speedup
-from assisted.bench.grown import load_target
+from assisted.bench import Bars, Contestant, Prompt, Rules, held_out_prompts, load, pad_token, speedup
+from assisted.bench.clock import turns
+from assisted.bench.table import markdown_table
+from assisted.doctor.recording import Never
 from assisted.drafters.chain import ChainDrafting
 from assisted.drafters.eagle import EagleDrafting
 from assisted.drafters.lookup import Lookup
@@ -200,56 +202,38 @@ class Causes:
         return run
 
 
-def models(target: str) -> dict[str, AssistedModelForCausalLM]:
+def contestants(target: str) -> list[Contestant]:
     """A target with every draft that fits it."""
-    model, tokenizer = load_target(target, torch.float32)
-    draft: Any = None
-    found = {}
-    for name, (spec, length) in DRAFTS.items():
-        if spec == "zoo:eagle3" and target != "zoo:target":
-            continue
-        if spec == "zoo:draft" and draft is not None:
-            spec = DraftModel(draft)
-        pair = AssistedModelForCausalLM.from_models(model, spec, length, tokenizer)
-        draft = pair.drafter.model if draft is None and pair.drafter.model is not None else draft
-        found[name] = pair
-    return found
+    pair, _ = load(target, "zoo:draft", dtype=torch.float32)
+    drafts = {
+        name: (DraftModel(pair.drafter.model) if spec == "zoo:draft" else spec, length)
+        for name, (spec, length) in DRAFTS.items()
+        if spec != "zoo:eagle3" or target == "zoo:target"
+    }
+    return own(pair.target, pair.tokenizer, drafts)
 
 
 def measure_target(target: str, prompts: int, repeats: int, new_tokens: int, bars: Bars) -> list[dict[str, Any]]:
-    pairs = models(target)
+    pairs = {one.name: one.model for one in contestants(target)}
     tokenizer = next(iter(pairs.values())).tokenizer
     texts = list(islice(held_out_prompts(tokenizer), prompts))
-    rules = Rules(new_tokens)
-    call = rules.call(pad_token(tokenizer))
+    call = Rules(new_tokens).call(pad_token(tokenizer))
     for pair in pairs.values():
         for _ in range(WARM_UP):
             run(pair, texts[0], call)
-    seconds: dict[str, tuple[list[list[float]], ...]] = {name: ([], [], []) for name in pairs}
-    causes = {name: Causes() for name in pairs}
-    order = list(pairs)
-    for pair in pairs.values():
         pair.reset_totals()
-    for repeat in range(repeats):
-        for name in order:
-            for table in seconds[name]:
-                table.append([])
-        for place, prompt in enumerate(texts):
-            for name in order:
-                for table, taken in zip(seconds[name], timed(pairs[name], prompt, call), strict=True):
-                    table[-1].append(taken)
-            order = order[1:] + order[:1]
-            bars(f"{target}, overhead", (repeat + (place + 1) / len(texts)) / repeats)
+    seconds = {name: torch.zeros(3, repeats, prompts, dtype=torch.float64) for name in pairs}
+    measuring = partial(bars, f"{target}, overhead")
+    for name, number, repeat in turns(list(pairs), prompts, repeats, progress=measuring):
+        seconds[name][:, repeat, number] = torch.tensor(timed(pairs[name], texts[number], call), dtype=torch.float64)
     totals = {name: pair.totals for name, pair in pairs.items()}
-    for place, prompt in enumerate(texts):  # after all else: clocks within a call slow it down
-        for name, pair in pairs.items():
-            with causes[name].timed():
-                run(pair, prompt, call)
-        bars(f"{target}, causes", (place + 1) / len(texts))
-    return [
-        row(target, name, *seconds[name], causes[name].seconds, totals[name], prompts * repeats * new_tokens)
-        for name in pairs
-    ]
+    causes = {name: Causes() for name in pairs}
+    finding = partial(bars, f"{target}, causes")
+    for name, number, _ in turns(list(pairs), prompts, progress=finding):  # after all else: clocks slow a call down
+        with causes[name].timed():
+            run(pairs[name], texts[number], call)
+    tokens = prompts * repeats * new_tokens
+    return [row(target, name, *seconds[name].tolist(), causes[name].seconds, totals[name], tokens) for name in pairs]
 
 
 def run(pair: AssistedModelForCausalLM, prompt: Prompt, call: dict[str, Any]) -> None:
@@ -311,7 +295,6 @@ def measure(args: Any) -> dict[str, Any]:
 def markdown(found: dict[str, Any]) -> str:
     """The section as it stands in docs."""
     about, rows = found["about"], found["rows"]
-    shown = [cause for cause in rows[0]["causes"] if cause != "passes"]
     lines = [
         f"`python benchmarks/overhead.py`: {about['prompts']} prompts, {about['new_tokens']} tokens each, temperature 0, "
         f"{about['repeats']} repeats, {about['clock']}, float32, CPU threads: {about['threads']}, torch {about['torch']}, "
@@ -319,26 +302,32 @@ def markdown(found: dict[str, Any]) -> str:
         "after it, prompts included; and what it takes longer than its passes took in the call itself. Median over "
         "repeats, 95% bootstrap interval. A round: of the second kind, all of a call's overhead by its rounds.",
         "",
-        "| target | draft | overhead, run again | overhead, in the call | a round | ms per token | tokens per pass |",
-        "|---|---|---|---|---|---|---|",
     ]
-    for one in rows:
-        both = (one["overhead"], one["overhead_within"])
-        shares = [f"{share['ratio']:.1%} [{share['low']:.1%}, {share['high']:.1%}]" for share in both]
-        lines.append(
-            f"| `{one['target']}` | {one['name']} | {shares[0]} | {shares[1]} | "
-            f"{one['microseconds_per_round']:.0f} µs | {one['milliseconds_per_token']:.2f} | {one['tokens_per_pass']:.2f} |"
-        )
+    header = ["target", "draft", "overhead, run again", "overhead, in the call", "a round", "ms per token"]
+    table = [
+        [
+            f"`{one['target']}`",
+            one["name"],
+            *(
+                f"{share['ratio']:.1%} [{share['low']:.1%}, {share['high']:.1%}]"
+                for share in (one["overhead"], one["overhead_within"])
+            ),
+            f"{one['microseconds_per_round']:.0f} µs",
+            f"{one['milliseconds_per_token']:.2f}",
+            f"{one['tokens_per_pass']:.2f}",
+        ]
+        for one in rows
+    ]
+    lines += markdown_table([*header, "tokens per pass"], table)
     lines += [
         "",
         "By cause, as shares of a call, from runs with clocks in them, without what a cause calls of the others; the rest are "
         "passes.",
         "",
-        "| | " + " | ".join(f"{one['target']}, {one['name']}" for one in rows) + " |",
-        "|---" * (len(rows) + 1) + "|",
     ]
-    for cause in shown:
-        lines.append(f"| {cause} | " + " | ".join(f"{one['causes'][cause]:.1%}" for one in rows) + " |")
+    causes = [cause for cause in rows[0]["causes"] if cause != "passes"]
+    shares = ([cause, *(f"{one['causes'][cause]:.1%}" for one in rows)] for cause in causes)
+    lines += markdown_table(["", *(f"{one['target']}, {one['name']}" for one in rows)], shares)
     return "\n".join(lines)
 
 

@@ -1,31 +1,72 @@
-"""What the scripts beside this one share: the shipped target, tables of rows, and the measured sections of the docs."""
+"""What the scripts beside this one share: options, the shipped pair, a race by the protocol, tables, sections of the docs."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, DraftModel
-from assisted.bench import Contestant, Point, Row, machine, plain
+from assisted.bench import (
+    Bars,
+    Contestant,
+    Measured,
+    Point,
+    Prompt,
+    Result,
+    Row,
+    Rules,
+    machine,
+    of_model,
+    plain,
+    point,
+    sources,
+)
+from assisted.bench.table import markdown_table
+
+Cell = Callable[[Row], Any]
+CELLS: dict[str, Cell] = {
+    "times plain": lambda row: row.speedup,
+    "ms per token": lambda row: f"{row.milliseconds_per_token:.2f}",
+    "tokens per pass": lambda row: f"{row.tokens_per_pass:.2f}",
+    "accepted": lambda row: share(row.acceptance_rate),
+    "first token accepted": lambda row: share(next(iter(row.acceptance_by_position), None)),
+    "same tokens": lambda row: "" if row.same is None else f"{row.same}/{row.rows}",
+    "repeated 4-grams": lambda row: share(row.repeated_4grams),
+}
+"""What stands in a row of a table, by the title of the column."""
 
 
-def arguments(doc: str | None, prompts: int = 16, repeats: int = 3) -> argparse.ArgumentParser:
-    """The options that every script has."""
+def arguments(
+    doc: str | None, prompts: int = 16, repeats: int = 3, threads: int | None = None, without: Container[str] = ()
+) -> argparse.ArgumentParser:
+    """The options that scripts have in common. doc: the description. without: those left out. The others: defaults."""
+    default = "(default: %(default)s)"
+    options: dict[str, dict[str, Any]] = {
+        "--prompts": {"type": int, "default": prompts, "help": f"of each kind {default}"},
+        "--repeats": {"type": int, "default": repeats, "help": f"timed repeats {default}"},
+        "--threads": {
+            "type": int,
+            "default": threads,
+            "help": default if threads else "torch threads (default: torch's own choice)",
+        },
+        "--no-compile": {"action": "store_true", "help": "leave out what has to be compiled first, plain or not"},
+        "--out": {"type": Path, "help": "write the figures here as JSON"},
+        "--docs": {"type": Path, "nargs": "*", "default": [], "help": "files whose measured section is rewritten"},
+        "--read": {"type": Path, "help": "measure nothing, take the figures from this JSON"},
+    }
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=prompts, help="of each kind (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=repeats, help="timed rounds (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
-    parser.add_argument(
-        "--no-compile", action="store_true", help="leave out what has to be compiled first, plain or not"
-    )
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
-    parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose measured section is rewritten")
-    parser.add_argument("--read", type=Path, help="measure nothing, take the figures from this JSON")
+    for name, option in options.items():
+        if name not in without:
+            parser.add_argument(name, **option)
     return parser
 
 
@@ -35,19 +76,48 @@ def shipped(dtype: torch.dtype = torch.float32) -> tuple[AssistedModelForCausalL
     return pair, DraftModel(pair.drafter.models[0])
 
 
+def own(
+    target: PreTrainedModel, tokenizer: Any, drafts: Mapping[str, tuple[Any, Any]], fast: str = "auto"
+) -> list[Contestant]:
+    """A contestant with this target for every draft and draft length, by the name of its row."""
+
+    def loaded(draft: Any, length: Any) -> AssistedModelForCausalLM:
+        return AssistedModelForCausalLM.from_models(target, draft, length, tokenizer, fast=fast)
+
+    return [of_model(name, loaded(draft, length)) for name, (draft, length) in drafts.items()]
+
+
+def raced(
+    args: argparse.Namespace,
+    pair: AssistedModelForCausalLM,
+    contestants: Sequence[Contestant],
+    prompts: Sequence[Prompt],
+    rules: Rules,
+    batch: int = 1,
+    others: Sequence[Contestant] = (),
+    target: str = "zoo:target",
+    draft: str | None = None,
+) -> Result:
+    """One race by the protocol of `assisted bench`: plain `generate`, the fastest of `others`, and the contestants."""
+    rules = replace(rules, repeats=args.repeats)
+    modes = plain(pair.target, compiled=not args.no_compile)
+    with Bars() as bars:
+        measured = point(pair, modes, others, contestants, prompts, rules, batch, bars)
+    machine = about(pair, prompts=args.prompts, repeats=args.repeats)
+    return Result(target, draft, rules, sources(prompts), (measured,), machine)
+
+
+def required(measured: Sequence[Measured]) -> list[Measured]:
+    """The same, if nobody failed. Raises RuntimeError otherwise."""
+    for one in measured:
+        if one.error is not None:
+            raise RuntimeError(f"{one.contestant.name}: {one.error}")
+    return list(measured)
+
+
 def about(pair: AssistedModelForCausalLM, **more: Any) -> dict[str, Any]:
     """What figures were measured with."""
     return {**machine(pair.target.device, pair.target.dtype), **more}
-
-
-def measured_with(found: dict[str, Any], command: str) -> str:
-    """The sentence above a table. found: what `about` gave."""
-    return (
-        f"`{command}`: {found['prompts']} prompts, {found['dtype']}, CPU threads: {found['threads']}, torch {found['torch']}, "
-        f"transformers {found['transformers']}, end tokens ignored, all contestants in turns in one run. Times plain: against "
-        "the fastest plain mode, with a 95% bootstrap interval. Tokens per pass include the target's own token and the pass "
-        "that reads the prompt. Repeated 4-grams: a small model loops, and loops flatter every drafter."
-    )
 
 
 def figures(args: argparse.Namespace, measure: Callable[[argparse.Namespace], dict[str, Any]]) -> dict[str, Any]:
@@ -60,48 +130,62 @@ def figures(args: argparse.Namespace, measure: Callable[[argparse.Namespace], di
 
 
 def write_json(path: Path | None, found: Any) -> None:
-    """As the files beside this one are; nothing without a path."""
+    """Write figures as the files beside this one are written; nothing without a path."""
     if path is not None:
         path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def publish(text: str, docs: Sequence[Path], marker: str = "measured") -> None:
-    """Print a section and put it into the docs that were asked for."""
-    print(text)
-    write_docs(docs, text, marker)
+def in_own_process(script: str, *options: object) -> subprocess.Popen[str]:
+    """Start a script of this folder, to be read by `answer`."""
+    return subprocess.Popen([sys.executable, script, *map(str, options)], stdout=subprocess.PIPE, text=True)
 
 
-def table(point: Point, columns: dict[str, Any], named: str = "") -> list[str]:
-    """A Markdown table of all that got through. columns: title to a function of a row."""
-    lines = [f"| {named} | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
-    for row in point.rows:
-        if row.error is None:
-            lines.append(
-                f"| {row.name.removeprefix('assisted ')} | "
-                + " | ".join(str(cell(row)) for cell in columns.values())
-                + " |"
-            )
-    return lines
+def answer(process: subprocess.Popen[str]) -> Any:
+    """The JSON in the last line that a process prints. Raises RuntimeError if it fails."""
+    printed, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{process.args} failed")
+    return json.loads(printed.splitlines()[-1])
 
 
-def plainly(pair: AssistedModelForCausalLM, args: argparse.Namespace) -> list[Contestant]:
-    """Plain `generate`, in the modes that were asked for."""
-    return plain(pair.target, compiled=not args.no_compile)
+def measured_with(found: dict[str, Any], command: str) -> str:
+    """The sentence above a table. found: what `about` gave."""
+    return (
+        f"`{command}`: {found['prompts']} prompts, {found['dtype']}, CPU threads: {found['threads']}, torch {found['torch']}, "
+        f"transformers {found['transformers']}, end tokens ignored, all contestants in turns in one run. Times plain: against "
+        "the fastest plain mode, with a 95% bootstrap interval. Tokens per pass include the target's own token and the pass "
+        "that reads the prompt. Repeated 4-grams: a small model loops, and loops flatter every drafter."
+    )
 
 
-def same(row: Row) -> str:
-    return "" if row.same is None else f"{row.same}/{row.rows}"
+def section(title: str, result: dict[str, Any], columns: Sequence[str], named: str = "", **more: Cell) -> list[str]:
+    """A race under its title. result: what `raced` gave, as a dictionary. The others: as for `table`."""
+    (measured,) = Result.from_dict(result).points
+    return ["", f"**{title}**", "", *table(measured, columns, named, **more)]
+
+
+def table(point: Point, columns: Sequence[str], named: str = "", **more: Cell) -> list[str]:
+    """A Markdown table of all that got through, and who failed.
+
+    columns: titles of CELLS, or of `more`, which are further ones. named: the title of the names' column.
+    """
+    cells = {**CELLS, **more}
+    rows = [[row.name.removeprefix("assisted "), *(cells[title](row) for title in columns)] for row in point.ran]
+    failed = [f"{row.name} failed: {row.error}" for row in point.rows if row.error is not None]
+    return [*markdown_table([named, *columns], rows), *failed]
 
 
 def share(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
 
 
-def failures(points: Sequence[Point]) -> list[str]:
-    return [f"{row.name} failed: {row.error}" for point in points for row in point.rows if row.error is not None]
+def publish(text: str, docs: Iterable[Path], marker: str = "measured") -> None:
+    """Print a section, and put it between the two markers of every file in `docs`."""
+    print(text)
+    write_docs(docs, text, marker)
 
 
-def write_docs(paths: Sequence[Path], text: str, marker: str = "measured") -> None:
+def write_docs(paths: Iterable[Path], text: str, marker: str = "measured") -> None:
     """Replace what stands between the two markers of each file."""
     for path in paths:
         head, begin, rest = path.read_text().partition(f"<!-- {marker}:begin -->")

@@ -9,7 +9,6 @@ percentile of the rounds behind each length; the time to read the prompt stands 
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import statistics
@@ -21,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tables import write_json
+from tables import arguments, write_json
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 from assisted.drafters.ngram import NGram, NGramDrafting
@@ -98,7 +97,8 @@ def matched(draft: Any, ids: list[int]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    others = ("--prompts", "--repeats", "--threads", "--no-compile", "--docs", "--read")
+    parser = arguments(__doc__, without=others)
     parser.add_argument(
         "--contexts",
         type=int,
@@ -109,9 +109,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help="timed behind each context (default: %(default)s)")
     parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), choices=list(DRAFTERS))
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=list(TEXTS))
-    parser.add_argument(
-        "--out", type=Path, help="write the figures here as JSON: a list of points, one a line of the plot"
-    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     points = []

@@ -16,8 +16,7 @@ from assisted.doctor.findings import told
 
 
 def main() -> None:
-    others = ("--prompts", "--repeats", "--no-compile", "--out", "--read")
-    parser = arguments(__doc__, threads=1, without=others)
+    parser = arguments(__doc__, ("--threads", "--docs"), threads=1)
     parser.add_argument("--target", default="zoo:target", help="(default: %(default)s)")
     parser.add_argument("--draft", nargs="+", default=["zoo:draft", "suffix"], help="(default: zoo:draft suffix)")
     parser.add_argument("--dtype", default="float32", help="(default: %(default)s)")

@@ -10,13 +10,13 @@ as they do in use.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+from overhead import Causes
 from tables import about, arguments, figures, own, required, shipped
 from transformers import AutoModelForCausalLM
 
@@ -103,33 +103,13 @@ def _row(one: Measured, plainly: Measured, loop: Measured) -> dict[str, Any]:
     return row
 
 
-def overhead(prompt: torch.Tensor, model: AssistedModelForCausalLM, call: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of the processor that the adaptive policy itself takes in a round, waiting for the draft's
-    distribution included."""
-
-    spent, rounds = 0.0, 0
-
-    @dataclass(frozen=True)
-    class Timed:
-        def start(self, earlier: Length | None = None) -> Length:
-            length = Adaptive().start()
-            for name in ("budget", "go_on", "another", "observe"):
-                setattr(length, name, timed(getattr(length, name), name))
-            return length
-
-    def timed(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            nonlocal spent, rounds
-            rounds += name == "observe"
-            started = time.thread_time()
-            found = method(*args)
-            spent += time.thread_time() - started
-            return found
-
-        return call
-
-    model.generate(prompt, attention_mask=torch.ones_like(prompt), draft_length=Timed(), **call)
-    return {"microseconds_per_round": 1e6 * spent / rounds, "rounds": rounds}
+def of_the_policy(prompt: torch.Tensor, model: AssistedModelForCausalLM, call: dict[str, Any]) -> dict[str, float]:
+    """Microseconds that the adaptive policy itself takes in a round, waiting for the draft's distribution included."""
+    causes = Causes()
+    with causes.timed():
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), draft_length=Cold(Adaptive()), **call)
+    rounds = model.report.target_passes
+    return {"microseconds_per_round": 1e6 * causes.seconds["draft lengths"] / rounds, "rounds": rounds}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -142,7 +122,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             policies = tuple(POLICIES) if name == "shipped pair" else HOPELESS
             title = f"{name}, {setting}"
             found["results"][title] = rows(pair, draft, policies, batches(prompts), rules, title)
-        found["overhead"] = overhead(prompts[0].ids, pair, rules.call(1))
+        found["overhead"] = of_the_policy(prompts[0].ids, pair, rules.call(1))
     return found
 
 
@@ -162,7 +142,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, without=("--no-compile", "--docs"))
+    parser = arguments(__doc__, ("--prompts", "--repeats", "--threads", "--out", "--read"))
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of every call (default: %(default)s)")
     parser.add_argument("--settings", nargs="+", choices=tuple(SETTINGS), default=list(SETTINGS), help="(default: all)")
     show(figures(parser.parse_args(), measure))

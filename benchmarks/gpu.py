@@ -9,6 +9,7 @@ at every prompt. Two tables: what a pass takes, and what generating brings.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 from pathlib import Path
@@ -17,12 +18,12 @@ from typing import Any
 
 import torch
 import transformers
-from tables import arguments, write_json
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from tables import arguments, own, raced, section, write_json
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import assisted
-from assisted import AssistedModelForCausalLM, DraftModel, zoo
-from assisted.bench import Bars, Batch, Contestant, Measured, Row, Rules, of_model, peers, plain, race, summed_up
+from assisted import DraftModel, zoo
+from assisted.bench import Contestant, Prompt, Row, Rules, peers
 from assisted.bench.clock import now
 from assisted.bench.grown import load_target
 from assisted.bench.table import markdown_table
@@ -46,13 +47,14 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
 PEER = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
 
 
-def prompts(device: str) -> list[Batch]:
+def prompts(tokenizer: Any, count: int) -> list[Prompt]:
     """Beginnings of files of this package."""
-    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
     folder = Path(assisted.__file__).parent
-    texts = [(folder / name).read_text() for name in FILES]
-    found = [tokenizer(text, return_tensors="pt").input_ids[:, :PROMPT].to(device) for text in texts]
-    return [Batch("code", ids, torch.ones_like(ids)) for ids in found]
+    texts = {name: (folder / name).read_text() for name in FILES[:count]}
+    return [
+        Prompt(name, "code", text, tokenizer(text, return_tensors="pt").input_ids[:, :PROMPT])
+        for name, text in texts.items()
+    ]
 
 
 def drafted_by(target: PreTrainedModel) -> PreTrainedModel:
@@ -60,49 +62,32 @@ def drafted_by(target: PreTrainedModel) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=target.dtype).to(target.device)
 
 
-def contestants(target: PreTrainedModel, modes: list[str]) -> list[Contestant]:
+def contestants(target: PreTrainedModel, tokenizer: Any, modes: list[str]) -> list[Contestant]:
     """Everyone who can serve this target on this machine; the others are named and left out."""
-    found = [plain(target, compiled=False)[0]]
-    found += [one for one in peers(target, drafted_by(target)) if one.setting == PEER]
+    found = [one for one in peers(target, drafted_by(target)) if one.setting == PEER]
     for name, (spec, length) in DRAFTS.items():
         for mode in modes:
             try:
-                model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=length, fast=mode)
+                found += own(target, tokenizer, {f"{name}: {mode}": (spec, length)}, mode)
             except Exception as error:  # what is not installed, or does not fit this target
                 print(f"left out: {name}: {str(error)[:160]}")
                 break
-            found.append(of_model(f"{name}: {mode}", model))
     return found
 
 
-def generate(target: PreTrainedModel, modes: list[str], inputs: list[Batch], rules: Rules) -> list[dict[str, Any]]:
-    """Tokens a second of every contestant, and how much faster it is than plain decoding."""
-    with Bars() as bars:
-        measured = race(target, contestants(target, modes), inputs, rules, progress=bars)
-    _, rows = summed_up(measured, inputs, greedy=True)
-    for row in rows:
-        if row.error is not None:
-            print(f"left out: {row.name}: {row.error}")
-    return [_row(one, row) for one, row in zip(measured, rows, strict=True) if row.error is None]
-
-
-def _row(one: Measured, row: Row) -> dict[str, Any]:
-    found = {
-        "way": row.name,
-        "tokens_per_second": round(1e3 / row.milliseconds_per_token, 1),
-        "times_plain": round(row.speedup.ratio, 2),
-        "same_as_plain": row.same,
-        "prompts": row.rows,
+def generate(
+    target: PreTrainedModel, tokenizer: Any, modes: list[str], args: argparse.Namespace, name: str
+) -> dict[str, Any]:
+    """A race, and of each pair how many passes were captured, or why they were not."""
+    found = contestants(target, tokenizer, modes)
+    pairs = {one.name: one.model for one in found if one.model is not None}
+    pair = next(iter(pairs.values()))
+    result = raced(args, pair, found, prompts(tokenizer, args.prompts), Rules(args.new_tokens), target=name)
+    graphs = {
+        name: {"captured": pair.graphs.captured, "eager_because": pair.graphs.reason or pair.graphs.obstacle}
+        for name, pair in pairs.items()
     }
-    model = one.contestant.model
-    if model is not None:
-        found |= {
-            "tokens_per_pass": round(row.tokens_per_pass, 2),
-            "acceptance_rate": round(row.acceptance_rate or 0.0, 3),
-            "captured": model.graphs.captured,
-            "eager_because": model.graphs.reason or model.graphs.obstacle,
-        }
-    return found
+    return {"result": result.to_dict(), "graphs": graphs}
 
 
 @torch.inference_mode()
@@ -156,23 +141,17 @@ def tables(results: list[dict[str, Any]], modes: list[str]) -> str:
             rows.append([result["target"], mode, *times, f"{row['share_of_memory_bound']:.0%}"])
     lines = markdown_table(["target", "passes", *keys, "of the memory bound"], rows)
     for result in results:
-        rows = [
-            [
-                row["way"],
-                f"{row['tokens_per_second']:.0f}",
-                f"{row['times_plain']:.2f}",
-                f"{row['tokens_per_pass']:.2f}" if "tokens_per_pass" in row else "",
-                f"{row['same_as_plain']} of {row['prompts']}",
-            ]
-            for row in result["generate"]
-        ]
-        header = [result["target"], "tokens/s", "times plain", "tokens a pass", "same text"]
-        lines += ["", *markdown_table(header, rows)]
+        columns = ("tokens/s", "times plain", "tokens per pass", "same tokens")
+        lines += section(result["target"], result["generate"]["result"], columns, **{"tokens/s": tokens_a_second})
     return "\n".join(lines)
 
 
+def tokens_a_second(row: Row) -> str:
+    return f"{1e3 / row.milliseconds_per_token:.0f}"
+
+
 def main() -> None:
-    parser = arguments(__doc__, len(FILES), without=("--threads", "--no-compile", "--docs", "--read"))
+    parser = arguments(__doc__, ("--prompts", "--repeats", "--out"), prompts=len(FILES))
     parser.add_argument("--json", action="store_true", help="print the results as JSON, not as tables")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), help="which (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="measure compiled passes as well (minutes of compiling)")
@@ -180,9 +159,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens of one call (default: %(default)s)")
     parser.add_argument("--device", default="cuda", help="the device (default: %(default)s)")
     args = parser.parse_args()
+    args.no_compile = not args.compile
     transformers.logging.set_verbosity_error()
     modes = ["eager", "graphs", *(["compile"] if args.compile else [])]
-    inputs = prompts(args.device)[: args.prompts]
     device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
     written: dict[str, Any] = {
         "machine": {"device": device, "torch": torch.__version__, "transformers": transformers.__version__},
@@ -193,12 +172,13 @@ def main() -> None:
     }
     for name in args.targets:
         dtype = TARGETS.get(name, torch.bfloat16)
-        target = load_target(name, dtype, args.device)[0]
+        target, tokenizer = load_target(name, dtype, args.device)
+        (prompt,) = prompts(tokenizer, 1)
         written["results"].append(
             {
                 "target": f"{name}, {str(dtype).removeprefix('torch.')}",
-                "passes": passes(target, inputs[0].ids, modes, args.passes),
-                "generate": generate(target, modes, inputs, Rules(args.new_tokens, args.repeats)),
+                "passes": passes(target, prompt.ids.to(target.device), modes, args.passes),
+                "generate": generate(target, tokenizer, modes, args, name),
             }
         )
         write_json(args.out, written)

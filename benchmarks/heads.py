@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tables import CELLS, about, arguments, figures, own, publish, raced, shipped
+from tables import CELLS, OPTIONS, about, arguments, figures, own, publish, raced, shipped
 
 from assisted import Eagle, Medusa, Merged
 from assisted.bench import Interval, Row, Rules, held_out_prompts
@@ -123,7 +123,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__, repeats=2, without=("--out",))
+    parser = arguments(__doc__, [option for option in OPTIONS if option != "--out"], repeats=2)
     parser.add_argument("--new-tokens", type=int, default=48, help="of each prompt (default: %(default)s)")
     parser.add_argument("--json", dest="out", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()

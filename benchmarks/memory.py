@@ -81,7 +81,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__, without=("--prompts", "--repeats", "--no-compile"))
+    parser = arguments(__doc__, ("--threads", "--out", "--docs", "--read"))
     parser.add_argument("--calls", type=int, default=1000, help="(default: %(default)s)")
     parser.add_argument("--longest", type=int, default=64, help="prompt, in tokens (default: %(default)s)")
     parser.add_argument("--way", choices=list(WAYS), help="run this one here and print its readings as JSON")

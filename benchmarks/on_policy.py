@@ -58,7 +58,7 @@ def drafting(target: Any, draft: Any, tokenizer: Any, prompts: int) -> dict[str,
 
 
 def main() -> None:
-    parser = arguments(__doc__, 40, threads=1, without=("--repeats", "--no-compile", "--docs", "--read"))
+    parser = arguments(__doc__, ("--prompts", "--threads", "--out"), prompts=40, threads=1)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=256)

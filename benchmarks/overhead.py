@@ -87,42 +87,34 @@ class Passes:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Meanwhile every pass is noted."""
+        read_prompt, extend = generation._read_prompt, generation._extend
         with ExitStack() as stack:
             for kind, name, again in (
                 (CachedModel, "__call__", self.placed),
                 (HeadRunner, "__call__", self.placed),
                 (HeadRunner, "level", self.placed),
-                (HeadRunner, "logits", self.plain),
-                (EagleHead, "fuse", self.plain),
+                (HeadRunner, "logits", partial),
+                (EagleHead, "fuse", partial),
                 (CachedModel, "prefill", self.prompt),
                 (HeadRunner, "_read_first", self.prompt),
             ):
                 stack.enter_context(patch.object(kind, name, self.noting(getattr(kind, name), again)))
-            stack.enter_context(patch.object(generation, "_extend", self.target(generation._extend)))
-            stack.enter_context(patch.object(generation, "_read_prompt", self.reading(generation._read_prompt)))
+            stack.enter_context(patch.object(generation, "_read_prompt", self.noting(read_prompt)))
+            stack.enter_context(patch.object(generation, "_extend", self.target(extend)))
             yield
 
-    def noting(self, method: Callable[..., Any], again: Callable[..., Pass]) -> Callable[..., Any]:
-        def run(runner: Any, *args: Any, **kwargs: Any) -> Any:
-            self.made.append(again(method, runner, *args, **kwargs))
+    def noting(self, method: Callable[..., Any], again: Callable[..., Pass] | None = None) -> Callable[..., Any]:
+        """The same method, its time noted; and how it is called again, where that is given."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if again is not None:
+                self.made.append(again(method, *args, **kwargs))
             started = now()
-            found = method(runner, *args, **kwargs)
+            found = method(*args, **kwargs)
             self.within += now() - started
             return found
 
         return run
-
-    def reading(self, read_prompt: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            started = now()
-            found = read_prompt(*args)
-            self.within += now() - started
-            return found
-
-        return run
-
-    def plain(self, method: Callable[..., Any], runner: Any, *args: Any) -> Pass:
-        return lambda: method(runner, *args)
 
     def placed(self, method: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Pass:
         cache, lengths = runner.cache, list(runner.cache.lengths)

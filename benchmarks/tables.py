@@ -6,7 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,43 +30,46 @@ from assisted.bench import (
     point,
     sources,
 )
-from assisted.bench.table import markdown_table
+from assisted.bench.table import CELLS as BENCH
+from assisted.bench.table import markdown_table, percent
 
 Cell = Callable[[Row], Any]
 CELLS: dict[str, Cell] = {
-    "times plain": lambda row: row.speedup,
-    "ms per token": lambda row: f"{row.milliseconds_per_token:.2f}",
-    "tokens per pass": lambda row: f"{row.tokens_per_pass:.2f}",
-    "accepted": lambda row: share(row.acceptance_rate),
-    "first token accepted": lambda row: share(next(iter(row.acceptance_by_position), None)),
-    "same tokens": lambda row: "" if row.same is None else f"{row.same}/{row.rows}",
-    "repeated 4-grams": lambda row: share(row.repeated_4grams),
+    "times plain": BENCH["times plain"],
+    "ms per token": BENCH["ms/token"],
+    "tokens per pass": BENCH["tokens/pass"],
+    "accepted": BENCH["accepted"],
+    "first token accepted": lambda row: percent(next(iter(row.acceptance_by_position), None)),
+    "same tokens": BENCH["same"],
+    "repeated 4-grams": BENCH["4-grams"],
 }
 """What stands in a row of a table, by the title of the column."""
+OPTIONS = ("--prompts", "--repeats", "--threads", "--no-compile", "--out", "--docs", "--read")
 
 
 def arguments(
-    doc: str | None, prompts: int = 16, repeats: int = 3, threads: int | None = None, without: Container[str] = ()
+    doc: str | None,
+    only: Sequence[str] = OPTIONS,
+    prompts: int = 16,
+    repeats: int = 3,
+    threads: int | None = None,
 ) -> argparse.ArgumentParser:
-    """The options that scripts have in common. doc: the description. without: those left out. The others: defaults."""
+    """The options that scripts have in common. doc: the description. only: those of OPTIONS that this one has. The others:
+    defaults."""
     default = "(default: %(default)s)"
+    own_choice = default if threads else "(default: torch's own choice)"
     options: dict[str, dict[str, Any]] = {
         "--prompts": {"type": int, "default": prompts, "help": f"of each kind {default}"},
         "--repeats": {"type": int, "default": repeats, "help": f"timed repeats {default}"},
-        "--threads": {
-            "type": int,
-            "default": threads,
-            "help": default if threads else "torch threads (default: torch's own choice)",
-        },
+        "--threads": {"type": int, "default": threads, "help": f"torch threads {own_choice}"},
         "--no-compile": {"action": "store_true", "help": "leave out what has to be compiled first, plain or not"},
         "--out": {"type": Path, "help": "write the figures here as JSON"},
         "--docs": {"type": Path, "nargs": "*", "default": [], "help": "files whose measured section is rewritten"},
         "--read": {"type": Path, "help": "measure nothing, take the figures from this JSON"},
     }
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, option in options.items():
-        if name not in without:
-            parser.add_argument(name, **option)
+    for name in only:
+        parser.add_argument(name, **options[name])
     return parser
 
 
@@ -173,10 +176,6 @@ def table(point: Point, columns: Sequence[str], named: str = "", **more: Cell) -
     rows = [[row.name.removeprefix("assisted "), *(cells[title](row) for title in columns)] for row in point.ran]
     failed = [f"{row.name} failed: {row.error}" for row in point.rows if row.error is not None]
     return [*markdown_table([named, *columns], rows), *failed]
-
-
-def share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
 
 
 def publish(text: str, docs: Iterable[Path], marker: str = "measured") -> None:

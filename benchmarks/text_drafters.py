@@ -97,8 +97,7 @@ def matched(draft: Any, ids: list[int]) -> int:
 
 
 def main() -> None:
-    others = ("--prompts", "--repeats", "--threads", "--no-compile", "--docs", "--read")
-    parser = arguments(__doc__, without=others)
+    parser = arguments(__doc__, ("--out",))
     parser.add_argument(
         "--contexts",
         type=int,

@@ -18,7 +18,7 @@ from pairs import tokenizer as letters
 from assisted import bench
 from assisted.bench import plots
 from assisted.bench.page import page
-from assisted.bench.table import COLUMNS
+from assisted.bench.table import CELLS
 from assisted.cli.main import main
 
 SMALL = ["--count", "1", "--new-tokens", "8", "--repeats", "1", "--no-compile", "--threads", "1"]
@@ -128,7 +128,7 @@ def test_a_sweep_has_a_point_for_each_length(result: bench.Result) -> None:
     assert shown.count("failed: assisted early-exit:99: ValueError") == 2
     marked = bench.markdown(result)
     assert marked.count("| assisted suffix |") == 2
-    assert all(line.count("|") == len(COLUMNS) + 1 for line in marked.splitlines() if line.startswith("|"))
+    assert all(line.count("|") == len(CELLS) + 1 for line in marked.splitlines() if line.startswith("|"))
 
 
 class _Page(HTMLParser):

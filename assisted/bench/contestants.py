@@ -56,10 +56,7 @@ def plain(target: PreTrainedModel, compiled: bool = True) -> list[Contestant]:
 
     compiled: a static cache and a compiled forward, too; on a CPU that needs a C++ compiler and takes its time.
     """
-    found = [Contestant("plain", "plain", target.generate, {"cache": "dynamic"})]
-    if _has_slow_rows(target):
-        setting = {"cache": "dynamic", "onednn": False}
-        found.append(Contestant("plain, oneDNN off", "plain", _without_onednn(target.generate), setting))
+    found = _in_both_modes(target, [Contestant("plain", "plain", target.generate, {"cache": "dynamic"})])
     if compiled:
         setting = {"cache": "static", "compiled": True}
         found.append(Contestant("plain, static cache, compiled", "plain", _compiled(target), setting, counted=False))

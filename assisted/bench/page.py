@@ -7,7 +7,7 @@ from html import escape
 
 from .plots import pictures
 from .results import Point, Result, Row, place
-from .table import COLUMNS, by_category, cells, heading, notes
+from .table import CELLS, by_category, cells, heading, notes
 
 __all__ = ["page"]
 
@@ -64,7 +64,7 @@ def page(result: Result) -> str:
 def _point(result: Result, point: Point) -> list[str]:
     where = escape(place(point.batch, point.context).capitalize())
     shown = [(row, cells(row)) for row in point.ran]
-    parts = [f"<h2>{where}</h2><p>1.00 is {escape(point.baseline)}.</p>", _table(COLUMNS, shown)]
+    parts = [f"<h2>{where}</h2><p>1.00 is {escape(point.baseline)}.</p>", _table(tuple(CELLS), shown)]
     if len(result.prompts) > 1:
         split = [(row, [row.name, *map(str, by_category(row, result.prompts))]) for row in point.ran]
         parts.append(f"<h2>{where}: by category</h2>" + _table(("times plain", *result.prompts), split))

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .results import Point, Result, Row, place
 from .statistics import Interval
 
-__all__ = ["COLUMNS", "by_category", "cells", "heading", "markdown", "markdown_table", "notes", "table"]
+__all__ = ["CELLS", "by_category", "cells", "heading", "markdown", "markdown_table", "notes", "percent", "table"]
 
-COLUMNS = (
-    "",
-    "times plain",
-    "ms/token",
-    "tokens/pass",
-    "accepted",
-    "draft/verify/rest",
-    "first token",
-    "same",
-    "4-grams",
-    "memory",
-)
+CELLS: dict[str, Callable[[Row], str]] = {
+    "": lambda row: row.name,
+    "times plain": lambda row: str(row.speedup),
+    "ms/token": lambda row: f"{row.milliseconds_per_token:.2f}",
+    "tokens/pass": lambda row: f"{row.tokens_per_pass:.2f}",
+    "accepted": lambda row: percent(row.acceptance_rate),
+    "draft/verify/rest": lambda row: _shares(row),
+    "first token": lambda row: "" if row.first_token_milliseconds is None else f"{row.first_token_milliseconds:.1f} ms",
+    "same": lambda row: "" if row.same is None else f"{row.same}/{row.rows}",
+    "4-grams": lambda row: percent(row.repeated_4grams),
+    "memory": lambda row: f"{(row.draft_bytes + (row.working_bytes_over_plain or 0)) / 2**20:+.1f} MiB",
+}
+"""What stands in a row of the table, by the title of the column. For rows that did not fail."""
 
 
 def table(result: Result) -> str:
     """For a terminal."""
     parts = ["\n".join(heading(result))]
     for point in result.points:
-        parts.append("\n".join([title(result, point), *_aligned([COLUMNS, *map(cells, point.ran)])]))
+        parts.append("\n".join([title(result, point), *_aligned([list(CELLS), *map(cells, point.ran)])]))
         if len(result.prompts) > 1:
             split = [
                 [row.name, *(f"{interval.ratio:.2f}" for interval in by_category(row, result.prompts))]
@@ -44,7 +45,7 @@ def markdown(result: Result) -> str:
     """Tables for a page, what they were measured with below each heading."""
     lines = [" ".join(heading(result)), ""]
     for point in result.points:
-        lines += [title(result, point), "", *markdown_table(COLUMNS, map(cells, point.ran)), "", *point.messages]
+        lines += [title(result, point), "", *markdown_table(CELLS, map(cells, point.ran)), "", *point.messages]
     return "\n".join(lines).rstrip()
 
 
@@ -95,23 +96,17 @@ def notes(result: Result) -> list[str]:
 
 def cells(row: Row) -> list[str]:
     """One row of the table, for one that did not fail."""
-    shares = "" if row.draft is None or row.verify is None else _split(row.draft, row.verify)
-    return [
-        row.name,
-        str(row.speedup),
-        f"{row.milliseconds_per_token:.2f}",
-        f"{row.tokens_per_pass:.2f}",
-        "" if row.acceptance_rate is None else f"{row.acceptance_rate:.0%}",
-        shares,
-        "" if row.first_token_milliseconds is None else f"{row.first_token_milliseconds:.1f} ms",
-        "" if row.same is None else f"{row.same}/{row.rows}",
-        f"{row.repeated_4grams:.0%}",
-        f"{(row.draft_bytes + (row.working_bytes_over_plain or 0)) / 2**20:+.1f} MiB",
-    ]
+    return [cell(row) for cell in CELLS.values()]
 
 
-def _split(draft: float, verify: float) -> str:
-    return " ".join(f"{share:.0%}" for share in (draft, verify, max(0.0, 1 - draft - verify)))
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def _shares(row: Row) -> str:
+    if row.draft is None or row.verify is None:
+        return ""
+    return " ".join(map(percent, (row.draft, row.verify, max(0.0, 1 - row.draft - row.verify))))
 
 
 def by_category(row: Row, categories: Iterable[str]) -> list[Interval]:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.bench import grown
-from assisted.bench.grown import SHAPES, Shape, grow, layer_places, load_target
+from assisted.bench.grown import SHAPES, Shape, grow, layer_positions, load_target
 from assisted.bench.measure import load
 from assisted.cli.main import main
 
@@ -84,7 +84,7 @@ def test_hidden_states_are_the_first_columns() -> None:
     with torch.no_grad():
         expected = model(ids, output_hidden_states=True).hidden_states
         found = large(ids, output_hidden_states=True).hidden_states
-    width, places = model.config.hidden_size, [0, *(place + 1 for place in layer_places(2, WIDE.layers))]
+    width, places = model.config.hidden_size, [0, *(place + 1 for place in layer_positions(2, WIDE.layers))]
     for of, place in list(enumerate(places))[:-1]:  # the last one has gone through the final norm
         assert torch.allclose(found[place][..., :width], expected[of], atol=ROUNDING)
         assert not found[place][..., width:].any()

@@ -1,4 +1,4 @@
-"""The measuring protocol: the same prompts, tokens and counting for every way of decoding. See docs/howto/bench.md."""
+"""The measuring protocol: every way of decoding gets the same prompts, tokens and counting. See docs/howto/bench.md."""
 
 from .bars import Bars
 from .contestants import Contestant, assisted, lookups, of_model, peers, plain

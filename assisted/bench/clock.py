@@ -1,4 +1,4 @@
-"""Turns and clocks: who is measured when, and when the first token comes. Knows neither models nor contestants."""
+"""Turns and clocks: who is measured when, and when the first token comes. Knows nothing of models and contestants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Progress = Callable[[str, float], None]
 
 
 def silent(what: str, share: float) -> None:
-    """The progress that nobody sees."""
+    """The progress that is not shown."""
 
 
 def turns(
@@ -27,10 +27,13 @@ def turns(
     seconds: float | None = None,
     progress: Callable[[float], Any] = lambda share: None,
 ) -> Iterator[tuple[T, int, int]]:
-    """Whose turn it is: (contestant, prompt, repeat). Everybody takes a turn at each prompt, and who begins changes.
+    """Yields whose turn it is: (contestant, prompt, repeat). Everybody takes a turn at each prompt; who begins changes.
 
-    prompts, repeats: how many. seconds: no repeat begins that would end later than this after the start, if it takes as long
-    as the one before; one is always made. progress: called after each prompt with the share that is done.
+    Args:
+        prompts, repeats: how many.
+        seconds: a repeat begins only if it would end this long after the start, should it take as long as the last one. The
+            first repeat is always made.
+        progress: called after each prompt with the share that is done.
     """
     began, took = time.perf_counter(), 0.0
     order = list(contestants)
@@ -47,18 +50,18 @@ def turns(
 
 
 def now(device: torch.device) -> float:
-    """Seconds, when the device has computed all that it was given."""
+    """The clock, in seconds, after the device has finished all its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 class FirstToken(BaseStreamer):
-    """A streamer that looks at the clock when the first token comes, after the prompt.
+    """A streamer that notes when the first token comes. What it gets before that is the prompt.
 
     Attributes:
         started: when it was made.
-        seconds: from then on until the first token; not a number before.
+        seconds: from then until the first token; NaN before it comes.
     """
 
     def __init__(self, device: torch.device):

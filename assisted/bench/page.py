@@ -1,4 +1,4 @@
-"""A result as one HTML file that needs nothing beside it. Knows results, their table and their pictures."""
+"""A result as one HTML file that needs no other file. Knows results, their table and their pictures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from .plots import pictures
-from .results import Point, Result, Row, place
+from .results import Point, Result, Row, point_name
 from .table import CELLS, by_category, cells, heading, notes
 
 __all__ = ["page"]
@@ -62,7 +62,7 @@ def page(result: Result) -> str:
 
 
 def _point(result: Result, point: Point) -> list[str]:
-    where = escape(place(point.batch, point.context).capitalize())
+    where = escape(point_name(point.batch, point.context).capitalize())
     shown = [(row, cells(row)) for row in point.ran]
     parts = [f"<h2>{where}</h2><p>1.00 is {escape(point.baseline)}.</p>", _table(tuple(CELLS), shown)]
     if len(result.prompts) > 1:

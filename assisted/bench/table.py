@@ -1,10 +1,10 @@
-"""A result as text: columns for a terminal, Markdown for a page. Knows results alone."""
+"""A result as text: columns for a terminal, Markdown for a page. Knows only results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from .results import Point, Result, Row, place
+from .results import Point, Result, Row, point_name
 from .statistics import Interval
 
 __all__ = ["CELLS", "by_category", "cells", "heading", "markdown", "markdown_table", "notes", "percent", "table"]
@@ -21,11 +21,11 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "4-grams": lambda row: percent(row.repeated_4grams),
     "memory": lambda row: f"{(row.draft_bytes + (row.working_bytes_over_plain or 0)) / 2**20:+.1f} MiB",
 }
-"""What stands in a row of the table, by the title of the column. For rows that did not fail."""
+"""The cells of a row that did not fail, by the title of the column."""
 
 
 def table(result: Result) -> str:
-    """For a terminal."""
+    """A result for a terminal."""
     parts = ["\n".join(heading(result))]
     for point in result.points:
         parts.append("\n".join([title(result, point), *_aligned([list(CELLS), *map(cells, point.ran)])]))
@@ -42,7 +42,7 @@ def table(result: Result) -> str:
 
 
 def markdown(result: Result) -> str:
-    """Tables for a page, what they were measured with below each heading."""
+    """A result for a page: a heading, and a table for each point."""
     lines = [" ".join(heading(result)), ""]
     for point in result.points:
         lines += [title(result, point), "", *markdown_table(CELLS, map(cells, point.ran)), "", *point.messages]
@@ -50,7 +50,7 @@ def markdown(result: Result) -> str:
 
 
 def markdown_table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
-    """The lines of a table in Markdown. rows: as many cells in each as the header has."""
+    """The lines of a table in Markdown. rows: each has as many cells as the header."""
     names = list(header)
     first, *others = ["| " + " | ".join(map(str, line)) + " |" for line in (names, *rows)]
     return [first, "|---" * len(names) + "|", *others]
@@ -58,7 +58,7 @@ def markdown_table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> l
 
 def title(result: Result, point: Point) -> str:
     """The line above a point's table."""
-    where = "" if len(result.points) == 1 else f"{place(point.batch, point.context).capitalize()}; "
+    where = "" if len(result.points) == 1 else f"{point_name(point.batch, point.context).capitalize()}; "
     return f"{where}1.00 is {point.baseline}."
 
 
@@ -79,9 +79,9 @@ def heading(result: Result) -> list[str]:
 def notes(result: Result) -> list[str]:
     """How to read the table."""
     lines = [
-        "Times plain: against the fastest plain mode, median over repeats, 95% bootstrap interval over prompts and repeats.",
-        "Tokens per pass of the target count its own token (the bonus) and the pass that reads the prompt.",
-        "4-grams: share that repeats an earlier one of the same text; repetition flatters every drafter.",
+        "Times plain: speedup over the fastest plain mode, median over repeats, 95% bootstrap interval over prompts and repeats.",
+        "Tokens per forward pass of the target: its own token (the bonus) and the pass over the prompt count.",
+        "4-grams: the share that repeats an earlier one of the same text; repetition flatters every drafter.",
     ]
     measured = any(row.working_bytes_over_plain is not None for point in result.points for row in point.rows)
     lines.append(
@@ -90,12 +90,12 @@ def notes(result: Result) -> list[str]:
         else "Memory: the draft's weights alone; what a call allocates is measured on CUDA only."
     )
     if result.rules.greedy and result.machine["dtype"] != "float32":
-        lines.append(f"Same: {result.machine['dtype']} texts may part from plain's at a near-tie of the target.")
+        lines.append(f"Same: {result.machine['dtype']} texts may differ from plain's after a near-tie of the target.")
     return lines
 
 
 def cells(row: Row) -> list[str]:
-    """One row of the table, for one that did not fail."""
+    """A row of the table, for a contestant that did not fail."""
     return [cell(row) for cell in CELLS.values()]
 
 
@@ -110,7 +110,7 @@ def _shares(row: Row) -> str:
 
 
 def by_category(row: Row, categories: Iterable[str]) -> list[Interval]:
-    """The speedups of one that did not fail."""
+    """The speedups of a contestant that did not fail."""
     assert row.by_category is not None
     return [row.by_category[category] for category in categories]
 

@@ -1,14 +1,14 @@
-"""What a long context does to drafting: seconds of tokens and rounds, the first token, and peak memory, by context length.
+"""Long contexts: seconds of tokens and rounds, the first token, and peak memory, by context length.
 
     python benchmarks/contexts.py --out benchmarks/contexts.json --docs docs/benchmarks.md
 
-The shipped pair (or a grown target) with YaRN angles for 40,960 positions instead of 1,024, prompts filled up with held-out
-code, greedy, float32, one row. How often a draft is right changes with the length as well, so beside the speedup stands what a
-round costs in tokens of plain `generate`: that is what the context does, whatever is accepted.
+The shipped pair (or a grown target) has YaRN angles for 40,960 positions instead of 1,024. Prompts are filled up with held-out
+code; greedy, float32, one row. Acceptance changes with the length as well, so the cost of a round in tokens of plain `generate`
+stands next to the speedup. It shows the effect of the context whatever is accepted.
 
-Decoding is timed behind a prompt that the target has read before, given as `past_key_values`, from the end of the first round
-on; the first token with the prompt still to be read; peak memory in a process for each, by the high-water mark of its resident
-set (VmHWM, Linux), reset before the call.
+Decoding is timed from the end of the first round on, after a prompt given as `past_key_values`. The first token is timed
+without these, so the prompt is read. Peak memory is measured in one process each: the high-water mark of its resident set
+(VmHWM, Linux), reset before the call.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ DRAFTS: dict[str, tuple[str, Any]] = {
     "ngram, Adaptive()": ("ngram", None),
     "suffix, Adaptive()": ("suffix", None),
 }
-"""By name: what drafts, and how long; None is the default length."""
+"""By name: the draft and its length; None is the default length."""
 EAGER = ', fast="eager"'
-"""Behind a name: without copies of weights, of which peak memory is measured as well."""
+"""After a name: without copies of weights. Peak memory is measured for these as well."""
 WARM_UP = 8  # tokens
 COLUMNS = (
     "context",
@@ -121,7 +121,7 @@ def prefix(target: Any, prompt: Prompt) -> Any:
 
 
 def decode_plainly(run: Callable[..., Any], prompt: Prompt, past: Any, call: dict[str, Any]) -> tuple[Any, list[int]]:
-    """What the tokens after the first one took."""
+    """The seconds of the tokens after the first one, and the tokens written."""
     given = {} if past is None else {"past_key_values": copy.deepcopy(past)}
     clock = FirstToken(prompt.ids.device)
     new = generate(run, prompt, call, streamer=clock, **given)
@@ -132,7 +132,7 @@ def decode_plainly(run: Callable[..., Any], prompt: Prompt, past: Any, call: dic
 def decode_assisted(
     pair: AssistedModelForCausalLM, prompt: Prompt, past: Any, call: dict[str, Any]
 ) -> tuple[Any, list[int]]:
-    """What all rounds but the first one took, whose drafting reads the prompt."""
+    """Sums over all rounds except the first, whose drafting reads the prompt, and the tokens written."""
     made: list[tuple[float, Round]] = []
     pair.watch = lambda round: made.append((now(prompt.ids.device), round))
     try:
@@ -155,13 +155,13 @@ def decode_assisted(
 def measure_context(
     target: Any, own: Sequence[Contestant], context: int, args: Any, bars: Bars
 ) -> list[dict[str, Any]]:
-    """Everybody after prompts of one length, in turns."""
+    """All contestants after prompts of one length, in turns."""
     call, prompts = call_of(args.new_tokens), prompts_of(args.prompts, context)
     names = [PLAIN, *(one.name for one in own)]
     found: dict[str, list[list[Any]]] = {name: [[] for _ in range(args.repeats)] for name in names}
     wrote: dict[str, list[list[int]]] = {name: [] for name in names}
     for number, prompt in enumerate(prompts):
-        past = prefix(target, prompt)  # of one prompt at a time: it is large
+        past = prefix(target, prompt)  # large, so for one prompt at a time
         ways: dict[str, Callable[[dict[str, Any]], Any]] = {
             PLAIN: partial(decode_plainly, target.generate, prompt, past),
             **{one.name: partial(decode_assisted, one.model, prompt, past) for one in own},
@@ -184,7 +184,7 @@ def measure_context(
 
 
 def measure_compiled(target: Any, prompts: list[Prompt], call: Any, context: int, repeats: int) -> dict[str, Any]:
-    """Plain `generate`'s fastest mode after short contexts. It takes no cache, so it reads the prompt each time."""
+    """Plain `generate`'s fastest mode after short contexts. It accepts no cache, so it reads the prompt each time."""
     torch._dynamo.reset()
     run = plain(target)[-1].generate
     decode_plainly(run, prompts[0], None, call)
@@ -193,12 +193,12 @@ def measure_compiled(target: Any, prompts: list[Prompt], call: Any, context: int
 
 
 def per_token(one: dict[str, Any]) -> float:
-    """Seconds."""
+    """Seconds per token."""
     return one["seconds"] / one["tokens"]
 
 
 def summed(name: str, found: dict[str, list[list[Any]]], context: int) -> dict[str, Any]:
-    """A contestant's row. found: by contestant, what its calls took, [R][N]."""
+    """A contestant's row. found: by contestant, the sums of its calls, [R][N]."""
     seconds = {one: [list(map(per_token, row)) for row in found[one]] for one in (PLAIN, name)}
     row: dict[str, Any] = {
         "name": name,
@@ -223,7 +223,7 @@ def summed(name: str, found: dict[str, list[list[Any]]], context: int) -> dict[s
 
 
 def measure_first(target: Any, own: Sequence[Contestant], context: int, args: Any, bars: Bars) -> dict[str, Any]:
-    """Seconds until a streamer has the first token, prompt included, over plain's: [ratio, low, high] by name."""
+    """Milliseconds until the first token, prompt included, and the ratio to plain's with its interval, by name."""
     entries = [Measured(one) for one in (*plain(target, compiled=False), *own)]
     work = batches(prompts_of(args.prompts, context))
     said = partial(bars, f"context {context}, first token")
@@ -242,13 +242,13 @@ def measure_first(target: Any, own: Sequence[Contestant], context: int, args: An
 
 
 def high_water_mark() -> int:
-    """Bytes of the resident set, at most, since it was reset."""
+    """The most bytes in the resident set since the last reset."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return 1024 * int(line.split()[1])
 
 
 def child(args: Any) -> None:
-    """One contestant in a process of its own: peak memory of a second call, weights included."""
+    """Peak memory of one contestant's second call in a process of its own, weights included."""
     if args.threads:
         torch.set_num_threads(args.threads)
     (context,) = args.contexts
@@ -258,7 +258,7 @@ def child(args: Any) -> None:
     run = own[0].generate if own else target.generate
     (prompt,) = prompts_of(1, context)
     short = Prompt(prompt.source, prompt.category, prompt.text, prompt.ids[:, -64:])
-    generate(run, short, call_of(WARM_UP))  # what is made once
+    generate(run, short, call_of(WARM_UP))  # makes what is made only once
     Path("/proc/self/clear_refs").write_text("5")
     generate(run, prompt, call_of(args.new_tokens))
     draft = own[0].model.drafter.model if own else None
@@ -298,7 +298,7 @@ def measure(args: Any) -> dict[str, Any]:
             found["rows"] += measure_context(target, own, context, args, bars)
             if args.first_repeats and context <= args.first_up_to:
                 found["first"][str(context)] = measure_first(target, own, context, args, bars)
-            write_json(args.out, found)  # a long measurement, of which nothing is to be lost
+            write_json(args.out, found)  # the measurement is long
         for context in args.memory:
             everybody = [PLAIN, *names, *(name + EAGER for name in names)]
             found["memory"][str(context)] = measure_memory(context, everybody, args, bars)
@@ -309,8 +309,8 @@ def markdown(found: dict[str, Any]) -> str:
     """The section as it stands in docs."""
     lines = [
         measured_with(found["about"], "python benchmarks/contexts.py").partition(" Times plain")[0]
-        + f" Target: `{found['about']['target']}`, YaRN angles, {found['about']['new_tokens']} tokens behind each prompt; 1.00 "
-        "is plain `generate`, not compiled. Drafting: of the rounds behind the first one.",
+        + f" Target: `{found['about']['target']}`, YaRN angles, {found['about']['new_tokens']} tokens after each prompt; 1.00 "
+        "is plain `generate`, not compiled. Drafting: in the rounds after the first one.",
         "",
     ]
     by_context: dict[int, dict[str, Any]] = {}
@@ -334,12 +334,12 @@ def markdown(found: dict[str, Any]) -> str:
             [context, *(f"{rows[name]['first_drafting_milliseconds']:.1f}" for name in drafts)]
             for context, rows in by_context.items()
         )
-        lines += ["", "Behind the first token a drafter reads the prompt as well, milliseconds (once a call):", ""]
+        lines += ["", "After the first token, a drafter also reads the prompt, once per call. Milliseconds:", ""]
         lines += markdown_table(["context", *drafts], reading)
     if found["memory"]:
         lines += [
             "",
-            "Peak memory over plain's (resident set), MiB, and what the draft's weights and slots take, and 5% of plain's:",
+            "Peak memory (resident set) beyond plain's in MiB; the draft's weights and slots; these and 5% of plain's:",
             "",
         ]
         sizes = (
@@ -371,7 +371,7 @@ def _cells(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
 
 
 def kept_up(by_context: dict[int, dict[str, Any]], drafts: Sequence[str]) -> list[str]:
-    """How much of the speedup after the shortest context is left after the others."""
+    """How much of the speedup after the shortest context remains after the others."""
     (shortest, first), *others = by_context.items()
     if not others or not drafts:
         return []
@@ -385,7 +385,7 @@ def kept_up(by_context: dict[int, dict[str, Any]], drafts: Sequence[str]) -> lis
         table.append([context, *cells])
     return [
         "",
-        f"Speedup against that behind {shortest} tokens; in brackets at equal tokens per pass:",
+        f"Speedup relative to that after {shortest} tokens; in brackets, at equal tokens per pass:",
         "",
         *markdown_table(["context", *drafts], table),
     ]
@@ -397,10 +397,14 @@ def main() -> None:
         "--contexts", type=int, nargs="+", default=[512, 1024, 4096, 16384, 32768], help="tokens of prompts"
     )
     parser.add_argument("--contestants", nargs="+", choices=list(DRAFTS), default=list(DRAFTS), metavar="NAME")
-    parser.add_argument("--new-tokens", type=int, default=64, help="behind each prompt (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="after each prompt (default: %(default)s)")
     parser.add_argument("--grown", metavar="SIZE", help="of the target, such as 0.25b; the shipped one when left out")
-    parser.add_argument("--first-repeats", type=int, default=3, help="of the first token; 0 leaves it out (default: 3)")
-    parser.add_argument("--first-up-to", type=int, default=16384, metavar="P", help="longest prompt that is timed so")
+    parser.add_argument(
+        "--first-repeats", type=int, default=3, help="for the first token; 0 leaves it out (default: 3)"
+    )
+    parser.add_argument(
+        "--first-up-to", type=int, default=16384, metavar="P", help="longest prompt for the first token"
+    )
     parser.add_argument(
         "--memory", type=int, nargs="*", default=[512, 16384], metavar="P", help="contexts of peak memory"
     )
@@ -409,8 +413,8 @@ def main() -> None:
         type=int,
         default=4096,
         metavar="P",
-        help="longest prompt behind which plain generate is compiled as well: prompts are then read under a mask of P x P "
-        "numbers (default: %(default)s)",
+        help="longest prompt after which plain generate is also compiled: it reads prompts with a mask of P x P numbers "
+        " (default: %(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="512 and 2048 tokens, little of everything")
     parser.add_argument("--child", help=argparse.SUPPRESS)

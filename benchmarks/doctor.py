@@ -1,4 +1,4 @@
-"""What `assisted doctor` says of the shipped pair, put into its page.
+"""Write the output of `assisted doctor` for the shipped pair into its page.
 
 python benchmarks/doctor.py --docs docs/howto/doctor.md
 """

@@ -2,9 +2,8 @@
 
     python benchmarks/draft_length.py --out benchmarks/draft_length.json
 
-Held-out code, float32. Two baselines: plain `generate`, and this package's loop without drafts, which lacks the overhead of
-`generate` and is the harder one. `cold` policies start every call knowing nothing; the others build on their earlier calls,
-as they do in use.
+Held-out code, float32. Two baselines: plain `generate`, and this package's loop without drafts, which is faster. `cold`
+policies start every call without measurements; the others keep those of earlier calls, as they do in use.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 
 
 @dataclass(frozen=True)
 class Cold:
-    """A policy that takes nothing over from earlier calls."""
+    """A policy that forgets earlier calls."""
 
     policy: DraftLength
 
@@ -64,7 +63,7 @@ HOPELESS = ("no drafts", "fixed 4", "heuristic", "confidence 0.4", "adaedl", "ad
 
 
 def drafts() -> tuple[AssistedModelForCausalLM, dict[str, DraftModel]]:
-    """The shipped pair; its draft, and one of the same shape that has learned nothing."""
+    """The shipped pair; its draft, and an untrained one of the same shape."""
     pair, draft = shipped()
     torch.manual_seed(0)
     hopeless = AutoModelForCausalLM.from_config(pair.drafter.model.config).eval()

@@ -2,7 +2,7 @@
 
     python benchmarks/drafters.py --out benchmarks/drafters.json --docs docs/methods/index.md
 
-Free: held-out functions, cut in the middle. Copied: a held-out function, to be written again with another argument. Float32,
+Free: held-out functions, cut in the middle. Copied: a held-out function, to be repeated with a renamed argument. Float32,
 temperature 0, the default draft length.
 """
 
@@ -59,7 +59,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def _cost(row: Row, plain: float) -> str:
-    """Of one drafted token. plain: milliseconds of a plain one."""
+    """The cost of one drafted token in plain tokens. plain: milliseconds of a plain token."""
     if not row.draft or not row.drafted_per_pass:
         return ""
     return f"{row.draft * row.milliseconds_per_token * row.tokens_per_pass / row.drafted_per_pass / plain:.3f}"

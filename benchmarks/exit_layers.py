@@ -19,7 +19,7 @@ COLUMNS = ("first token accepted", "accepted", "tokens per pass", "times plain",
 
 
 def measure(args: Any) -> dict[str, Any]:
-    """What every exit layer, the chosen one and layer skipping come to."""
+    """All exit layers, the automatic choice and layer skipping."""
     pair = AssistedModelForCausalLM.from_pretrained(args.model, draft="suffix", dtype=torch.float32)
     count = pair.target.config.get_text_config(decoder=True).num_hidden_layers
     names = [f"early-exit:{layer}" for layer in args.layers or range(1, count)] + ["early-exit", "layer-skip"]
@@ -43,7 +43,7 @@ def markdown(found: dict[str, Any]) -> str:
         *table(measured, COLUMNS),
     ]
     if "assisted early-exit" in found["chosen"]:
-        lines += ["", f"Left to itself it chose layer {found['chosen']['assisted early-exit']}."]
+        lines += ["", f"The automatic choice is layer {found['chosen']['assisted early-exit']}."]
     return "\n".join(lines)
 
 

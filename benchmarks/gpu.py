@@ -1,10 +1,10 @@
-"""Drafting on a GPU, with passes called one operation after the other (eager) and captured in CUDA graphs.
+"""Drafting on a GPU, with forward passes run one operation at a time (eager) and captured in CUDA graphs.
 
     python benchmarks/gpu.py --out benchmarks/gpu.json
 
 Targets: the shipped one in float32, and the same grown to about 1 and 7 billion parameters in bfloat16 (`assisted.bench.grown`:
-the same text at the cost of a large model). Everyone continues the same pieces of Python, greedily, as many tokens, in turns
-at every prompt. Two tables: what a pass takes, and what generating brings.
+the same text at the cost of a large model). All contestants continue the same pieces of Python greedily, in turns, by the
+protocol of `assisted bench`. The first table has the times of forward passes, the others the speed of `generate`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from assisted.fast.fused import fused
 from assisted.fast.graphs import CallSettings, Graphs
 
 PROMPT = 160  # tokens
-VERIFIED = 5  # columns of a verify pass: a draft of four tokens
+VERIFIED = 5  # columns of a verifying forward pass: a draft of four tokens
 FILES = ("engine/cache.py", "lengths/policies.py", "text.py", "distribution.py")
 TARGETS = {"zoo:target": torch.float32, "grown:1b": torch.bfloat16, "grown:8b": torch.bfloat16}
 DRAFTS: dict[str, tuple[Any, Any]] = {
@@ -58,18 +58,18 @@ def prompts(tokenizer: Any, count: int) -> list[Prompt]:
 
 
 def drafted_by(target: PreTrainedModel) -> PreTrainedModel:
-    """The shipped draft, where the target is and in its dtype."""
+    """The shipped draft on the target's device, in its dtype."""
     return AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=target.dtype).to(target.device)
 
 
 def contestants(target: PreTrainedModel, tokenizer: Any, modes: list[str]) -> list[Contestant]:
-    """Everyone who can serve this target on this machine; the others are named and left out."""
+    """All that work for this target on this machine; the others are left out with a message."""
     found = [one for one in peers(target, drafted_by(target)) if one.setting == PEER]
     for name, (spec, length) in DRAFTS.items():
         for mode in modes:
             try:
                 found += own(target, tokenizer, {f"{name}: {mode}": (spec, length)}, mode)
-            except Exception as error:  # what is not installed, or does not fit this target
+            except Exception as error:  # not installed, or does not fit this target
                 print(f"left out: {name}: {str(error)[:160]}")
                 break
     return found
@@ -78,7 +78,7 @@ def contestants(target: PreTrainedModel, tokenizer: Any, modes: list[str]) -> li
 def generate(
     target: PreTrainedModel, tokenizer: Any, modes: list[str], args: argparse.Namespace, name: str
 ) -> dict[str, Any]:
-    """A race, and of each pair how many passes were captured, or why they were not."""
+    """A race, and for each pair the number of captured forward passes, or why none are."""
     found = contestants(target, tokenizer, modes)
     pairs = {one.name: one.model for one in found if one.model is not None}
     pair = next(iter(pairs.values()))
@@ -92,7 +92,7 @@ def generate(
 
 @torch.inference_mode()
 def rate(model: PreTrainedModel, ids: torch.Tensor, columns: int, mode: str, passes: int, bare: bool = False) -> float:
-    """Passes a second over so many columns behind a prompt, none of which is kept."""
+    """Forward passes per second over some columns after a prompt; their keys and values are not kept."""
     run = model if mode == "compile" else fused(model)
     runner = CachedModel(run, SlotCache(1, ids.shape[1] + 64), Masks.of(model), bare and is_sum_of_parts(run))
     Graphs().serve(runner, model, CallSettings(mode))
@@ -109,7 +109,7 @@ def rate(model: PreTrainedModel, ids: torch.Tensor, columns: int, mode: str, pas
 
 
 def passes(target: PreTrainedModel, ids: torch.Tensor, modes: list[str], count: int) -> dict[str, Any]:
-    """What passes take, in milliseconds; and the share of the time in which the weights could be read at all."""
+    """Milliseconds of forward passes, and the share of the time that reading the weights takes at least."""
     draft = drafted_by(target)
     found: dict[str, Any] = {}
     for mode in modes:
@@ -154,8 +154,10 @@ def main() -> None:
     parser = arguments(__doc__, ("--prompts", "--repeats", "--out"), prompts=len(FILES))
     parser.add_argument("--json", action="store_true", help="print the results as JSON, not as tables")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), help="which (default: %(default)s)")
-    parser.add_argument("--compile", action="store_true", help="measure compiled passes as well (minutes of compiling)")
-    parser.add_argument("--passes", type=int, default=100, help="passes of one timing (default: %(default)s)")
+    parser.add_argument(
+        "--compile", action="store_true", help="measure compiled forward passes as well (minutes of compiling)"
+    )
+    parser.add_argument("--passes", type=int, default=100, help="forward passes of one timing (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens of one call (default: %(default)s)")
     parser.add_argument("--device", default="cuda", help="the device (default: %(default)s)")
     args = parser.parse_args()

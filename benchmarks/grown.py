@@ -2,9 +2,9 @@
 
     python benchmarks/grown.py --threads 1 --out benchmarks/grown.json --docs docs/benchmarks.md
 
-The draft and the head are the shipped ones: next to a target of that size they cost next to nothing, as a draft of a tenth of
-a percent of the target does; its vocabulary of 4096 makes the target's output layer cheaper than a real one's. So the tables
-say what verifying several columns costs on this machine, and what this package makes of a given acceptance.
+The draft and the head are the shipped ones. Next to a target of this size they cost almost nothing, like a draft of a
+thousandth of the target's size. The vocabulary of 4096 makes the target's output layer cheaper than a real one's. So the tables show the
+cost of verifying several tokens on this machine, and the speedup for a given acceptance.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASES = {
 
 
 def contestants(pair: AssistedModelForCausalLM, batch: int) -> list[Contestant]:
-    """The draft and the head at several lengths, alone and behind copies of the text."""
+    """The draft and the head at several lengths, alone and combined with the suffix drafter."""
     draft, head = DraftModel(pair.drafter.models[0]), shipped_head(pair.target)
     tried = {
         "draft, Adaptive()": (draft, Adaptive()),

@@ -28,15 +28,15 @@ CONTESTANTS: dict[str, tuple[Any, int | None]] = {
     "draft model, chain of 4": ("zoo:draft", DRAFTED),
     "draft model, default length": ("zoo:draft", None),
     "Medusa, list": (Medusa("zoo:medusa", tree=False), DRAFTED),
-    "Medusa, tree of what pays (default)": ("zoo:medusa", None),
+    "Medusa, tree sized by its cost (default)": ("zoo:medusa", None),
     "Medusa, tree of 16 nodes": (Medusa("zoo:medusa", nodes=16), DRAFTED),
     "EAGLE-3, chain of 4": (Eagle("zoo:eagle3", tree=False), DRAFTED),
-    "EAGLE-3, default: tree of what pays; chain when sampling": ("zoo:eagle3", None),
+    "EAGLE-3, default: tree sized by its cost; chain when sampling": ("zoo:eagle3", None),
     "EAGLE-3, tree of 8 nodes": (Eagle("zoo:eagle3", tree=True, nodes=8), DRAFTED),
     "EAGLE-3, tree of 32 nodes": (Eagle("zoo:eagle3", tree=True, top_k=6, nodes=32), 6),
     "SpecInfer, draft model and EAGLE-3": (Merged(("zoo:draft", Eagle("zoo:eagle3", tree=False))), DRAFTED),
 }
-"""By the name of the row: the draft and its length, as a caller writes them."""
+"""By the name of the row: the draft and the draft length."""
 COLUMNS = ("", "`draft=`", "tokens per pass", "times plain", "columns", "drafting", "repeated 4-grams")
 
 
@@ -68,7 +68,7 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _written(draft: Any, length: int | None = None) -> str:
-    """A spec as a caller writes it: what is as by default is left out, the first field has no name."""
+    """A spec as a caller writes it: defaults are left out, the first field has no name."""
     if length is not None:
         return f"{_written(draft)}, draft_length={length}"
     if isinstance(draft, tuple):

@@ -1,9 +1,9 @@
-"""Resident memory of one process over many calls of ever new shapes: plain `generate`, this package, and its `fast="eager"`.
+"""Resident memory of one process over many calls of changing shapes: plain `generate`, this package, and its `fast="eager"`.
 
     python benchmarks/memory.py --out benchmarks/memory.json --docs docs/benchmarks.md
 
-Each way runs in a process of its own, all make the same calls: prompt lengths, batch sizes, draft lengths and numbers of new
-tokens are drawn at random. The shipped target, float32, greedy; what drafts is the default, "suffix".
+Each runs in a process of its own and makes the same calls, with random prompt lengths, batch sizes, draft lengths and numbers
+of new tokens. The shipped target, float32, greedy, with the default draft, "suffix".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVERY = 10  # calls between two readings
 
 
 def resident() -> float:
-    """MiB of this process; where the system does not tell, the most it has had."""
+    """MiB of this process; its maximum where the system does not report the current value."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
     except OSError:

@@ -1,4 +1,4 @@
-"""The shipped draft, trained on in three ways for the same number of steps: what does each do to its acceptance?
+"""The shipped draft, trained further in three ways for the same number of steps, and its acceptance after each.
 
     python benchmarks/on_policy.py --steps 200 --out benchmarks/on_policy.json
 
@@ -31,7 +31,7 @@ DRAFT_LENGTH, NEW_TOKENS = 4, 48
 
 
 class OnText(Distillation):
-    """Plain language modelling, whatever the target would say."""
+    """Plain language modelling, without the target."""
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         logits = self.student(input_ids=ids, use_cache=False).logits

@@ -1,11 +1,11 @@
-"""What a `generate` takes beside the passes of its models, as a share of it; and by cause.
+"""The overhead of a `generate` over the forward passes of its models, as a share of the call, and by cause.
 
     python benchmarks/overhead.py --out benchmarks/overhead.json --docs docs/benchmarks.md
 
-Every call is followed by its own passes alone: the same passes of target and draft, in the same order, over the same tokens
-and slots, by the same runners, the prompts' included. What the call took longer is overhead: preparing the call, accepting,
-choosing draft lengths, drafting around passes, counting, and the first use of its slots. Float32, one row, held-out code; for a
-CPU, where a pass has been computed when its call returns.
+After every call, its forward passes run again alone: the same passes of target and draft, in the same order, over the same
+tokens and slots, by the same runners, including those over the prompts. The difference is overhead: preparing the call,
+accepting, choosing draft lengths, drafting around passes, counting, and the first use of its slots. Float32, one row, held-out
+code. For a CPU only, where a pass is finished when its call returns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
     "suffix, Adaptive()": ("suffix", Adaptive()),
     "EAGLE-3, Adaptive()": ("zoo:eagle3", Adaptive()),
 }
-"""By name: what drafts, and how long."""
+"""By name: the draft and its length."""
 CAUSES: dict[str, list[tuple[Any, str]]] = {
     "passes": [
         (generation, "_read_prompt"),
@@ -70,7 +70,7 @@ CAUSES: dict[str, list[tuple[Any, str]]] = {
     "the loop": [(generation, "decode")],
     "preparing a call": [(AssistedModelForCausalLM, "generate")],
 }
-"""Functions by what their time counts as, without that of the others that they call."""
+"""The functions of each cause. Their time excludes that of the other functions that they call."""
 
 Pass = Callable[[], Any]
 now = time.perf_counter
@@ -78,7 +78,7 @@ READ_PROMPT = CachedModel.prefill
 
 
 class Passes:
-    """The passes of a call, to be run again: what each was given, and what counted in its slots."""
+    """The forward passes of a call, to be run again: their arguments, and the lengths of their slots."""
 
     def __init__(self) -> None:
         self.made: list[Pass] = []
@@ -86,7 +86,7 @@ class Passes:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Meanwhile every pass is noted."""
+        """Inside, every forward pass is noted."""
         read_prompt, extend = generation._read_prompt, generation._extend
         with ExitStack() as stack:
             for kind, name, again in (
@@ -104,7 +104,7 @@ class Passes:
             yield
 
     def noting(self, method: Callable[..., Any], again: Callable[..., Pass] | None = None) -> Callable[..., Any]:
-        """The same method, its time noted; and how it is called again, where that is given."""
+        """The method, with its time noted. again: makes the call that repeats it; None notes only the time."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if again is not None:
@@ -136,7 +136,7 @@ class Passes:
         return again
 
     def target(self, extend: Callable[..., Any]) -> Callable[..., Any]:
-        """The target's prompt, which is read before there are rounds, is noted when all is done."""
+        """The target reads its prompt before there are runners, so this pass is noted afterwards."""
 
         def run(model: Any, input_ids: torch.Tensor, *args: Any) -> Any:
             text, target = extend(model, input_ids, *args)
@@ -146,7 +146,7 @@ class Passes:
         return run
 
     def seconds(self) -> float:
-        """Of all passes, run again."""
+        """Run all passes again. Returns how long that takes."""
         gc.collect()
         with torch.inference_mode():
             started = now()
@@ -156,11 +156,11 @@ class Passes:
 
 
 class Causes:
-    """The seconds of each cause, the others' left out that lie within."""
+    """The seconds of each cause, without those of other causes inside it."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(CAUSES, 0.0) | {"draft lengths": 0.0}
-        self.within: list[float] = []  # seconds that are accounted for, by function that has not returned
+        self.within: list[float] = []  # seconds already counted, for each function that has not returned
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -221,7 +221,7 @@ def measure_target(target: str, prompts: int, repeats: int, new_tokens: int, bar
     totals = {name: pair.totals for name, pair in pairs.items()}
     causes = {name: Causes() for name in pairs}
     finding = partial(bars, f"{target}, causes")
-    for name, number, _ in turns(list(pairs), prompts, progress=finding):  # after all else: clocks slow a call down
+    for name, number, _ in turns(list(pairs), prompts, progress=finding):  # last, because clocks slow a call down
         with causes[name].timed():
             run(pairs[name], texts[number], call)
     tokens = prompts * repeats * new_tokens
@@ -233,7 +233,7 @@ def run(pair: AssistedModelForCausalLM, prompt: Prompt, call: dict[str, Any]) ->
 
 
 def timed(pair: AssistedModelForCausalLM, prompt: Prompt, call: dict[str, Any]) -> tuple[float, float, float]:
-    """Seconds of a call, of its passes alone, and of its passes as they were in it."""
+    """Seconds of a call, of its forward passes alone, and of its forward passes inside the call."""
     passes = Passes()
     gc.collect()
     with passes.noted():

@@ -1,8 +1,8 @@
-"""What a matrix product over a few columns takes on this CPU: torch's own, without oneDNN, and from a packed weight.
+"""The time of a matrix product over a few columns on this CPU: torch's own, without oneDNN, and with a packed weight.
 
     python benchmarks/products.py --threads 1 --out benchmarks/products.json --docs docs/concepts/fast-path.md
 
-All ways in turns, over more weights than caches hold; the least of all rounds, which is what disturbs least on a busy machine.
+All ways run in turns, over more weights than caches hold. The minimum over repeats counts: a busy machine disturbs it least.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/shipped_pair.py --out benchmarks/shipped_pair.json --docs README.md docs/benchmarks.md
 
-Held-out functions cut in the middle: greedy, sampled, eight at a time; float32 and bfloat16. Beside the pair at several draft
-lengths run the shipped EAGLE head, copies of the text, and this package's loop without drafts, which tells what is gained by
-the way passes are run; "compiled" is fast="compile".
+Held-out functions cut in the middle: greedy, sampled, eight at a time; float32 and bfloat16. The contestants are the pair at
+several draft lengths, the shipped EAGLE head, the suffix drafter, and this package's loop without drafts, which shows the gain
+from the way forward passes are run. "compiled" is fast="compile".
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLUMNS = ("times plain", "ms per token", "tokens per pass", "accepted", "same t
 
 
 def contestants(pair: AssistedModelForCausalLM, draft: Any, compiled: bool) -> list[Contestant]:
-    """Ours: the loop alone, the draft at several lengths, the head, and two drafters together; some with compiled passes."""
+    """The loop alone, the draft at several lengths, the head, and two drafters together; some with compiled forward passes."""
     head = Eagle("zoo:eagle3", tree=False)
     loop = ("ngram", Never())
     adaptive = {"suffix": "suffix", "EAGLE chain": head, "EAGLE tree": Eagle("zoo:eagle3", tree=True)}

@@ -1,4 +1,4 @@
-"""What the scripts beside this one share: options, the shipped pair, a race by the protocol, tables, sections of the docs."""
+"""Shared by the scripts of this folder: options, the shipped pair, a race by the protocol, tables, sections of the docs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CELLS: dict[str, Cell] = {
     "same tokens": BENCH["same"],
     "repeated 4-grams": BENCH["4-grams"],
 }
-"""What stands in a row of a table, by the title of the column."""
+"""The cells of a row, by the title of the column."""
 OPTIONS = ("--prompts", "--repeats", "--threads", "--no-compile", "--out", "--docs", "--read")
 
 
@@ -54,8 +54,7 @@ def arguments(
     repeats: int = 3,
     threads: int | None = None,
 ) -> argparse.ArgumentParser:
-    """The options that scripts have in common. doc: the description. only: those of OPTIONS that this one has. The others:
-    defaults."""
+    """The common options of scripts. doc: the description. only: which of OPTIONS. The others: defaults."""
     default = "(default: %(default)s)"
     own_choice = default if threads else "(default: torch's own choice)"
     options: dict[str, dict[str, Any]] = {
@@ -82,7 +81,7 @@ def shipped(dtype: torch.dtype = torch.float32) -> tuple[AssistedModelForCausalL
 def own(
     target: PreTrainedModel, tokenizer: Any, drafts: Mapping[str, tuple[Any, Any]], fast: str = "auto"
 ) -> list[Contestant]:
-    """A contestant with this target for every draft and draft length, by the name of its row."""
+    """A contestant with this target for every draft and draft length, which are given by the name of the row."""
 
     def loaded(draft: Any, length: Any) -> AssistedModelForCausalLM:
         return AssistedModelForCausalLM.from_models(target, draft, length, tokenizer, fast=fast)
@@ -111,7 +110,7 @@ def raced(
 
 
 def required(measured: Sequence[Measured]) -> list[Measured]:
-    """The same, if nobody failed. Raises RuntimeError otherwise."""
+    """The same list. Raises RuntimeError if a contestant failed."""
     for one in measured:
         if one.error is not None:
             raise RuntimeError(f"{one.contestant.name}: {one.error}")
@@ -119,12 +118,12 @@ def required(measured: Sequence[Measured]) -> list[Measured]:
 
 
 def about(pair: AssistedModelForCausalLM, **more: Any) -> dict[str, Any]:
-    """What figures were measured with."""
+    """The environment of a measurement, and more."""
     return {**machine(pair.target.device, pair.target.dtype), **more}
 
 
 def figures(args: argparse.Namespace, measure: Callable[[argparse.Namespace], dict[str, Any]]) -> dict[str, Any]:
-    """Those of `--read`, or what `measure` finds on `--threads` threads; written to `--out`."""
+    """The figures of `--read`, or those of `measure` with `--threads` threads. They are written to `--out`."""
     if args.threads:
         torch.set_num_threads(args.threads)
     found = json.loads(args.read.read_text()) if args.read else measure(args)
@@ -133,13 +132,13 @@ def figures(args: argparse.Namespace, measure: Callable[[argparse.Namespace], di
 
 
 def write_json(path: Path | None, found: Any) -> None:
-    """Write figures as the files beside this one are written; nothing without a path."""
+    """Write figures in the format of this folder's files; without a path, do nothing."""
     if path is not None:
         path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def in_own_process(script: str, *options: object) -> subprocess.Popen[str]:
-    """Start a script of this folder, to be read by `answer`."""
+    """Start a script of this folder. `answer` reads its output."""
     return subprocess.Popen([sys.executable, script, *map(str, options)], stdout=subprocess.PIPE, text=True)
 
 
@@ -162,15 +161,15 @@ def measured_with(found: dict[str, Any], command: str) -> str:
 
 
 def section(title: str, result: dict[str, Any], columns: Sequence[str], named: str = "", **more: Cell) -> list[str]:
-    """A race under its title. result: what `raced` gave, as a dictionary. The others: as for `table`."""
+    """A title and the table of a race. result: of `raced`, as a dictionary. The others: as for `table`."""
     (measured,) = Result.from_dict(result).points
     return ["", f"**{title}**", "", *table(measured, columns, named, **more)]
 
 
 def table(point: Point, columns: Sequence[str], named: str = "", **more: Cell) -> list[str]:
-    """A Markdown table of all that got through, and who failed.
+    """A Markdown table of the contestants, and the errors of those that failed.
 
-    columns: titles of CELLS, or of `more`, which are further ones. named: the title of the names' column.
+    columns: titles of CELLS or of `more`. named: the title of the names' column. more: further cells by title.
     """
     cells = {**CELLS, **more}
     rows = [[row.name.removeprefix("assisted "), *(cells[title](row) for title in columns)] for row in point.ran]
@@ -179,7 +178,7 @@ def table(point: Point, columns: Sequence[str], named: str = "", **more: Cell) -
 
 
 def publish(text: str, docs: Iterable[Path], marker: str = "measured") -> None:
-    """Print a section, and put it between the two markers of every file in `docs`."""
+    """Print a section, and write it between the two markers of every file in `docs`."""
     print(text)
     write_docs(docs, text, marker)
 

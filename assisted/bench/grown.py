@@ -209,9 +209,9 @@ def save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBas
     (folder / "README.md").write_text(
         f"# A grown model, for measuring\n\n"
         f"This is `{record['from']}` in a larger shape (hidden x intermediate x layers x heads x key-value heads: {shape}),\n"
-        f"{model.num_parameters() / 1e9:.2f} billion parameters. The added weights are computed and change nothing: its text is\n"
-        f"that of the small model, its cost that of a large one. Its vocabulary ({config.vocab_size}) is the small one's, "
-        f"so the output layer\nis cheaper than a real model's. Do not use it for anything but measuring.\n\n"
+        f"{model.num_parameters() / 1e9:.2f} billion parameters. The added weights are computed and change nothing: its\n"
+        f"text is that of the small model, its cost that of a large one. Its vocabulary ({config.vocab_size}) is the small\n"
+        f"one's, so the output layer is cheaper than a real model's. Do not use it for anything but measuring.\n\n"
         f"Made by `assisted grow`, size {record['size']}, seed {record['seed']}.\n",
         encoding="utf-8",
     )

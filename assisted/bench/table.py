@@ -79,7 +79,7 @@ def heading(result: Result) -> list[str]:
 def notes(result: Result) -> list[str]:
     """How to read the table."""
     lines = [
-        "Times plain: speedup over the fastest plain mode, median over repeats, 95% bootstrap interval over prompts and repeats.",
+        "Times plain: the speedup over the fastest plain mode, with a 95% bootstrap interval over prompts and repeats.",
         "Tokens per forward pass of the target: its own token (the bonus) and the pass over the prompt count.",
         "4-grams: the share that repeats an earlier one of the same text; repetition flatters every drafter.",
     ]

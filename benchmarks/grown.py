@@ -3,8 +3,8 @@
     python benchmarks/grown.py --threads 1 --out benchmarks/grown.json --docs docs/benchmarks.md
 
 The draft and the head are the shipped ones. Next to a target of this size they cost almost nothing, like a draft of a
-thousandth of the target's size. The vocabulary of 4096 makes the target's output layer cheaper than a real one's. So the tables show the
-cost of verifying several tokens on this machine, and the speedup for a given acceptance.
+thousandth of the target's size. The vocabulary of 4096 makes the target's output layer cheaper than a real one's. So the tables
+show the cost of verifying several tokens on this machine, and the speedup for a given acceptance.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tables import about, arguments, figures, own, publish
+from tables import arguments, figures, own, publish
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, generation
-from assisted.bench import Bars, Contestant, Prompt, Rules, held_out_prompts, load, pad_token, speedup
+from assisted.bench import Bars, Contestant, Prompt, Rules, held_out_prompts, load, machine, pad_token, speedup
 from assisted.bench.clock import turns
 from assisted.bench.table import markdown_table
 from assisted.doctor.recording import Never
@@ -37,7 +37,7 @@ from assisted.heads.eagle import EagleHead
 from assisted.heads.runner import HeadRunner
 from assisted.lengths import Fixed
 from assisted.lengths.adaptive import Adaptive
-from assisted.report import Recorder
+from assisted.report import Recorder, Report
 
 TARGETS = ("zoo:target", "grown:0.25b")
 WARM_UP = 2  # calls
@@ -224,8 +224,7 @@ def measure_target(target: str, prompts: int, repeats: int, new_tokens: int, bar
     for name, number, _ in turns(list(pairs), prompts, progress=finding):  # last, because clocks slow a call down
         with causes[name].timed():
             run(pairs[name], texts[number], call)
-    tokens = prompts * repeats * new_tokens
-    return [row(target, name, *seconds[name].tolist(), causes[name].seconds, totals[name], tokens) for name in pairs]
+    return [row(target, name, seconds[name], causes[name].seconds, totals[name]) for name in pairs]
 
 
 def run(pair: AssistedModelForCausalLM, prompt: Prompt, call: dict[str, Any]) -> None:
@@ -243,25 +242,17 @@ def timed(pair: AssistedModelForCausalLM, prompt: Prompt, call: dict[str, Any]) 
     return whole, passes.seconds(), passes.within
 
 
-def row(
-    target: str,
-    name: str,
-    whole: list[list[float]],
-    alone: list[list[float]],
-    within: list[list[float]],
-    causes: dict[str, float],
-    totals: Any,
-    tokens: int,
-) -> dict[str, Any]:
-    rounds = totals.target_passes
-    beside = sum(map(sum, whole)) - sum(map(sum, within))
+def row(target: str, name: str, seconds: torch.Tensor, causes: dict[str, float], totals: Report) -> dict[str, Any]:
+    """seconds: [3, R, N], what `timed` returned for R repeats over N prompts."""
+    whole, alone, within = seconds.tolist()
+    took, _, passes = seconds.sum((1, 2)).tolist()
     return {
         "target": target,
         "name": name,
         "overhead": beside_passes(alone, whole),
         "overhead_within": beside_passes(within, whole),
-        "milliseconds_per_token": 1e3 * sum(map(sum, whole)) / tokens,
-        "microseconds_per_round": 1e6 * beside / rounds,
+        "milliseconds_per_token": 1e3 * took / totals.new_tokens,
+        "microseconds_per_round": 1e6 * (took - passes) / totals.target_passes,
         "tokens_per_pass": totals.tokens_per_pass,
         "acceptance_rate": totals.acceptance_rate,
         "causes": {cause: spent / sum(causes.values()) for cause, spent in causes.items()},
@@ -278,10 +269,9 @@ def measure(args: Any) -> dict[str, Any]:
     with Bars() as bars:
         for target in args.targets:
             found += measure_target(target, args.prompts, args.repeats, args.new_tokens, bars)
-    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", dtype=torch.float32)
-    machine = about(pair, prompts=args.prompts, repeats=args.repeats, new_tokens=args.new_tokens)
-    machine["clock"] = "process time" if args.cpu_time else "wall time"
-    return {"about": machine, "rows": found}
+    work = {"prompts": args.prompts, "repeats": args.repeats, "new_tokens": args.new_tokens}
+    clock = {"clock": "process time" if args.cpu_time else "wall time"}
+    return {"about": machine(torch.device("cpu"), torch.float32) | work | clock, "rows": found}
 
 
 def markdown(found: dict[str, Any]) -> str:

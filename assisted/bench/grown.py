@@ -198,19 +198,13 @@ def save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBas
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    record, config = getattr(model.config, RECORD), model.config
-    shape = Shape(
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-    )
+    record, vocabulary = getattr(model.config, RECORD), model.config.vocab_size
+    shape = parse(record["size"])
     (folder / "README.md").write_text(
         f"# A grown model, for measuring\n\n"
         f"This is `{record['from']}` in a larger shape (hidden x intermediate x layers x heads x key-value heads: {shape}),\n"
         f"{model.num_parameters() / 1e9:.2f} billion parameters. The added weights are computed and change nothing: its\n"
-        f"text is that of the small model, its cost that of a large one. Its vocabulary ({config.vocab_size}) is the small\n"
+        f"text is that of the small model, its cost that of a large one. Its vocabulary ({vocabulary}) is the small\n"
         f"one's, so the output layer is cheaper than a real model's. Do not use it for anything but measuring.\n\n"
         f"Made by `assisted grow`, size {record['size']}, seed {record['seed']}.\n",
         encoding="utf-8",

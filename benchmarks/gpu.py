@@ -81,8 +81,8 @@ def generate(
     """A race, and for each pair the number of captured forward passes, or why none are."""
     found = contestants(target, tokenizer, modes)
     pairs = {one.name: one.model for one in found if one.model is not None}
-    pair = next(iter(pairs.values()))
-    result = raced(args, pair, found, prompts(tokenizer, args.prompts), Rules(args.new_tokens), target=name)
+    some = next(iter(pairs.values()))
+    result = raced(args, some, found, prompts(tokenizer, args.prompts), Rules(args.new_tokens), target=name)
     graphs = {
         name: {"captured": pair.graphs.captured, "eager_because": pair.graphs.reason or pair.graphs.obstacle}
         for name, pair in pairs.items()
@@ -164,9 +164,7 @@ def main() -> None:
     args.no_compile = not args.compile
     transformers.logging.set_verbosity_error()
     modes = ["eager", "graphs", *(["compile"] if args.compile else [])]
-    device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
     written: dict[str, Any] = {
-        "machine": {"device": device, "torch": torch.__version__, "transformers": transformers.__version__},
         "copy_tb_per_second": round(bandwidth(torch.device(args.device)).high / 1e12, 3),
         "prompt": PROMPT,
         "new_tokens": args.new_tokens,

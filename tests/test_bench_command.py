@@ -44,7 +44,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(folders: Path, questions: Path) -> bench.Result:
-    """Two lengths of context; one drafter that is refused."""
+    """Two lengths of context; one drafter cannot be loaded."""
     pytest.importorskip("sympy")
     return bench.measure(
         str(folders / "target"),
@@ -132,7 +132,7 @@ def test_a_sweep_has_a_point_for_each_length(result: bench.Result) -> None:
 
 
 class _Page(HTMLParser):
-    """What is open at the end, and where a page points."""
+    """The tags that are open at the end, and the links of a page."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -193,7 +192,7 @@ def fastest(tried: Sequence[Measured]) -> list[Contestant]:
     best = []
     for members in families.values():
         ran = [one for one in members if one.error is None]
-        best.append(min(ran, key=lambda one: median(map(sum, one.seconds))) if ran else members[0])
+        best.append(min(ran, key=lambda one: one.typical) if ran else members[0])
     return [one.contestant for one in best]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -98,6 +99,11 @@ class Measured:
     report: Report | None = None
     warned: str | None = None
     error: str | None = None
+
+    @property
+    def typical(self) -> float:
+        """Seconds over all batches, the median over repeats."""
+        return median(map(sum, self.seconds))
 
 
 def race(

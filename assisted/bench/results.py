@@ -158,13 +158,12 @@ def summed_up(measured: Sequence[Measured], batches: Sequence[Batch], greedy: bo
 
     Raises ValueError if every plain mode failed: there is no baseline then.
     """
-    ran = [one for one in measured if one.contestant.family == "plain" and one.error is None]
+    plain = [one for one in measured if one.contestant.family == "plain"]
+    ran = [one for one in plain if one.error is None]
     if not ran:
-        errors = "; ".join(
-            f"{one.contestant.name}: {one.error}" for one in measured if one.contestant.family == "plain"
-        )
+        errors = "; ".join(f"{one.contestant.name}: {one.error}" for one in plain)
         raise ValueError(f"target: plain decoding failed, and everything is measured against it ({errors})")
-    baseline = min(ran, key=lambda one: median(map(sum, one.seconds)))
+    baseline = min(ran, key=lambda one: one.typical)
     return baseline.contestant.name, tuple(_row(one, baseline, ran[0], batches, greedy) for one in measured)
 
 
@@ -196,7 +195,7 @@ def _row(one: Measured, baseline: Measured, reference: Measured, batches: Sequen
             category: speedup(_of_category(baseline, batches, category), _of_category(one, batches, category))
             for category in categories
         },
-        milliseconds_per_token=1e3 * median(map(sum, one.seconds)) / sum(map(len, one.tokens)),
+        milliseconds_per_token=1e3 * one.typical / sum(map(len, one.tokens)),
         tokens_per_pass=tokens / passes,
         drafted_per_pass=drafted / passes,
         acceptance_rate=accepted / drafted if drafted else None,

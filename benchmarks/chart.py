@@ -1,4 +1,4 @@
-"""The home page's chart, from the figures in shipped_pair.json: bars with their intervals, as SVG. Draws by itself."""
+"""The home page's chart, from the figures in shipped_pair.json: bars with their intervals, as SVG, without a library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINE, LEFT, WIDTH = 26, 178, 480
 
 
 def chart(path: Path = FIGURES) -> str:
-    """Times plain, against the fastest plain mode, greedy and sampled. Text and axes have the page's colour."""
+    """Speedups over the fastest plain mode, greedy and sampled. Text and axes have the page's colour."""
     results = json.loads(path.read_text(encoding="utf-8"))
     panels = [(title, _rows(results[name]["points"][0]["rows"])) for name, title in PANELS.items()]
     longest = max(row[4] for _, rows in panels for row in rows)
@@ -51,7 +51,7 @@ def chart(path: Path = FIGURES) -> str:
 
 
 def _rows(rows: list[dict]) -> list[tuple[str, str, float, float, float]]:
-    """Name, colour, ratio and interval of what is shown."""
+    """Name, colour, ratio and interval of the contestants in SHOWN."""
     found = []
     for row in rows:
         known = SHOWN.get(row["name"]) or SHOWN.get(row["family"] if row["family"].startswith("transformers") else "")

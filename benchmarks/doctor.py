@@ -1,15 +1,12 @@
-"""What `assisted doctor` says of the shipped pair, put into its page.
+"""Write the output of `assisted doctor` for the shipped pair into its page.
 
 python benchmarks/doctor.py --docs docs/howto/doctor.md
 """
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
-from tables import write_docs
+from tables import arguments, publish
 
 from assisted.bench.bars import Bars
 from assisted.bench.grown import load_target
@@ -19,13 +16,11 @@ from assisted.doctor.findings import told
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, ("--threads", "--docs"), threads=1)
     parser.add_argument("--target", default="zoo:target", help="(default: %(default)s)")
     parser.add_argument("--draft", nargs="+", default=["zoo:draft", "suffix"], help="(default: zoo:draft suffix)")
     parser.add_argument("--dtype", default="float32", help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=90.0, help="(default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
-    parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose measured section is rewritten")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     target, tokenizer = load_target(args.target, getattr(torch, args.dtype))
@@ -34,10 +29,8 @@ def main() -> None:
         found = examine(
             target, drafts, tokenizer, None, Settings(seconds=args.seconds), name=args.target, progress=bars
         )
-    said = told(found)
-    print(said)
     typed = " ".join(f"--draft {name}" for name in args.draft)
-    write_docs(args.docs, f"`assisted doctor {args.target} {typed}`:\n\n```text\n{said}\n```")
+    publish(f"`assisted doctor {args.target} {typed}`:\n\n```text\n{told(found)}\n```", args.docs)
 
 
 if __name__ == "__main__":

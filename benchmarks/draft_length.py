@@ -2,34 +2,32 @@
 
     python benchmarks/draft_length.py --out benchmarks/draft_length.json
 
-Held-out code, float32. Two baselines: plain `generate`, and this package's loop without drafts, which lacks the overhead of
-`generate` and is the harder one. `cold` policies start every call knowing nothing; the others build on their earlier calls,
-as they do in use.
+Held-out code, float32. Two baselines: plain `generate`, and this package's loop without drafts, which is faster. `cold`
+policies start every call without measurements; the others keep those of earlier calls, as they do in use.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
-from tables import about, figures, shipped
+from overhead import Causes
+from tables import about, arguments, figures, own, required, shipped
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, DraftModel
 from assisted.bench import (
     Bars,
     Batch,
+    Interval,
     Measured,
     Rules,
     batches,
     held_out_prompts,
-    of_model,
     plain,
     race,
     repeated_share,
@@ -44,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 
 
 @dataclass(frozen=True)
 class Cold:
-    """A policy that takes nothing over from earlier calls."""
+    """A policy that forgets earlier calls."""
 
     policy: DraftLength
 
@@ -64,32 +62,29 @@ POLICIES: dict[str, DraftLength] = {
 HOPELESS = ("no drafts", "fixed 4", "heuristic", "confidence 0.4", "adaedl", "adaptive", "adaptive, cold")
 
 
-def pairs() -> dict[str, tuple[AssistedModelForCausalLM, DraftModel]]:
-    """The shipped pair, and the same target with a draft of the same shape that has learned nothing."""
-    good, draft = shipped()
+def drafts() -> tuple[AssistedModelForCausalLM, dict[str, DraftModel]]:
+    """The shipped pair; its draft, and an untrained one of the same shape."""
+    pair, draft = shipped()
     torch.manual_seed(0)
-    hopeless = AutoModelForCausalLM.from_config(good.drafter.model.config).eval()
-    return {"shipped pair": (good, draft), "hopeless draft": (good, DraftModel(hopeless))}
+    hopeless = AutoModelForCausalLM.from_config(pair.drafter.model.config).eval()
+    return pair, {"shipped pair": draft, "hopeless draft": DraftModel(hopeless)}
 
 
 def rows(
     pair: AssistedModelForCausalLM,
     draft: DraftModel,
-    names: tuple[str, ...],
+    names: Sequence[str],
     work: list[Batch],
     rules: Rules,
     title: str,
 ) -> list[dict[str, Any]]:
     """A row for each policy, and one for plain `generate`."""
-    own = [
-        of_model(name, AssistedModelForCausalLM.from_models(pair.target, draft, POLICIES[name], pair.tokenizer))
-        for name in names
+    contestants = [
+        *plain(pair.target, False),
+        *own(pair.target, pair.tokenizer, {name: (draft, POLICIES[name]) for name in names}),
     ]
     with Bars() as bars:
-        measured = race(pair.target, [*plain(pair.target, False), *own], work, rules, 1, lambda *at: bars(title, at[1]))
-    for one in measured:
-        if one.error is not None:
-            raise RuntimeError(f"{one.contestant.name}: {one.error}")
+        measured = required(race(pair.target, contestants, work, rules, 1, lambda *at: bars(title, at[1])))
     by_name = {one.contestant.name: one for one in measured}
     return [_row(one, by_name["plain"], by_name["no drafts"]) for one in measured]
 
@@ -107,47 +102,26 @@ def _row(one: Measured, plainly: Measured, loop: Measured) -> dict[str, Any]:
     return row
 
 
-def overhead(prompt: torch.Tensor, model: AssistedModelForCausalLM, call: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of the processor that the adaptive policy itself takes in a round, waiting for the draft's
-    distribution included."""
-
-    spent, rounds = 0.0, 0
-
-    @dataclass(frozen=True)
-    class Timed:
-        def start(self, earlier: Length | None = None) -> Length:
-            length = Adaptive().start()
-            for name in ("budget", "go_on", "another", "observe"):
-                setattr(length, name, timed(getattr(length, name), name))
-            return length
-
-    def timed(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            nonlocal spent, rounds
-            rounds += name == "observe"
-            started = time.thread_time()
-            found = method(*args)
-            spent += time.thread_time() - started
-            return found
-
-        return call
-
-    model.generate(prompt, attention_mask=torch.ones_like(prompt), draft_length=Timed(), **call)
-    return {"microseconds_per_round": 1e6 * spent / rounds, "rounds": rounds}
+def of_the_policy(prompt: torch.Tensor, model: AssistedModelForCausalLM, call: dict[str, Any]) -> dict[str, float]:
+    """Microseconds that the adaptive policy itself takes in a round, waiting for the draft's distribution included."""
+    causes = Causes()
+    with causes.timed():
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), draft_length=Cold(Adaptive()), **call)
+    rounds = model.report.target_passes
+    return {"microseconds_per_round": 1e6 * causes.seconds["draft lengths"] / rounds, "rounds": rounds}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    models = pairs()
-    good, _ = models["shipped pair"]
-    prompts = list(islice(held_out_prompts(good.tokenizer), args.prompts))
-    found = about(good, prompts=args.prompts, new_tokens=args.tokens, repeats=args.repeats, results={})
+    pair, chosen = drafts()
+    prompts = list(islice(held_out_prompts(pair.tokenizer), args.prompts))
+    found = about(pair, prompts=args.prompts, new_tokens=args.tokens, repeats=args.repeats, results={})
     for setting in args.settings:
         rules = Rules(args.tokens, args.repeats, **SETTINGS[setting])
-        for name, (pair, draft) in models.items():
+        for name, draft in chosen.items():
             policies = tuple(POLICIES) if name == "shipped pair" else HOPELESS
             title = f"{name}, {setting}"
             found["results"][title] = rows(pair, draft, policies, batches(prompts), rules, title)
-        found["overhead"] = overhead(prompts[0].ids, good, rules.call(1))
+        found["overhead"] = of_the_policy(prompts[0].ids, pair, rules.call(1))
     return found
 
 
@@ -155,9 +129,8 @@ def show(found: dict[str, Any]) -> None:
     for title, rows in found["results"].items():
         print(f"\n{title}, {found['new_tokens']} tokens")
         for row in rows:
-            plain, loop = row["against_plain"], row["against_no_drafts"]
-            line = f"  {row['name']:<16} {plain['ratio']:.2f} [{plain['low']:.2f}, {plain['high']:.2f}]"
-            line += f"  against no drafts {loop['ratio']:.2f} [{loop['low']:.2f}, {loop['high']:.2f}]"
+            line = f"  {row['name']:<16} {Interval(**row['against_plain'])}"
+            line += f"  against no drafts {Interval(**row['against_no_drafts'])}"
             if "tokens_per_pass" in row:
                 line += f"  {row['tokens_per_pass']:.2f} tokens/pass, accepted {row['acceptance_rate']:.0%}"
                 line += f", assisted {row['assisted_share']:.0%}"
@@ -168,16 +141,10 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=16, help="(default: %(default)s)")
+    parser = arguments(__doc__, ("--prompts", "--repeats", "--threads", "--out", "--read"))
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of every call (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--settings", nargs="+", choices=tuple(SETTINGS), default=list(SETTINGS), help="(default: all)")
-    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
-    parser.add_argument("--read", type=Path, help="measure nothing, show the figures of this JSON")
-    args = parser.parse_args()
-    show(figures(args, measure))
+    show(figures(parser.parse_args(), measure))
 
 
 if __name__ == "__main__":

@@ -2,19 +2,20 @@
 
     python benchmarks/drafters.py --out benchmarks/drafters.json --docs docs/methods/index.md
 
-Free: held-out functions, cut in the middle. Copied: a held-out function, to be written again with another argument. Float32,
+Free: held-out functions, cut in the middle. Copied: a held-out function, to be repeated with a renamed argument. Float32,
 temperature 0, the default draft length.
 """
 
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
-from tables import about, arguments, failures, figures, measured_with, plainly, publish, same, share, shipped, table
+from tables import arguments, figures, measured_with, publish, raced, section, shipped
 
 from assisted import Merged
-from assisted.bench import Bars, Point, Result, Row, Rules, assisted, point, read, sources
+from assisted.bench import Row, Rules, assisted, read
 
 DRAFTS: dict[str, Any] = {
     '"suffix"': "suffix",
@@ -31,31 +32,18 @@ DRAFTS: dict[str, Any] = {
     'Merged(["zoo:draft", "suffix"])': Merged(("zoo:draft", "suffix")),
 }
 KINDS = {"Free text": "code", "Copied text": "edits"}
+COLUMNS = ("times plain", "tokens per pass", "accepted", "draft cost", "same tokens", "repeated 4-grams")
 
 
 def measure(args: Any) -> dict[str, Any]:
     pair, _ = shipped()
-    chosen = {name: DRAFTS[name] for name in args.only or DRAFTS}
-    own = list(assisted(pair.target, chosen, pair.tokenizer))
-    plain = plainly(pair, args)
-    machine = about(pair, prompts=args.prompts, repeats=args.repeats)
-    found: dict[str, Any] = {"about": machine}
-    rules = Rules(new_tokens=48, repeats=args.repeats)
+    own = list(assisted(pair.target, {name: DRAFTS[name] for name in args.only or DRAFTS}, pair.tokenizer))
+    found: dict[str, Any] = {}
     for title, kind in KINDS.items():
         prompts = read([kind], pair.tokenizer, args.prompts)
-        with Bars() as bars:
-            measured = point(pair, plain, [], own, prompts, rules, progress=bars)
-        found[title] = Result("zoo:target", None, rules, sources(prompts), (measured,), machine).to_dict()
+        result = raced(args, pair, own, prompts, Rules(new_tokens=48)).to_dict()
+        found |= {"about": result["machine"], title: result}
     return found
-
-
-def cost(row: Row, measured: Point) -> str:
-    """Of one drafted token, in plain tokens."""
-    if not row.draft or not row.drafted_per_pass:
-        return ""
-    plain = next(other for other in measured.rows if other.name == measured.baseline)
-    drafting = row.draft * row.milliseconds_per_token * row.tokens_per_pass / row.drafted_per_pass
-    return f"{drafting / plain.milliseconds_per_token:.3f}"
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -63,17 +51,18 @@ def markdown(found: dict[str, Any]) -> str:
     text = measured_with(found["about"], "python benchmarks/drafters.py")
     lines = [f"{text} Draft cost: of one drafted token, in plain tokens."]
     for title in KINDS:
-        (measured,) = Result.from_dict(found[title]).points
-        columns = {
-            "times plain": lambda row: row.speedup,
-            "tokens per pass": lambda row: f"{row.tokens_per_pass:.2f}",
-            "accepted": lambda row: share(row.acceptance_rate),
-            "draft cost": lambda row, measured=measured: cost(row, measured),
-            "same tokens": same,
-            "repeated 4-grams": lambda row: share(row.repeated_4grams),
-        }
-        lines += ["", f"**{title}**", "", *table(measured, columns, "`draft=`"), *failures([measured])]
+        (point,) = found[title]["points"]
+        plain = next(row["milliseconds_per_token"] for row in point["rows"] if row["name"] == point["baseline"])
+        cost = {"draft cost": partial(_cost, plain=plain)}
+        lines += section(title, found[title], COLUMNS, "`draft=`", **cost)
     return "\n".join(lines)
+
+
+def _cost(row: Row, plain: float) -> str:
+    """The cost of one drafted token in plain tokens. plain: milliseconds of a plain token."""
+    if not row.draft or not row.drafted_per_pass:
+        return ""
+    return f"{row.draft * row.milliseconds_per_token * row.tokens_per_pass / row.drafted_per_pass / plain:.3f}"
 
 
 def main() -> None:

@@ -10,36 +10,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tables import about, arguments, failures, figures, measured_with, plainly, publish, same, share, table
+from tables import arguments, figures, measured_with, publish, raced, table
 
 from assisted import AssistedModelForCausalLM
-from assisted.bench import Bars, Result, Rules, assisted, point, read, sources
+from assisted.bench import Result, Rules, assisted, read
 
-COLUMNS = {
-    "first token accepted": lambda row: share(next(iter(row.acceptance_by_position), None)),
-    "accepted": lambda row: share(row.acceptance_rate),
-    "tokens per pass": lambda row: f"{row.tokens_per_pass:.2f}",
-    "times plain": lambda row: row.speedup,
-    "same tokens": same,
-}
+COLUMNS = ("first token accepted", "accepted", "tokens per pass", "times plain", "same tokens")
 
 
 def measure(args: Any) -> dict[str, Any]:
-    """What every exit layer, the chosen one and layer skipping come to."""
+    """All exit layers, the automatic choice and layer skipping."""
     pair = AssistedModelForCausalLM.from_pretrained(args.model, draft="suffix", dtype=torch.float32)
     count = pair.target.config.get_text_config(decoder=True).num_hidden_layers
     names = [f"early-exit:{layer}" for layer in args.layers or range(1, count)] + ["early-exit", "layer-skip"]
     own = list(assisted(pair.target, {name: name for name in names}, pair.tokenizer, args.draft_length))
-    machine = about(pair, prompts=args.prompts, repeats=args.repeats, model=args.model, layers=count)
-    rules = Rules(args.new_tokens, args.repeats)
     prompts = read(["code"], pair.tokenizer, args.prompts)
-    with Bars() as bars:
-        measured = point(pair, plainly(pair, args), [], own, prompts, rules, progress=bars)
-    result = Result(args.model, None, rules, sources(prompts), (measured,), machine)
+    result = raced(args, pair, own, prompts, Rules(args.new_tokens), target=args.model)
     chosen = {
         one.name: one.model.drafter.exit_layer for one in own if one.model and hasattr(one.model.drafter, "exit_layer")
     }
-    return {"about": machine, "draft_length": args.draft_length, "chosen": chosen, "result": result.to_dict()}
+    about = result.machine | {"model": args.model, "layers": count}
+    return {"about": about, "draft_length": args.draft_length, "chosen": chosen, "result": result.to_dict()}
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -50,10 +41,9 @@ def markdown(found: dict[str, Any]) -> str:
         f"{found['draft_length']} tokens.",
         "",
         *table(measured, COLUMNS),
-        *failures([measured]),
     ]
     if "assisted early-exit" in found["chosen"]:
-        lines += ["", f"Left to itself it chose layer {found['chosen']['assisted early-exit']}."]
+        lines += ["", f"The automatic choice is layer {found['chosen']['assisted early-exit']}."]
     return "\n".join(lines)
 
 

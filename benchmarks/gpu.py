@@ -1,10 +1,10 @@
-"""Drafting on a GPU, with passes called one operation after the other (eager) and captured in CUDA graphs.
+"""Drafting on a GPU, with forward passes run one operation at a time (eager) and captured in CUDA graphs.
 
     python benchmarks/gpu.py --out benchmarks/gpu.json
 
 Targets: the shipped one in float32, and the same grown to about 1 and 7 billion parameters in bfloat16 (`assisted.bench.grown`:
-the same text at the cost of a large model). Everyone continues the same pieces of Python, greedily, as many tokens; the ways
-take turns at every prompt, speeds are medians. Two tables: what a pass takes, and what generating brings.
+the same text at the cost of a large model). All contestants continue the same pieces of Python greedily, in turns, by the
+protocol of `assisted bench`. The first table has the times of forward passes, the others the speed of `generate`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import transformers
-from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from tables import arguments, own, raced, section, write_json
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import assisted
-from assisted import AssistedModelForCausalLM, DraftModel, zoo
+from assisted import DraftModel, zoo
+from assisted.bench import Contestant, Prompt, Row, Rules, peers
+from assisted.bench.clock import now
 from assisted.bench.grown import load_target
+from assisted.bench.table import markdown_table
+from assisted.doctor.passes import bandwidth, memory
 from assisted.drafters.model_drafter import ModelDrafter
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel, CallSettings, Runnable
@@ -35,7 +36,7 @@ from assisted.fast.graphs import Graphs
 from assisted.fast.runner import open_runner
 
 PROMPT = 160  # tokens
-VERIFIED = 5  # columns of a verify pass: a draft of four tokens
+VERIFIED = 5  # columns of a verifying forward pass: a draft of four tokens
 FILES = ("engine/cache.py", "lengths/policies.py", "text.py", "distribution.py")
 FAST = {"graphs": "auto"}  # what `fast=` is for a mode
 TARGETS = {"zoo:target": torch.float32, "grown:1b": torch.bfloat16, "grown:8b": torch.bfloat16}
@@ -46,243 +47,145 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
     "suffix, 4 tokens": ("suffix", 4),
     "EAGLE-3, 4 levels": ("zoo:eagle3", 4),
 }
-Generate = Callable[..., torch.Tensor]
+PEER = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
 
 
-@dataclass
-class Way:
-    """One way to generate: its calls, and what came of them.
-
-    Args:
-        generate: as plain `generate`.
-        model: the pair behind it, None where the target runs alone or through transformers.
-    """
-
-    generate: Generate
-    model: AssistedModelForCausalLM | None = None
-    seconds: dict[int, list[float]] = field(default_factory=dict)  # by prompt
-    texts: dict[int, list[int]] = field(default_factory=dict)
-
-
-def prompts(device: str) -> list[torch.Tensor]:
-    """Beginnings of files of this package, [1, n] each."""
-    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
+def prompts(tokenizer: Any, count: int) -> list[Prompt]:
+    """Beginnings of files of this package."""
     folder = Path(assisted.__file__).parent
-    texts = [(folder / name).read_text() for name in FILES]
-    return [tokenizer(text, return_tensors="pt").input_ids[:, :PROMPT].to(device) for text in texts]
+    texts = {name: (folder / name).read_text() for name in FILES[:count]}
+    return [
+        Prompt(name, "code", text, tokenizer(text, return_tensors="pt").input_ids[:, :PROMPT])
+        for name, text in texts.items()
+    ]
 
 
-def contestants(target: PreTrainedModel, modes: list[str]) -> dict[str, Way]:
-    """Everyone who can serve this target on this machine; the others are named and left out."""
-    draft = AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=target.dtype).to(target.device)
-    draft.generation_config.num_assistant_tokens = 4
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
-    ways = {
-        "plain generate": Way(target.generate),
-        "transformers, assistant_model, 4 tokens": Way(
-            lambda ids, **k: target.generate(ids, assistant_model=draft, **k)
-        ),
-    }
+def drafted_by(target: PreTrainedModel) -> PreTrainedModel:
+    """The shipped draft on the target's device, in its dtype."""
+    return AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=target.dtype).to(target.device)
+
+
+def contestants(target: PreTrainedModel, tokenizer: Any, modes: list[str]) -> list[Contestant]:
+    """All that work for this target on this machine; the others are left out with a message."""
+    found = [one for one in peers(target, drafted_by(target)) if one.setting == PEER]
     for name, (spec, length) in DRAFTS.items():
         for mode in modes:
             try:
-                model = AssistedModelForCausalLM.from_models(
-                    target, draft=spec, draft_length=length, fast=FAST.get(mode, mode)
-                )
-            except Exception as error:  # what is not installed, or does not fit this target
+                found += own(target, tokenizer, {f"{name}: {mode}": (spec, length)}, FAST.get(mode, mode))
+            except Exception as error:  # not installed, or does not fit this target
                 print(f"left out: {name}: {str(error)[:160]}")
                 break
-            ways[f"{name}: {mode}"] = Way(model.generate, model)
-    return ways
+    return found
 
 
-def run(way: Way, number: int, ids: torch.Tensor, new: int) -> None:
-    """One call, its end tokens ignored."""
-    _wait(ids.device)
-    started = time.perf_counter()
-    output = way.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    _wait(ids.device)
-    way.seconds.setdefault(number, []).append(time.perf_counter() - started)
-    way.texts[number] = output[0, ids.shape[1] :].tolist()
-
-
-def race(ways: dict[str, Way], inputs: list[torch.Tensor], new: int, repeats: int, what: str) -> list[dict[str, Any]]:
-    """Tokens a second of every way, and against plain: the median over prompts of the ratio at each."""
-    for name, way in ways.items():
-        short = way.model is None or name.endswith("eager")
-        for number, ids in enumerate(inputs[:1] if short else inputs):
-            for _ in range(1 if short else 2):
-                run(way, number, ids, 8 if short else new)
-        way.seconds.clear()
-        if way.model is not None:
-            way.model.reset_totals()
-    order = list(ways)
-    for _ in tqdm(range(repeats), desc=what, unit="round"):
-        for number, ids in enumerate(inputs):
-            for name in order:
-                run(ways[name], number, ids, new)
-            order = order[1:] + order[:1]
-    rows = []
-    plain = ways["plain generate"]
-    for name, way in ways.items():
-        typical = {number: statistics.median(seconds) for number, seconds in way.seconds.items()}
-        ratios = [statistics.median(plain.seconds[number]) / seconds for number, seconds in typical.items()]
-        row = {
-            "way": name,
-            "tokens_per_second": round(new / statistics.mean(typical.values()), 1),
-            "times_plain": round(statistics.median(ratios), 2),
-            "same_as_plain": sum(way.texts[number] == plain.texts[number] for number in typical),
-            "prompts": len(typical),
-        }
-        if way.model is not None:
-            row |= {
-                "tokens_per_pass": round(way.model.totals.tokens_per_pass, 2),
-                "acceptance_rate": round(way.model.totals.acceptance_rate or 0.0, 3),
-                "captured": way.model.graphs.captured,
-                "eager_because": way.model.graphs.reason or way.model.graphs.obstacle,
-            }
-        rows.append(row)
-    return rows
+def generate(
+    target: PreTrainedModel, tokenizer: Any, modes: list[str], args: argparse.Namespace, name: str
+) -> dict[str, Any]:
+    """A race, and for each pair the number of captured forward passes, or why none are."""
+    found = contestants(target, tokenizer, modes)
+    pairs = {one.name: one.model for one in found if one.model is not None}
+    some = next(iter(pairs.values()))
+    result = raced(args, some, found, prompts(tokenizer, args.prompts), Rules(args.new_tokens), target=name)
+    graphs = {
+        name: {"captured": pair.graphs.captured, "eager_because": pair.graphs.reason or pair.graphs.obstacle}
+        for name, pair in pairs.items()
+    }
+    return {"result": result.to_dict(), "graphs": graphs}
 
 
 @torch.inference_mode()
 def rate(model: PreTrainedModel, ids: torch.Tensor, columns: int, mode: str, passes: int, bare: bool = False) -> float:
-    """Passes a second over so many columns behind a prompt, none of which is kept."""
-    holder, drafter = Graphs(), ModelDrafter(model)
+    """Forward passes per second over some columns after a prompt; their keys and values are not kept."""
+    holder, drafter, settings = Graphs(), ModelDrafter(model), CallSettings(FAST.get(mode, mode))
     cache = SlotCache(1, ids.shape[1] + 64)
     fuse = (drafter.fused if bare else fused) if mode != "compile" else Runnable
-    runner = open_runner(
-        model, lambda form: CachedModel(form, cache, drafter.masks), CallSettings(FAST.get(mode, mode)), holder, fuse
-    )
+    runner = open_runner(model, lambda form: CachedModel(form, cache, drafter.masks), settings, holder, fuse)
     runner.prefill(ids, None)
     tokens = ids[:, :columns].contiguous()
     for _ in range(4):
         runner(tokens)
     if mode != "eager":
         assert runner.passes is holder and holder.reason is None, "these passes are not captured"
-    _wait(ids.device)
-    started = time.perf_counter()
+    started = now(ids.device)
     for _ in range(passes):
         runner(tokens)
-    _wait(ids.device)
-    return passes / (time.perf_counter() - started)
+    return passes / (now(ids.device) - started)
 
 
-def passes(target: PreTrainedModel, ids: torch.Tensor, modes: list[str], count: int, speed: float) -> dict[str, Any]:
-    """What passes take, in milliseconds; and the share of the time in which the weights could be read at all.
-
-    speed: bytes a second of a copy on the device, counting what is read and what is written.
-    """
-    draft = AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=target.dtype).to(target.device)
-    embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-    read = sum(p.numel() * p.element_size() for p in target.parameters())
-    if embedding is not output:
-        read -= embedding.numel() * embedding.element_size()
-    found: dict[str, Any] = {"weights_gb": round(read / 1e9, 3)}
+def passes(target: PreTrainedModel, ids: torch.Tensor, modes: list[str], count: int) -> dict[str, Any]:
+    """Milliseconds of forward passes, and the share of the time that reading the weights takes at least."""
+    draft = drafted_by(target)
+    found: dict[str, Any] = {}
     for mode in modes:
-        step = [rate(draft, ids, 1, mode, count, bare=True) for _ in range(3)]
-        one = [rate(target, ids, 1, mode, count) for _ in range(3)]
-        several = [rate(target, ids, VERIFIED, mode, count) for _ in range(3)]
+        step = median(rate(draft, ids, 1, mode, count, bare=True) for _ in range(3))
+        one, several = (median(rate(target, ids, columns, mode, count) for _ in range(3)) for columns in (1, VERIFIED))
+        bound = memory(target, 1 / several)
+        found["weights_gb"] = round(bound.weight_bytes / 1e9, 3)
         found[mode] = {
-            "draft_step_ms": round(1e3 / statistics.median(step), 3),
-            "pass_over_1_ms": round(1e3 / statistics.median(one), 3),
-            f"pass_over_{VERIFIED}_ms": round(1e3 / statistics.median(several), 3),
-            "share_of_memory_bound": round(read / speed * statistics.median(several), 3),
+            "draft_step_ms": round(1e3 / step, 3),
+            "pass_over_1_ms": round(1e3 / one, 3),
+            f"pass_over_{VERIFIED}_ms": round(1e3 / several, 3),
+            "share_of_memory_bound": round(bound.share[0], 3),
         }
     return found
 
 
-def copy_speed(device: str) -> float:
-    """Bytes a second that a copy reads and writes."""
-    size = 2**30 if device == "cuda" else 2**24
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
-    other = torch.empty_like(source)
-    seconds = []
-    for _ in range(6):
-        _wait(source.device)
-        started = time.perf_counter()
-        other.copy_(source)
-        _wait(source.device)
-        seconds.append(time.perf_counter() - started)
-    return 2 * size / min(seconds)
-
-
 def tables(results: list[dict[str, Any]], modes: list[str]) -> str:
     """The results as Markdown."""
-    lines = [
-        f"| target | passes | draft step, ms | pass over 1, ms | pass over {VERIFIED}, ms | of the memory bound |",
-        "|---|---|---|---|---|---|",
-    ]
+    keys = {
+        "draft step, ms": "draft_step_ms",
+        "pass over 1, ms": "pass_over_1_ms",
+        f"pass over {VERIFIED}, ms": f"pass_over_{VERIFIED}_ms",
+    }
+    rows = []
     for result in results:
         for mode in modes:
             row = result["passes"][mode]
-            lines.append(
-                f"| {result['target']} | {mode} | {row['draft_step_ms']:.2f} | {row['pass_over_1_ms']:.2f} "
-                f"| {row[f'pass_over_{VERIFIED}_ms']:.2f} | {row['share_of_memory_bound']:.0%} |"
-            )
+            times = [f"{row[key]:.2f}" for key in keys.values()]
+            rows.append([result["target"], mode, *times, f"{row['share_of_memory_bound']:.0%}"])
+    lines = markdown_table(["target", "passes", *keys, "of the memory bound"], rows)
     for result in results:
-        lines += [
-            "",
-            f"| {result['target']} | tokens/s | times plain | tokens a pass | same text |",
-            "|---|---|---|---|---|",
-        ]
-        for row in result["generate"]:
-            per_pass = f"{row['tokens_per_pass']:.2f}" if "tokens_per_pass" in row else ""
-            lines.append(
-                f"| {row['way']} | {row['tokens_per_second']:.0f} | {row['times_plain']:.2f} | {per_pass} "
-                f"| {row['same_as_plain']} of {row['prompts']} |"
-            )
+        columns = ("tokens/s", "times plain", "tokens per pass", "same tokens")
+        lines += section(result["target"], result["generate"]["result"], columns, **{"tokens/s": tokens_a_second})
     return "\n".join(lines)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def tokens_a_second(row: Row) -> str:
+    return f"{1e3 / row.milliseconds_per_token:.0f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--out", type=Path, help="write the results here, as JSON; after every target")
+    parser = arguments(__doc__, ("--prompts", "--repeats", "--out"), prompts=len(FILES))
     parser.add_argument("--json", action="store_true", help="print the results as JSON, not as tables")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), help="which (default: %(default)s)")
-    parser.add_argument("--compile", action="store_true", help="measure compiled passes as well (minutes of compiling)")
-    parser.add_argument("--passes", type=int, default=100, help="passes of one timing (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens of one call (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=len(FILES), help="how many (default: %(default)s)")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="calls of which the median counts (default: %(default)s)"
+        "--compile", action="store_true", help="measure compiled forward passes as well (minutes of compiling)"
     )
+    parser.add_argument("--passes", type=int, default=100, help="forward passes of one timing (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens of one call (default: %(default)s)")
     parser.add_argument("--device", default="cuda", help="the device (default: %(default)s)")
     args = parser.parse_args()
+    args.no_compile = not args.compile
     transformers.logging.set_verbosity_error()
     modes = ["eager", "graphs", *(["compile"] if args.compile else [])]
-    inputs = prompts(args.device)[: args.prompts]
-    speed = copy_speed(args.device)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
     written: dict[str, Any] = {
-        "machine": {"device": device, "torch": torch.__version__, "transformers": transformers.__version__},
-        "copy_tb_per_second": round(speed / 1e12, 3),
+        "copy_tb_per_second": round(bandwidth(torch.device(args.device)).high / 1e12, 3),
         "prompt": PROMPT,
         "new_tokens": args.new_tokens,
         "results": [],
     }
     for name in args.targets:
         dtype = TARGETS.get(name, torch.bfloat16)
-        target = load_target(name, dtype, args.device)[0]
+        target, tokenizer = load_target(name, dtype, args.device)
+        (prompt,) = prompts(tokenizer, 1)
         written["results"].append(
             {
                 "target": f"{name}, {str(dtype).removeprefix('torch.')}",
-                "passes": passes(target, inputs[0], modes, args.passes, speed),
-                "generate": race(contestants(target, modes), inputs, args.new_tokens, args.repeats, name),
+                "passes": passes(target, prompt.ids.to(target.device), modes, args.passes),
+                "generate": generate(target, tokenizer, modes, args, name),
             }
         )
-        if args.out:
-            args.out.write_text(json.dumps(written, indent=1) + "\n")
+        write_json(args.out, written)
         del target
         gc.collect()
         if args.device == "cuda":

@@ -2,25 +2,22 @@
 
     python benchmarks/grown.py --threads 1 --out benchmarks/grown.json --docs docs/benchmarks.md
 
-The draft and the head are the shipped ones: next to a target of that size they cost next to nothing, as a draft of a tenth of
-a percent of the target does; its vocabulary of 4096 makes the target's output layer cheaper than a real one's. So the tables
-say what verifying several columns costs on this machine, and what this package makes of a given acceptance.
+The draft and the head are the shipped ones. Next to a target of this size they cost almost nothing, like a draft of a
+thousandth of the target's size. The vocabulary of 4096 makes the target's output layer cheaper than a real one's. So the tables
+show the cost of verifying several tokens on this machine, and the speedup for a given acceptance.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from shipped_pair import COLUMNS
-from tables import about, arguments, failures, figures, measured_with, plainly, publish, table, write_json
+from tables import arguments, figures, measured_with, own, publish, raced, section, write_json
 
 from assisted import AssistedModelForCausalLM, DraftModel, Eagle
-from assisted.bench import Contestant, Result, Rules, lookups, of_model, point, read, sources, transformers_assisted
-from assisted.bench.bars import Bars
+from assisted.bench import Contestant, Rules, load, lookups, read, transformers_assisted
 from assisted.bench.grown_head import shipped_head
-from assisted.bench.measure import load
 from assisted.lengths import Fixed
 from assisted.lengths.adaptive import Adaptive
 
@@ -36,7 +33,7 @@ CASES = {
 
 
 def contestants(pair: AssistedModelForCausalLM, batch: int) -> list[Contestant]:
-    """The draft and the head at several lengths, alone and behind copies of the text."""
+    """The draft and the head at several lengths, alone and combined with the suffix drafter."""
     draft, head = DraftModel(pair.drafter.models[0]), shipped_head(pair.target)
     tried = {
         "draft, Adaptive()": (draft, Adaptive()),
@@ -51,30 +48,21 @@ def contestants(pair: AssistedModelForCausalLM, batch: int) -> list[Contestant]:
     if batch > 1:
         tried = {name: one for name, one in tried.items() if "tree" not in name and "Fixed" not in name}
         tried |= {"draft, Fixed(2)": (draft, Fixed(2)), "EAGLE chain, Fixed(2)": (Eagle(head, tree=False), Fixed(2))}
-    return [
-        of_model(
-            name, AssistedModelForCausalLM.from_models(pair.target, spec, draft_length=length, tokenizer=pair.tokenizer)
-        )
-        for name, (spec, length) in tried.items()
-    ]
+    return own(pair.target, pair.tokenizer, tried)
 
 
 def measure(args: Any) -> dict[str, Any]:
-    dtype = getattr(torch, args.dtype)
     found: dict[str, Any] = {}
     for title, (size, rules, batch, part, peers) in CASES.items():
         if args.only and not title.startswith(args.only):
             continue
-        pair, _ = load(size, "zoo:draft", dtype=dtype)
-        rules = replace(rules, repeats=args.repeats)
+        pair, _ = load(size, "zoo:draft", dtype=getattr(torch, args.dtype))
         count = max(2, round(args.prompts * part))
         prompts = read(["code"], pair.tokenizer, batch * 2 if batch > 1 else count)
         others = [*transformers_assisted(pair), *lookups(pair.target)] if peers else []
-        machine = about(pair, prompts=args.prompts, repeats=args.repeats)
-        with Bars() as bars:
-            measured = point(pair, plainly(pair, args), others, contestants(pair, batch), prompts, rules, batch, bars)
-        found[title] = Result(size, "zoo:draft", rules, sources(prompts), (measured,), machine).to_dict()
-        found["about"] = machine
+        own = contestants(pair, batch)
+        result = raced(args, pair, own, prompts, rules, batch, others, size, "zoo:draft").to_dict()
+        found |= {title: result, "about": result["machine"]}
         print(markdown(found), flush=True)
         write_json(args.out, found)
     return found
@@ -83,10 +71,8 @@ def measure(args: Any) -> dict[str, Any]:
 def markdown(found: dict[str, Any]) -> str:
     """The tables as they stand in docs."""
     lines = [measured_with(found["about"], "python benchmarks/grown.py")]
-    for title in CASES:
-        if title in found:
-            (measured,) = Result.from_dict(found[title]).points
-            lines += ["", f"**{title}**", "", *table(measured, COLUMNS), *failures([measured])]
+    for title in filter(found.__contains__, CASES):
+        lines += section(title, found[title], COLUMNS)
     return "\n".join(lines)
 
 

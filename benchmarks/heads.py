@@ -11,39 +11,66 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tables import about, figures, plainly, publish, same, shipped
+from tables import CELLS, OPTIONS, about, arguments, figures, own, publish, raced, shipped
 
-from assisted import AssistedModelForCausalLM, Eagle, Medusa, Merged
-from assisted.bench import Bars, Row, Rules, held_out_prompts, of_model, point
+from assisted import Eagle, Medusa, Merged
+from assisted.bench import Interval, Row, Rules, held_out_prompts
+from assisted.bench.table import markdown_table
 
 TEMPERATURES = (0.0, 0.8)
 DRAFTED = 4  # tokens: the fixed draft length, and what the shipped Medusa heads reach
+CONTESTANTS: dict[str, tuple[Any, int | None]] = {
+    "draft model, chain of 4": ("zoo:draft", DRAFTED),
+    "draft model, default length": ("zoo:draft", None),
+    "Medusa, list": (Medusa("zoo:medusa", tree=False), DRAFTED),
+    "Medusa, tree sized by its cost (default)": ("zoo:medusa", None),
+    "Medusa, tree of 16 nodes": (Medusa("zoo:medusa", nodes=16), DRAFTED),
+    "EAGLE-3, chain of 4": (Eagle("zoo:eagle3", tree=False), DRAFTED),
+    "EAGLE-3, default: tree sized by its cost; chain when sampling": ("zoo:eagle3", None),
+    "EAGLE-3, tree of 8 nodes": (Eagle("zoo:eagle3", tree=True, nodes=8), DRAFTED),
+    "EAGLE-3, tree of 32 nodes": (Eagle("zoo:eagle3", tree=True, top_k=6, nodes=32), 6),
+    "SpecInfer, draft model and EAGLE-3": (Merged(("zoo:draft", Eagle("zoo:eagle3", tree=False))), DRAFTED),
+}
+"""By the name of the row: the draft and the draft length."""
+COLUMNS = ("", "`draft=`", "tokens per pass", "times plain", "columns", "drafting", "repeated 4-grams")
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """One way to draft. name: as the table says. draft, draft_length: as a caller writes them."""
-
-    name: str
-    draft: Any
-    draft_length: int | None = None
-
-    def load(self, pair: AssistedModelForCausalLM) -> AssistedModelForCausalLM:
-        return AssistedModelForCausalLM.from_models(pair.target, self.draft, self.draft_length, pair.tokenizer)
-
-    @property
-    def written(self) -> str:
-        draft = _written(self.draft)
-        return draft if self.draft_length is None else f"{draft}, draft_length={self.draft_length}"
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All contestants at every temperature, ready for json."""
+    pair, _ = shipped()
+    prompts = list(islice(held_out_prompts(pair.tokenizer), args.prompts))
+    found = about(pair, prompts=len(prompts), repeats=args.repeats, new_tokens=args.new_tokens)
+    contestants = own(pair.target, pair.tokenizer, CONTESTANTS)
+    for temperature in TEMPERATURES:
+        rules = Rules(args.new_tokens, args.repeats, temperature, 0.95 if temperature else 1.0)
+        (measured,) = raced(args, pair, contestants, prompts, rules).points
+        shown = [row for row in measured.ran if row.name == measured.baseline or row.family == "assisted"]
+        found[f"temperature {temperature:g}"] = [_row(row) for row in shown]
+    return found
 
 
-def _written(draft: Any) -> str:
-    """A spec as a caller writes it: what is as by default is left out, the first field has no name."""
+def _row(row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": row.name,
+        **asdict(row.speedup),
+        "repeated_4grams": row.repeated_4grams,
+        "same": CELLS["same tokens"](row) or None,
+    }
+    if row.name in CONTESTANTS:
+        counts = {"drafted_per_pass": row.drafted_per_pass, "draft_share": row.draft}
+        found |= {"tokens_per_pass": row.tokens_per_pass, **counts, "written": _written(*CONTESTANTS[row.name])}
+    return found
+
+
+def _written(draft: Any, length: int | None = None) -> str:
+    """A spec as a caller writes it: defaults are left out, the first field has no name."""
+    if length is not None:
+        return f"{_written(draft)}, draft_length={length}"
     if isinstance(draft, tuple):
         return f"[{', '.join(map(_written, draft))}]"
     if not is_dataclass(draft):
@@ -53,47 +80,16 @@ def _written(draft: Any) -> str:
     return f"{type(draft).__name__}({', '.join([_written(getattr(draft, first.name)), *more])})"
 
 
-CONTESTANTS = (
-    Contestant("draft model, chain of 4", "zoo:draft", DRAFTED),
-    Contestant("draft model, default length", "zoo:draft"),
-    Contestant("Medusa, list", Medusa("zoo:medusa", tree=False), DRAFTED),
-    Contestant("Medusa, tree of what pays (default)", "zoo:medusa"),
-    Contestant("Medusa, tree of 16 nodes", Medusa("zoo:medusa", nodes=16), DRAFTED),
-    Contestant("EAGLE-3, chain of 4", Eagle("zoo:eagle3", tree=False), DRAFTED),
-    Contestant("EAGLE-3, default: tree of what pays; chain when sampling", "zoo:eagle3"),
-    Contestant("EAGLE-3, tree of 8 nodes", Eagle("zoo:eagle3", tree=True, nodes=8), DRAFTED),
-    Contestant("EAGLE-3, tree of 32 nodes", Eagle("zoo:eagle3", tree=True, top_k=6, nodes=32), 6),
-    Contestant("SpecInfer, draft model and EAGLE-3", Merged(("zoo:draft", Eagle("zoo:eagle3", tree=False))), DRAFTED),
-)
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All contestants at every temperature, ready for json."""
-    pair, _ = shipped()
-    prompts = list(islice(held_out_prompts(pair.tokenizer), args.prompts))
-    found = about(pair, prompts=len(prompts), repeats=args.repeats, new_tokens=args.new_tokens)
-    own = [of_model(one.name, one.load(pair)) for one in CONTESTANTS]
-    for temperature in TEMPERATURES:
-        rules = Rules(args.new_tokens, args.repeats, temperature, 0.95 if temperature else 1.0)
-        with Bars() as bars:
-            measured = point(pair, plainly(pair, args), [], own, prompts, rules, progress=bars)
-        shown = [row for row in measured.rows if row.name == measured.baseline or row.family == "assisted"]
-        found[f"temperature {temperature:g}"] = [_row(row) for row in shown if row.error is None]
-    return found
-
-
-def _row(row: Row) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "name": row.name,
-        **asdict(row.speedup),
-        "repeated_4grams": row.repeated_4grams,
-        "same": same(row) or None,
-    }
-    written = next((one.written for one in CONTESTANTS if one.name == row.name), None)
-    if written is not None:
-        counts = {"drafted_per_pass": row.drafted_per_pass, "draft_share": row.draft, "written": written}
-        found |= {"tokens_per_pass": row.tokens_per_pass, **counts}
-    return found
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["name"],
+        f"`{row['written']}`",
+        f"{row['tokens_per_pass']:.2f}",
+        str(Interval(row["ratio"], row["low"], row["high"])),
+        f"{row['drafted_per_pass']:.1f}",
+        f"{row['draft_share']:.0%}",
+        f"{row['repeated_4grams']:.0%}",
+    ]
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -115,14 +111,7 @@ def markdown(found: dict[str, Any]) -> str:
             f"**{title.capitalize()}{', top-p 0.95' if plain['same'] is None else ''}**. Repeated 4-grams of plain `generate`: "
             f"{plain['repeated_4grams']:.0%}. 1.00 is {plain['name']}.",
             "",
-            "| | `draft=` | tokens per pass | times plain | columns | drafting | repeated 4-grams |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {row['name']} | `{row['written']}` | {row['tokens_per_pass']:.2f} "
-            f"| {row['ratio']:.2f} [{row['low']:.2f}, {row['high']:.2f}] | {row['drafted_per_pass']:.1f} "
-            f"| {row['draft_share']:.0%} | {row['repeated_4grams']:.0%} |"
-            for row in rows[1:]
+            *markdown_table(COLUMNS, map(_cells, rows[1:])),
         ]
         if plain["same"] is not None:
             others = {row["same"] for row in rows[1:]}
@@ -134,15 +123,9 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser = arguments(__doc__, [option for option in OPTIONS if option != "--out"], repeats=2)
     parser.add_argument("--new-tokens", type=int, default=48, help="of each prompt (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
-    parser.add_argument("--no-compile", action="store_true", help="leave out plain generate with a compiled forward")
     parser.add_argument("--json", dest="out", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose measured section is rewritten")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing, take the figures from this JSON")
     args = parser.parse_args()
     publish(markdown(figures(args, measure)), args.docs, "heads")
 

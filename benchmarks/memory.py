@@ -1,9 +1,9 @@
-"""Resident memory of one process over many calls of ever new shapes: plain `generate`, this package, and its `fast="eager"`.
+"""Resident memory of one process over many calls of changing shapes: plain `generate`, this package, and its `fast="eager"`.
 
     python benchmarks/memory.py --out benchmarks/memory.json --docs docs/benchmarks.md
 
-Each way runs in a process of its own, all make the same calls: prompt lengths, batch sizes, draft lengths and numbers of new
-tokens are drawn at random. The shipped target, float32, greedy; what drafts is the default, "suffix".
+Each runs in a process of its own and makes the same calls, with random prompt lengths, batch sizes, draft lengths and numbers
+of new tokens. The shipped target, float32, greedy, with the default draft, "suffix".
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import argparse
 import json
 import random
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from tables import about, figures, publish
+from tables import about, answer, arguments, figures, in_own_process, publish
 
 from assisted import AssistedModelForCausalLM
+from assisted.bench.table import markdown_table
 
 WAYS = {"plain": "plain `generate`", "eager": '`fast="eager"`', "auto": "default"}
 EVERY = 10  # calls between two readings
 
 
 def resident() -> float:
-    """MiB of this process; where the system does not tell, the most it has had."""
+    """MiB of this process; its maximum where the system does not report the current value."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
     except OSError:
@@ -55,10 +55,10 @@ def readings(way: str, calls: int, longest: int) -> list[float]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     pair = AssistedModelForCausalLM.from_pretrained("zoo:target", dtype=torch.float32)
-    command = [sys.executable, __file__, "--calls", str(args.calls), "--longest", str(args.longest)]
-    command += ["--threads", str(args.threads)] if args.threads else []
-    runs = {way: subprocess.Popen([*command, "--way", way], stdout=subprocess.PIPE, text=True) for way in WAYS}
-    found = {way: json.loads(run.communicate()[0].splitlines()[-1]) for way, run in runs.items()}
+    options = ["--calls", args.calls, "--longest", args.longest]
+    options += ["--threads", args.threads] if args.threads else []
+    runs = {way: in_own_process(__file__, *options, "--way", way) for way in WAYS}
+    found = {way: answer(run) for way, run in runs.items()}
     return {"about": about(pair, calls=args.calls, longest=args.longest, every=EVERY), "mebibytes": found}
 
 
@@ -71,26 +71,19 @@ def markdown(found: dict[str, Any]) -> str:
         "tokens, 1 to 4 rows, 2 to 5 new tokens, draft lengths 2, 4, 7 and adaptive, all drawn at random; float32, threads: "
         f"{about['threads']}, torch {about['torch']}, {about['processor']}. Resident set, MiB.",
         "",
-        "| after calls | "
-        + " | ".join(str(place * about["every"]) for place in shown)
-        + " | growth over the last half |",
-        "|---" * (len(shown) + 2) + "|",
     ]
-    for way, curve in curves.items():
-        growth = curve[last] / curve[last // 2] - 1
-        cells = " | ".join(f"{curve[place]:.0f}" for place in shown)
-        lines.append(f"| {WAYS[way]} | {cells} | {growth:.1%} |")
-    return "\n".join(lines)
+    rows = (
+        [WAYS[way], *(f"{curve[place]:.0f}" for place in shown), f"{curve[last] / curve[last // 2] - 1:.1%}"]
+        for way, curve in curves.items()
+    )
+    header = ["after calls", *(str(place * about["every"]) for place in shown), "growth over the last half"]
+    return "\n".join([*lines, *markdown_table(header, rows)])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, ("--threads", "--out", "--docs", "--read"))
     parser.add_argument("--calls", type=int, default=1000, help="(default: %(default)s)")
     parser.add_argument("--longest", type=int, default=64, help="prompt, in tokens (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
-    parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose measured section is rewritten")
-    parser.add_argument("--read", type=Path, help="measure nothing, take the figures from this JSON")
     parser.add_argument("--way", choices=list(WAYS), help="run this one here and print its readings as JSON")
     args = parser.parse_args()
     if args.way is None:

@@ -1,4 +1,4 @@
-"""The shipped draft, trained on in three ways for the same number of steps: what does each do to its acceptance?
+"""The shipped draft, trained further in three ways for the same number of steps, and its acceptance after each.
 
     python benchmarks/on_policy.py --steps 200 --out benchmarks/on_policy.json
 
@@ -9,16 +9,14 @@ counted while held-out code is written, temperature 0 and 1.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tables import write_json
+from tables import arguments, write_json
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,7 +31,7 @@ DRAFT_LENGTH, NEW_TOKENS = 4, 48
 
 
 class OnText(Distillation):
-    """Plain language modelling, whatever the target would say."""
+    """Plain language modelling, without the target."""
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         logits = self.student(input_ids=ids, use_cache=False).logits
@@ -60,15 +58,12 @@ def drafting(target: Any, draft: Any, tokenizer: Any, prompts: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, ("--prompts", "--threads", "--out"), prompts=40, threads=1)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--layers", type=int, help="begin with so many of the target's layers, not with zoo:draft")
     parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--prompts", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     target = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.float32)

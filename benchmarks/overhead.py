@@ -1,11 +1,11 @@
-"""What a `generate` takes beside the passes of its models, as a share of it; and by cause.
+"""The overhead of a `generate` over the forward passes of its models, as a share of the call, and by cause.
 
     python benchmarks/overhead.py --out benchmarks/overhead.json --docs docs/benchmarks.md
 
-Every call is followed by its own passes alone: the same passes of target and draft, in the same order, over the same tokens
-and slots, by the same runners, the prompts' included. What the call took longer is overhead: preparing the call, accepting,
-choosing draft lengths, drafting around passes, counting, and the first use of its slots. Float32, one row, held-out code; for a
-CPU, where a pass has been computed when its call returns.
+After every call, its forward passes run again alone: the same passes of target and draft, in the same order, over the same
+tokens and slots, by the same runners, including those over the prompts. The difference is overhead: preparing the call,
+accepting, choosing draft lengths, drafting around passes, counting, and the first use of its slots. Float32, one row, held-out
+code. For a CPU only, where a pass is finished when its call returns.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from tables import about, arguments, figures, publish
+from tables import arguments, figures, own, publish
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, generation
-from assisted.bench import Bars, Prompt, Rules, held_out_prompts, pad_token, speedup
-from assisted.bench.grown import load_target
+from assisted.bench import Bars, Contestant, Prompt, Rules, held_out_prompts, load, machine, pad_token, speedup
+from assisted.bench.clock import turns
+from assisted.bench.table import markdown_table
 from assisted.drafters.chain import ChainDrafting
 from assisted.drafters.eagle import EagleDrafting
 from assisted.drafters.lookup import Lookup
@@ -36,7 +38,7 @@ from assisted.heads.runner import HeadRunner
 from assisted.lengths import Fixed
 from assisted.lengths.adaptive import Adaptive
 from assisted.lengths.policies import Never
-from assisted.report import Recorder
+from assisted.report import Recorder, Report
 
 TARGETS = ("zoo:target", "grown:0.25b")
 WARM_UP = 2  # calls
@@ -47,7 +49,7 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
     "suffix, Adaptive()": ("suffix", Adaptive()),
     "EAGLE-3, Adaptive()": ("zoo:eagle3", Adaptive()),
 }
-"""By name: what drafts, and how long."""
+"""By name: the draft and its length."""
 CAUSES: dict[str, list[tuple[Any, str]]] = {
     "passes": [
         (generation, "_read_prompt"),
@@ -69,7 +71,7 @@ CAUSES: dict[str, list[tuple[Any, str]]] = {
     "the loop": [(generation, "decode")],
     "preparing a call": [(AssistedModelForCausalLM, "generate")],
 }
-"""Functions by what their time counts as, without that of the others that they call."""
+"""The functions of each cause. Their time excludes that of the other functions that they call."""
 
 Pass = Callable[[], Any]
 now = time.perf_counter
@@ -77,7 +79,7 @@ READ_PROMPT = CachedModel.prefill
 
 
 class Passes:
-    """The passes of a call, to be run again: what each was given, and what counted in its slots."""
+    """The forward passes of a call, to be run again: their arguments, and the lengths of their slots."""
 
     def __init__(self) -> None:
         self.made: list[Pass] = []
@@ -85,43 +87,35 @@ class Passes:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Meanwhile every pass is noted."""
+        """Inside, every forward pass is noted."""
+        read_prompt, extend = generation._read_prompt, generation._extend
         with ExitStack() as stack:
             for kind, name, again in (
                 (CachedModel, "__call__", self.placed),
                 (HeadRunner, "__call__", self.placed),
                 (HeadRunner, "level", self.placed),
-                (HeadRunner, "logits", self.plain),
-                (EagleHead, "fuse", self.plain),
+                (HeadRunner, "logits", partial),
+                (EagleHead, "fuse", partial),
                 (CachedModel, "prefill", self.prompt),
                 (HeadRunner, "_read_first", self.prompt),
             ):
                 stack.enter_context(patch.object(kind, name, self.noting(getattr(kind, name), again)))
-            stack.enter_context(patch.object(generation, "_extend", self.target(generation._extend)))
-            stack.enter_context(patch.object(generation, "_read_prompt", self.reading(generation._read_prompt)))
+            stack.enter_context(patch.object(generation, "_read_prompt", self.noting(read_prompt)))
+            stack.enter_context(patch.object(generation, "_extend", self.target(extend)))
             yield
 
-    def noting(self, method: Callable[..., Any], again: Callable[..., Pass]) -> Callable[..., Any]:
-        def run(runner: Any, *args: Any, **kwargs: Any) -> Any:
-            self.made.append(again(method, runner, *args, **kwargs))
+    def noting(self, method: Callable[..., Any], again: Callable[..., Pass] | None = None) -> Callable[..., Any]:
+        """The method, with its time noted. again: makes the call that repeats it; None notes only the time."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if again is not None:
+                self.made.append(again(method, *args, **kwargs))
             started = now()
-            found = method(runner, *args, **kwargs)
+            found = method(*args, **kwargs)
             self.within += now() - started
             return found
 
         return run
-
-    def reading(self, read_prompt: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            started = now()
-            found = read_prompt(*args)
-            self.within += now() - started
-            return found
-
-        return run
-
-    def plain(self, method: Callable[..., Any], runner: Any, *args: Any) -> Pass:
-        return lambda: method(runner, *args)
 
     def placed(self, method: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Pass:
         cache, lengths = runner.cache, list(runner.cache.lengths)
@@ -143,7 +137,7 @@ class Passes:
         return again
 
     def target(self, extend: Callable[..., Any]) -> Callable[..., Any]:
-        """The target's prompt, which is read before there are rounds, is noted when all is done."""
+        """The target reads its prompt before there are runners, so this pass is noted afterwards."""
 
         def run(model: Any, input_ids: torch.Tensor, *args: Any) -> Any:
             text, target = extend(model, input_ids, *args)
@@ -153,7 +147,7 @@ class Passes:
         return run
 
     def seconds(self) -> float:
-        """Of all passes, run again."""
+        """Run all passes again. Returns how long that takes."""
         gc.collect()
         with torch.inference_mode():
             started = now()
@@ -163,11 +157,11 @@ class Passes:
 
 
 class Causes:
-    """The seconds of each cause, the others' left out that lie within."""
+    """The seconds of each cause, without those of other causes inside it."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(CAUSES, 0.0) | {"draft lengths": 0.0}
-        self.within: list[float] = []  # seconds that are accounted for, by function that has not returned
+        self.within: list[float] = []  # seconds already counted, for each function that has not returned
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -201,56 +195,37 @@ class Causes:
         return run
 
 
-def models(target: str) -> dict[str, AssistedModelForCausalLM]:
+def contestants(target: str) -> list[Contestant]:
     """A target with every draft that fits it."""
-    model, tokenizer = load_target(target, torch.float32)
-    draft: Any = None
-    found = {}
-    for name, (spec, length) in DRAFTS.items():
-        if spec == "zoo:eagle3" and target != "zoo:target":
-            continue
-        if spec == "zoo:draft" and draft is not None:
-            spec = DraftModel(draft)
-        pair = AssistedModelForCausalLM.from_models(model, spec, length, tokenizer)
-        draft = pair.drafter.model if draft is None and pair.drafter.model is not None else draft
-        found[name] = pair
-    return found
+    pair, _ = load(target, "zoo:draft", dtype=torch.float32)
+    drafts = {
+        name: (DraftModel(pair.drafter.model) if spec == "zoo:draft" else spec, length)
+        for name, (spec, length) in DRAFTS.items()
+        if spec != "zoo:eagle3" or target == "zoo:target"
+    }
+    return own(pair.target, pair.tokenizer, drafts)
 
 
 def measure_target(target: str, prompts: int, repeats: int, new_tokens: int, bars: Bars) -> list[dict[str, Any]]:
-    pairs = models(target)
+    pairs = {one.name: one.model for one in contestants(target)}
     tokenizer = next(iter(pairs.values())).tokenizer
     texts = list(islice(held_out_prompts(tokenizer), prompts))
-    rules = Rules(new_tokens)
-    call = rules.call(pad_token(tokenizer))
+    call = Rules(new_tokens).call(pad_token(tokenizer))
     for pair in pairs.values():
         for _ in range(WARM_UP):
             run(pair, texts[0], call)
-    seconds: dict[str, tuple[list[list[float]], ...]] = {name: ([], [], []) for name in pairs}
-    causes = {name: Causes() for name in pairs}
-    order = list(pairs)
-    for pair in pairs.values():
         pair.reset_totals()
-    for repeat in range(repeats):
-        for name in order:
-            for table in seconds[name]:
-                table.append([])
-        for place, prompt in enumerate(texts):
-            for name in order:
-                for table, taken in zip(seconds[name], timed(pairs[name], prompt, call), strict=True):
-                    table[-1].append(taken)
-            order = order[1:] + order[:1]
-            bars(f"{target}, overhead", (repeat + (place + 1) / len(texts)) / repeats)
+    seconds = {name: torch.zeros(3, repeats, prompts, dtype=torch.float64) for name in pairs}
+    measuring = partial(bars, f"{target}, overhead")
+    for name, number, repeat in turns(list(pairs), prompts, repeats, progress=measuring):
+        seconds[name][:, repeat, number] = torch.tensor(timed(pairs[name], texts[number], call), dtype=torch.float64)
     totals = {name: pair.totals for name, pair in pairs.items()}
-    for place, prompt in enumerate(texts):  # after all else: clocks within a call slow it down
-        for name, pair in pairs.items():
-            with causes[name].timed():
-                run(pair, prompt, call)
-        bars(f"{target}, causes", (place + 1) / len(texts))
-    return [
-        row(target, name, *seconds[name], causes[name].seconds, totals[name], prompts * repeats * new_tokens)
-        for name in pairs
-    ]
+    causes = {name: Causes() for name in pairs}
+    finding = partial(bars, f"{target}, causes")
+    for name, number, _ in turns(list(pairs), prompts, progress=finding):  # last, because clocks slow a call down
+        with causes[name].timed():
+            run(pairs[name], texts[number], call)
+    return [row(target, name, seconds[name], causes[name].seconds, totals[name]) for name in pairs]
 
 
 def run(pair: AssistedModelForCausalLM, prompt: Prompt, call: dict[str, Any]) -> None:
@@ -258,7 +233,7 @@ def run(pair: AssistedModelForCausalLM, prompt: Prompt, call: dict[str, Any]) ->
 
 
 def timed(pair: AssistedModelForCausalLM, prompt: Prompt, call: dict[str, Any]) -> tuple[float, float, float]:
-    """Seconds of a call, of its passes alone, and of its passes as they were in it."""
+    """Seconds of a call, of its forward passes alone, and of its forward passes inside the call."""
     passes = Passes()
     gc.collect()
     with passes.noted():
@@ -268,25 +243,17 @@ def timed(pair: AssistedModelForCausalLM, prompt: Prompt, call: dict[str, Any]) 
     return whole, passes.seconds(), passes.within
 
 
-def row(
-    target: str,
-    name: str,
-    whole: list[list[float]],
-    alone: list[list[float]],
-    within: list[list[float]],
-    causes: dict[str, float],
-    totals: Any,
-    tokens: int,
-) -> dict[str, Any]:
-    rounds = totals.target_passes
-    beside = sum(map(sum, whole)) - sum(map(sum, within))
+def row(target: str, name: str, seconds: torch.Tensor, causes: dict[str, float], totals: Report) -> dict[str, Any]:
+    """seconds: [3, R, N], what `timed` returned for R repeats over N prompts."""
+    whole, alone, within = seconds.tolist()
+    took, _, passes = seconds.sum((1, 2)).tolist()
     return {
         "target": target,
         "name": name,
         "overhead": beside_passes(alone, whole),
         "overhead_within": beside_passes(within, whole),
-        "milliseconds_per_token": 1e3 * sum(map(sum, whole)) / tokens,
-        "microseconds_per_round": 1e6 * beside / rounds,
+        "milliseconds_per_token": 1e3 * took / totals.new_tokens,
+        "microseconds_per_round": 1e6 * (took - passes) / totals.target_passes,
         "tokens_per_pass": totals.tokens_per_pass,
         "acceptance_rate": totals.acceptance_rate,
         "causes": {cause: spent / sum(causes.values()) for cause, spent in causes.items()},
@@ -303,16 +270,14 @@ def measure(args: Any) -> dict[str, Any]:
     with Bars() as bars:
         for target in args.targets:
             found += measure_target(target, args.prompts, args.repeats, args.new_tokens, bars)
-    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", dtype=torch.float32)
-    machine = about(pair, prompts=args.prompts, repeats=args.repeats, new_tokens=args.new_tokens)
-    machine["clock"] = "process time" if args.cpu_time else "wall time"
-    return {"about": machine, "rows": found}
+    work = {"prompts": args.prompts, "repeats": args.repeats, "new_tokens": args.new_tokens}
+    clock = {"clock": "process time" if args.cpu_time else "wall time"}
+    return {"about": machine(torch.device("cpu"), torch.float32) | work | clock, "rows": found}
 
 
 def markdown(found: dict[str, Any]) -> str:
     """The section as it stands in docs."""
     about, rows = found["about"], found["rows"]
-    shown = [cause for cause in rows[0]["causes"] if cause != "passes"]
     lines = [
         f"`python benchmarks/overhead.py`: {about['prompts']} prompts, {about['new_tokens']} tokens each, temperature 0, "
         f"{about['repeats']} repeats, {about['clock']}, float32, CPU threads: {about['threads']}, torch {about['torch']}, "
@@ -320,26 +285,32 @@ def markdown(found: dict[str, Any]) -> str:
         "after it, prompts included; and what it takes longer than its passes took in the call itself. Median over "
         "repeats, 95% bootstrap interval. A round: of the second kind, all of a call's overhead by its rounds.",
         "",
-        "| target | draft | overhead, run again | overhead, in the call | a round | ms per token | tokens per pass |",
-        "|---|---|---|---|---|---|---|",
     ]
-    for one in rows:
-        both = (one["overhead"], one["overhead_within"])
-        shares = [f"{share['ratio']:.1%} [{share['low']:.1%}, {share['high']:.1%}]" for share in both]
-        lines.append(
-            f"| `{one['target']}` | {one['name']} | {shares[0]} | {shares[1]} | "
-            f"{one['microseconds_per_round']:.0f} µs | {one['milliseconds_per_token']:.2f} | {one['tokens_per_pass']:.2f} |"
-        )
+    header = ["target", "draft", "overhead, run again", "overhead, in the call", "a round", "ms per token"]
+    table = [
+        [
+            f"`{one['target']}`",
+            one["name"],
+            *(
+                f"{share['ratio']:.1%} [{share['low']:.1%}, {share['high']:.1%}]"
+                for share in (one["overhead"], one["overhead_within"])
+            ),
+            f"{one['microseconds_per_round']:.0f} µs",
+            f"{one['milliseconds_per_token']:.2f}",
+            f"{one['tokens_per_pass']:.2f}",
+        ]
+        for one in rows
+    ]
+    lines += markdown_table([*header, "tokens per pass"], table)
     lines += [
         "",
         "By cause, as shares of a call, from runs with clocks in them, without what a cause calls of the others; the rest are "
         "passes.",
         "",
-        "| | " + " | ".join(f"{one['target']}, {one['name']}" for one in rows) + " |",
-        "|---" * (len(rows) + 1) + "|",
     ]
-    for cause in shown:
-        lines.append(f"| {cause} | " + " | ".join(f"{one['causes'][cause]:.1%}" for one in rows) + " |")
+    causes = [cause for cause in rows[0]["causes"] if cause != "passes"]
+    shares = ([cause, *(f"{one['causes'][cause]:.1%}" for one in rows)] for cause in causes)
+    lines += markdown_table(["", *(f"{one['target']}, {one['name']}" for one in rows)], shares)
     return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
-"""What a matrix product over a few columns takes on this CPU: torch's own, without oneDNN, and from a packed weight.
+"""The time of a matrix product over a few columns on this CPU: torch's own, without oneDNN, and with a packed weight.
 
     python benchmarks/products.py --threads 1 --out benchmarks/products.json --docs docs/concepts/fast-path.md
 
-All ways in turns, over more weights than caches hold; the least of all rounds, which is what disturbs least on a busy machine.
+All ways run in turns, over more weights than caches hold. The minimum over repeats counts: a busy machine disturbs it least.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from tables import arguments, figures, publish
 from torch import nn
 
 from assisted.bench import machine
+from assisted.bench.clock import turns
+from assisted.bench.table import markdown_table
 from assisted.fast.products import PackedLinear, packs
 
 COLUMNS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
@@ -30,17 +32,16 @@ def least(dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
     packed = [PackedLinear.of(module) for module in modules]
     ways = {"torch": (True, modules), "torch, oneDNN off": (False, modules), "packed": (True, packed)}
     found: dict[str, dict[str, float]] = {}
-    for columns in COLUMNS:
-        inputs = torch.randn(columns, INNER).to(dtype)
-        for _ in range(rounds):
-            for way, (onednn, products) in ways.items():
-                with torch.backends.mkldnn.flags(enabled=onednn):
-                    started = time.perf_counter()
-                    for product in products:
-                        product(inputs)
-                    took = 1000 * (time.perf_counter() - started) / len(products)
-                best = found.setdefault(way, {})
-                best[str(columns)] = min(took, best.get(str(columns), took))
+    inputs = [torch.randn(columns, INNER).to(dtype) for columns in COLUMNS]
+    for way, number, _ in turns(list(ways), len(COLUMNS), rounds):
+        onednn, products = ways[way]
+        with torch.backends.mkldnn.flags(enabled=onednn):
+            started = time.perf_counter()
+            for product in products:
+                product(inputs[number])
+            took = 1000 * (time.perf_counter() - started) / len(products)
+        best, columns = found.setdefault(way, {}), str(COLUMNS[number])
+        best[columns] = min(took, best.get(columns, took))
     return found
 
 
@@ -59,13 +60,13 @@ def markdown(found: dict[str, Any]) -> str:
         f"`python benchmarks/products.py`: a {OUTER} x {INNER} weight, CPU threads: {about['threads']}, "
         f"torch {about['torch']}, {about['processor']}. Milliseconds, the least of {about['rounds']} rounds.",
         "",
-        "| columns | " + " | ".join(map(str, COLUMNS)) + " |",
-        "|---" * (1 + len(COLUMNS)) + "|",
     ]
-    for dtype, ways in found["milliseconds"].items():
-        for way, times in ways.items():
-            lines.append(f"| {dtype}, {way} | " + " | ".join(f"{times[str(n)]:.2f}" for n in COLUMNS) + " |")
-    return "\n".join(lines)
+    rows = (
+        [f"{dtype}, {way}", *(f"{times[str(columns)]:.2f}" for columns in COLUMNS)]
+        for dtype, ways in found["milliseconds"].items()
+        for way, times in ways.items()
+    )
+    return "\n".join([*lines, *markdown_table(["columns", *map(str, COLUMNS)], rows)])
 
 
 def main() -> None:

@@ -1,31 +1,74 @@
-"""What the scripts beside this one share: the shipped target, tables of rows, and the measured sections of the docs."""
+"""Shared by the scripts of this folder: options, the shipped pair, a race by the protocol, tables, sections of the docs."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, DraftModel
-from assisted.bench import Contestant, Point, Row, machine, plain
+from assisted.bench import (
+    Bars,
+    Contestant,
+    Measured,
+    Point,
+    Prompt,
+    Result,
+    Row,
+    Rules,
+    machine,
+    of_model,
+    plain,
+    point,
+    sources,
+)
+from assisted.bench.table import CELLS as BENCH
+from assisted.bench.table import markdown_table, percent
+
+Cell = Callable[[Row], Any]
+CELLS: dict[str, Cell] = {
+    "times plain": BENCH["times plain"],
+    "ms per token": BENCH["ms/token"],
+    "tokens per pass": BENCH["tokens/pass"],
+    "accepted": BENCH["accepted"],
+    "first token accepted": lambda row: percent(next(iter(row.acceptance_by_position), None)),
+    "same tokens": BENCH["same"],
+    "repeated 4-grams": BENCH["4-grams"],
+}
+"""The cells of a row, by the title of the column."""
+OPTIONS = ("--prompts", "--repeats", "--threads", "--no-compile", "--out", "--docs", "--read")
 
 
-def arguments(doc: str | None, prompts: int = 16, repeats: int = 3) -> argparse.ArgumentParser:
-    """The options that every script has."""
+def arguments(
+    doc: str | None,
+    only: Sequence[str] = OPTIONS,
+    prompts: int = 16,
+    repeats: int = 3,
+    threads: int | None = None,
+) -> argparse.ArgumentParser:
+    """The common options of scripts. doc: the description. only: which of OPTIONS. The others: defaults."""
+    default = "(default: %(default)s)"
+    own_choice = default if threads else "(default: torch's own choice)"
+    options: dict[str, dict[str, Any]] = {
+        "--prompts": {"type": int, "default": prompts, "help": f"of each kind {default}"},
+        "--repeats": {"type": int, "default": repeats, "help": f"timed repeats {default}"},
+        "--threads": {"type": int, "default": threads, "help": f"torch threads {own_choice}"},
+        "--no-compile": {"action": "store_true", "help": "leave out what has to be compiled first, plain or not"},
+        "--out": {"type": Path, "help": "write the figures here as JSON"},
+        "--docs": {"type": Path, "nargs": "*", "default": [], "help": "files whose measured section is rewritten"},
+        "--read": {"type": Path, "help": "measure nothing, take the figures from this JSON"},
+    }
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=prompts, help="of each kind (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=repeats, help="timed rounds (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
-    parser.add_argument(
-        "--no-compile", action="store_true", help="leave out what has to be compiled first, plain or not"
-    )
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
-    parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose measured section is rewritten")
-    parser.add_argument("--read", type=Path, help="measure nothing, take the figures from this JSON")
+    for name in only:
+        parser.add_argument(name, **options[name])
     return parser
 
 
@@ -35,9 +78,76 @@ def shipped(dtype: torch.dtype = torch.float32) -> tuple[AssistedModelForCausalL
     return pair, DraftModel(pair.drafter.models[0])
 
 
+def own(
+    target: PreTrainedModel, tokenizer: Any, drafts: Mapping[str, tuple[Any, Any]], fast: str = "auto"
+) -> list[Contestant]:
+    """A contestant with this target for every draft and draft length, which are given by the name of the row."""
+
+    def loaded(draft: Any, length: Any) -> AssistedModelForCausalLM:
+        return AssistedModelForCausalLM.from_models(target, draft, length, tokenizer, fast=fast)
+
+    return [of_model(name, loaded(draft, length)) for name, (draft, length) in drafts.items()]
+
+
+def raced(
+    args: argparse.Namespace,
+    pair: AssistedModelForCausalLM,
+    contestants: Sequence[Contestant],
+    prompts: Sequence[Prompt],
+    rules: Rules,
+    batch: int = 1,
+    others: Sequence[Contestant] = (),
+    target: str = "zoo:target",
+    draft: str | None = None,
+) -> Result:
+    """One race by the protocol of `assisted bench`: plain `generate`, the fastest of `others`, and the contestants."""
+    rules = replace(rules, repeats=args.repeats)
+    modes = plain(pair.target, compiled=not args.no_compile)
+    with Bars() as bars:
+        measured = point(pair, modes, others, contestants, prompts, rules, batch, bars)
+    machine = about(pair, prompts=args.prompts, repeats=args.repeats)
+    return Result(target, draft, rules, sources(prompts), (measured,), machine)
+
+
+def required(measured: Sequence[Measured]) -> list[Measured]:
+    """The same list. Raises RuntimeError if a contestant failed."""
+    for one in measured:
+        if one.error is not None:
+            raise RuntimeError(f"{one.contestant.name}: {one.error}")
+    return list(measured)
+
+
 def about(pair: AssistedModelForCausalLM, **more: Any) -> dict[str, Any]:
-    """What figures were measured with."""
+    """The environment of a measurement, and more."""
     return {**machine(pair.target.device, pair.target.dtype), **more}
+
+
+def figures(args: argparse.Namespace, measure: Callable[[argparse.Namespace], dict[str, Any]]) -> dict[str, Any]:
+    """The figures of `--read`, or those of `measure` with `--threads` threads. They are written to `--out`."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    found = json.loads(args.read.read_text()) if args.read else measure(args)
+    write_json(args.out, found)
+    return found
+
+
+def write_json(path: Path | None, found: Any) -> None:
+    """Write figures in the format of this folder's files; without a path, do nothing."""
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def in_own_process(script: str, *options: object) -> subprocess.Popen[str]:
+    """Start a script of this folder. `answer` reads its output."""
+    return subprocess.Popen([sys.executable, script, *map(str, options)], stdout=subprocess.PIPE, text=True)
+
+
+def answer(process: subprocess.Popen[str]) -> Any:
+    """The JSON in the last line that a process prints. Raises RuntimeError if it fails."""
+    printed, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{process.args} failed")
+    return json.loads(printed.splitlines()[-1])
 
 
 def measured_with(found: dict[str, Any], command: str) -> str:
@@ -50,58 +160,30 @@ def measured_with(found: dict[str, Any], command: str) -> str:
     )
 
 
-def figures(args: argparse.Namespace, measure: Callable[[argparse.Namespace], dict[str, Any]]) -> dict[str, Any]:
-    """Those of `--read`, or what `measure` finds on `--threads` threads; written to `--out`."""
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    found = json.loads(args.read.read_text()) if args.read else measure(args)
-    write_json(args.out, found)
-    return found
+def section(title: str, result: dict[str, Any], columns: Sequence[str], named: str = "", **more: Cell) -> list[str]:
+    """A title and the table of a race. result: of `raced`, as a dictionary. The others: as for `table`."""
+    (measured,) = Result.from_dict(result).points
+    return ["", f"**{title}**", "", *table(measured, columns, named, **more)]
 
 
-def write_json(path: Path | None, found: Any) -> None:
-    """As the files beside this one are; nothing without a path."""
-    if path is not None:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+def table(point: Point, columns: Sequence[str], named: str = "", **more: Cell) -> list[str]:
+    """A Markdown table of the contestants, and the errors of those that failed.
+
+    columns: titles of CELLS or of `more`. named: the title of the names' column. more: further cells by title.
+    """
+    cells = {**CELLS, **more}
+    rows = [[row.name.removeprefix("assisted "), *(cells[title](row) for title in columns)] for row in point.ran]
+    failed = [f"{row.name} failed: {row.error}" for row in point.rows if row.error is not None]
+    return [*markdown_table([named, *columns], rows), *failed]
 
 
-def publish(text: str, docs: Sequence[Path], marker: str = "measured") -> None:
-    """Print a section and put it into the docs that were asked for."""
+def publish(text: str, docs: Iterable[Path], marker: str = "measured") -> None:
+    """Print a section, and write it between the two markers of every file in `docs`."""
     print(text)
     write_docs(docs, text, marker)
 
 
-def table(point: Point, columns: dict[str, Any], named: str = "") -> list[str]:
-    """A Markdown table of all that got through. columns: title to a function of a row."""
-    lines = [f"| {named} | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
-    for row in point.rows:
-        if row.error is None:
-            lines.append(
-                f"| {row.name.removeprefix('assisted ')} | "
-                + " | ".join(str(cell(row)) for cell in columns.values())
-                + " |"
-            )
-    return lines
-
-
-def plainly(pair: AssistedModelForCausalLM, args: argparse.Namespace) -> list[Contestant]:
-    """Plain `generate`, in the modes that were asked for."""
-    return plain(pair.target, compiled=not args.no_compile)
-
-
-def same(row: Row) -> str:
-    return "" if row.same is None else f"{row.same}/{row.rows}"
-
-
-def share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
-
-
-def failures(points: Sequence[Point]) -> list[str]:
-    return [f"{row.name} failed: {row.error}" for point in points for row in point.rows if row.error is not None]
-
-
-def write_docs(paths: Sequence[Path], text: str, marker: str = "measured") -> None:
+def write_docs(paths: Iterable[Path], text: str, marker: str = "measured") -> None:
     """Replace what stands between the two markers of each file."""
     for path in paths:
         head, begin, rest = path.read_text().partition(f"<!-- {marker}:begin -->")

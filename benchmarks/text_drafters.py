@@ -1,15 +1,14 @@
-"""Microseconds of a round of the drafters that copy text, against the length of the context: they must not grow with it.
+"""Microseconds per round of the drafters that copy text, by context length. They must not grow with it.
 
     python benchmarks/text_drafters.py --out text_drafters.json
 
 A round reads the tokens that the last one committed and proposes up to 8. The texts: "code", Python's own library, a word or
-a run of spaces a token; "loop", a line of 40 tokens over and over; "random" tokens, where nothing repeats. Median and 90th
-percentile of the rounds behind each length; the time to read the prompt stands beside them. No model is run.
+a run of spaces a token; "loop", a line of 40 tokens repeated; "random" tokens, where nothing repeats. Median and 90th
+percentile of the rounds after each length, and the time to read the prompt. No model is run.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import statistics
@@ -21,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tables import write_json
+from tables import arguments, write_json
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 from assisted.drafters.ngram import NGram, NGramDrafting
@@ -37,7 +36,7 @@ DRAFTERS: dict[str, Callable[[Any], Any]] = {
 
 
 def code(length: int) -> list[int]:
-    """Words, signs and runs of spaces of the standard library, numbered as they come."""
+    """Words, signs and runs of spaces of the standard library, numbered by first occurrence."""
     numbers: dict[str, int] = {}
     ids: list[int] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -50,13 +49,13 @@ def code(length: int) -> list[int]:
 
 TEXTS: dict[str, Callable[[int], list[int]]] = {
     "code": code,
-    "loop": lambda length: [place % 40 for place in range(length)],
+    "loop": lambda length: [index % 40 for index in range(length)],
     "random": lambda length: random.Random(0).choices(range(50_000), k=length),
 }
 
 
 def measure(make: Callable[[Any], Any], ids: list[int], context: int, rounds: int) -> dict[str, float]:
-    """Rounds behind `context` tokens; what is accepted is what the text goes on with."""
+    """Rounds after `context` tokens. Drafted tokens are accepted if the text continues with them."""
     call = SimpleNamespace(attention_mask=None, target=SimpleNamespace(masks=SimpleNamespace(trees=True)))
     text = Text(torch.tensor([ids[:context]]), StoppingCriteriaList([MaxLengthCriteria(len(ids))]), None, None)
     drafting = make(call)
@@ -65,15 +64,15 @@ def measure(make: Callable[[Any], Any], ids: list[int], context: int, rounds: in
     prompt = time.perf_counter() - started
     taken, accepted = [], 0
     for _ in range(rounds):
-        place = text.lengths[0]
-        if place + BUDGET + 1 >= len(ids):
+        known = text.lengths[0]
+        if known + BUDGET + 1 >= len(ids):
             break
         started = time.perf_counter()
         draft = drafting.propose(text, BUDGET)
         taken.append(time.perf_counter() - started)
-        right = matched(draft, ids[place : place + BUDGET])
+        right = matched(draft, ids[known : known + BUDGET])
         accepted += right
-        text.extend([ids[place : place + right + 1]], None, None)
+        text.extend([ids[known : known + right + 1]], None, None)
     return {
         "context": context,
         "rounds": len(taken),
@@ -85,7 +84,7 @@ def measure(make: Callable[[Any], Any], ids: list[int], context: int, rounds: in
 
 
 def matched(draft: Any, ids: list[int]) -> int:
-    """How many of a text's next tokens lie on a path of the draft."""
+    """How many of the text's next tokens are on a path of the draft."""
     tokens = draft.tokens[0].tolist()
     parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents[0].tolist()
     child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
@@ -98,7 +97,7 @@ def matched(draft: Any, ids: list[int]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, ("--out",))
     parser.add_argument(
         "--contexts",
         type=int,
@@ -106,12 +105,9 @@ def main() -> None:
         default=[1024, 2048, 4096, 8192, 16384, 32768],
         help="tokens before the rounds",
     )
-    parser.add_argument("--rounds", type=int, default=200, help="timed behind each context (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=200, help="timed after each context (default: %(default)s)")
     parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), choices=list(DRAFTERS))
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=list(TEXTS))
-    parser.add_argument(
-        "--out", type=Path, help="write the figures here as JSON: a list of points, one a line of the plot"
-    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     points = []

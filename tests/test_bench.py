@@ -1,4 +1,4 @@
-"""The protocol: prompts, counting, who takes part, what a race and its sums are. On tiny random models."""
+"""The protocol: prompts, counting, contestants, races and their sums. On tiny random models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RULES = Rules(new_tokens=24, repeats=2)
 
 @pytest.fixture(scope="module")
 def pair() -> AssistedModelForCausalLM:
-    """Targets and drafts that would end: end tokens are for the protocol to ignore."""
+    """Targets and drafts that would write end tokens, which the protocol ignores."""
     target = built("llama")[0]
     return AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3, tokenizer=letters())
 
@@ -76,8 +76,8 @@ def test_intervals_scale_with_the_ratio(prompts: list[tuple[float, float]], fact
     assert min(a / b for a, b in prompts) - 1e-9 <= found.low and found.high <= max(a / b for a, b in prompts) + 1e-9
 
 
-def test_what_slows_both_down_cancels() -> None:
-    """Ratios are formed within a repeat: a slow repeat says nothing about the ratio."""
+def test_a_slowdown_of_both_cancels() -> None:
+    """Ratios are formed within a repeat, so a slow repeat does not change the result."""
     assert bench.speedup([[1, 1], [9, 9], [1, 1]], [[2, 2], [18, 18], [2, 2]]) == bench.Interval(0.5, 0.5, 0.5)
 
 
@@ -221,7 +221,7 @@ def drafted_by_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[in
 
 
 def test_what_counts_passes_keeps_them_from_being_captured():
-    """A counter in compiled code would have it compiled anew in every pass."""
+    """A counter would make compiled code compile again in every forward pass."""
     target = built()[0]
     assert obstacle(target, target.device) is None
     hook = target.register_forward_pre_hook(protocol._Counter(), with_kwargs=True)
@@ -234,7 +234,7 @@ def test_what_counts_passes_keeps_them_from_being_captured():
 def test_passes_and_drafts_are_counted_alike(
     pair: AssistedModelForCausalLM, batches: list[bench.Batch], drafted_by_transformers: list[int]
 ) -> None:
-    """The hook's counts are those of plain decoding, of transformers' own generator, and of this package's report."""
+    """The hook's counts agree with plain decoding, with transformers' own generator, and with this package's report."""
     for peer in contestants.peers(pair.target, pair.drafter.models[0]):
         drafted_by_transformers.clear()
         (one,) = race(pair.target, [peer], batches, replace(RULES, repeats=1))
@@ -248,7 +248,9 @@ def test_passes_and_drafts_are_counted_alike(
     assert ours.tokens == plain.tokens
     report = ours.report
     assert report is not None and report.new_tokens == 2 * 24 * 3
-    assert 2 * ours.passes == report.target_passes + len(report.row_tokens)  # two repeats, and the passes over prompts
+    assert 2 * ours.passes == report.target_passes + len(
+        report.row_tokens
+    )  # two repeats, and the forward passes over prompts
     assert 2 * ours.drafted == report.drafted
     _, (_, row) = bench.summed_up([plain, ours], batches, greedy=True)
     assert row.tokens_per_pass == pytest.approx(24 * 3 / ours.passes)
@@ -269,7 +271,7 @@ def test_end_tokens_are_ignored_by_everybody(pair: AssistedModelForCausalLM, bat
     before = [model.generation_config.to_dict() for model in (target, draft)]
     everything = list(range(target.config.vocab_size))
     for model in (target, draft):
-        model.generation_config.eos_token_id = everything  # all that can be written ends a text
+        model.generation_config.eos_token_id = everything  # every token ends a text
     try:
         field = [
             *contestants.plain(target, compiled=False),
@@ -380,7 +382,7 @@ def test_turns_change_and_seeds_are_shared(pair: AssistedModelForCausalLM, batch
     assert len(set(drawn)) == len(drawn) // 2  # another at every prompt and repeat
 
 
-def test_no_round_begins_behind_the_deadline(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
+def test_no_repeat_begins_after_the_deadline(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
     rules = Rules(new_tokens=2, repeats=9, seconds=0.0)
     (one,) = race(pair.target, contestants.plain(pair.target, compiled=False), batches, rules)
     assert len(one.seconds) == 1

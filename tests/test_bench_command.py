@@ -18,7 +18,7 @@ from pairs import tokenizer as letters
 from assisted import bench
 from assisted.bench import plots
 from assisted.bench.page import page
-from assisted.bench.table import COLUMNS
+from assisted.bench.table import CELLS
 from assisted.cli.main import main
 
 SMALL = ["--count", "1", "--new-tokens", "8", "--repeats", "1", "--no-compile", "--threads", "1"]
@@ -44,7 +44,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(folders: Path, questions: Path) -> bench.Result:
-    """Two lengths of context; one drafter that is refused."""
+    """Two lengths of context; one drafter cannot be loaded."""
     pytest.importorskip("sympy")
     return bench.measure(
         str(folders / "target"),
@@ -128,11 +128,11 @@ def test_a_sweep_has_a_point_for_each_length(result: bench.Result) -> None:
     assert shown.count("failed: assisted early-exit:99: ValueError") == 2
     marked = bench.markdown(result)
     assert marked.count("| assisted suffix |") == 2
-    assert all(line.count("|") == len(COLUMNS) + 1 for line in marked.splitlines() if line.startswith("|"))
+    assert all(line.count("|") == len(CELLS) + 1 for line in marked.splitlines() if line.startswith("|"))
 
 
 class _Page(HTMLParser):
-    """What is open at the end, and where a page points."""
+    """The tags that are open at the end, and the links of a page."""
 
     def __init__(self) -> None:
         super().__init__()

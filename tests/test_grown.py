@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.bench import grown
-from assisted.bench.grown import SHAPES, Shape, grow, layer_places, load_target
+from assisted.bench.grown import SHAPES, Shape, grow, layer_positions, load_target
 from assisted.bench.measure import load
 from assisted.cli.main import main
 
@@ -28,7 +28,7 @@ ROUNDING = 1e-4  # float32 sums in another order, on logits of about 3
 def small(seed: int = 0, **overrides: Any) -> PreTrainedModel:
     model = build(BY_NAME["llama"], seed, **overrides)
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():  # as training leaves them: no norm weight is 1, no bias 0
+    with torch.no_grad():  # as after training: no norm weight is 1, no bias 0
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
@@ -84,14 +84,14 @@ def test_hidden_states_are_the_first_columns() -> None:
     with torch.no_grad():
         expected = model(ids, output_hidden_states=True).hidden_states
         found = large(ids, output_hidden_states=True).hidden_states
-    width, places = model.config.hidden_size, [0, *(place + 1 for place in layer_places(2, WIDE.layers))]
-    for of, place in list(enumerate(places))[:-1]:  # the last one has gone through the final norm
-        assert torch.allclose(found[place][..., :width], expected[of], atol=ROUNDING)
-        assert not found[place][..., width:].any()
+    width, positions = model.config.hidden_size, [0, *(layer + 1 for layer in layer_positions(2, WIDE.layers))]
+    for of, position in list(enumerate(positions))[:-1]:  # the last one is after the final norm
+        assert torch.allclose(found[position][..., :width], expected[of], atol=ROUNDING)
+        assert not found[position][..., width:].any()
     assert torch.allclose(found[-1][..., :width], expected[-1], atol=ROUNDING)
 
 
-def test_added_weights_are_numbers_like_any() -> None:
+def test_added_weights_are_ordinary_numbers() -> None:
     model = small(attention_bias=True)
     large = grow(model, WIDE)
     for name, weight in large.named_parameters():

@@ -1,4 +1,4 @@
-"""What notebooks share: exercises, figures, tables and sliders."""
+"""The notebooks' helpers: exercises, figures, tables and sliders."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_slider_holds_every_state() -> None:
     assert data["values"] == [["0.5", "0.9"], ["1", "2", "4"]]
     assert data["text"] == [f"{a} < {g}" for a, g in itertools.product(*controls.values())]
     assert len(data["d"]) == 6 and all(len(paths) == 2 for paths in data["d"])
-    # what is there before any script runs is the state asked for
+    # before any script runs, it shows the state asked for
     svg = ElementTree.fromstring(re.search(r"<svg.*</svg>", picture.text, re.DOTALL).group(0))
     curves = [path for path in svg.iter("path") if path.get("class") == "curve"]
     assert [path.get("d") for path in curves] == data["d"][4]

@@ -1,9 +1,8 @@
-"""The measuring protocol: the same prompts, tokens and counting for every way of decoding. See docs/howto/bench.md."""
+"""The measuring protocol: every way of decoding gets the same prompts, tokens and counting. See docs/howto/bench.md."""
 
 from .bars import Bars
-from .brief import brief
 from .contestants import Contestant, assisted, lookups, of_model, peers, plain
-from .measure import default_drafts, fastest, load, measure, pad_token, point, quickest, transformers_assisted
+from .measure import brief, default_drafts, fastest, load, measure, pad_token, point, transformers_assisted
 from .prompts import Batch, Prompt, at_length, batches, held_out_prompts, read, sources
 from .protocol import Measured, Rules, race, stream
 from .results import Point, Result, Row, machine, summed_up
@@ -38,7 +37,6 @@ __all__ = [
     "peers",
     "plain",
     "point",
-    "quickest",
     "race",
     "read",
     "repeated_share",

@@ -1,4 +1,4 @@
-"""Progress bars for whoever measures at a terminal. Knows tqdm alone."""
+"""Progress bars for measuring at a terminal. Knows tqdm alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
 
 
 class Bars:
-    """A bar on standard error for one thing after the other: `bars("measuring", 0.5)`. To be closed, or used in a `with`."""
+    """A bar on standard error for one thing after the other: `bars("measuring", 0.5)`. Close it, or use it in a `with`."""
 
     def __init__(self) -> None:
         self.what = ""

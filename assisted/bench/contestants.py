@@ -1,6 +1,6 @@
 """Who takes part: plain `generate` in the stack's modes, transformers' own drafting, and the drafters of this package.
 
-Knows how each is called. Nothing of prompts, of measuring, or of what is done with the figures.
+Knows how each is called. Knows nothing of prompts, of measuring, or of what the figures are used for.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Contestant:
 
     Args:
         name: of its row.
-        family: "plain", "transformers assisted", "transformers lookup" or "assisted". The fastest that is plain is 1.00.
-        generate: called as a model's `generate`: ids [B, P] int64, attention_mask, streamer, and the same keywords for all;
-            returns [B, P + new] int64.
-        setting: what was chosen for it, for the JSON.
-        model: the pair, whose report tells more; None where it is none of this package's.
-        counted: whether a hook on the target may count its passes. A compiled forward would be compiled anew, and plain
-            decoding takes a pass for every token anyway.
-        draft_bytes: of weights that it holds beside the target's.
+        family: "plain", "transformers assisted", "transformers lookup" or "assisted". The fastest plain one is 1.00.
+        generate: is called like a model's `generate`: ids [B, P] int64, attention_mask, streamer, and the same keywords for
+            all; returns [B, P + new] int64.
+        setting: its settings, for the JSON.
+        model: the pair, if it is one of this package's; its report gives more figures.
+        counted: whether a hook on the target may count its forward passes. A hook would make a compiled forward compile again,
+            and the baseline takes one forward pass for every token anyway.
+        draft_bytes: bytes of weights that it holds besides the target's.
     """
 
     name: str
@@ -54,12 +54,9 @@ class Contestant:
 def plain(target: PreTrainedModel, compiled: bool = True) -> list[Contestant]:
     """Plain `generate` of a target in every mode that may be the fastest.
 
-    compiled: a static cache and a compiled forward, too; on a CPU that needs a C++ compiler and takes its time.
+    compiled: also with a static cache and a compiled forward; on a CPU this needs a C++ compiler and some minutes.
     """
-    found = [Contestant("plain", "plain", target.generate, {"cache": "dynamic"})]
-    if _has_slow_rows(target):
-        setting = {"cache": "dynamic", "onednn": False}
-        found.append(Contestant("plain, oneDNN off", "plain", _without_onednn(target.generate), setting))
+    found = _in_both_modes(target, [Contestant("plain", "plain", target.generate, {"cache": "dynamic"})])
     if compiled:
         setting = {"cache": "static", "compiled": True}
         found.append(Contestant("plain, static cache, compiled", "plain", _compiled(target), setting, counted=False))
@@ -69,8 +66,8 @@ def plain(target: PreTrainedModel, compiled: bool = True) -> list[Contestant]:
 def peers(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizers: tuple[Any, Any] | None = None
 ) -> list[Contestant]:
-    """transformers' assisted generation of a target with a draft model, at every setting. tokenizers: of both, where they
-    differ."""
+    """transformers' assisted generation of a target with a draft model, at every setting. tokenizers: those of both models, if
+    they differ."""
     kwargs = {} if tokenizers is None else {"tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1]}
     weights = _bytes_beside(target, [draft])
     found = []
@@ -95,10 +92,10 @@ def lookups(target: PreTrainedModel) -> list[Contestant]:
 def assisted(
     target: PreTrainedModel, drafts: Mapping[str, Any], tokenizer: Any = None, draft_length: Any = None
 ) -> Iterator[Contestant]:
-    """This package's drafters. One that is refused takes part all the same, and fails with the error it was refused with.
+    """This package's drafters. One that cannot be loaded takes part all the same, and fails with the error from loading it.
 
-    drafts: what `AssistedModelForCausalLM.from_models` takes as draft, by the name of the row; target, tokenizer and
-        draft_length are passed on to it.
+    drafts: by the name of the row, what `AssistedModelForCausalLM.from_models` takes as draft. It also gets target, tokenizer
+        and draft_length.
     """
     for name, draft in drafts.items():
         try:
@@ -110,15 +107,14 @@ def assisted(
 
 
 def of_model(name: str, model: AssistedModelForCausalLM) -> Contestant:
-    """A pair that is loaded already, `model`, in the row `name`. Nobody else may generate with it during a race: its totals
-    are read."""
+    """A loaded pair, `model`, in the row `name`. Nobody else may generate with it during a race, which reads its totals."""
     weights = _bytes_beside(model.target, model.drafter.modules)
     setting = {"draft_length": repr(model.draft_length)}
     return Contestant(name, "assisted", model.generate, setting, model, draft_bytes=weights)
 
 
 def _in_both_modes(target: PreTrainedModel, found: list[Contestant]) -> list[Contestant]:
-    """Also without oneDNN, where that may be faster."""
+    """The same contestants, and again without oneDNN where that may be faster."""
     if not _has_slow_rows(target):
         return found
     without = [
@@ -134,7 +130,7 @@ def _in_both_modes(target: PreTrainedModel, found: list[Contestant]) -> list[Con
 
 
 def _has_slow_rows(target: PreTrainedModel) -> bool:
-    """Half precision on a CPU: with one row oneDNN's products take longer than the default ones."""
+    """Half precision on a CPU: for one row, oneDNN's products take longer than the default ones."""
     return target.device.type == "cpu" and target.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
 
 
@@ -142,7 +138,7 @@ def _without_onednn(generate: Generate) -> Generate:
     onednn = torch.backends.mkldnn
 
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-        # what is not named here is set to defaults, with a warning
+        # flags() sets the ones that are left out to defaults, with a warning
         with onednn.flags(False, onednn.deterministic, onednn.allow_tf32, onednn.fp32_precision):
             return generate(*args, **kwargs)
 
@@ -167,7 +163,7 @@ def _with_assistant(
     wanted = {**setting, "num_assistant_tokens_schedule": "constant", "eos_token_id": None}
 
     def run(*args: Any, **more: Any) -> torch.Tensor:
-        with _generation_config(draft, wanted):  # transformers reads it from there alone
+        with _generation_config(draft, wanted):  # transformers reads these settings only there
             return target.generate(*args, assistant_model=draft, **kwargs, **more)
 
     return run
@@ -194,5 +190,5 @@ def _failing(error: Exception) -> Generate:
 
 
 def _bytes_beside(target: PreTrainedModel, modules: Sequence[torch.nn.Module]) -> int:
-    """Of weights that are not the target's."""
+    """Bytes of the weights that are not the target's."""
     return memory_bytes(torch.nn.ModuleList([target, *modules])) - memory_bytes(target)

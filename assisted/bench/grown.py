@@ -1,7 +1,7 @@
 """Grown targets: a small model's function at the cost of a large one, for measuring where no large model can be had.
 
-Knows the modules of Llama. Every added width, head and layer is computed and adds nothing: it writes zeros, or is read by
-zeros. So text and acceptance are the small model's, seconds and bytes those of the large shape.
+Knows the modules of Llama. Every added width, head and layer is computed and changes nothing: it writes zeros, or zeros read
+it. So text and acceptance are those of the small model; seconds and bytes are those of the large shape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from .. import zoo
 from ..loading.vocabulary import find_tokenizer
 
-__all__ = ["SHAPES", "Shape", "grow", "is_name", "is_shipped", "layer_places", "load_target", "note", "save"]
+__all__ = ["SHAPES", "Shape", "grow", "is_name", "is_shipped", "layer_positions", "load_target", "note", "save"]
 
 PREFIX = "grown"
 RECORD = "assisted_grown"  # in config.json: what was grown, and how
@@ -33,7 +33,7 @@ RECORD = "assisted_grown"  # in config.json: what was grown, and how
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a Llama. The size of a head stays the small model's: its rotary angles depend on it.
+    """The shape of a Llama. The head size stays the small model's, because its rotary angles depend on it.
 
     Args:
         hidden_size: of the residual stream.
@@ -67,10 +67,10 @@ SHAPES = {
     "1b": Shape(2048, 8192, 16, 32, 8),
     "8b": Shape(4096, 14336, 32, 64, 16),
 }
-"""Sizes by name, with heads of 64. "1b" has the layers of Llama 3.2 1B; "8b" those of Llama 3.1 8B, whose 32 heads of 128 are
-64 of 64 here: as many weights, and as many bytes of keys and values. The vocabulary stays the small model's, so embedding
-and output layer cost less than a real model's: "8b" has 7.0 billion parameters, Llama 3.1 8B has 8.0, and of these a pass reads
-the 0.5 of its output layer besides."""
+"""Sizes by name, with heads of 64. "1b" has the layers of Llama 3.2 1B. "8b" has those of Llama 3.1 8B, with 64 heads of 64 in
+place of 32 heads of 128: as many weights, and as many bytes of keys and values. The vocabulary stays the small model's, so
+embedding and output layer cost less than a real model's. "8b" has 7.0 billion parameters, Llama 3.1 8B has 8.0; a forward pass
+of the latter also reads the 0.5 billion of its output layer."""
 
 
 @torch.no_grad()
@@ -83,20 +83,20 @@ def grow(
 ) -> LlamaForCausalLM:
     """A larger model that computes the small one's logits, up to rounding.
 
-    The residual stream is zero behind the small model's width: what writes into it (embedding, output and down projections)
-    has zeros there, and is all zeros in added layers. Norms divide by a larger width, which their weights and the epsilon
-    make good. All other added weights are drawn from the normal distribution with mean and deviation of the small
-    model's own, so that their products are computed from numbers like any. Added layers are spread evenly. Hidden
-    states of the small model are the first columns of those behind `layer_places`.
+    The residual stream is zero beyond the small model's width. The modules that write into it (embedding, output and down
+    projections) have zeros there, and only zeros in added layers. Norms divide by a larger width; their weights and the
+    epsilon make up for that. All other added weights are drawn from the normal distribution with the mean and deviation of
+    the small model's weights, so products are computed from ordinary numbers. Added layers are spread evenly. The small
+    model's hidden states are the first columns of those after the layers of `layer_positions`.
 
     Args:
         model: a Llama; not changed.
-        shape: a name of SHAPES, "HIDDENxINTERMEDIATExLAYERSxHEADSxKV_HEADS", or a Shape; nothing may be smaller than the
-            model's.
-        device, dtype: of the grown model, the small one's when None. It is made there tensor by tensor; no second copy is held.
-        seed: of the drawn weights; the same on one kind of device.
+        shape: a name of SHAPES, "HIDDENxINTERMEDIATExLAYERSxHEADSxKV_HEADS", or a Shape; nothing may be smaller than in
+            the model.
+        device, dtype: of the grown model; None takes the small one's. It is made there tensor by tensor, without a second copy.
+        seed: of the drawn weights, which are the same on one kind of device.
 
-    Raises ValueError for what is no Llama, or does not fit into the shape.
+    Raises ValueError for a model that is no Llama or does not fit into the shape.
     """
     size, shape = str(shape), parse(shape)
     _require_room(model, shape)
@@ -122,14 +122,14 @@ def grow(
     grown.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
     grown.tie_weights()
     generator = torch.Generator(device).manual_seed(seed)
-    for large, part, places, writes, scale in _tensors(model, grown, shape):
-        _fill(large, part, places, writes, scale, generator)
+    for large, part, indices, writes, scale in _tensors(model, grown, shape):
+        _fill(large, part, indices, writes, scale, generator)
     grown.generation_config = model.generation_config
     return grown.eval()
 
 
 def parse(shape: Shape | str) -> Shape:
-    """The shape behind a name of SHAPES or five numbers. Raises ValueError for anything else."""
+    """The shape that a name of SHAPES or five numbers stand for. Raises ValueError for anything else."""
     if isinstance(shape, Shape):
         return shape
     if shape in SHAPES:
@@ -143,18 +143,18 @@ def parse(shape: Shape | str) -> Shape:
     return Shape(*map(int, numbers))
 
 
-def layer_places(small: int, large: int) -> list[int]:
-    """Which layer of the grown model each layer of the small one became: as deep, in proportion, as it was."""
+def layer_positions(small: int, large: int) -> list[int]:
+    """Which layer of the grown model each layer of the small one becomes. The relative depth stays the same."""
     return [layer * large // small for layer in range(small)]
 
 
 def is_name(target: str) -> bool:
-    """Whether a target is named "grown:...": one that `load_target` makes in memory."""
+    """Whether the name is "grown:...", a target that `load_target` makes in memory."""
     return target.partition(":")[0] == PREFIX
 
 
 def is_shipped(target: str) -> bool:
-    """Whether it is named "grown:SIZE": the shipped target, for which the shipped drafts are made."""
+    """Whether the name is "grown:SIZE", the shipped target grown; the shipped drafts are made for it."""
     return is_name(target) and target.count(":") == 1
 
 
@@ -166,10 +166,10 @@ def load_target(
     Args:
         name: a Hub id, a folder, "zoo:NAME"; or "grown:SIZE", the shipped target grown to a size of SHAPES or to five numbers
             (see `grow`), made in memory; "grown:SIZE:PATH" grows another Llama.
-        dtype: None is the checkpoint's own.
-        device: where it goes.
+        dtype: None takes the checkpoint's own.
+        device: of the target.
 
-    Raises ValueError for sizes and models that do not fit, OSError where nothing is found.
+    Raises ValueError for sizes and models that do not fit, OSError if nothing is found.
     """
     if is_name(name):
         size, _, path = name.partition(":")[2].partition(":")
@@ -183,7 +183,7 @@ def load_target(
 
 
 def note(model: PreTrainedModel) -> str | None:
-    """What to write beside figures of a grown model; None for any other."""
+    """A remark to show with figures of a grown model; None for any other model."""
     record = getattr(model.config, RECORD, None)
     if record is None:
         return None
@@ -198,33 +198,27 @@ def save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBas
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    record, config = getattr(model.config, RECORD), model.config
-    shape = Shape(
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-    )
+    record, vocabulary = getattr(model.config, RECORD), model.config.vocab_size
+    shape = parse(record["size"])
     (folder / "README.md").write_text(
         f"# A grown model, for measuring\n\n"
         f"This is `{record['from']}` in a larger shape (hidden x intermediate x layers x heads x key-value heads: {shape}),\n"
-        f"{model.num_parameters() / 1e9:.2f} billion parameters. What was added is computed and changes nothing: it writes the "
-        f"same text\nas the small model, at the cost of a large one. Its vocabulary ({config.vocab_size}) is the small one's, "
-        f"so the output layer\nis cheaper than a real model's. Do not use it for anything but measuring.\n\n"
+        f"{model.num_parameters() / 1e9:.2f} billion parameters. The added weights are computed and change nothing: its\n"
+        f"text is that of the small model, its cost that of a large one. Its vocabulary ({vocabulary}) is the small\n"
+        f"one's, so the output layer is cheaper than a real model's. Do not use it for anything but measuring.\n\n"
         f"Made by `assisted grow`, size {record['size']}, seed {record['seed']}.\n",
         encoding="utf-8",
     )
 
 
-Places = tuple[torch.Tensor, torch.Tensor]  # where entries of a small dimension go in the large one, and which they are
+Indices = tuple[torch.Tensor, torch.Tensor]  # in the large dimension, and the same entries' in the small one
 
 
 def _tensors(
     model: Any, grown: Any, shape: Shape
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[Places, ...] | None, bool, float]]:
-    """Every parameter of the grown model: (itself, the small model's, places by dimension, whether it writes into the residual
-    stream, factor of the small one's). Without places nothing is taken over but the distribution of the entries."""
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[Indices, ...] | None, bool, float]]:
+    """Every parameter of the grown model: (itself, the small model's, indices by dimension, whether it writes into the residual
+    stream, factor of the small one's). Without indices, only the distribution of the entries is taken over."""
     small = model.config
     hidden, inner = _same(small.hidden_size), _same(small.intermediate_size)
     heads, keys = _heads(small, shape)
@@ -235,10 +229,10 @@ def _tensors(
     if not small.tie_word_embeddings:
         yield grown.get_output_embeddings().weight, output, (words, hidden), False, 1.0
     yield grown.model.norm.weight, model.model.norm.weight, (hidden,), False, narrower
-    places = layer_places(small.num_hidden_layers, shape.layers)
+    positions = layer_positions(small.num_hidden_layers, shape.layers)
     of = -1
-    for place, layer in enumerate(grown.model.layers):
-        taken = place in places
+    for position, layer in enumerate(grown.model.layers):
+        taken = position in positions
         of += taken
         source = model.model.layers[of]
         for name, (rows, columns, writes) in {
@@ -262,7 +256,7 @@ def _tensors(
 def _fill(
     large: torch.Tensor,
     part: torch.Tensor,
-    places: tuple[Places, ...] | None,
+    indices: tuple[Indices, ...] | None,
     writes: bool,
     scale: float,
     generator: torch.Generator,
@@ -272,15 +266,15 @@ def _fill(
         large.zero_()
     else:
         large.normal_(exact.mean().item(), exact.std(correction=0).item(), generator=generator)
-    if places is None:
+    if indices is None:
         return
-    to, taken = zip(*places, strict=True)
+    to, taken = zip(*indices, strict=True)
     index = [where.to(large.device) for where in to]
     values = exact[torch.meshgrid(*[which.to(exact.device) for which in taken], indexing="ij")]
     large[torch.meshgrid(*index, indexing="ij")] = values.to(large.device, large.dtype)
 
 
-def _same(count: int) -> Places:
+def _same(count: int) -> Indices:
     return torch.arange(count), torch.arange(count)
 
 
@@ -288,11 +282,11 @@ def _head_size(config: Any) -> int:
     return config.head_dim or config.hidden_size // config.num_attention_heads
 
 
-def _heads(small: Any, shape: Shape) -> tuple[Places, Places]:
+def _heads(small: Any, shape: Shape) -> tuple[Indices, Indices]:
     """Rows of the query heads, and of the key and value heads, of a layer.
 
-    A query head reads the keys of its group. Where a group is smaller than the small model's, one of its key heads becomes
-    several alike, side by side.
+    A query head reads the keys of its group. If groups are smaller than in the small model, each key head is repeated, and the
+    copies stand side by side.
     """
     size = _head_size(small)
     group, large_group = small.num_attention_heads // small.num_key_value_heads, shape.heads // shape.kv_heads
@@ -306,8 +300,8 @@ def _heads(small: Any, shape: Shape) -> tuple[Places, Places]:
     return _rows(queries, size), _rows(keys, size)
 
 
-def _rows(heads: list[tuple[int, int]], size: int) -> Places:
-    """Of pairs (large head, small head)."""
+def _rows(heads: list[tuple[int, int]], size: int) -> Indices:
+    """The rows of pairs (large head, small head)."""
     within = torch.arange(size)
     to, taken = (torch.cat([head * size + within for head in side]) for side in zip(*heads, strict=True))
     return to, taken

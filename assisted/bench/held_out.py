@@ -1,6 +1,6 @@
-"""Prompts made of the sources of sympy and networkx: code, edits of code, JSON and prose, always the same ones.
+"""Prompts from the sources of sympy and networkx: code, edits of code, JSON and prose, always the same ones.
 
-Knows source files and how they are cut. The shipped models have seen none of it.
+Knows source files and how they are cut. The shipped models were not trained on any of it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..zoo import corpus
 
 __all__ = ["docstrings", "edits", "files", "functions", "name_of", "records", "text"]
 
-LINES_READ, LINES_LEFT = 6, 5  # of code before a cut and behind it, at least: to go by, and to complete
-LINES_EDITED = 6  # of a function that is to be written again, at least
+LINES_READ, LINES_LEFT = 6, 5  # of code before a cut and after it, at least
+LINES_EDITED = 6  # of a function to be edited, at least
 WORDS = 40  # of a docstring, at least
 _NO_PROSE = re.compile(
     r">>>|::|\.\. |[=\-~^]{4}|\$|\||__"
@@ -27,20 +27,20 @@ _NO_PROSE = re.compile(
 
 
 def files() -> list[Path]:
-    """The held-out files in an order that is always the same, tests left out."""
+    """The held-out files without tests, always in the same order."""
     found = [path for path in corpus.held_out_files() if "tests" not in path.parts]
     random.Random(0).shuffle(found)
     return found
 
 
 def name_of(path: Path) -> str:
-    """A file from its package on: `sympy/core/add.py`."""
-    package = next(place for place, part in enumerate(path.parts) if part in corpus.HELD_OUT_PACKAGES)
+    """The path of a file from its package on: `sympy/core/add.py`."""
+    package = next(index for index, part in enumerate(path.parts) if part in corpus.HELD_OUT_PACKAGES)
     return "/".join(path.parts[package:])
 
 
 def text(characters: int) -> str:
-    """So much of the sources, one file behind the other, to fill a context with."""
+    """The beginning of the joined sources, to fill a context with. characters: how many."""
     found, length = [], 0
     for path in reversed(files()):  # prompts are taken from the other end
         found.append(corpus.read(path))
@@ -64,8 +64,7 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
 
 
 def edits(source: str) -> Iterator[tuple[str, str]]:
-    """A function, the wish that its first argument be called otherwise, and the head of the new function: nearly all of what
-    follows stands in the prompt."""
+    """A function, a request to rename its first argument, and the new function's head. The prompt has most of the answer."""
     lines = source.splitlines()
     for function in _top_functions(source):
         if not function.args.args or (function.end_lineno or 0) - function.body[0].lineno < LINES_EDITED:
@@ -74,12 +73,12 @@ def edits(source: str) -> Iterator[tuple[str, str]]:
         whole = lines[function.lineno - 1 : function.end_lineno]
         head = whole[: max(1, function.body[0].lineno - function.lineno)]
         renamed = re.sub(rf"\b{old}\b", f"{old}_given", "\n".join(head))
-        wish = f"# The same function, its argument `{old}` renamed to `{old}_given`"
-        yield function.name, "\n".join([*whole, "", "", wish, renamed])
+        request = f"# The same function, its argument `{old}` renamed to `{old}_given`"
+        yield function.name, "\n".join([*whole, "", "", request, renamed])
 
 
 def records(source: str) -> Iterator[tuple[str, str]]:
-    """A JSON list of a file's functions, cut behind the beginning of a record, short ones first."""
+    """A JSON list of a file's functions, cut after the beginning of a record, short ones first."""
     listed = [
         {
             "name": function.name,
@@ -96,7 +95,7 @@ def records(source: str) -> Iterator[tuple[str, str]]:
 
 
 def docstrings(source: str) -> Iterator[tuple[str, str]]:
-    """Plain sentences of the documentation, cut behind two thirds of their words."""
+    """Plain sentences of the documentation, cut after two thirds of their words."""
     for node in ast.walk(_parsed(source)):
         if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             continue
@@ -114,5 +113,5 @@ def _top_functions(source: str) -> list[ast.FunctionDef]:
 
 def _parsed(source: str) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # other people's escapes
+        warnings.simplefilter("ignore", SyntaxWarning)  # escapes in the sources
         return ast.parse(source)

@@ -1,15 +1,15 @@
 """The whole measurement in one call: load a pair, choose who takes part, race at every batch size and context, sum up.
 
-Knows the parts of the protocol and in which order they come. Nothing of how the result is shown.
+Knows the parts of the protocol, their order, and what the demo leaves out. Knows nothing of how the result is shown.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -22,16 +22,16 @@ from ..modeling import AssistedModelForCausalLM
 from . import contestants as who
 from . import grown
 from . import prompts as texts
-from .contestants import Contestant
+from .clock import Progress, silent
+from .contestants import Contestant, of_model
 from .grown_head import shipped_head
 from .prompts import Batch, Prompt
 from .protocol import Measured, Rules, race, require_room, stream
-from .results import Point, Result, Row, machine, summed_up
+from .results import Point, Result, Row, machine, point_name, summed_up
 
-__all__ = ["default_drafts", "fastest", "load", "measure", "pad_token", "point", "quickest", "transformers_assisted"]
+__all__ = ["brief", "default_drafts", "fastest", "load", "measure", "pad_token", "point", "transformers_assisted"]
 
-Progress = Callable[[str, float], None]
-HEAT_BATCHES = 2  # that transformers' settings are tried on, at least
+HEAT_BATCHES = 2  # on which transformers' settings are compared, at least
 _TEXT_ALONE = ("suffix", "ngram", "recycle")
 _OWN_PARTS = ("early-exit", "layer-skip")
 _QUANTIZERS = ("bitsandbytes", "torchao", "optimum.quanto")
@@ -47,26 +47,26 @@ def measure(
     batch: Sequence[int] = (1,),
     context: Sequence[int] = (),
     compiled: bool = True,
-    progress: Progress = lambda what, share: None,
+    progress: Progress = silent,
     **kwargs: Any,
 ) -> Result:
-    """Measure what drafting is worth: plain `generate`, transformers' own drafting, and drafters of this package.
+    """Measure the speedup from drafting: plain `generate`, transformers' own drafting, and drafters of this package.
 
     Args:
         target: Hub id, folder, `zoo:` name or saved pair.
-        draft: a draft model, which transformers gets as well; as for `AssistedModelForCausalLM.from_pretrained`. Left out,
+        draft: a draft model, also for transformers; as for `AssistedModelForCausalLM.from_pretrained`. The default is
             `"zoo:draft"` for `"zoo:target"`, a saved pair's own, otherwise none.
-        drafts: what takes part: strings, specs or lists of them; "a+b" is ["a", "b"]. Left out, `default_drafts`.
-        prompts, count: sets, question files or datasets (see `prompts.read`), and how many of each category; as many as a
-            batch has rows, at least.
+        drafts: the contestants: strings, specs or lists of them; "a+b" is ["a", "b"]. The default is `default_drafts`.
+        prompts, count: sets, question files or datasets (see `prompts.read`), and how many of each category; at least as many
+            as a batch has rows.
         rules: tokens, repeats, temperature.
         batch: rows decoded together; several numbers are measured one after the other.
-        context: lengths that all prompts are brought to; none leaves them as they are.
-        compiled: whether plain `generate` takes part with a static cache and a compiled forward, too.
-        progress: told what is being done and the share of it that is done.
-        **kwargs: the loading of the pair: dtype, device_map, draft_length, draft_quantization, ...
+        context: lengths that all prompts are brought to; without any, they keep theirs.
+        compiled: whether plain `generate` also takes part with a static cache and a compiled forward.
+        progress: called with what is being done and the share of it that is done.
+        **kwargs: for loading the pair: dtype, device_map, draft_length, draft_quantization, ...
 
-    Raises ValueError, naming the argument, for what cannot be measured, and where plain decoding fails.
+    Raises ValueError, naming the argument, for what cannot be measured, and if plain decoding fails.
     """
     for argument, value in (("count", count), ("batch", min(batch, default=0)), ("context", min(context, default=1))):
         if value < 1:
@@ -74,9 +74,9 @@ def measure(
     pair, name = load(target, draft, **kwargs)
     tokenizer = pair.tokenizer
     if tokenizer is None:
-        raise ValueError(f"target: {target} has no tokenizer beside it, and prompts are texts")
+        raise ValueError(f"target: {target} has no tokenizer, which the prompts need")
     found = texts.read(prompts, tokenizer, max(count, *batch))
-    require_room(pair.target, max(context, default=1), rules)  # not after all shorter ones
+    require_room(pair.target, max(context, default=1), rules)  # before the shorter ones are measured
     chosen = default_drafts(pair, name, target) if drafts is None else _named(drafts, pair, name)
     own = _loaded_contestants(pair, chosen, progress)
     plain = who.plain(pair.target, compiled)
@@ -86,12 +86,8 @@ def measure(
     for length in lengths or [None]:
         brought = found if length is None else texts.at_length(found, tokenizer, length)
         for rows in sorted(batch):
-            at = "" if len(batch) * max(1, len(context)) == 1 else f"{_place(rows, length)}: "
-
-            def said(what: str, share: float, at: str = at) -> None:
-                progress(at + what, share)
-
-            measured = point(pair, plain, others, own, brought, rules, rows, said)
+            at = "" if len(batch) * max(1, len(context)) == 1 else f"{point_name(rows, length)}: "
+            measured = point(pair, plain, others, own, brought, rules, rows, _prefixed(at, progress))
             points.append(replace(measured, context=length))
     about = machine(pair.target.device, pair.target.dtype)
     return Result(target, name, rules, texts.sources(found), tuple(points), about)
@@ -105,66 +101,103 @@ def point(
     prompts: Sequence[Prompt],
     rules: Rules,
     batch: int = 1,
-    progress: Progress = lambda what, share: None,
+    progress: Progress = silent,
 ) -> Point:
-    """One race: plain decoding, the fastest of transformers' settings, and whoever else takes part.
+    """One race: plain decoding, the fastest of transformers' settings, and the other contestants.
 
     Args:
-        pair: whose target all of them decode with.
-        plain: its modes; the fastest is 1.00.
-        others: transformers' own drafting, of which only the fastest of each family gets into the race.
-        own: whoever else.
+        pair: all contestants decode with its target.
+        plain: plain decoding in its modes; the fastest is 1.00.
+        others: transformers' own drafting; only the fastest of each family takes part in the race.
+        own: the other contestants.
         prompts, rules, batch: the work; `batch` rows are decoded together.
         progress: as for `race`.
     """
     pad = pad_token(pair.tokenizer)
     batches = texts.batches(prompts, batch, pad)
     if not all(one.counted for one in plain):
-        torch._dynamo.reset()  # what was compiled for other shapes counts against a limit
-    best, heat = quickest(pair, plain[0], others, batches, rules, progress) if others else ([], ())
+        torch._dynamo.reset()  # code compiled for other shapes counts against a limit
+    best, heat = _quickest(pair, plain[0], others, batches, rules, progress) if others else ([], ())
     measured = race(pair.target, [*plain, *best, *own], batches, rules, pad, progress)
     stream(pair.target, measured, batches, rules, pad, progress)
     baseline, rows = summed_up(measured, batches, rules.greedy)
     return Point(batch, None, baseline, rows, heat)
 
 
-def quickest(
+def brief(
+    pair: AssistedModelForCausalLM,
+    prompts: int = 5,
+    new_tokens: int = 48,
+    repeats: int = 5,
+    seconds: float = 36.0,
+    progress: Progress = silent,
+    also: Mapping[str, AssistedModelForCausalLM] | None = None,
+) -> Result:
+    """Decode held-out code at temperature 0 for half a minute, for the demo: plain, by transformers' own drafting, by the pair.
+
+    Unlike in `measure`, plain `generate` takes part only in its default mode, not compiled. transformers drafts with the same
+    model, or by prompt lookup if there is none. Nothing is streamed.
+
+    Args:
+        pair: with its tokenizer.
+        prompts: functions to complete.
+        new_tokens: of each.
+        repeats: timed repeats, at most.
+        seconds: for everything. A repeat begins only if it would end in time; one is always made.
+        progress: called with what is being done and the share of it that is done.
+        also: further pairs of the same target, by the name of their row.
+
+    Raises ValueError if there are not enough prompts, ModuleNotFoundError without the held-out text.
+    """
+    started = time.perf_counter()
+    rules = Rules(new_tokens, repeats, seconds=seconds)
+    found = texts.read(["code"], pair.tokenizer, prompts)
+    batches = texts.batches(found)
+    plain = who.plain(pair.target, compiled=False)
+    tried = transformers_assisted(pair) or who.lookups(pair.target)
+    best, heat = _quickest(pair, plain[0], tried, batches, rules, progress)
+    own = [of_model("assisted", pair), *(of_model(name, model) for name, model in (also or {}).items())]
+    left = replace(rules, seconds=seconds - (time.perf_counter() - started))
+    measured = race(pair.target, [*plain, *best, *own], batches, left, pad_token(pair.tokenizer), progress)
+    baseline, rows = summed_up(measured, batches, rules.greedy)
+    about = machine(pair.target.device, pair.target.dtype)
+    points = (Point(1, None, baseline, rows, heat),)
+    return Result(pair.target.name_or_path, None, rules, texts.sources(found), points, about)
+
+
+def _quickest(
     pair: AssistedModelForCausalLM,
     plain: Contestant,
     tried: Sequence[Contestant],
     batches: list[Batch],
     rules: Rules,
-    progress: Progress = lambda what, share: None,
+    progress: Progress,
 ) -> tuple[list[Contestant], tuple[Row, ...]]:
-    """A short race over some of the batches: of every family the fastest contestant, and the rows of all.
+    """A short race over some of the batches. Returns the fastest contestant of every family, and the rows of all.
 
-    pair: whose target decodes. plain: what all are compared with. tried: who takes part. rules, progress: as for `race`.
+    plain: the baseline. tried: the contestants.
     """
     some = _some(batches)
-    brief = replace(rules, repeats=1, seconds=None)
-
-    def said(what: str, share: float) -> None:
-        progress(f"transformers' settings, {what}", share)
-
-    measured = race(pair.target, [plain, *tried], some, brief, pad_token(pair.tokenizer), said)
+    short = replace(rules, repeats=1, seconds=None)
+    said = _prefixed("transformers' settings, ", progress)
+    measured = race(pair.target, [plain, *tried], some, short, pad_token(pair.tokenizer), said)
     return fastest(measured[1:]), summed_up(measured, some, rules.greedy)[1]
 
 
 def fastest(tried: Sequence[Measured]) -> list[Contestant]:
-    """Of every family the contestant that took the least time; one that failed where all did."""
+    """The fastest contestant of every family; a failed one if all failed."""
     families: dict[str, list[Measured]] = {}
     for one in tried:
         families.setdefault(one.contestant.family, []).append(one)
     best = []
     for members in families.values():
         ran = [one for one in members if one.error is None]
-        best.append(min(ran, key=lambda one: median(map(sum, one.seconds))) if ran else members[0])
+        best.append(min(ran, key=lambda one: one.typical) if ran else members[0])
     return [one.contestant for one in best]
 
 
 def load(target: str, draft: Any = None, **kwargs: Any) -> tuple[AssistedModelForCausalLM, str | None]:
-    """The pair, and what its draft is called; None where no model or head drafts but text alone. target, draft, kwargs: as
-    for `measure`."""
+    """The pair, and the name of its draft, None if it drafts by copying text. target, draft, kwargs: as for `measure`."""
     if draft is None and (target == "zoo:target" or grown.is_shipped(target)):
         draft = "zoo:draft"
     if grown.is_name(target):
@@ -182,7 +215,7 @@ def load(target: str, draft: Any = None, **kwargs: Any) -> tuple[AssistedModelFo
 def default_drafts(pair: AssistedModelForCausalLM, draft: str | None, target: str = "") -> dict[str, Any]:
     """Every drafter that this target and draft allow, by the name of its row.
 
-    draft: what the pair's draft is called, None for no model. target: as it was named: shipped heads fit the shipped one.
+    draft: the name of the pair's draft, None for no model. target: its name; the shipped heads fit the shipped one.
     """
     strings = [*_TEXT_ALONE, *_OWN_PARTS]
     if any(map(_is_installed, _QUANTIZERS)):
@@ -198,7 +231,7 @@ def default_drafts(pair: AssistedModelForCausalLM, draft: str | None, target: st
 
 
 def _named(drafts: Sequence[Any], pair: AssistedModelForCausalLM, draft: str | None) -> dict[str, Any]:
-    """Specs by name. The pair's own draft is not loaded a second time."""
+    """Specs by name. The pair's own draft is not loaded again."""
     return {entry if isinstance(entry, str) else _written(entry): _spec(entry, pair, draft) for entry in drafts}
 
 
@@ -212,17 +245,17 @@ def _spec(entry: Any, pair: AssistedModelForCausalLM, draft: str | None) -> Any:
         return _fitting(entry, pair.target)
     if isinstance(entry, (list, tuple)):
         return [_spec(part, pair, draft) for part in entry]
-    parse(entry)  # raises TypeError for what is no draft
+    parse(entry)  # raises TypeError if it is no draft
     return entry
 
 
 def _fitting(name: str, target: PreTrainedModel) -> Any:
-    """What a name stands for: the shipped head is made to fit the shipped target grown."""
+    """The draft of a name; the shipped head is made to fit the grown shipped target."""
     return Eagle(shipped_head(target)) if name == "zoo:eagle3" and grown.note(target) else name
 
 
 def _loaded(pair: AssistedModelForCausalLM) -> Any:
-    """The pair's spec, with its draft model in place of the name of one."""
+    """The pair's spec, with the loaded draft model in place of its name."""
     if not isinstance(pair.spec, DraftModel):
         return pair.spec
     return DraftModel(pair.drafter.models[0], tokenizer=getattr(pair.drafter, "tokenizer", None))
@@ -243,7 +276,7 @@ def _loaded_contestants(
 
 
 def transformers_assisted(pair: AssistedModelForCausalLM) -> list[Contestant]:
-    """transformers' assisted generation with the pair's draft model, translated where it must be; nothing without a model."""
+    """transformers' assisted generation with the pair's draft model, with translated tokens if needed; [] without a model."""
     if not isinstance(pair.spec, DraftModel):
         return []
     drafter = pair.drafter
@@ -252,19 +285,20 @@ def transformers_assisted(pair: AssistedModelForCausalLM) -> list[Contestant]:
 
 
 def pad_token(tokenizer: Any) -> int:
-    """What pads the rows of a batch; hidden by the mask, so any token will do."""
+    """The token that pads the rows of a batch. The mask hides it, so any token will do."""
     return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
 
 
 def _some(batches: list[Batch]) -> list[Batch]:
-    """The first of every category, and some more where there are few categories."""
+    """The first batch of every category, and some more if there are few categories."""
     firsts = list({batch.category: batch for batch in reversed(batches)}.values())
     more = [batch for batch in batches if not any(batch is first for first in firsts)]
     return [*firsts, *more[: max(0, HEAT_BATCHES - len(firsts))]]
 
 
-def _place(rows: int, length: int | None) -> str:
-    return f"batch {rows}" + ("" if length is None else f", context {length}")
+def _prefixed(prefix: str, progress: Progress) -> Progress:
+    """The same progress with a prefix to its messages."""
+    return lambda what, share: progress(prefix + what, share)
 
 
 def _is_installed(module: str) -> bool:

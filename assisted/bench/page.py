@@ -1,12 +1,13 @@
-"""A result as one HTML file that needs nothing beside it. Knows results, their table and their pictures."""
+"""A result as one HTML file that needs no other file. Knows results, their table and their pictures."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from .plots import pictures
-from .results import Point, Result, Row
-from .table import COLUMNS, cells, heading, notes
+from .results import Point, Result, Row, point_name
+from .table import CELLS, by_category, cells, heading, notes
 
 __all__ = ["page"]
 
@@ -40,9 +41,14 @@ def page(result: Result) -> str:
     for point in result.points[1:]:
         parts += _point(result, point)
     parts.append("<h2>How to read this</h2>" + "".join(f"<p>{escape(line)}</p>" for line in notes(result)))
-    settings = [row for row in result.points[0].heat if row.error is None and row.family != "plain"]
+    settings = [
+        (row, [row.name, str(row.speedup), f"{row.tokens_per_pass:.2f}"])
+        for row in result.points[0].heat
+        if row.error is None and row.family != "plain"
+    ]
     if settings:
-        parts.append("<h2>transformers' settings, tried on some of the prompts</h2>" + _settings(settings))
+        parts.append("<h2>transformers' settings, tried on some of the prompts</h2>")
+        parts.append(_table(("", "times plain, dynamic", "tokens/pass"), settings))
     if result.command:
         parts.append(f"<h2>Measure it again</h2><pre>{escape(result.command)}</pre>")
     about = "".join(f"<tr><td>{escape(k)}</td><td>{escape(str(v))}</td></tr>" for k, v in result.machine.items())
@@ -56,40 +62,22 @@ def page(result: Result) -> str:
 
 
 def _point(result: Result, point: Point) -> list[str]:
-    where = f"Batch {point.batch}" + ("" if point.context is None else f", context {point.context}")
-    ran = [row for row in point.rows if row.error is None]
-    lines = "".join(_line(row, cells(row)) for row in ran)
-    parts = [
-        f"<h2>{escape(where)}</h2><p>1.00 is {escape(point.baseline)}.</p>",
-        f'<div class="wide"><table><tr>{_cells(COLUMNS, "th")}</tr>{lines}</table></div>',
-    ]
-    categories = list(result.prompts)
-    if len(categories) > 1:
-        split = "".join(
-            _line(row, [row.name, *(str(row.by_category[category]) for category in categories)])
-            for row in ran
-            if row.by_category is not None
-        )
-        header = _cells(("times plain", *categories), "th")
-        parts.append(
-            f'<h2>{escape(where)}: by category</h2><div class="wide"><table><tr>{header}</tr>{split}</table></div>'
-        )
-    for row in point.rows:
-        for what, words in (("failed", row.error), ("warned", row.warned)):
-            if words:
-                parts.append(f'<p class="error">{what}: {escape(row.name)}: {escape(words)}</p>')
-    return parts
+    where = escape(point_name(point.batch, point.context).capitalize())
+    shown = [(row, cells(row)) for row in point.ran]
+    parts = [f"<h2>{where}</h2><p>1.00 is {escape(point.baseline)}.</p>", _table(tuple(CELLS), shown)]
+    if len(result.prompts) > 1:
+        split = [(row, [row.name, *map(str, by_category(row, result.prompts))]) for row in point.ran]
+        parts.append(f"<h2>{where}: by category</h2>" + _table(("times plain", *result.prompts), split))
+    return parts + [f'<p class="error">{escape(message)}</p>' for message in point.messages]
 
 
-def _settings(rows: list[Row]) -> str:
-    lines = "".join(_line(row, [row.name, str(row.speedup), f"{row.tokens_per_pass:.2f}"]) for row in rows)
-    return f'<div class="wide"><table><tr>{_cells(("", "times plain, dynamic", "tokens/pass"), "th")}</tr>{lines}</table></div>'
+def _table(header: Sequence[str], rows: Sequence[tuple[Row, Sequence[str]]]) -> str:
+    lines = [f"<tr>{_cells(header, 'th')}</tr>"]
+    for row, texts in rows:
+        ours = ' class="assisted"' if row.family == "assisted" else ""
+        lines.append(f"<tr{ours}>{_cells(texts, 'td')}</tr>")
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
-def _line(row: Row, cells_: list[str]) -> str:
-    ours = ' class="assisted"' if row.family == "assisted" else ""
-    return f"<tr{ours}>{_cells(cells_, 'td')}</tr>"
-
-
-def _cells(texts: tuple[str, ...] | list[str], tag: str) -> str:
+def _cells(texts: Sequence[str], tag: str) -> str:
     return "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)

@@ -1,6 +1,6 @@
-"""The pictures of a result, as SVG to stand inside a page. Knows results and matplotlib, which the `bench` extra brings.
+"""The pictures of a result, as SVG inside a page. Knows results and matplotlib, which comes with the `bench` extra.
 
-Lines and words are drawn in the page's own colour, so that they can be read on light and on dark ground.
+Lines and words have the page's own colour, so they are readable on light and on dark ground.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from .results import Point, Result, Row
 
 __all__ = ["pictures", "require_matplotlib"]
 
-INK = "#0a0b0c"  # stands for the page's own colour until the picture is written
-FAMILIES = {"plain": "#8b93a1", "assisted": "#3b82f6"}  # transformers' own take the third
+INK = "#0a0b0c"  # replaced by the page's own colour when the picture is written
+FAMILIES = {"plain": "#8b93a1", "assisted": "#3b82f6"}  # transformers' own have OTHERS
 OTHERS = "#e0873a"
-PARTS = {"drafting": "#c2518f", "the target's passes": "#3b82f6", "the rest": "#8b93a1"}
+PARTS = {"drafting": "#c2518f", "the target's forward passes": "#3b82f6", "the rest": "#8b93a1"}
 LINES = ("#3b82f6", "#e0873a", "#22a06b", "#c2518f", "#8b6fd6", "#b3912b", "#2aa3b3", "#8b93a1", "#d1504a", "#6b8e23")
 _BESIDE = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}  # legends
 WIDTH, LINE, MARGIN = 8.0, 0.3, 0.9  # inches: of a picture, of a contestant in it, of the axis
 
 
 def pictures(result: Result) -> list[tuple[str, str]]:
-    """Title and SVG of every picture that this result has something to show in.
+    """Title and SVG of every picture for which this result has data.
 
     Raises ImportError, naming the extra, without matplotlib.
     """
     matplotlib = require_matplotlib()
     main = result.points[0]
-    ran = [row for row in main.rows if row.error is None]
+    ran = main.ran
     tall = LINE * len(ran) + MARGIN
     wanted: list[tuple[str, float, Callable[[Any], None]]] = [
         (f"Times plain (1.00 is {main.baseline})", tall, lambda axes: _speedups(axes, ran)),
@@ -81,7 +81,7 @@ def _drawn(height: float, draw: Callable[[Any], None], number: int) -> str:
     svg = re.sub(
         r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
     )
-    # names are unique within a picture only
+    # ids are unique only within a picture
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>p{number}-", svg)
     return svg.replace(INK, "currentColor")
 
@@ -97,12 +97,12 @@ def _named(axes: Any, rows: Sequence[Row]) -> None:
 
 def _speedups(axes: Any, rows: Sequence[Row]) -> None:
     axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
-    for place, row in enumerate(rows):
+    for line, row in enumerate(rows):
         assert row.speedup is not None
         ratio, low, high = row.speedup.ratio, row.speedup.low, row.speedup.high
-        axes.plot([low, high], [place, place], color=_colour(row), linewidth=2.5, solid_capstyle="butt")
-        axes.plot(ratio, place, "o", color=_colour(row), markersize=6)
-        axes.annotate(f"{ratio:.2f}", (max(high, ratio), place), xytext=(6, 0), textcoords="offset points", va="center")
+        axes.plot([low, high], [line, line], color=_colour(row), linewidth=2.5, solid_capstyle="butt")
+        axes.plot(ratio, line, "o", color=_colour(row), markersize=6)
+        axes.annotate(f"{ratio:.2f}", (max(high, ratio), line), xytext=(6, 0), textcoords="offset points", va="center")
     _named(axes, rows)
     axes.set_xlim(left=0)
     axes.margins(x=0.12)
@@ -114,23 +114,23 @@ def _positions(axes: Any, rows: Sequence[Row]) -> None:
     for number, row in enumerate(drafting):
         shares = row.acceptance_by_position
         axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=3, color=_line(number), label=row.name)
-    axes.set(xlabel="drafted first, second, ... in its round", ylabel="share accepted", ylim=(0, 1.02))
+    axes.set(xlabel="position in the draft", ylabel="share accepted", ylim=(0, 1.02))
     axes.legend(**_BESIDE)
 
 
 def _times(axes: Any, rows: Sequence[Row]) -> None:
     from matplotlib.patches import Patch
 
-    for place, row in enumerate(rows):
+    for line, row in enumerate(rows):
         assert row.milliseconds_per_token is not None
         whole = row.milliseconds_per_token
         if row.draft is None or row.verify is None:
-            axes.barh(place, whole, color=_colour(row), height=0.6)
+            axes.barh(line, whole, color=_colour(row), height=0.6)
             continue
         left = 0.0
         shares = (row.draft, row.verify, max(0.0, 1 - row.draft - row.verify))
         for share, colour in zip(shares, PARTS.values(), strict=True):
-            axes.barh(place, share * whole, left=left, color=colour, height=0.6)
+            axes.barh(line, share * whole, left=left, color=colour, height=0.6)
             left += share * whole
     _named(axes, rows)
     axes.set_xlabel("ms a token")
@@ -141,31 +141,30 @@ def _times(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _swept(points: Sequence[Point], name: str) -> list[Point]:
-    """The points that differ from the first in one thing at most."""
+    """The points that differ from the first one only in `name`."""
     first, other = points[0], "batch" if name == "context" else "context"
     return [point for point in points if getattr(point, other) == getattr(first, other)]
 
 
 def _sweep(points: Sequence[Point], name: str, words: str) -> Callable[[Any], None]:
     def draw(axes: Any) -> None:
-        places = [getattr(point, name) for point in points]
+        values = [getattr(point, name) for point in points]
         rows: dict[str, list[tuple[int, Row]]] = {}
-        for place, point in zip(places, points, strict=True):
-            for row in point.rows:
-                # transformers' fastest setting may be another one at every place
+        for value, point in zip(values, points, strict=True):
+            for row in point.ran:
+                # transformers' fastest setting may differ between points
                 title = row.name if row.family in FAMILIES else row.family
-                if row.error is None:
-                    rows.setdefault(title, []).append((place, row))
+                rows.setdefault(title, []).append((value, row))
         axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
         for number, (title, found) in enumerate(rows.items()):
             intervals = [row.speedup for _, row in found if row.speedup is not None]
-            at = [place for place, _ in found]
+            at = [value for value, _ in found]
             axes.plot(at, [i.ratio for i in intervals], marker="o", markersize=3, color=_line(number), label=title)
             axes.fill_between(
                 at, [i.low for i in intervals], [i.high for i in intervals], color=_line(number), alpha=0.15
             )
         axes.set_xscale("log", base=2)
-        axes.set_xticks(places, [str(place) for place in places])
+        axes.set_xticks(values, map(str, values))
         axes.set(xlabel=words, ylabel="times plain")
         axes.set_ylim(bottom=0)
         axes.legend(**_BESIDE)

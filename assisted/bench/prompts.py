@@ -1,6 +1,6 @@
-"""What is measured on: prompts by category, from held-out packages, a question file or a dataset.
+"""The prompts, by category, from held-out packages, a question file or a dataset; their batches; how long contexts are filled.
 
-Knows texts and a tokenizer. How prompts become batches, and how long contexts are filled, is decided here as well.
+Knows texts and a tokenizer.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ SETS = {
     "json": held_out.records,
     "prose": held_out.docstrings,
 }
-"""The sets that come with the package, made from the sources of sympy and networkx."""
+"""The built-in sets, made from the sources of sympy and networkx."""
 PROMPT_TOKENS = (120, 200)
-_CHARACTERS = 8  # of a token, at most on average: longer texts are passed over without being tokenized
+_CHARACTERS = 8  # per token, at most on average: longer texts are skipped without being tokenized
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One text to go on with.
+    """One text to continue.
 
     Args:
         source: where it comes from.
-        category: what it is reported under.
-        text: as the tokenizer got it.
+        category: under which it is reported.
+        text: what the tokenizer got.
         ids: [1, P] int64.
     """
 
@@ -52,7 +52,7 @@ class Batch:
     """Prompts of one category that are decoded together.
 
     Args:
-        category: theirs.
+        category: of all prompts.
         ids: [B, P] int64, padded on the left.
         attention_mask: [B, P] int64.
     """
@@ -61,16 +61,20 @@ class Batch:
     ids: torch.Tensor
     attention_mask: torch.Tensor
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        return Batch(self.category, self.ids.to(device), self.attention_mask.to(device))
+
 
 def read(names: Sequence[str], tokenizer: Any, count: int, tokens: tuple[int, int] = PROMPT_TOKENS) -> list[Prompt]:
     """Prompts of every set, `count` of each category, always the same ones.
 
     Args:
         names: of SETS; a file like Spec-Bench's `question.jsonl` (a JSON object a line with `category` and `turns`, the first
-            of which is asked); or a name that the `datasets` library loads, `NAME[:CONFIG][:SPLIT]`.
-        tokenizer: the target's. Questions go through its chat template, where it has one.
+            of which is asked); or a name for the `datasets` library, `NAME[:CONFIG][:SPLIT]`.
+        tokenizer: the target's. Questions go through its chat template, if it has one.
         count: of each category.
-        tokens: the fewest and the most tokens of a prompt of SETS; prose may be shorter.
+        tokens: the least and the most of a prompt of SETS; prose may be shorter.
 
     Raises ValueError for an unknown name or too few prompts, ModuleNotFoundError without the held-out text.
     """
@@ -91,9 +95,9 @@ def read(names: Sequence[str], tokenizer: Any, count: int, tokens: tuple[int, in
 
 
 def held_out_prompts(tokenizer: Any, tokens: tuple[int, int] = PROMPT_TOKENS) -> Iterator[Prompt]:
-    """Functions of the held-out packages cut in the middle, always the same ones: one a file, tests left out.
+    """Functions of the held-out packages cut in the middle, always the same ones: one per file, without tests.
 
-    tokens: the fewest and the most of a prompt.
+    tokens: the least and the most of a prompt.
     """
     return _of_set("code", tokenizer, tokens)
 
@@ -107,21 +111,21 @@ def sources(prompts: Sequence[Prompt]) -> dict[str, list[str]]:
 
 
 def at_length(prompts: Sequence[Prompt], tokenizer: Any, context: int) -> list[Prompt]:
-    """The same prompts with exactly `context` tokens: held-out code in front of short ones, the end of long ones."""
+    """The same prompts with exactly `context` tokens: short ones get held-out code in front, long ones lose their beginning."""
     if context < 1:
         raise ValueError(f"context: {context} tokens are no text; give 1 or more")
     code = held_out.text(_CHARACTERS * 2 * context)
     filler = tokenizer(code, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids.long()
-    return [_filled(prompt, context, filler, place) for place, prompt in enumerate(prompts)]
+    return [_filled(prompt, context, filler, number) for number, prompt in enumerate(prompts)]
 
 
 def batches(prompts: Sequence[Prompt], rows: int = 1, pad: int = 0) -> list[Batch]:
-    """Prompts in batches of one category each; a last batch that lacks some begins again with its category's first.
+    """Prompts in batches of one category each. If the last batch lacks some, it takes the category's first ones again.
 
     Args:
-        prompts: what `read` gave.
+        prompts: what `read` returned.
         rows: of a batch.
-        pad: the token on the left of shorter prompts.
+        pad: the token that pads shorter prompts on the left.
     """
     if rows < 1:
         raise ValueError(f"batch: {rows} rows are nothing to decode; give 1 or more")
@@ -144,7 +148,7 @@ def _padded(category: str, rows: list[torch.Tensor], pad: int) -> Batch:
 
 
 def _of_set(name: str, tokenizer: Any, tokens: tuple[int, int]) -> Iterator[Prompt]:
-    """One prompt a file, of a length between the two."""
+    """One prompt per file, with a length between the two of `tokens`."""
     fewest, most = tokens if name != "prose" else (tokens[0] // 3, tokens[1])
     for path in held_out.files():
         for part, text in SETS[name](corpus.read(path)):
@@ -188,10 +192,10 @@ def _asked(tokenizer: Any, text: str) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def _filled(prompt: Prompt, context: int, filler: torch.Tensor, place: int) -> Prompt:
-    """A prompt of exactly `context` tokens, each with filler of its own in front."""
+def _filled(prompt: Prompt, context: int, filler: torch.Tensor, number: int) -> Prompt:
+    """A prompt of exactly `context` tokens, with filler in front that differs by `number`."""
     missing = max(0, context - prompt.ids.shape[1])
     if missing > filler.shape[1]:
         raise ValueError(f"context: {context} tokens are more than the {filler.shape[1]} of held-out code; give fewer")
-    start = place * context % max(1, filler.shape[1] - missing)
+    start = number * context % max(1, filler.shape[1] - missing)
     return replace(prompt, ids=torch.cat([filler[:, start : start + missing], prompt.ids], 1)[:, -context:])

@@ -1,7 +1,7 @@
-"""The race: everybody decodes the same prompts to the same length, in turns, warmed up and repeated.
+"""The race: all contestants decode the same prompts to the same length, in turns, warmed up and repeated.
 
-Knows contestants as something to call. What a call took, what it wrote and how many passes that needed is noted here;
-what it means is summed up in results.py.
+Knows contestants as something to call. Notes what a call took, what it wrote and how many forward passes it needed;
+results.py sums that up.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..report import Report
+from .clock import FirstToken, Progress, now, silent, turns
 from .contestants import Contestant
 from .prompts import Batch
 
 __all__ = ["Measured", "Rules", "race", "require_room", "stream"]
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Rules:
 
     Args:
         new_tokens: of every row; end tokens are ignored.
-        repeats: timed rounds over all prompts; one that is not timed goes before.
-        temperature: 0 takes the likeliest token; above, tokens are sampled (all of the vocabulary, no top-k).
-        top_p: the nucleus that is sampled from.
-        seed: of the sampling. Every contestant gets the same seed at the same prompt, every repeat another one.
-        seconds: no timed round begins that would end later than this after the start; one is always made. None: no limit.
+        repeats: timed repeats over all prompts; one untimed repeat goes before.
+        temperature: 0 takes the top-1 token; above 0, tokens are sampled from the whole vocabulary, without top-k.
+        top_p: the nucleus to sample from.
+        seed: of the sampling. Every contestant gets the same seed at the same prompt; every repeat has another one.
+        seconds: a timed repeat begins only if it would end this long after the start; one is always made. None: no limit.
     """
 
     new_tokens: int = 48
@@ -73,20 +73,20 @@ class Rules:
 
 @dataclass
 class Measured:
-    """What became of one contestant.
+    """What was measured of one contestant.
 
     Args:
         contestant: who.
         seconds: [R, N] of R timed repeats over N batches.
         tokens: new tokens of every row, batch by batch, as written in the first timed repeat.
-        passes: of the target, each times its rows, those that read the prompt included: counted by a hook in the round that
-            warms up. None where nothing was counted.
-        drafted: tokens that these passes were asked to check.
-        first_token: seconds until a streamer got the first token, batch by batch, in a round of its own.
-        working_bytes: the most that a call allocated beside what was there before it; None where that is not known.
+        passes: the target's forward passes times their rows, those over the prompts included. A hook counts them in the repeat
+            that warms up. None where nothing was counted.
+        drafted: tokens that these forward passes checked.
+        first_token: seconds until a streamer got the first token, batch by batch, in a repeat of its own.
+        working_bytes: the most that a call allocated on top of what was allocated before; None where unknown.
         report: the package's own, over all timed repeats.
-        warned: that a drafter failed and the rest was decoded plainly, or the like.
-        error: why it failed; it then has nothing else.
+        warned: a warning, such as that a drafter failed and the rest was decoded without it.
+        error: why it failed; all else is then empty.
     """
 
     contestant: Contestant
@@ -100,6 +100,11 @@ class Measured:
     warned: str | None = None
     error: str | None = None
 
+    @property
+    def typical(self) -> float:
+        """Seconds over all batches, the median over repeats."""
+        return median(map(sum, self.seconds))
+
 
 def race(
     target: PreTrainedModel,
@@ -107,45 +112,40 @@ def race(
     batches: Sequence[Batch],
     rules: Rules,
     pad: int = 0,
-    progress: Progress = lambda what, share: None,
+    progress: Progress = silent,
 ) -> list[Measured]:
-    """Let all contestants decode all batches. One that raises is out, with its error; the others go on.
+    """Let all contestants decode all batches in turns. One that raises is out, with its error; the others continue.
 
-    One round warms up and counts passes; the others are timed. In these everybody takes a turn at each batch, and who begins
-    changes.
+    One repeat over the batches warms up and counts forward passes; the others are timed.
 
     Args:
-        target: whose passes are counted, and whose device is waited for.
+        target: whose forward passes are counted, and whose device is waited for.
         rules: tokens, repeats, temperature.
         pad: the token that pads rows.
-        progress: told what is being done and the share of it that is done, in [0, 1].
+        progress: called with what is being done and the share of it that is done, in [0, 1].
 
     Raises ValueError for a batch that the target's context has no room for.
     """
-    runner = _Runner(target, rules, pad, [_on(batch, target.device) for batch in batches])
-    deadline = None if rules.seconds is None else time.perf_counter() + rules.seconds
+    started = time.perf_counter()
+    runner = _Runner(target, rules, pad, batches)
     entries = [Measured(contestant) for contestant in contestants]
     with _quiet():
-        for number, one in enumerate(entries):
-            with _out_if_it_raises(one):
-                runner.warm_up(one)
-            progress("warming up", (number + 1) / len(entries))
+        for done, one in enumerate(entries, 1):
+            _unless_out(one, runner.warm_up)
+            progress("warming up", done / len(entries))
         gc.collect()
-        _timed_rounds(runner, entries, deadline, progress)
+        running = _running(entries)
+        for one in running:
+            if one.contestant.model is not None:
+                one.contestant.model.reset_totals()
+        seconds = None if rules.seconds is None else rules.seconds - (time.perf_counter() - started)
+        measuring = partial(progress, "measuring")
+        for one, number, repeat in turns(running, len(batches), rules.repeats, seconds, measuring):
+            _unless_out(one, runner.timed, number, repeat)
     for one in _running(entries):
         if one.contestant.model is not None:
             one.report = one.contestant.model.totals
     return entries
-
-
-def require_room(target: PreTrainedModel, longest: int, rules: Rules) -> None:
-    """Raises ValueError where a prompt of `longest` tokens and what is to be written are more than the target's context."""
-    room = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if room is not None and longest + rules.new_tokens > room:
-        raise ValueError(
-            f"context: prompts of up to {longest} tokens and {rules.new_tokens} new ones do not fit into the target's "
-            f"context of {room}"
-        )
 
 
 def stream(
@@ -154,120 +154,101 @@ def stream(
     batches: Sequence[Batch],
     rules: Rules,
     pad: int = 0,
-    progress: Progress = lambda what, share: None,
+    progress: Progress = silent,
+    repeats: int = 1,
 ) -> None:
-    """One more round for those that got through a race, to see when the first token comes and how much memory is taken.
+    """Let those that got through a race decode again, and note when the first token comes and how much memory is allocated.
 
-    entries: what `race` returned; they are added to. target, batches, rules, pad, progress: as for `race`.
+    entries: what `race` returned; the figures are added to them. repeats: over all batches. target, batches, rules, pad,
+    progress: as for `race`.
     """
-    runner = _Runner(target, rules, pad, [_on(batch, target.device) for batch in batches])
+    runner = _Runner(target, rules, pad, batches)
     with _quiet():
-        for place in range(len(batches)):
-            for one in _running(entries):
-                with _out_if_it_raises(one):
-                    runner.stream(one, place)
-            progress("first tokens", (place + 1) / len(batches))
+        for one, number, _ in turns(_running(entries), len(batches), repeats, None, partial(progress, "first tokens")):
+            _unless_out(one, runner.stream, number)
 
 
-def _timed_rounds(runner: _Runner, entries: list[Measured], deadline: float | None, progress: Progress) -> None:
-    order = _running(entries)
-    for one in order:
-        if one.contestant.model is not None:
-            one.contestant.model.reset_totals()
-    took = 0.0
-    for repeat in range(runner.rules.repeats):
-        started = time.perf_counter()
-        if deadline is not None and repeat and started + took > deadline:
-            return
-        for one in order:
-            one.seconds.append([])
-        for place in range(len(runner.batches)):
-            for one in order:
-                with _out_if_it_raises(one):
-                    runner.timed(one, place, repeat)
-            order = _running(order[1:] + order[:1])
-            progress("measuring", (repeat + (place + 1) / len(runner.batches)) / runner.rules.repeats)
-        took = time.perf_counter() - started
+def require_room(target: PreTrainedModel, longest: int, rules: Rules) -> None:
+    """Raises ValueError if a prompt of `longest` tokens and the new tokens do not fit into the target's context."""
+    room = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if room is not None and longest + rules.new_tokens > room:
+        raise ValueError(
+            f"context: prompts of up to {longest} tokens and {rules.new_tokens} new ones do not fit into the target's "
+            f"context of {room}"
+        )
 
 
 class _Runner:
-    """Calls contestants, on batches that lie where the target lies."""
+    """Calls contestants with batches on the target's device."""
 
-    def __init__(self, target: PreTrainedModel, rules: Rules, pad: int, batches: list[Batch]):
+    def __init__(self, target: PreTrainedModel, rules: Rules, pad: int, batches: Sequence[Batch]):
         self.target = target
         self.rules = rules
-        self.batches = batches
+        self.batches = [batch.to(target.device) for batch in batches]
         self.call = rules.call(pad)
         require_room(target, max(batch.ids.shape[1] for batch in batches), rules)
 
     def warm_up(self, one: Measured) -> None:
-        """A round that counts passes; and another one for pairs, whose fast paths a hook keeps them off."""
+        """A repeat that counts forward passes. Pairs get a second one, since the hook that counts disables their fast paths."""
         counter = _Counter()
-        hooks = []
-        if one.contestant.counted:
-            hooks.append(self.target.register_forward_pre_hook(counter, with_kwargs=True))
+        counted = one.contestant.counted
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
+            with self.target.register_forward_pre_hook(counter, with_kwargs=True) if counted else nullcontext():
                 self.every_batch(one, counter.begin)
-            finally:
-                for hook in hooks:
-                    hook.remove()
             if one.contestant.model is not None:
                 self.every_batch(one)
         one.warned = next((str(warning.message) for warning in caught if "plainly" in str(warning.message)), None)
-        if hooks:
+        if counted:
             one.passes, one.drafted = counter.passes, counter.drafted
 
     def every_batch(self, one: Measured, begin: Callable[[int], None] = lambda prompt: None) -> None:
-        """Untimed, the longest first: static caches are then long enough for all."""
-        for place in sorted(range(len(self.batches)), key=lambda place: -self.batches[place].ids.shape[1]):
-            begin(self.batches[place].ids.shape[1])
-            wrote = {len(row) for row in self.run(one, place, seed=place)}
+        """Untimed, the longest first, so that static caches are long enough for all."""
+        for number in sorted(range(len(self.batches)), key=lambda number: -self.batches[number].ids.shape[1]):
+            begin(self.batches[number].ids.shape[1])
+            wrote = {len(row) for row in self.run(one, number, seed=number)}
             if wrote != {self.rules.new_tokens}:
                 raise ValueError(f"wrote {min(wrote)} tokens where {self.rules.new_tokens} were asked for")
 
-    def timed(self, one: Measured, place: int, repeat: int) -> None:
-        started = self.now()
-        rows = self.run(one, place, seed=1000 * (repeat + 1) + place)
-        one.seconds[-1].append(self.now() - started)
+    def timed(self, one: Measured, number: int, repeat: int) -> None:
+        started = now(self.target.device)
+        rows = self.run(one, number, seed=1000 * (repeat + 1) + number)
+        took = now(self.target.device) - started
+        if number == 0:
+            one.seconds.append([])
+        one.seconds[-1].append(took)
         if repeat == 0:
             one.tokens += rows
 
-    def stream(self, one: Measured, place: int) -> None:
-        """With a streamer, and with an eye on the memory."""
+    def stream(self, one: Measured, number: int) -> None:
+        """With a streamer; on CUDA, the allocated memory is noted as well."""
         device = self.target.device
         before = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
-        streamer = _FirstToken(self.now())
-        self.run(one, place, seed=place, streamer=streamer)
+        streamer = FirstToken(device)
+        self.run(one, number, seed=number, streamer=streamer)
         one.first_token.append(streamer.seconds)
         if device.type == "cuda":
             one.working_bytes = max(torch.cuda.max_memory_allocated(device) - before, one.working_bytes or 0)
 
-    def run(self, one: Measured, place: int, seed: int, **more: Any) -> list[list[int]]:
+    def run(self, one: Measured, number: int, seed: int, **more: Any) -> list[list[int]]:
         """New tokens, row by row."""
-        batch = self.batches[place]
+        batch = self.batches[number]
         torch.manual_seed(self.rules.seed + seed)
         output = one.contestant.generate(batch.ids, attention_mask=batch.attention_mask, **self.call, **more)
         return output[:, batch.ids.shape[1] :].tolist()
 
-    def now(self) -> float:
-        if self.target.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter()
-
 
 class _Counter:
-    """A hook on the target's forward: its passes over rows, and the drafted tokens in them."""
+    """A hook on the target's forward that counts passes over rows and the drafted tokens in them."""
 
     def __init__(self) -> None:
         self.passes = self.drafted = self.known = 0
 
     def begin(self, prompt: int) -> None:
-        """The next pass reads a prompt of so many tokens; every later one begins with the last committed token."""
+        """The next forward pass reads a prompt of so many tokens; every later one begins with the last committed token."""
         self.known = prompt
 
     def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -277,43 +258,24 @@ class _Counter:
         self.known = 1
 
 
-class _FirstToken(BaseStreamer):
-    """Looks at the clock when the first token comes; what comes before it is the prompt."""
-
-    def __init__(self, started: float):
-        self.started = started
-        self.seconds = float("nan")
-        self.pieces = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.pieces += 1
-        if self.pieces == 2:
-            self.seconds = time.perf_counter() - self.started
-
-    def end(self) -> None:
-        pass
-
-
-def _on(batch: Batch, device: torch.device) -> Batch:
-    return Batch(batch.category, batch.ids.to(device), batch.attention_mask.to(device))
-
-
 def _running(entries: Sequence[Measured]) -> list[Measured]:
     return [one for one in entries if one.error is None]
 
 
-@contextmanager
-def _out_if_it_raises(one: Measured) -> Iterator[None]:
+def _unless_out(one: Measured, step: Callable[..., None], *args: Any) -> None:
+    """Run a step of a contestant that has not failed before. If it raises, the contestant is out."""
+    if one.error is not None:
+        return
     try:
-        yield
-    except Exception as error:  # somebody else's code on somebody's machine: the others go on whatever it raises
+        step(one, *args)
+    except Exception as error:  # code of other projects may raise anything; the others continue
         line = next(iter(str(error).strip().splitlines()), "")
         one.error = f"{type(error).__name__}: {line}".removesuffix(": ")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers warns of flags it ignores, and of the way it calls itself."""
+    """Without transformers' warnings about ignored flags and about its own calls."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -19,12 +19,12 @@ COLUMNS = ("turns", "question", "prompt", "instruction", "text", "content")
 
 @dataclass(frozen=True)
 class Question:
-    """What a user asks.
+    """A question of a user.
 
     Args:
         name: its `question_id`, or its number.
         category: what it is reported under; UNNAMED where none is given.
-        text: the question, of several turns the first.
+        text: the question; the first one, if there are several turns.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Question:
 def of_file(path: Path) -> Iterator[Question]:
     """The questions of a file with a JSON object a line: `category` (optional), and `turns` or another of COLUMNS.
 
-    Raises ValueError for a line that is none.
+    Raises ValueError for a line that is no such object.
     """
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -50,7 +50,7 @@ def of_file(path: Path) -> Iterator[Question]:
 
 
 def of_dataset(name: str) -> Iterator[Question]:
-    """The rows of a dataset, NAME, NAME:SPLIT or NAME:CONFIG:SPLIT, as they come. Without a split the first one.
+    """The rows of a dataset, NAME, NAME:SPLIT or NAME:CONFIG:SPLIT, in their order. Without a split, those of the first one.
 
     Raises ImportError without the `datasets` library, ValueError where nothing is found or no column is known.
     """
@@ -62,7 +62,7 @@ def of_dataset(name: str) -> Iterator[Question]:
     config, split = (rest[0] if len(rest) > 1 else None), (rest[-1] if rest else None)
     try:
         found = datasets.load_dataset(path, config, split=split, streaming=not Path(path).is_dir())
-    except (OSError, ValueError, RuntimeError) as error:  # what is not there raises all of these
+    except (OSError, ValueError, RuntimeError) as error:  # a missing dataset raises any of these
         raise ValueError(f"prompts: {name!r} cannot be loaded ({type(error).__name__}: {error})") from error
     if isinstance(found, dict):
         found = next(iter(found.values()))

@@ -1,6 +1,6 @@
-"""What was measured, summed up: a row for each contestant, a point for each batch size and context, all of it as JSON.
+"""The results: a row for each contestant, a point for each batch size and context, all of it as JSON.
 
-Knows what a race noted. Nothing of how it is shown.
+Knows what a race noted. Knows nothing of how it is shown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .prompts import Batch
 from .protocol import Measured, Rules
 from .statistics import Interval, repeated_share, speedup
 
-__all__ = ["Point", "Result", "Row", "machine", "summed_up"]
+__all__ = ["Point", "Result", "Row", "machine", "point_name", "summed_up"]
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,25 @@ class Row:
     """One contestant at one point.
 
     Args:
-        name, family, setting: who.
-        error: why it failed; everything measured is then None.
-        warned: what it warned of, such as a drafter that gave up.
-        speedup: times the fastest plain mode, over all prompts.
-        by_category: the same, category by category.
+        name, family, setting: of the contestant.
+        error: why it failed; all figures are then None.
+        warned: its warning, such as that a drafter gave up.
+        speedup: over the fastest plain mode, for all prompts.
+        by_category: the same by category.
         milliseconds_per_token: the median over repeats, over the new tokens of all rows.
-        tokens_per_pass: new tokens over the target's passes over a row, the target's own token of each pass (the bonus) and
-            the passes that read the prompts included. 1 for plain decoding.
-        drafted_per_pass: tokens that a pass was asked to check, on average.
-        acceptance_rate: share of the drafted tokens that became text; None where nothing was drafted.
-        acceptance_by_position: of the tokens drafted first, second, ...; of this package's drafters.
-        same: rows whose tokens are those of plain `generate`, of `rows`; None when sampled.
-        rows: that were written.
-        repeated_4grams: share of the 4-grams written that occurred before in the same row.
-        draft, verify: share of the time spent drafting, and in the target's passes; of this package's drafters.
-        first_token_milliseconds: the median over batches, until the first token came.
-        draft_bytes: of weights beside the target's.
+        tokens_per_pass: new tokens divided by the target's forward passes over a row. The target's own token of each pass (the
+            bonus) and the passes over the prompts count. 1 for the baseline.
+        drafted_per_pass: tokens that a forward pass checks, on average.
+        acceptance_rate: share of the drafted tokens that were accepted; None where nothing was drafted.
+        acceptance_by_position: of the tokens drafted first, second, ...; only for this package's drafters.
+        same: rows, out of `rows`, whose tokens are those of plain `generate`; None when sampled.
+        rows: how many were written.
+        repeated_4grams: share of the written 4-grams that occurred before in the same row.
+        draft, verify: share of the time for drafting, and for the target's forward passes; only for this package's drafters.
+        first_token_milliseconds: until the first token came, median over batches.
+        draft_bytes: of weights besides the target's.
         working_bytes_over_plain: what a call allocates beyond plain's and beyond `draft_bytes`; None where not measured.
-        seconds: [R, N] of R repeats over N batches: everything above that is a time can be had from them again.
+        seconds: [R, N] of R repeats over N batches. All times above can be computed from them.
     """
 
     name: str
@@ -77,10 +77,10 @@ class Point:
 
     Args:
         batch: rows decoded together.
-        context: tokens of every prompt; None where they are as long as they are.
-        baseline: the plain mode that is 1.00, the fastest one.
-        rows: everybody in the race.
-        heat: transformers' settings that were tried before it, on some of the prompts, against the same baseline.
+        context: tokens of every prompt; None where prompts keep their lengths.
+        baseline: the fastest plain mode, which is 1.00.
+        rows: of all contestants.
+        heat: transformers' settings that were compared before, on some of the prompts, against plain's first mode.
     """
 
     batch: int
@@ -89,18 +89,29 @@ class Point:
     rows: tuple[Row, ...]
     heat: tuple[Row, ...] = ()
 
+    @property
+    def ran(self) -> list[Row]:
+        """The rows of those that did not fail."""
+        return [row for row in self.rows if row.error is None]
+
+    @property
+    def messages(self) -> list[str]:
+        """Errors and warnings."""
+        failed = [f"failed: {row.name}: {row.error}" for row in self.rows if row.error is not None]
+        return failed + [f"warned: {row.name}: {row.warned}" for row in self.rows if row.warned is not None]
+
 
 @dataclass(frozen=True)
 class Result:
-    """Everything that was measured, with what it was measured on.
+    """All that was measured, and on what.
 
     Args:
-        target, draft: as they were named.
-        rules: what was the same for everybody.
+        target, draft: their names as given.
+        rules: the same for all contestants.
         prompts: where each prompt comes from, by category.
-        points: a race each; the first one is the main one.
+        points: one for each race; the first one is the main one.
         machine: processor, device, threads, versions.
-        command: what to type to measure it again.
+        command: repeats the measurement.
     """
 
     target: str
@@ -112,12 +123,12 @@ class Result:
     command: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for json."""
+        """As plain values for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Result:
-        """What `to_dict` gave, also after a way through JSON."""
+        """The result that `to_dict` was called on, also after a way through JSON."""
         points = tuple(
             Point(**{**point, "rows": _rows(point["rows"]), "heat": _rows(point["heat"])}) for point in values["points"]
         )
@@ -141,24 +152,23 @@ def _rows(rows: Sequence[dict[str, Any]]) -> tuple[Row, ...]:
 
 
 def summed_up(measured: Sequence[Measured], batches: Sequence[Batch], greedy: bool) -> tuple[str, tuple[Row, ...]]:
-    """The name of the fastest plain mode, and a row for everybody, in the order of `measured`.
+    """The name of the fastest plain mode, and a row for each contestant, in the order of `measured`.
 
     batches: what they decoded. greedy: whether texts can be compared with plain's.
 
-    Raises ValueError where no plain mode got through: there is nothing to compare with.
+    Raises ValueError if every plain mode failed: there is no baseline then.
     """
-    ran = [one for one in measured if one.contestant.family == "plain" and one.error is None]
+    plain = [one for one in measured if one.contestant.family == "plain"]
+    ran = [one for one in plain if one.error is None]
     if not ran:
-        errors = "; ".join(
-            f"{one.contestant.name}: {one.error}" for one in measured if one.contestant.family == "plain"
-        )
+        errors = "; ".join(f"{one.contestant.name}: {one.error}" for one in plain)
         raise ValueError(f"target: plain decoding failed, and everything is measured against it ({errors})")
-    baseline = min(ran, key=lambda one: median(map(sum, one.seconds)))
+    baseline = min(ran, key=lambda one: one.typical)
     return baseline.contestant.name, tuple(_row(one, baseline, ran[0], batches, greedy) for one in measured)
 
 
 def _row(one: Measured, baseline: Measured, reference: Measured, batches: Sequence[Batch], greedy: bool) -> Row:
-    """reference: plain decoding in its first mode, whose tokens are the right ones."""
+    """reference: plain decoding in its first mode, whose tokens are the correct ones."""
     who = one.contestant
     if one.error is not None:
         return Row(who.name, who.family, who.setting, one.error)
@@ -182,10 +192,10 @@ def _row(one: Measured, baseline: Measured, reference: Measured, batches: Sequen
         warned=one.warned,
         speedup=speedup(baseline.seconds, one.seconds),
         by_category={
-            category: speedup(_columns(baseline, batches, category), _columns(one, batches, category))
+            category: speedup(_of_category(baseline, batches, category), _of_category(one, batches, category))
             for category in categories
         },
-        milliseconds_per_token=1e3 * median(map(sum, one.seconds)) / sum(map(len, one.tokens)),
+        milliseconds_per_token=1e3 * one.typical / sum(map(len, one.tokens)),
         tokens_per_pass=tokens / passes,
         drafted_per_pass=drafted / passes,
         acceptance_rate=accepted / drafted if drafted else None,
@@ -202,13 +212,19 @@ def _row(one: Measured, baseline: Measured, reference: Measured, batches: Sequen
     )
 
 
-def _columns(one: Measured, batches: Sequence[Batch], category: str) -> list[list[float]]:
-    places = [place for place, batch in enumerate(batches) if batch.category == category]
-    return [[seconds[place] for place in places] for seconds in one.seconds]
+def _of_category(one: Measured, batches: Sequence[Batch], category: str) -> list[list[float]]:
+    return [
+        [took for took, batch in zip(row, batches, strict=True) if batch.category == category] for row in one.seconds
+    ]
+
+
+def point_name(batch: int, context: int | None) -> str:
+    """A point in words. batch, context: its own."""
+    return f"batch {batch}" + ("" if context is None else f", context {context}")
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What figures were measured with. device, dtype: of the target."""
+    """The environment of a measurement. device, dtype: of the target."""
     from .. import __version__
 
     return {
@@ -225,7 +241,7 @@ def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's name; Linux has it in a file alone."""
+    """The processor's name; on Linux, it stands only in a file."""
     about = Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.is_file() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

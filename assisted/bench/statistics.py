@@ -1,4 +1,4 @@
-"""Ratios of times with their uncertainty, and how much a text repeats itself. Knows numbers alone."""
+"""Ratios of times with their uncertainty, and how much a text repeats itself. Knows only numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Interval:
 
     Args:
         ratio: the median over repeats.
-        low, high: what 95% of the draws lie between.
+        low, high: 95% of the draws lie between these.
     """
 
     ratio: float
@@ -31,11 +31,11 @@ class Interval:
 
 
 def speedup(plain: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> Interval:
-    """How many times faster one is than plain decoding.
+    """How many times faster one is than the baseline.
 
-    plain, other: [R, N] seconds of R repeats over the same N prompts (or batches), measured in turns. In every repeat the
-    ratio is that of the seconds over all prompts; the repeats are summed up by their median. The interval draws prompts and
-    repeats with replacement, always both sides of a ratio together, so that what slowed down both cancels.
+    plain, other: [R, N] seconds of R repeats over the same N prompts (or batches), measured in turns. Each repeat gives the
+    ratio of the seconds over all prompts; the result is the median of these. The bootstrap draws prompts and repeats with
+    replacement, for both sides of a ratio alike, so that a slowdown of both cancels.
 
     Raises ValueError for tables of different or empty shapes.
     """
@@ -52,7 +52,7 @@ def speedup(plain: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) 
 
 
 def repeated_share(completions: Sequence[Sequence[int]], n: int = 4) -> float:
-    """The share of n-grams of `completions` that occurred before in the same one: small models loop, and loops flatter
+    """The share of the n-grams that occurred before in the same one of `completions`. Small models loop, and loops flatter
     drafters."""
     grams = [[tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)] for tokens in completions]
     total = sum(map(len, grams))

@@ -1,54 +1,65 @@
-"""A result as text: columns for a terminal, Markdown for a page. Knows results alone."""
+"""A result as text: columns for a terminal, Markdown for a page. Knows only results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from .results import Point, Result, Row
+from .results import Point, Result, Row, point_name
+from .statistics import Interval
 
-__all__ = ["COLUMNS", "cells", "heading", "markdown", "notes", "table"]
+__all__ = ["CELLS", "by_category", "cells", "heading", "markdown", "markdown_table", "notes", "percent", "table"]
 
-COLUMNS = (
-    "",
-    "times plain",
-    "ms/token",
-    "tokens/pass",
-    "accepted",
-    "draft/verify/rest",
-    "first token",
-    "same",
-    "4-grams",
-    "memory",
-)
+CELLS: dict[str, Callable[[Row], str]] = {
+    "": lambda row: row.name,
+    "times plain": lambda row: str(row.speedup),
+    "ms/token": lambda row: f"{row.milliseconds_per_token:.2f}",
+    "tokens/pass": lambda row: f"{row.tokens_per_pass:.2f}",
+    "accepted": lambda row: percent(row.acceptance_rate),
+    "draft/verify/rest": lambda row: _shares(row),
+    "first token": lambda row: "" if row.first_token_milliseconds is None else f"{row.first_token_milliseconds:.1f} ms",
+    "same": lambda row: "" if row.same is None else f"{row.same}/{row.rows}",
+    "4-grams": lambda row: percent(row.repeated_4grams),
+    "memory": lambda row: f"{(row.draft_bytes + (row.working_bytes_over_plain or 0)) / 2**20:+.1f} MiB",
+}
+"""The cells of a row that did not fail, by the title of the column."""
 
 
 def table(result: Result) -> str:
-    """For a terminal."""
+    """A result for a terminal."""
     parts = ["\n".join(heading(result))]
     for point in result.points:
-        lines = [[*COLUMNS], *(cells(row) for row in point.rows if row.error is None)]
-        parts.append("\n".join([*_titled(result, point), *_aligned(lines)]))
-        categories = list(result.prompts)
-        if len(categories) > 1:
-            split = [["times plain, by category", *categories]]
-            split += [[row.name, *_by_category(row, categories)] for row in point.rows if row.error is None]
-            parts.append("\n".join(_aligned(split)))
-        failed = [f"failed: {row.name}: {row.error}" for row in point.rows if row.error is not None]
-        warned = [f"warned: {row.name}: {row.warned}" for row in point.rows if row.warned is not None]
-        if failed or warned:
-            parts.append("\n".join([*failed, *warned]))
+        parts.append("\n".join([title(result, point), *_aligned([list(CELLS), *map(cells, point.ran)])]))
+        if len(result.prompts) > 1:
+            split = [
+                [row.name, *(f"{interval.ratio:.2f}" for interval in by_category(row, result.prompts))]
+                for row in point.ran
+            ]
+            parts.append("\n".join(_aligned([["times plain, by category", *result.prompts], *split])))
+        if point.messages:
+            parts.append("\n".join(point.messages))
     parts.append("\n".join(notes(result)))
     return "\n\n".join(parts)
 
 
 def markdown(result: Result) -> str:
-    """Tables for a page, what they were measured with below each heading."""
+    """A result for a page: a heading, and a table for each point."""
     lines = [" ".join(heading(result)), ""]
     for point in result.points:
-        lines += [*_titled(result, point), "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-        lines += ["| " + " | ".join(cells(row)) + " |" for row in point.rows if row.error is None]
-        lines += ["", *(f"Failed: {row.name}: {row.error}" for row in point.rows if row.error is not None)]
+        lines += [title(result, point), "", *markdown_table(CELLS, map(cells, point.ran)), "", *point.messages]
     return "\n".join(lines).rstrip()
+
+
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """The lines of a table in Markdown. rows: each has as many cells as the header."""
+    names = list(header)
+    first, *others = ["| " + " | ".join(map(str, line)) + " |" for line in (names, *rows)]
+    return [first, "|---" * len(names) + "|", *others]
+
+
+def title(result: Result, point: Point) -> str:
+    """The line above a point's table."""
+    where = "" if len(result.points) == 1 else f"{point_name(point.batch, point.context).capitalize()}; "
+    return f"{where}1.00 is {point.baseline}."
 
 
 def heading(result: Result) -> list[str]:
@@ -68,9 +79,9 @@ def heading(result: Result) -> list[str]:
 def notes(result: Result) -> list[str]:
     """How to read the table."""
     lines = [
-        "Times plain: against the fastest plain mode, median over repeats, 95% bootstrap interval over prompts and repeats.",
-        "Tokens per pass of the target count its own token (the bonus) and the pass that reads the prompt.",
-        "4-grams: share that repeats an earlier one of the same text; repetition flatters every drafter.",
+        "Times plain: the speedup over the fastest plain mode, with a 95% bootstrap interval over prompts and repeats.",
+        "Tokens per forward pass of the target: its own token (the bonus) and the pass over the prompt count.",
+        "4-grams: the share that repeats an earlier one of the same text; repetition flatters every drafter.",
     ]
     measured = any(row.working_bytes_over_plain is not None for point in result.points for row in point.rows)
     lines.append(
@@ -79,49 +90,37 @@ def notes(result: Result) -> list[str]:
         else "Memory: the draft's weights alone; what a call allocates is measured on CUDA only."
     )
     if result.rules.greedy and result.machine["dtype"] != "float32":
-        lines.append(f"Same: {result.machine['dtype']} texts may part from plain's at a near-tie of the target.")
+        lines.append(f"Same: {result.machine['dtype']} texts may differ from plain's after a near-tie of the target.")
     return lines
 
 
 def cells(row: Row) -> list[str]:
-    """One row of the table, for one that did not fail."""
-    shares = "" if row.draft is None or row.verify is None else _split(row.draft, row.verify)
-    return [
-        row.name,
-        str(row.speedup),
-        f"{row.milliseconds_per_token:.2f}",
-        f"{row.tokens_per_pass:.2f}",
-        "" if row.acceptance_rate is None else f"{row.acceptance_rate:.0%}",
-        shares,
-        "" if row.first_token_milliseconds is None else f"{row.first_token_milliseconds:.1f} ms",
-        "" if row.same is None else f"{row.same}/{row.rows}",
-        f"{row.repeated_4grams:.0%}",
-        f"{(row.draft_bytes + (row.working_bytes_over_plain or 0)) / 2**20:+.1f} MiB",
-    ]
+    """A row of the table, for a contestant that did not fail."""
+    return [cell(row) for cell in CELLS.values()]
 
 
-def _split(draft: float, verify: float) -> str:
-    return " ".join(f"{share:.0%}" for share in (draft, verify, max(0.0, 1 - draft - verify)))
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
 
 
-def _by_category(row: Row, categories: Sequence[str]) -> list[str]:
-    by_category = row.by_category or {}
-    return [f"{by_category[category].ratio:.2f}" for category in categories]
+def _shares(row: Row) -> str:
+    if row.draft is None or row.verify is None:
+        return ""
+    return " ".join(map(percent, (row.draft, row.verify, max(0.0, 1 - row.draft - row.verify))))
 
 
-def _titled(result: Result, point: Point) -> list[str]:
-    if len(result.points) == 1:
-        return [f"1.00 is {point.baseline}."]
-    context = "" if point.context is None else f", context {point.context}"
-    return [f"Batch {point.batch}{context}; 1.00 is {point.baseline}."]
+def by_category(row: Row, categories: Iterable[str]) -> list[Interval]:
+    """The speedups of a contestant that did not fail."""
+    assert row.by_category is not None
+    return [row.by_category[category] for category in categories]
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.rjust(width) if number else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     ]

@@ -1,6 +1,6 @@
-"""What the notebooks share: checking an exercise, the look of figures and tables; a picture with sliders is in slider.py.
+"""Shared by the notebooks: checks of exercises, the look of figures and tables. Pictures with sliders are in slider.py.
 
-Knows nothing of decoding: a notebook shows its own ideas itself. matplotlib comes with the `notebooks` extra.
+Knows nothing of decoding. matplotlib comes with the `notebooks` extra.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .slider import COLOURS, Picture, slider
 
 __all__ = ["COLOURS", "INK", "Picture", "Table", "attempt", "figure_style", "show", "slider", "table"]
 
-INK = "#7d8082"  # text and axes: four times as dark as white ground, four times as light as dark ground
+INK = "#7d8082"  # text and axes: contrast 4 with white and with dark ground
 
 
 def attempt(check: Callable[..., None], *candidates: Any) -> None:
-    """Say whether an exercise is solved: "Correct." when `check(*candidates)` raises nothing, else what is missing.
+    """Print whether an exercise is solved: "Correct." if `check(*candidates)` raises nothing, else what is missing.
 
     An unsolved exercise is no error, so a notebook runs to its end.
     """
@@ -35,7 +35,7 @@ def attempt(check: Callable[..., None], *candidates: Any) -> None:
 
 
 def figure_style() -> None:
-    """Set matplotlib up: figures 7 inches wide, as SVG, that can be read on white and on dark ground."""
+    """Set up matplotlib: SVG figures, 7 inches wide, readable on white and on dark ground."""
     try:
         import matplotlib
         from matplotlib import rcsetup
@@ -59,7 +59,7 @@ def figure_style() -> None:
         "font.size": 10,
         "lines.linewidth": 2.0,
         "image.cmap": "cividis",
-        "svg.fonttype": "none",  # text stays text: it takes the page's font, and can be searched
+        "svg.fonttype": "none",  # text stays text, with the page's font, and can be searched
         "svg.hashsalt": "assisted",
     }
     matplotlib.rcParams.update(style)
@@ -71,7 +71,7 @@ def figure_style() -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a header; shown as HTML in a notebook and as aligned text elsewhere."""
+    """Rows under a header, shown as HTML in a notebook and as aligned text elsewhere."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -97,9 +97,9 @@ class Table:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], digits: int = 2) -> Table:
-    """A table to be shown; floats are written with so many digits after the point.
+    """A table to show. digits: of floats, after the point.
 
-    Raises ValueError when a row has not one cell for every name in the header.
+    Raises ValueError if a row and the header have different lengths.
     """
     for row in rows:
         if len(row) != len(header):
@@ -109,7 +109,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], digits: int = 2)
 
 
 def show(*things: Any) -> None:
-    """Show things below the cell, each in its best form; where there is no notebook, print them."""
+    """Show things below the cell, each in its best form. Outside of a notebook, print them."""
     if not _in_kernel():
         print(*things, sep="\n")
         return

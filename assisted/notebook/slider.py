@@ -1,6 +1,6 @@
-"""A picture with sliders for a notebook: one SVG whose states are all computed beforehand, and a few lines of script.
+"""A picture with sliders for a notebook: one SVG, its states computed in advance, and a few lines of script.
 
-Knows SVG and HTML. What is drawn, and what a slider means, the notebook says.
+Knows SVG and HTML. The notebook defines what is drawn and what a slider means.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["COLOURS", "Picture", "slider"]
 
-# At least 3:1 against white and against #1e1e1e, and apart from one another with any kind of colour blindness.
+# Contrast of at least 3 with white and with #1e1e1e; distinguishable with any kind of colour blindness.
 COLOURS = {
     "target": "#6d89da",
     "draft": "#c47f13",
@@ -31,7 +31,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Picture:
-    """HTML to be shown in a notebook or put into a page as it is: no other file, no request."""
+    """HTML for a notebook or any page. It needs no other file and makes no request."""
 
     text: str
     title: str
@@ -59,27 +59,27 @@ def slider(
 ) -> Picture:
     """A picture that the reader changes with sliders: one SVG, all its states computed here, ten lines of script.
 
-    Where scripts do not run, as in a preview of the file, it is the picture of `start`.
+    Where scripts do not run, as in a preview of the file, it shows the state `start`.
 
         slider({"acceptance": [0.5, 0.7, 0.9], "draft length": [1, 2, 4, 8]}, lambda a, g: {"tokens": ...})
 
     Args:
-        controls: the name of each slider and the values it goes through, left to right.
-        series: called with one value of every control; gives the curves, name to (xs, ys), or for bars name to heights.
-            Every call gives the same names, and with bars as many heights as there are ticks.
-        start: the values at first; the middle of each control when left out.
+        controls: the name of each slider and its values, left to right.
+        series: is called with one value of every control and returns the curves: name to (xs, ys), or for bars name to
+            heights. Every call returns the same names, and for bars as many heights as there are ticks.
+        start: the initial values; by default the middle of each control.
         kind: "lines" or "bars".
-        ticks: with bars, the name of each group of bars.
-        xlabel, ylabel: what the axes show.
-        xlim, ylim: the axes' ends; what holds all states when left out. Bars always stand on zero.
-        text: called as `series` is; the sentence above the picture.
-        colours: name of a curve to its colour. Left out: that of its name in `COLOURS`, else these in turn.
+        ticks: for bars, the name of each group of bars.
+        xlabel, ylabel: the labels of the axes.
+        xlim, ylim: the ends of the axes; by default, all states fit. Bars always begin at zero.
+        text: is called like `series` and returns the sentence above the picture.
+        colours: name of a curve to its colour. The default is that of its name in `COLOURS`, else one of these in turn.
     """
     if kind not in ("lines", "bars"):
         raise ValueError(f'kind: {kind!r} is neither "lines" nor "bars".')
     states = list(itertools.product(*controls.values()))
     if not states:
-        raise ValueError("controls: every slider needs a value at least.")
+        raise ValueError("controls: every slider needs at least one value.")
     drawn = [{name: _points(curve, kind) for name, curve in series(*state).items()} for state in states]
     names = list(drawn[0])
     if any(list(state) != names for state in drawn):
@@ -133,7 +133,7 @@ def slider(
 
 @dataclass(frozen=True)
 class _Plot:
-    """Where a point of the data stands in the picture, in SVG's units."""
+    """From data to positions in the picture, in SVG's units."""
 
     xlim: tuple[float, float]
     ylim: tuple[float, float]
@@ -234,7 +234,7 @@ def _points(curve: Any, kind: str) -> list[tuple[float, float]]:
 
 
 def _limits(values: Sequence[float], wanted: tuple[float, float] | None) -> tuple[float, float]:
-    """What was asked for, or round numbers around the values."""
+    """The wanted limits, or round numbers around the values."""
     if wanted is not None:
         return wanted
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
@@ -246,7 +246,7 @@ def _limits(values: Sequence[float], wanted: tuple[float, float] | None) -> tupl
 
 
 def _step(low: float, high: float) -> float:
-    """1, 2 or 5 times a power of ten: at most eight of them between the two."""
+    """1, 2 or 5 times a power of ten, with at most eight steps between the two."""
     rough = (high - low) / 8
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)

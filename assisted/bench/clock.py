@@ -1,0 +1,78 @@
+"""Turns and clocks: who is measured when, and when the first token comes. Knows nothing of models and contestants."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+__all__ = ["FirstToken", "Progress", "now", "silent", "turns"]
+
+T = TypeVar("T")
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share of it that is done, in [0, 1]."""
+
+
+def silent(what: str, share: float) -> None:
+    """The progress that is not shown."""
+
+
+def turns(
+    contestants: Sequence[T],
+    prompts: int = 1,
+    repeats: int = 1,
+    seconds: float | None = None,
+    progress: Callable[[float], Any] = lambda share: None,
+) -> Iterator[tuple[T, int, int]]:
+    """Yields whose turn it is: (contestant, prompt, repeat). Everybody takes a turn at each prompt; who begins changes.
+
+    Args:
+        prompts, repeats: how many.
+        seconds: a repeat begins only if it would end this long after the start, should it take as long as the last one. The
+            first repeat is always made.
+        progress: called after each prompt with the share that is done.
+    """
+    began, took = time.perf_counter(), 0.0
+    order = list(contestants)
+    for repeat in range(repeats):
+        started = time.perf_counter()
+        if seconds is not None and repeat and started + took > began + seconds:
+            return
+        for prompt in range(prompts):
+            for one in order:
+                yield one, prompt, repeat
+            order = order[1:] + order[:1]
+            progress((repeat + (prompt + 1) / prompts) / repeats)
+        took = time.perf_counter() - started
+
+
+def now(device: torch.device) -> float:
+    """The clock, in seconds, after the device has finished all its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+class FirstToken(BaseStreamer):
+    """A streamer that notes when the first token comes. What it gets before that is the prompt.
+
+    Attributes:
+        started: when it was made.
+        seconds: from then until the first token; NaN before it comes.
+    """
+
+    def __init__(self, device: torch.device):
+        self.started = now(device)
+        self.seconds = float("nan")
+        self._pieces = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._pieces += 1
+        if self._pieces == 2:
+            self.seconds = time.perf_counter() - self.started
+
+    def end(self) -> None:
+        pass

@@ -469,5 +469,6 @@ def _only(values: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
 
 
-AutoConfig.register("assisted", AssistedConfig)
-AutoModelForCausalLM.register(AssistedConfig, AssistedModelForCausalLM)
+# assisted/__init__.py may have named them to transformers already
+AutoConfig.register("assisted", AssistedConfig, exist_ok=True)
+AutoModelForCausalLM.register(AssistedConfig, AssistedModelForCausalLM, exist_ok=True)

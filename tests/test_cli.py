@@ -124,6 +124,19 @@ def test_runs_as_a_module() -> None:
     assert "usage: assisted" in done.stdout
 
 
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    code = """
+import sys
+from assisted.cli.main import main
+try:
+    main(["--help"])
+except SystemExit:
+    print(sorted({"assisted.modeling", "torch", "transformers"} & {*sys.modules}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -328,7 +328,7 @@ def test_chat_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert main(["chat", "--max-new-tokens", "12"]) == 0
     streamed = capsys.readouterr()
     assert streamed.out == "".join(reply + "\n" for reply in replies)
-    assert streamed.err.count("read before") == 2
+    assert streamed.err.count("prompt tokens cached") == 2
 
 
 def test_chat_goes_on_after_a_message_that_is_too_long(
@@ -482,7 +482,7 @@ def test_zoo_list(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["zoo", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "MiB" in lines[0]
-    assert "not there" in lines[2]
+    assert "missing" in lines[2]
 
 
 def test_zoo_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

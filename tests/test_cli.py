@@ -449,7 +449,7 @@ def test_a_watch_sees_what_happened(pair: AssistedModelForCausalLM) -> None:
     from assisted.cli import demo
 
     seen: list[tuple[list[int], list[int], list[int]]] = []
-    watch = demo.Watch(lambda w: seen.append((list(w.tokens), list(w.pencil), list(w.struck))))
+    watch = demo.Watch(lambda w: seen.append((list(w.tokens), list(w.waiting), list(w.rejected))))
     pair.watch = watch.see
     ids = pair.tokenizer(PROMPT, return_tensors="pt").input_ids
     output = pair.generate(ids, max_new_tokens=24, do_sample=False, streamer=watch)

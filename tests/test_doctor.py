@@ -255,9 +255,9 @@ def test_prompts_of_a_callers_text(tmp_path: Path) -> None:
         prompts = read_prompts(str(place), words, settings)
         assert len(prompts) == 3
         assert all(8 <= len(ids) <= 160 for ids in prompts)
-    with pytest.raises(ValueError, match=r"text: .* is no UTF-8 text"):
+    with pytest.raises(ValueError, match=r"text: .* is not UTF-8 text"):
         read_prompts(str(tmp_path / "b.bin"), words, settings)
-    with pytest.raises(ValueError, match=r"text: .* is not here"):
+    with pytest.raises(ValueError, match=r"text: .* does not exist"):
         read_prompts(str(tmp_path / "c.txt"), words, settings)
     (tmp_path / "short.txt").write_text("ab")
     with pytest.raises(ValueError, match="too little text"):

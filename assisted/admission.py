@@ -51,15 +51,7 @@ _OTHER_SETTINGS = (  # settings of transformers' own drafting, without effect he
 )
 MIXED = "adapter_names gives every row an adapter of its own"
 _CACHES = ("past_key_values", "cache_params")
-_TEXT_INPUTS = {
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "logits_to_keep",
-    "use_cache",
-    "position_ids",
-    *_CACHES,
-}
+_TEXT_INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "logits_to_keep", "use_cache", "position_ids", *_CACHES}
 
 
 def _set_by(given: GenerationConfig | None, own: GenerationConfig | None) -> dict[str, Any]:

@@ -57,15 +57,11 @@ class Conversation:
                 "target: its tokenizer has no chat template, so the model was not trained for conversations. Complete a text "
                 "with `assisted generate`, or choose a chat (instruct) model."
             )
-        self.messages: list[dict[str, str]] = []
-        self.ids: list[int] = []
-        self.written: list[str] = []  # the text of all ids but the last, and the text of all ids
-        self.cache = DynamicCache(config=model.target.config)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything but the system message."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
         self._forget_tokens()
 
     def say(self, message: str, max_new_tokens: int, **kwargs: Any) -> Reply:
@@ -122,7 +118,8 @@ class Conversation:
         return self.tokenizer(rendered, add_special_tokens=False).input_ids
 
     def _forget_tokens(self) -> None:
-        self.ids, self.written = [], []
+        self.ids: list[int] = []
+        self.written: list[str] = []  # the text of all ids but the last, and the text of all ids
         self.cache = DynamicCache(config=self.model.target.config)
 
     def _decode(self, ids: list[int]) -> str:

@@ -71,9 +71,8 @@ class AssistedConfig(PretrainedConfig):
         """Whether a field is the target's although this object has one as well."""
         if name not in _OF_TARGET or self.__dict__.get("target") is None or "_post_init_done" not in self.__dict__:
             return False
-        return name != "_name_or_path" or bool(
-            self.target._name_or_path
-        )  # read without its model, it has a folder alone
+        # a pair's config that was read without its model has the name of the folder, the target's has none
+        return name != "_name_or_path" or bool(self.target._name_or_path)
 
     def __getattribute__(self, key: str) -> Any:
         if key in _OF_TARGET and self._is_of_target(key):

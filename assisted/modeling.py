@@ -47,15 +47,7 @@ __all__ = ["AssistedModelForCausalLM"]
 _KINDS = 16  # kinds of calls whose measurements are kept
 _BOOKS = threading.Lock()  # guards what calls in several threads write to a model
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
-_HUB_ARGUMENTS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "token",
-    "trust_remote_code",
-)
+_HUB_ARGUMENTS = (*_SNAPSHOT, "proxies", "trust_remote_code")
 
 
 class AssistedModelForCausalLM(ForwardsToTarget):

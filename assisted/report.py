@@ -134,9 +134,8 @@ class Recorder:
 
     def add(self, other: Recorder) -> None:
         """Merge the counts of another call."""
-        for name in ("seconds", "draft_seconds", "verify_seconds", "plain_seconds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("tokens", "plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"):
+        seconds = ("seconds", "draft_seconds", "verify_seconds", "plain_seconds")
+        for name in (*seconds, "tokens", "plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.row_tokens += other.row_tokens
         for mine, theirs in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):

@@ -14,7 +14,6 @@ from typing import Any
 
 __all__ = [
     "DEFAULT",
-    "DTYPES",
     "STORED",
     "add_json_file",
     "add_loading",

@@ -5,7 +5,7 @@ Knows the public classes of the package and bench/. findings.py puts the results
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from .diagnosis import Check, Diagnosis, Examination, Settings
 from .forecast import Drafts, Expected, expect, half_as_wrong
 from .passes import memory
 from .recording import Step
-from .trials import UNDRAFTED, Found, Race, Trials, context_of, way
+from .trials import UNDRAFTED, Found, Progress, Race, Trials, context_of, way
 
 __all__ = ["examine", "read_prompts"]
 
@@ -35,7 +35,6 @@ PROMPT_TOKENS = 160  # of the caller's own text
 FEWEST_TOKENS = 8
 SEEN = 5  # the fewest rounds that reached a position for which its acceptance is reported
 _CHARACTERS = 8  # per token, at most on average
-Progress = Callable[[str, float], None]
 
 
 def examine(

@@ -207,10 +207,8 @@ def _on_comparison(comparison: Comparison, one: Diagnosis) -> Iterator[str]:
         f"{comparison.overlap:.0%} (1 minus the total variation at temperature 1: the acceptance of the best sampled chain)."
     )
     positions = min(len(comparison.best_by_position), len(one.acceptance_by_position))
-    allowed, came = (
-        _survived(comparison.best_by_position[:positions]),
-        _survived(one.acceptance_by_position[:positions]),
-    )
+    allowed = _survived(comparison.best_by_position[:positions])
+    came = _survived(one.acceptance_by_position[:positions])
     if allowed > 0 and came / allowed < LOST:
         yield f"Only {came / allowed:.0%} of the tokens that these distributions allow were accepted: something else is wrong."
     if min(comparison.overlap, comparison.agreement) < HARDLY:

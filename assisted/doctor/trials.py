@@ -29,7 +29,7 @@ from .forecast import Drafts, expect, marks, tree_columns
 from .passes import PassTimes, pass_times
 from .recording import Never, Recorded, Step
 
-__all__ = ["UNDRAFTED", "Found", "Race", "Trials", "context_of", "starts", "way"]
+__all__ = ["UNDRAFTED", "Found", "Progress", "Race", "Trials", "context_of", "starts", "way"]
 
 COLUMNS = tuple(range(1, 17))
 SOME_COLUMNS = (1, 2, 4, 8, 16)  # at longer contexts

@@ -86,7 +86,7 @@ class Conversation:
         limit = getattr(self.model.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if limit is not None and len(ids) >= limit:
             raise ContextFull(
-                f"message: the conversation has {len(ids)} tokens, the model's context {limit}; /reset starts anew"
+                f"message: the conversation has {len(ids)} tokens, the model's context {limit}; /reset starts a new one"
             )
         cached = self.cache.get_seq_length()
         inputs = torch.tensor([ids], device=self.model.target.device)

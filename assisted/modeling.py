@@ -216,8 +216,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 passes that run here.
             draft: a causal LM, with a PEFT adapter or without, or anything that `from_pretrained` takes as draft.
             draft_length: as for `from_pretrained`.
-            tokenizer: the target's. With both tokenizers, a padded vocabulary is told from a different one, and tokens are
-                translated between different ones.
+            tokenizer: the target's. With both tokenizers, the pair distinguishes a padded vocabulary from a different one, and
+                translates tokens between different ones.
             draft_tokenizer: the draft's.
             draft_quantization: as for `from_pretrained`.
             fast: as for `from_pretrained`.

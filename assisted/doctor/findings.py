@@ -114,38 +114,38 @@ def _passes(examination: Examination) -> str:
         if ratio < NEARLY_FREE
         else "Verification is not free here: every drafted token costs some of its gain."
     )
-    said = f"A pass over 5 tokens or more takes at least {ratio:.2f} times as long as a pass over one. {free}"
-    return f"Forward passes of the target, milliseconds\n{_table(rows)}\n{fill(said, WIDTH)}"
+    text = f"A pass over 5 tokens or more takes at least {ratio:.2f} times as long as a pass over one. {free}"
+    return f"Forward passes of the target, milliseconds\n{_table(rows)}\n{fill(text, WIDTH)}"
 
 
 def _memory(examination: Examination) -> str:
     memory = examination.memory
     rate = f"{memory.bandwidth.low / 1e9:.3g} to {memory.bandwidth.high / 1e9:.3g} GB/s"
     if memory.weight_bytes is None or memory.share is None:
-        said = f"Memory: {rate}, measured by copying. The tokens decide how much of a mixture of experts a pass reads."
-        return fill(said, WIDTH)
+        text = f"Memory: {rate}, measured by copying. The tokens decide how much of a mixture of experts a pass reads."
+        return fill(text, WIDTH)
     low, high = memory.share
     bound = 1e3 * memory.weight_bytes / memory.bandwidth.high
-    said = (
+    text = (
         f"A pass reads {_bytes(memory.weight_bytes)} of weights. The memory delivers {rate} here (measured by copying; reading "
         f"alone may be up to 1.5 times as fast). Reading thus takes {bound:.2f} ms, and a pass over one token reaches "
         f"{low:.0%} to {high:.0%} of the memory's speed. "
     )
     if high > 1:
-        said += "More than 100% means that the weights fit into caches."
+        text += "More than 100% means that the weights fit into caches."
     elif low > 0.6:
-        said += "Memory is the limit. Drafting gains the most then: more tokens in a pass need no more reading."
+        text += "Memory is the limit. Drafting gains the most then: more tokens in a pass need no more reading."
     elif low > 0.3:
-        said += "Memory is part of the limit; the rest of the time goes into computing and launching operations."
+        text += "Memory is part of the limit; the rest of the time goes into computing and launching operations."
     else:
-        said += "Memory is not the limit: the time goes into computing, or into launching operations one by one. "
+        text += "Memory is not the limit: the time goes into computing, or into launching operations one by one. "
         if examination.machine["device"] != "cpu":
-            said += "A compiled forward may gain more than a better draft."
+            text += "A compiled forward may gain more than a better draft."
         elif examination.machine["dtype"] != "float32":
-            said += f"float32 may be faster than {examination.machine['dtype']} on this processor."
+            text += f"float32 may be faster than {examination.machine['dtype']} on this processor."
         else:
-            said += "More threads may help."
-    return fill(said, WIDTH)
+            text += "More threads may help."
+    return fill(text, WIDTH)
 
 
 def _diagnosis(one: Diagnosis, examination: Examination) -> Iterator[str]:

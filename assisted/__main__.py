@@ -1,4 +1,4 @@
-"""`python -m assisted` is the command line."""
+"""`python -m assisted` runs the command line."""
 
 import sys
 

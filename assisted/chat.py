@@ -1,6 +1,6 @@
 """A conversation that keeps its KV cache from turn to turn.
 
-Knows chat templates and what the cache holds; nothing of terminals or of drafting.
+Handles chat templates and the contents of the cache; knows nothing of terminals or drafting.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["ContextFull", "Conversation", "Reply"]
 
 
 class ContextFull(ValueError):
-    """The conversation has outgrown the model's context."""
+    """The conversation is longer than the model's context."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Reply:
     """One answer.
 
     Args:
-        text: what the model said, without special tokens.
-        prompt_tokens: of the conversation before it.
-        cached_tokens: how many of them were in the cache and not read again.
+        text: the answer, without special tokens.
+        prompt_tokens: length of the conversation before it.
+        cached_tokens: how many of these were in the cache and not read again.
     """
 
     text: str
@@ -36,10 +36,10 @@ class Reply:
 
 
 class Conversation:
-    """Messages, and the tokens the model has read and written for them.
+    """Messages and their tokens.
 
-    Invariant between turns: `ids` is the conversation as the model saw it, `written` is its text, and the cache holds all
-    of `ids` but the last token, or nothing.
+    Invariant between turns: `ids` are all tokens that the model has read or generated, `written` is their text, and the cache
+    holds all of `ids` but the last token, or it is empty.
 
     Args:
         model: the pair, with the target's tokenizer.
@@ -54,26 +54,23 @@ class Conversation:
         self.system = system
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
-                "target: its tokenizer has no chat template, so it was not made for conversations. Complete a text with "
-                "`assisted generate`, or choose a chat (instruct) model."
+                "target: its tokenizer has no chat template, so the model was not trained for conversations. Complete a text "
+                "with `assisted generate`, or choose a chat (instruct) model."
             )
-        self.messages: list[dict[str, str]] = []
-        self.ids: list[int] = []
-        self.written: list[str] = []  # the text of all ids but the last, and of all
-        self.cache = DynamicCache(config=model.target.config)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything but the system message."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
         self._forget_tokens()
 
     def say(self, message: str, max_new_tokens: int, **kwargs: Any) -> Reply:
         """Add a message and the model's answer to it.
 
-        message: what the user says. max_new_tokens: of the answer; fewer where the model's context ends. kwargs: of `generate`.
+        message: the user's text. max_new_tokens: limit of the answer, lower if the model's context ends earlier. kwargs: of
+        `generate`.
 
-        Raises ContextFull where no token fits behind the message. Whatever is raised, the message is taken back.
+        Raises ContextFull if no token fits after the message. After any exception the message is removed again.
         """
         self.messages.append({"role": "user", "content": message})
         try:
@@ -89,7 +86,7 @@ class Conversation:
         limit = getattr(self.model.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if limit is not None and len(ids) >= limit:
             raise ContextFull(
-                f"message: the conversation has {len(ids)} tokens, the model's context {limit}; /reset starts anew"
+                f"message: the conversation has {len(ids)} tokens, the model's context {limit}; /reset starts a new one"
             )
         cached = self.cache.get_seq_length()
         inputs = torch.tensor([ids], device=self.model.target.device)
@@ -108,10 +105,10 @@ class Conversation:
         return Reply(text, len(ids), cached)
 
     def _extended(self, rendered: str) -> list[int]:
-        """The tokens of the whole conversation: those the model has, grown, where the template only added to their text.
+        """The tokens of the whole conversation: the known ones and those of the text that the template has added.
 
-        Tokens of a text that was cut elsewhere differ, so it isn't tokenized again. The template may leave out the token
-        that ended the answer, or may rewrite what was said (some drop a model's thoughts): then all is read anew.
+        The known text is not tokenized again, because other cuts give other tokens. The template may leave out the end token
+        of an answer. It may also rewrite earlier messages (some drop a model's thoughts): then all is tokenized and read again.
         """
         for dropped, written in enumerate(reversed(self.written)):
             if rendered.startswith(written) and len(rendered) > len(written):
@@ -121,7 +118,8 @@ class Conversation:
         return self.tokenizer(rendered, add_special_tokens=False).input_ids
 
     def _forget_tokens(self) -> None:
-        self.ids, self.written = [], []
+        self.ids: list[int] = []
+        self.written: list[str] = []  # the text of all ids but the last, and the text of all ids
         self.cache = DynamicCache(config=self.model.target.config)
 
     def _decode(self, ids: list[int]) -> str:

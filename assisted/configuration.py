@@ -1,4 +1,4 @@
-"""How a pair is written down: config.json of a folder that holds a target, its draft and how they go together."""
+"""The config.json of a saved pair: the target's configuration, the draft and the draft length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 __all__ = ["AssistedConfig"]
 
-_OF_TARGET = frozenset(  # fields that every config has, and that ask for how the target is run
+_OF_TARGET = frozenset(  # fields that every config has, and that decide how the target runs
     {
         "_attn_implementation_internal",
         "_experts_implementation_internal",
@@ -22,17 +22,17 @@ _OF_TARGET = frozenset(  # fields that every config has, and that ask for how th
 )
 _CODE = "modeling_assisted"
 _CODE_FILE = '''\
-"""This folder holds two models that generate together. This file imports the package that reads it, `assisted`.
+"""This folder holds two models that generate together. This file imports the package that reads them, `assisted`.
 
-With `trust_remote_code=True` transformers runs this file. Where `assisted` has been imported, it is not asked for.
+With `trust_remote_code=True` transformers runs this file. If `assisted` was imported before, this file is not needed.
 """
 
 try:
     from assisted import AssistedConfig, AssistedModelForCausalLM
 except ImportError as error:
     raise ImportError(
-        "This folder is an assisted model, which is loaded by the Python package `assisted`, and that is not installed here. "
-        "Install it, or load the target alone, an ordinary model, from the subfolder `target`."
+        "This folder is an assisted model. The Python package `assisted` loads it, and is not installed here. Install it, or "
+        "load the target alone, an ordinary model, from the subfolder `target`."
     ) from error
 
 __all__ = ["AssistedConfig", "AssistedModelForCausalLM"]
@@ -42,12 +42,12 @@ __all__ = ["AssistedConfig", "AssistedModelForCausalLM"]
 class AssistedConfig(PretrainedConfig):
     """The configuration of an assisted model.
 
-    Anything it does not hold itself is the target's configuration's, so that code which asks a model for its vocabulary size
-    or context length gets the target's, and code which sets `use_cache` or the kind of attention sets the target's.
+    All other attributes belong to the target's configuration: code that reads the vocabulary size or the context length gets
+    the target's, and code that sets `use_cache` or the attention implementation sets the target's.
 
     Args:
         target: the target's configuration, or its dict form.
-        draft: how the draft is made: {"method": "draft-model", "quantization": ...}; the model lies in `draft/`.
+        draft: the drafting method: {"method": "draft-model", "quantization": ...}; the model itself is in `draft/`.
         draft_length: {"policy": name, ...its fields}, or None for the default.
     """
 
@@ -68,12 +68,11 @@ class AssistedConfig(PretrainedConfig):
         super().__init__(**kwargs)
 
     def _is_of_target(self, name: str) -> bool:
-        """Whether a field is the target's although this object has one, too."""
+        """Whether a field is the target's although this object has one as well."""
         if name not in _OF_TARGET or self.__dict__.get("target") is None or "_post_init_done" not in self.__dict__:
             return False
-        return name != "_name_or_path" or bool(
-            self.target._name_or_path
-        )  # read without its model, it has a folder alone
+        # a pair's config that was read without its model has the name of the folder, the target's has none
+        return name != "_name_or_path" or bool(self.target._name_or_path)
 
     def __getattribute__(self, key: str) -> Any:
         if key in _OF_TARGET and self._is_of_target(key):
@@ -89,13 +88,13 @@ class AssistedConfig(PretrainedConfig):
             super().__setattr__(key, value)
 
     def __getattr__(self, name: str) -> Any:
-        # only asked for what this object lacks
+        # called only for attributes that this object lacks
         target = self.__dict__.get("target")
         if name.startswith("_") or target is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         try:
             return getattr(target, name)
-        except Exception as error:  # some configs raise their own error for what differs from layer to layer
+        except Exception as error:  # some configs raise their own error for fields that differ between layers
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}") from error
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PretrainedConfig:
@@ -103,12 +102,12 @@ class AssistedConfig(PretrainedConfig):
         return self.target.get_text_config(decoder=decoder, encoder=encoder) if self.target is not None else self
 
     def to_dict(self) -> dict[str, Any]:
-        """As text, with the file that lets transformers read it where `assisted` was not imported."""
+        """All fields, and the names by which transformers loads the pair when `assisted` was not imported."""
         classes = {"AutoConfig": "AssistedConfig", "AutoModelForCausalLM": "AssistedModelForCausalLM"}
         return super().to_dict() | {"auto_map": {auto: f"{_CODE}.{name}" for auto, name in classes.items()}}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Write config.json, and modeling_assisted.py, which it names."""
+        """Write config.json, and the modeling_assisted.py that it names."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{_CODE}.py").write_text(_CODE_FILE, encoding="utf-8")
@@ -116,14 +115,14 @@ class AssistedConfig(PretrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: transformers would write a copy of this class's code into every folder."""
+        """Do nothing: transformers would write a copy of this class's code into every folder."""
 
 
 def _read(fields: dict[str, Any]) -> PretrainedConfig:
-    """A target's config out of its dict form; of a type whose code lies beside the target, the fields alone."""
+    """A target's config from its dict form; a plain PretrainedConfig if transformers does not have its type."""
     kind = fields.get("model_type")
     if not isinstance(kind, str):
-        raise ValueError(f"target: model_type: {kind!r} in the config of a saved pair is no type of model")
+        raise ValueError(f"target: model_type: {kind!r} in the config of a saved pair is not a model type")
     if kind not in CONFIG_MAPPING:
         return PretrainedConfig.from_dict(fields)
     return AutoConfig.for_model(kind, **{name: value for name, value in fields.items() if name != "model_type"})

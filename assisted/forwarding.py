@@ -1,7 +1,7 @@
-"""A pair as the model that it assists: what PreTrainedModel offers, read from and done to the target.
+"""A PreTrainedModel whose attributes and methods are those of the target.
 
-Knows the target alone; drafts and `generate` are the business of the class derived from this one. A Trainer, PEFT or accelerate
-sees the target's own modules under their own names, and every change reaches the target.
+Drafts and `generate` belong to the derived class. A Trainer, PEFT or accelerate sees the target's own modules under their own
+names, and every change reaches the target.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transformers import GenerationMixin, PreTrainedModel
 
 __all__ = ["OWN", "ForwardsToTarget", "surface"]
 
-OWN = frozenset(  # of transformers' names: what a pair has or does itself. All others are the target's
+OWN = frozenset(  # names of transformers that the pair implements itself; all others are the target's
     {
-        # as a class
+        # class attributes and loading
         "_auto_class",
         "_finalize_model_loading",
         "_from_config",
@@ -41,7 +41,7 @@ OWN = frozenset(  # of transformers' names: what a pair has or does itself. All 
         "float",
         "half",
         "to",
-        # and what it is for
+        # the purpose of the pair
         "generate",
         "get_memory_footprint",
     }
@@ -53,14 +53,14 @@ _COMPILED = ("_compiled_call_impl", "compile")  # of a module: calls go to the t
 
 
 def surface() -> frozenset[str]:
-    """The names that PreTrainedModel and GenerationMixin add to those of a module."""
+    """The names that PreTrainedModel and GenerationMixin add to nn.Module."""
     classes = [*PreTrainedModel.__mro__, *GenerationMixin.__mro__]
     added = (found for found in classes if found not in nn.Module.__mro__)
     return frozenset(name for found in added for name in vars(found) if not name.startswith("__"))
 
 
 class _OfTarget:
-    """An attribute of a pair that is its target's. On the class it is what it is on PreTrainedModel."""
+    """An attribute that a pair reads from its target and writes to it. On the class it is PreTrainedModel's."""
 
     def __init__(self, name: str):
         self.name = name
@@ -78,7 +78,7 @@ class _OfTarget:
 
 
 def _seen_from(pair: Any, value: Any) -> Any:
-    """Something of the target, where it is the target itself: the pair; a method, which may return it, likewise."""
+    """A value of the target, with the pair in place of the target itself, also where a method returns it."""
     if value is pair.target:
         return pair
     if not isinstance(value, MethodType) or value.__self__ is not pair.target:
@@ -93,7 +93,7 @@ def _seen_from(pair: Any, value: Any) -> Any:
 
 
 class _Forward(_OfTarget):
-    """The target's forward, whose signature tells a Trainer which inputs and labels there are."""
+    """The target's forward. A Trainer reads its signature to find the inputs and labels."""
 
     def __init__(self) -> None:
         super().__init__("forward")
@@ -114,7 +114,7 @@ def _forward(
     logits_to_keep: Any = 0,
     **kwargs: Any,
 ) -> Any:
-    """The target's forward. Asked of the class, which has no target yet, the signature is that of most causal LMs."""
+    """The target's forward, as the class shows it: with no target yet, it has the signature of most causal LMs."""
     named = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
@@ -135,10 +135,10 @@ _forward.__qualname__ = "AssistedModelForCausalLM.forward"
 
 
 class ForwardsToTarget(PreTrainedModel, GenerationMixin):
-    """A PreTrainedModel that is another one: its modules, tensors, hooks and methods are the target's.
+    """A PreTrainedModel that shares the modules, tensors, hooks and methods of a target.
 
-    Attributes are read from the object, then from the target. Those that the object got while it was made, and those that its
-    class defines, are written to the object; all others to the target.
+    Attributes are read from the object first, then from the target. Attributes that were set before `made()` or that the class
+    defines are written to the object, all others to the target.
 
     Args:
         target: the model.
@@ -150,12 +150,12 @@ class ForwardsToTarget(PreTrainedModel, GenerationMixin):
         self.__dict__.update({name: target.__dict__[name] for name in _SHARED}, _target=target, _made=False)
 
     def made(self) -> None:
-        """From now on what is set and is neither in the object nor of its class is the target's."""
+        """End the construction: from now on new attributes are set on the target."""
         self.__dict__["_made"] = True
 
     @property
     def target(self) -> Any:
-        """The model that all this is forwarded to."""
+        """The model to which everything is forwarded."""
         return self.__dict__["_target"]
 
     @property
@@ -188,7 +188,7 @@ class ForwardsToTarget(PreTrainedModel, GenerationMixin):
             delattr(self.target, name)
 
     def _get_name(self) -> str:
-        """The target's class: a Trainer that smooths labels asks whether it is a causal LM's."""
+        """The target's class name: a Trainer that smooths labels checks whether it is a causal LM."""
         return self.target._get_name()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""AssistedModelForCausalLM: load a pair, generate with it, report, save. The face of the package."""
+"""AssistedModelForCausalLM: load a pair, generate with it, report, save. The main class of the package."""
 
 from __future__ import annotations
 
@@ -45,33 +45,25 @@ from .report import Recorder, Report
 
 __all__ = ["AssistedModelForCausalLM"]
 
-_KINDS = 16  # of calls, whose measurements are remembered
-_BOOKS = threading.Lock()  # what calls in several threads leave to a model
+_KINDS = 16  # kinds of calls whose measurements are kept
+_BOOKS = threading.Lock()  # guards what calls in several threads write to a model
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
-_HUB_ARGUMENTS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "token",
-    "trust_remote_code",
-)
+_HUB_ARGUMENTS = (*_SNAPSHOT, "proxies", "trust_remote_code")
 
 
 class AssistedModelForCausalLM(ForwardsToTarget):
-    """A causal LM with a draft: the same answers as the target alone, in fewer passes of the target.
+    """A causal LM with a draft: the same output as the target alone, in fewer forward passes of the target.
 
-    In everything else it is the target: its modules, weights, hooks and methods, read and changed through this object.
+    In everything else it is the target: this object reads and changes the target's modules, weights, hooks and methods.
 
     Attributes:
         target: the target model, as it was given or loaded.
-        drafter: what drafts for it.
-        report: what the last `generate` did, None before the first.
+        drafter: the drafter.
+        report: counts and times of the last `generate`, None before the first.
         totals: the same over all calls since `reset_totals`.
-        length: the draft length policy at work in the last `generate`; `length.costs` is what it measured.
-        fast: how passes are run, see `from_pretrained`; may be set at any time.
-        graphs: the captured passes of the target.
+        length: the draft length of the last `generate`; `length.costs` are its measured costs.
+        fast: how forward passes run, see `from_pretrained`; may be set at any time.
+        graphs: the captured forward passes of the target.
     """
 
     config_class = AssistedConfig
@@ -93,20 +85,20 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         self.tokenizer = tokenizer
         self.report: Report | None = None
         self.length: lengths.Length | None = None
-        self._lengths: list[tuple[Any, lengths.Length]] = []  # of earlier calls, the latest last: what they measured
+        self._lengths: list[tuple[Any, lengths.Length]] = []  # of earlier calls, latest last, with their measurements
         self._recorded = Recorder()
-        self._overridden: set[str] = set()  # settings of which was said that they do not hold
+        self._overridden: set[str] = set()  # settings that were warned of
         self.watch: Callable[[Round], None] | None = None
         self.fast = "auto"
         self.graphs = Graphs()
         self.made()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy is made from: all but what calls have left behind. A copy measures for itself."""
+        """The state of a copy: everything but the results of calls. A copy measures for itself."""
         return {**self.__dict__, "length": None, "_lengths": [], "watch": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AssistedModelForCausalLM:
-        """A pair of copies, which share nothing with these."""
+        """A pair of copies, which share nothing with the originals."""
         other = memo[id(self)] = type(self).__new__(type(self))
         copy_shells(memo, self.target, *self.drafter.modules)
         other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -130,35 +122,35 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         Args:
             pretrained_model_name_or_path: Hub id, folder or `zoo:` name of the target, or of a PEFT adapter, which is loaded
                 with its base model; or a GGUF file; or a saved pair.
-            draft: what drafts: a Hub id, a folder, `"zoo:draft"`, `"self:nf4"`, or a spec object. Left out, a saved pair
-                brings its own, and any other target drafts from its own text: `"suffix"`.
+            draft: a Hub id, a folder, `"zoo:draft"`, `"self:nf4"`, or a spec object. By default a saved pair uses its own
+                draft, and any other target drafts from its own text: `"suffix"`.
             draft_quantization: how a draft named by a path is quantized: a name of `assisted.loading.quantization.NAMES` or a
                 transformers quantization config.
-            draft_length: when to stop drafting: "adaptive" (default; measures what pays on this machine, and decodes plainly
-                where nothing does), a number of tokens, "confidence", "heuristic", "adaedl", or a policy object
+            draft_length: when to stop drafting: "adaptive" (default; measures costs on this machine, and disables drafting
+                whenever it does not pay off), a number of tokens, "confidence", "heuristic", "adaedl", or a policy object
                 (`assisted.lengths`, `assisted.lengths.Adaptive`).
-            tokenizer: the target's, where it does not lie beside the model.
-            draft_tokenizer: the draft's, where it does not lie beside the draft.
-            fast: how passes of the models are run: "auto" (default) captures them in CUDA graphs on a CUDA device, and fuses
-                layers and keeps wide weights in a second, faster layout on a CPU; "eager" runs the models as transformers
-                wrote them, and copies nothing; "compile" also compiles them, which takes up to minutes before the first
-                tokens. All give the same tokens in float32. See the page "How a pass is run".
+            tokenizer: the target's, if its folder has none.
+            draft_tokenizer: the draft's, if its folder has none.
+            fast: how forward passes run: "auto" (default) captures them in CUDA graphs on a CUDA device; on a CPU it fuses
+                layers and keeps wide weights in a second, faster layout. "eager" runs the models as transformers wrote them,
+                and copies nothing. "compile" also compiles them, which takes up to minutes before the first tokens. All give
+                the same tokens in float32. See the page "How a pass is run".
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
                 arguments but `revision` and `subfolder` are used for the draft as well. `gguf_file` names the target's GGUF
                 file in a folder or Hub repository; its weights are unpacked.
 
-        `trust_remote_code=True` holds for what the call names: the target, a saved pair's `target/`, and what `draft=` names.
-        It never reaches a model that only a file names: the draft of a saved pair (to trust it, name it:
-        `draft="FOLDER/draft"`) and the base model of an adapter (load both with peft, and take `from_models`).
+        `trust_remote_code=True` applies to the models that the call names: the target, a saved pair's `target/`, and the draft
+        of `draft=`. It never applies to a model that only a file names: the draft of a saved pair (to trust it, name it:
+        `draft="FOLDER/draft"`) and the base model of an adapter (load both with peft, and use `from_models`).
 
-        Raises ValueError for models that do not fit together, and for files that are there and broken, naming the file and,
-        where it is known, the field; OSError where nothing is found.
+        Raises ValueError for models that do not fit together, and for broken files, with the name of the file and, if known,
+        of the field; OSError if nothing is found.
         """
         require_mode(fast)
         if not isinstance(pretrained_model_name_or_path, (str, os.PathLike)) or not str(pretrained_model_name_or_path):
             raise ValueError(
-                f"pretrained_model_name_or_path: {pretrained_model_name_or_path!r} is no path; give a Hub id or a folder, "
-                "or wrap a model that is loaded with from_models"
+                f"pretrained_model_name_or_path: {pretrained_model_name_or_path!r} is not a path; give a Hub id or a folder, "
+                "or wrap a loaded model with from_models"
             )
         path, gguf_file = zoo.resolve(str(pretrained_model_name_or_path)), kwargs.pop("gguf_file", None)
         if gguf_file is None:
@@ -221,11 +213,12 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """Wrap models that are already loaded. Neither is changed.
 
         Args:
-            target: a decoder-only causal LM. One that `torch.compile` returned is taken without it: `fast="compile"` compiles
-                what is run here.
-            draft: a causal LM, with a PEFT adapter around it or without, or anything that `from_pretrained` takes as draft.
+            target: a decoder-only causal LM. A result of `torch.compile` is unwrapped: `fast="compile"` compiles the forward
+                passes that run here.
+            draft: a causal LM, with a PEFT adapter or without, or anything that `from_pretrained` takes as draft.
             draft_length: as for `from_pretrained`.
-            tokenizer: the target's. With the draft's it tells a padded vocabulary from another one, and translates.
+            tokenizer: the target's. With both tokenizers, the pair distinguishes a padded vocabulary from a different one, and
+                translates tokens between different ones.
             draft_tokenizer: the draft's.
             draft_quantization: as for `from_pretrained`.
             fast: as for `from_pretrained`.
@@ -239,8 +232,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         target = uncompiled(target)
         if getattr(target, "_compiled_call_impl", None) is not None:
             warnings.warn(
-                "target: it was compiled in place (target.compile()), and is compiled again for every width of a pass that "
-                'drafting brings. Leave that out: fast="compile" compiles what is run here.',
+                "target: it was compiled in place (target.compile()), so each number of drafted tokens compiles it again. "
+                'Leave that out: fast="compile" compiles the forward passes that run here.',
                 stacklevel=2,
             )
         spec = _with_tokenizer(drafters.parse(draft, draft_quantization), tokenizer, draft_tokenizer)
@@ -275,9 +268,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             target=target.config,
             draft=spec.written("draft"),
             draft_length=lengths.to_dict(policy),
-            architectures=[
-                AutoModelForCausalLM.__name__
-            ],  # a name that is looked up in transformers, by its server as well
+            architectures=[AutoModelForCausalLM.__name__],  # transformers and its server look this name up
             dtype=target.dtype,
         )
         model = cls(config, target, spec, drafter, policy, tokenizer)
@@ -295,26 +286,26 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         lossy_typical: LossyTypical | None = None,
         **kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
-        """As the target's `generate`, in fewer of its passes.
+        """The target's `generate`, in fewer forward passes.
 
         Args:
-            inputs, generation_config, **kwargs: everything that plain `generate` takes.
+            inputs, generation_config, **kwargs: the arguments of transformers' `generate`.
             draft_length: for this call, instead of the model's.
-            assisted: False decodes plainly, through the target's own `generate`.
-            lossy_typical: when sampling, accept what is typical of the target (Medusa's rule). Faster, and NOT exact: the text
-                no longer follows the target's distribution.
+            assisted: False runs the target's own `generate`, without drafts.
+            lossy_typical: when sampling, accept tokens that are typical of the target (Medusa's rule). Faster, and NOT exact:
+                the text no longer follows the target's distribution.
 
-        Returns what plain `generate` returns; `self.report` says how.
+        Returns the result of transformers' `generate`; counts and times are in `self.report`.
 
-        Raises ValueError, naming the argument, for what drafting cannot honour. Beam search and other modes that are not
-        sampling or greedy run plainly, with a warning. A way to draft of transformers' that the model's own
-        `generation_config` chooses (`prompt_lookup_num_tokens`) is not used, of which is warned once.
+        Raises ValueError with the name of an argument that drafting does not support. Beam search and other modes that are
+        neither sampling nor greedy run without drafts, with a warning. If the model's own `generation_config` chooses a
+        drafting method of transformers (`prompt_lookup_num_tokens`), it is not used, and a warning is given once.
         """
         policy = self.draft_length if draft_length is None else lengths.resolve(draft_length)
         if assisted:
             require_own_drafting(generation_config, self.generation_config, kwargs)
         if lossy_typical is not None and not assisted:
-            raise ValueError("lossy_typical: plain decoding accepts nothing; leave it out, or pass assisted=True")
+            raise ValueError("lossy_typical: has no effect without drafts; leave it out, or pass assisted=True")
         if assisted and kwargs.get("adapter_names") is not None:
             warn_plain(MIXED)
             assisted = False
@@ -355,15 +346,15 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             return self._recorded.report()
 
     def reset_totals(self) -> None:
-        """Start counting anew."""
+        """Reset `totals`."""
         self._recorded = Recorder()
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:  # type: ignore[override]
-        """Write one folder: `target/`, `draft/` (where a model drafts), and config.json, which says how they go together.
+        """Write one folder: `target/`, `draft/` (if the draft is a model), and a config.json for the pair.
 
-        save_directory: the folder. kwargs: the target's `save_pretrained`, or `push_to_hub`'s.
+        save_directory: the folder. kwargs: of the target's `save_pretrained`, or of `push_to_hub`.
 
-        Of a model with a PEFT adapter the adapter is written, which names its base model. Raises ValueError where that would
+        For a model with a PEFT adapter only the adapter is written, which names its base model. Raises ValueError if it could
         not be read back.
         """
         folder = Path(save_directory)
@@ -391,16 +382,16 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
 
     def _apply(self, fn: Any, recurse: bool = True) -> AssistedModelForCausalLM:
-        """What moves or casts the target moves and casts the draft."""
+        """Move or cast the draft together with the target."""
         super()._apply(fn, recurse)
         for module in self.drafter.modules:
             module._apply(fn, recurse)
         return self
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of the target and the draft as they are stored; what they share counts once.
+        """Bytes of the target and the draft as they are stored; shared tensors count once.
 
-        return_buffers: whether buffers count, such as tables of positions.
+        return_buffers: whether to count buffers, such as tables of positions.
         """
         return memory_bytes(self.target, *self.drafter.modules, buffers=return_buffers)
 
@@ -411,8 +402,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         rows: int,
         do_sample: bool,
     ) -> lengths.Length:
-        """The policy's memory for a call, added to `started` with its kind. It may build on what the last call of its kind
-        measured that is over: as many rows, greedy or sampled, on the same device."""
+        """The policy's state for a call, added to `started` with the kind of the call: policy, rows, greedy or sampled, device.
+        It may continue from the measurements of the last finished call of its kind."""
         kind = (policy, rows, do_sample, self.target.device)
         found = next((entry for entry in self._lengths if entry[0] == kind), None)
         length = self.drafter.start_length(policy, None if found is None else found[1])
@@ -421,33 +412,33 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         return length
 
     def _warn_overridden(self, name: str, value: Any) -> None:
-        """Say once what of the target's generation config does not hold here."""
+        """Warn once of a setting of the target's generation config that is not used here."""
         if name not in self._overridden:
             self._overridden.add(name)
             warnings.warn(
-                f"generation_config.{name} = {value!r} is not used: it chooses a way to draft of transformers', and this "
+                f"generation_config.{name} = {value!r} is not used: it chooses a drafting method of transformers, and this "
                 f"model drafts with {type(self.spec).__name__}. Instead: {OTHER_MODES[name]}, or set it to None.",
-                stacklevel=7,  # behind transformers' generate, in the caller's line
+                stacklevel=7,  # the caller's line, above transformers' generate
             )
 
 
 def _with_tokenizer(spec: Spec, tokenizer: Any, draft_tokenizer: Any) -> Spec:
-    """A spec with the tokenizer that was given for its model. Raises ValueError for one that nobody would ask."""
+    """A spec with the given tokenizer for its model. Raises ValueError for a tokenizer that would not be used."""
     for name, given in (("tokenizer", tokenizer), ("draft_tokenizer", draft_tokenizer)):
         if given is not None and not hasattr(given, "get_vocab"):
-            raise ValueError(f"{name}: {given!r} is no tokenizer; pass AutoTokenizer.from_pretrained(...)")
+            raise ValueError(f"{name}: {given!r} is not a tokenizer; pass AutoTokenizer.from_pretrained(...)")
     if draft_tokenizer is None:
         return spec
     if not isinstance(spec, DraftModel):
         raise ValueError(
-            f"draft_tokenizer: {type(spec).__name__} is not one model that could have it; leave it out, or, in a list, write "
-            "DraftModel(PATH, tokenizer=...)"
+            f"draft_tokenizer: {type(spec).__name__} is not a single model with a tokenizer; leave it out, or, in a list, "
+            "write DraftModel(PATH, tokenizer=...)"
         )
     return DraftModel(spec.model, spec.quantization, draft_tokenizer)
 
 
 def _count_plain(recorder: Recorder, output: Any, prompt_length: int) -> None:
-    """What is known of a plain run: a pass for every token, the first of which comes with the prompt."""
+    """Counts of a run without drafts: one forward pass per token, where the first token comes from the pass over the prompt."""
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
     rows, new = sequences.shape[0], sequences.shape[1] - prompt_length
     recorder.row_tokens = [new] * rows
@@ -455,7 +446,7 @@ def _count_plain(recorder: Recorder, output: Any, prompt_length: int) -> None:
 
 
 def _with_dtype(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Left out, dtype is half precision on an accelerator, the checkpoint's own on a CPU."""
+    """The default dtype is half precision on an accelerator, and the checkpoint's own on a CPU."""
     if kwargs.get("dtype") is not None or kwargs.get("torch_dtype") is not None:
         return kwargs
     dtype: Any = "auto"
@@ -470,5 +461,6 @@ def _only(values: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
 
 
-AutoConfig.register("assisted", AssistedConfig)
-AutoModelForCausalLM.register(AssistedConfig, AssistedModelForCausalLM)
+# assisted/__init__.py may have added the names to transformers' tables already
+AutoConfig.register("assisted", AssistedConfig, exist_ok=True)
+AutoModelForCausalLM.register(AssistedConfig, AssistedModelForCausalLM, exist_ok=True)

@@ -1,6 +1,6 @@
-"""What a `generate` did, and how it is shown.
+"""Counts and times of `generate`, and how they are printed.
 
-Knows counts and seconds. `Recorder` collects during the loop, round by round; `Report` is what a caller reads afterwards.
+`Recorder` collects them in the loop, round by round. A caller reads the `Report` afterwards.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ __all__ = ["Recorder", "Report"]
 
 @dataclass(frozen=True)
 class Report:
-    """What one `generate` (or, in `model.totals`, several) did. Tokens are counted over all rows of a batch.
+    """Counts and times of one `generate`, or of several in `model.totals`. Tokens are counted over all rows of a batch.
 
     Args:
-        new_tokens: tokens generated, end tokens included, padding not.
-        target_passes: forwards of the target after the prompt was read, times the rows that were still unfinished:
-            what plain decoding would need one of for each token.
-        drafted: tokens proposed.
+        new_tokens: generated tokens, with end tokens, without padding.
+        target_passes: the target's forward passes after the prompt, each times its unfinished rows. The autoregressive
+            baseline needs one for each token.
+        drafted: proposed tokens.
         accepted: proposed tokens that became output.
-        acceptance_by_position: how often the draft was right about the first, the second, ... token of its round, of the
-            times when it had one there; of a token tree, with any node of that depth.
-        seconds: the whole call.
-        draft_seconds: spent drafting.
-        verify_seconds: spent in the target's forwards, prompt included; 0 for a call with `assisted=False`, whose passes are
-            not timed apart.
-        plain_seconds_per_token: of the target's passes over one token; None when every pass had a draft, or none was timed.
-        predicted_speedup: committed tokens a second against plain decoding, by the costs that the draft length policy
-            measured; None when it measures none, and in the totals.
-        assisted_share: tokens of the rounds that asked for a draft, in [0, 1]; a try while drafting is off counts.
-        row_tokens: tokens generated in each row.
+        acceptance_by_position: share of the first, second, ... tokens of a draft that were accepted, out of the drafts that
+            had one; in a token tree, of any node at that depth.
+        seconds: time of the whole call.
+        draft_seconds: time spent drafting.
+        verify_seconds: time spent in the target's forward passes, prompt included; 0 for a call with `assisted=False`, where
+            they are not timed separately.
+        plain_seconds_per_token: mean time of the target's forward passes over one token; None if every pass had a draft, or
+            none was timed.
+        predicted_speedup: committed tokens per second relative to the baseline, from the costs that the draft length policy
+            measured; None if it measures none, and in the totals.
+        assisted_share: share of the tokens that come from rounds with drafting enabled, in [0, 1]; trial drafts count.
+        row_tokens: generated tokens of each row.
     """
 
     new_tokens: int = 0
@@ -52,19 +53,19 @@ class Report:
 
     @property
     def tokens_per_pass(self) -> float:
-        """New tokens for each pass of the target over a row, the target's own token of each pass (bonus) included.
+        """New tokens per forward pass of the target over a row, with the target's own (bonus) token of each pass.
 
-        The first token comes with the reading of the prompt and is not counted.
+        The first token comes from the pass over the prompt and is not counted.
         """
         return (self.new_tokens - len(self.row_tokens)) / self.target_passes if self.target_passes else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """accepted / drafted, 0 when nothing was drafted."""
+        """accepted / drafted; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields and the two ratios, ready for json."""
+        """All fields and the two ratios, for JSON."""
         return {**asdict(self), "tokens_per_pass": self.tokens_per_pass, "acceptance_rate": self.acceptance_rate}
 
     def __str__(self) -> str:
@@ -80,7 +81,7 @@ class Report:
         if self.predicted_speedup is not None:
             lines.append(f"predicted speedup {self.predicted_speedup:.2f}")
         if self.assisted_share < 1:
-            lines.append(f"{self.assisted_share:.0%} of the tokens were produced while drafting was on")
+            lines.append(f"{self.assisted_share:.0%} of the tokens were generated with drafting enabled")
         return "\n".join(lines)
 
     def _rate(self) -> float:
@@ -91,7 +92,7 @@ class Report:
 class Recorder:
     """Counts during a `generate`; `add` merges another one for totals.
 
-    watch: is shown every round, for those who draw or measure.
+    watch: called with every round, to draw or measure it.
     """
 
     watch: Callable[[Round], None] | None = None
@@ -133,9 +134,8 @@ class Recorder:
 
     def add(self, other: Recorder) -> None:
         """Merge the counts of another call."""
-        for name in ("seconds", "draft_seconds", "verify_seconds", "plain_seconds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("tokens", "plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"):
+        seconds = ("seconds", "draft_seconds", "verify_seconds", "plain_seconds")
+        for name in (*seconds, "tokens", "plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.row_tokens += other.row_tokens
         for mine, theirs in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):
@@ -143,7 +143,7 @@ class Recorder:
             mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
 
     def report(self) -> Report:
-        """The figures so far."""
+        """The counts and times so far."""
         accepted_at = self.accepted_at + [0] * (len(self.drafted_at) - len(self.accepted_at))
         return Report(
             new_tokens=sum(self.row_tokens),

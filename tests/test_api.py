@@ -118,6 +118,8 @@ def test_the_package_names_what_it_has() -> None:
     assert sorted(assisted.__all__) == assisted.__all__
     for name in assisted.__all__:
         assert getattr(assisted, name) is not None
+    assert {*assisted.__all__, "__version__"} <= {*dir(assisted)}
+    assert not hasattr(assisted, "nothing")
 
 
 @pytest.mark.parametrize(("name", "value"), [pytest.param(*pair, id=pair[0]) for pair in objects()])

@@ -10,22 +10,20 @@ import pytest
 
 from assisted.cli.arguments import (
     add_json_file,
-    add_machine,
+    add_loading,
     add_target,
     device,
     int_or_name,
     loading,
+    print_or_write,
     require_tokenizer,
-    write_json,
 )
 
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_json_file(parser, "found")
-    add_machine(parser, dtype="chosen")
-    parser.set_defaults(draft_quantization=None)
-    parser.add_argument("--draft-length", type=int_or_name)
+    add_json_file(parser, "all results")
+    add_loading(parser)
     return parser.parse_args(words)
 
 
@@ -56,14 +54,17 @@ def test_a_number_or_a_name() -> None:
     assert (int_or_name("4"), int_or_name("-1"), int_or_name("adaptive")) == (4, -1, "adaptive")
 
 
-def test_json_goes_where_it_was_sent(tmp_path: Path) -> None:
+def test_json_goes_where_it_was_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     value = {"a": [1, 2]}
-    assert write_json(parsed().json, value) is None
-    printed = write_json(parsed("--json").json, value)
-    assert printed is not None and json.loads(printed) == value
+    print_or_write(parsed().json, value, "a table")
+    assert capsys.readouterr().out == "a table\n"
+    print_or_write(parsed("--json").json, value, "a table")
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == value
     file = tmp_path / "a.json"
-    assert write_json(parsed("--json", str(file)).json, value) is None
-    assert file.read_text(encoding="utf-8") == printed + "\n"
+    print_or_write(parsed("--json", str(file)).json, value, "a table")
+    assert file.read_text(encoding="utf-8") == printed
+    assert capsys.readouterr().out == "a table\n"
 
 
 def test_refused() -> None:

@@ -194,7 +194,7 @@ def test_a_page_without_matplotlib_names_the_extra(
         (["--context", "4000"], "context"),
         (["--count", "0"], "count: 0"),
         (["--device", "abacus"], "device: abacus is not here"),
-        (["--read", "/dev/null"], "read: /dev/null is nothing that --json wrote"),
+        (["--read", "/dev/null"], "read: /dev/null is not a file that --json wrote"),
     ],
 )
 def test_errors_name_the_argument(

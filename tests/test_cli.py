@@ -124,6 +124,19 @@ def test_runs_as_a_module() -> None:
     assert "usage: assisted" in done.stdout
 
 
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    code = """
+import sys
+from assisted.cli.main import main
+try:
+    main(["--help"])
+except SystemExit:
+    print(sorted({"assisted.modeling", "torch", "transformers"} & {*sys.modules}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -315,7 +328,7 @@ def test_chat_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert main(["chat", "--max-new-tokens", "12"]) == 0
     streamed = capsys.readouterr()
     assert streamed.out == "".join(reply + "\n" for reply in replies)
-    assert streamed.err.count("read before") == 2
+    assert streamed.err.count("prompt tokens cached") == 2
 
 
 def test_chat_goes_on_after_a_message_that_is_too_long(
@@ -436,7 +449,7 @@ def test_a_watch_sees_what_happened(pair: AssistedModelForCausalLM) -> None:
     from assisted.cli import demo
 
     seen: list[tuple[list[int], list[int], list[int]]] = []
-    watch = demo.Watch(lambda w: seen.append((list(w.tokens), list(w.pencil), list(w.struck))))
+    watch = demo.Watch(lambda w: seen.append((list(w.tokens), list(w.waiting), list(w.rejected))))
     pair.watch = watch.see
     ids = pair.tokenizer(PROMPT, return_tensors="pt").input_ids
     output = pair.generate(ids, max_new_tokens=24, do_sample=False, streamer=watch)
@@ -469,7 +482,7 @@ def test_zoo_list(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["zoo", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "MiB" in lines[0]
-    assert "not there" in lines[2]
+    assert "missing" in lines[2]
 
 
 def test_zoo_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -288,5 +288,5 @@ def test_a_cache_of_other_rows_is_refused(name: str) -> None:
     ids = random_ids(target, 1, 9)
     first = model.generate(ids, return_dict_in_generate=True, **CALL)
     call = CALL | {"do_sample": True, "num_return_sequences": 3, "past_key_values": first.past_key_values}
-    with pytest.raises(ValueError, match=r"past_key_values: it holds 1 rows, and this call has 3"):
+    with pytest.raises(ValueError, match=r"past_key_values: it has 1 rows, and this call has 3"):
         model.generate(first.sequences, **call)

@@ -256,9 +256,9 @@ def test_prompts_of_a_callers_text(tmp_path: Path) -> None:
         prompts = read_prompts(str(place), words, settings)
         assert len(prompts) == 3
         assert all(8 <= len(ids) <= 160 for ids in prompts)
-    with pytest.raises(ValueError, match=r"text: .* is no UTF-8 text"):
+    with pytest.raises(ValueError, match=r"text: .* is not UTF-8 text"):
         read_prompts(str(tmp_path / "b.bin"), words, settings)
-    with pytest.raises(ValueError, match=r"text: .* is not here"):
+    with pytest.raises(ValueError, match=r"text: .* does not exist"):
         read_prompts(str(tmp_path / "c.txt"), words, settings)
     (tmp_path / "short.txt").write_text("ab")
     with pytest.raises(ValueError, match="too little text"):
@@ -351,10 +351,10 @@ def test_the_report_reads() -> None:
     ("fields", "what", "part"),
     [
         ({}, ["acceptance"], "distill"),
-        ({"proposed": 0.4, "comparison": None}, ["acceptance"], "proposes something in 40% of the rounds only"),
+        ({"proposed": 0.4, "comparison": None}, ["acceptance"], "proposing something in only 40% of the rounds"),
         ({"if_twice_as_fast": 4.0}, ["draft"], "smaller or a quantized one"),
         ({"if_columns_cost_half": 4.0}, ["verify"], "keep drafts short"),
-        ({"if_twice_as_fast": 3.1}, ["draft", "acceptance"], "Nearly as much: what it gets wrong"),
+        ({"if_twice_as_fast": 3.1}, ["draft", "acceptance"], "Nearly as much: rejected tokens"),
     ],
 )
 def test_bottlenecks(fields: dict[str, Any], what: list[str], part: str) -> None:
@@ -367,7 +367,7 @@ def test_warnings() -> None:
     apart = a_diagnosis(comparison=Comparison(0.2, 0.1, (0.1,), None, 400), acceptance_by_position=(0.1,))
     assert "hardly agree" in told(an_examination(apart))
     lost = a_diagnosis(acceptance_by_position=(0.4, 0.3))
-    assert "something is lost on the way" in told(an_examination(lost))
+    assert "something else is wrong" in " ".join(told(an_examination(lost)).split())
     off = a_diagnosis(checks=(Check("draft length 4", Interval(1.0, 0.9, 1.1), 2.0, 7, 8),))
     said = " ".join(told(an_examination(off)).split())
     assert "50% less than predicted" in said
@@ -382,7 +382,7 @@ def test_warnings() -> None:
     slow = an_examination(a_diagnosis(), plain_way="plain, oneDNN off")
     assert "oneDNN switched off" in " ".join(told(slow).split())
     cached = an_examination(a_diagnosis(), memory=Memory(28_000_000, Bandwidth(1e9, 2e9), 0.01))
-    assert "fit into caches" in told(cached)
+    assert "fit into caches" in " ".join(told(cached).split())
     better = a_diagnosis(draft="better", checks=(Check("adaptive", Interval(3, 3, 3), None, 8, 8),))
     assert "draft='better', the best of these 2" in told(an_examination(a_diagnosis(), better)).replace("\n    ", " ")
 

@@ -298,3 +298,28 @@ def test_remote_code_is_not_run_where_assisted_is_imported(tmp_path: Path) -> No
     (tmp_path / "modeling_assisted.py").write_text("raise AssertionError")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     assert isinstance(model, AssistedModelForCausalLM)
+
+
+NAMED = """
+import pickle, sys
+from transformers import AutoConfig
+assert type(AutoConfig.from_pretrained(sys.argv[1])) is assisted.AssistedConfig
+pair = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert type(pair) is type(pickle.loads(pickle.dumps(pair))) is assisted.AssistedModelForCausalLM
+from assisted import *
+assert {*assisted.__all__} <= {*globals()}
+print("read")
+"""
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import assisted; from transformers import GenerationMixin, AutoModelForCausalLM",  # its file imports the Auto classes
+        "from transformers import AutoModelForCausalLM; import assisted",
+    ],
+)
+def test_transformers_knows_pairs_whichever_was_imported_first(tmp_path: Path, order: str) -> None:
+    pair_of("MODEL").save_pretrained(tmp_path / "pair")
+    done = run(order + NAMED, tmp_path / "pair", hub=tmp_path / "hub")
+    assert done.stdout == "read\n", done.stderr

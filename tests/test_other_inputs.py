@@ -87,7 +87,7 @@ def test_a_static_cache_that_cannot_be_filled_is_filled_by_plain_decoding(name: 
     target, model = target_of(name)
     call = CALL | batch(name, 4) | {"cache_implementation": "static", "return_dict_in_generate": True}
     plain = target.generate(**call)
-    with pytest.warns(UserWarning, match="Decoding plainly.*not filled"):
+    with pytest.warns(UserWarning, match="Decoding plainly.*cannot be filled"):
         ours = model.generate(draft_length=4, **call)
     assert ours.sequences.tolist() == plain.sequences.tolist()
     require_same(ours.past_key_values, plain.past_key_values)

@@ -126,7 +126,7 @@ def test_text():
         "by position: 67% 50% 0%",
         "time: 0.88 s drafting, 2.25 s verifying",
         "predicted speedup 1.25",
-        "75% of the tokens were produced while drafting was on",
+        "75% of the tokens were generated with drafting enabled",
     ]
 
 

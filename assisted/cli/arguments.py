@@ -1,4 +1,4 @@
-"""What several commands take and answer alike: arguments, where models go, JSON.
+"""What several commands share: arguments, where models are placed, JSON.
 
 Knows argparse; torch is imported when a command runs.
 """
@@ -14,19 +14,19 @@ from typing import Any
 
 __all__ = [
     "DEFAULT",
-    "DTYPES",
     "STORED",
     "add_json_file",
-    "add_machine",
+    "add_loading",
     "add_target",
+    "add_temperature",
     "device",
     "int_or_name",
     "loading",
     "print_json",
+    "print_or_write",
     "require_tokenizer",
     "typed",
     "use_threads",
-    "write_json",
 ]
 
 DEFAULT = " (default: %(default)s)"
@@ -35,28 +35,47 @@ DTYPES = ("auto", *STORED)
 
 
 def add_json_file(parser: Any, what: str) -> None:
-    """`--json [FILE]`, for `write_json`. what: is written."""
+    """`--json [FILE]`, for `print_or_write`. what: the results, in words."""
     parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help=f"write everything that was {what} (- or nothing: print it)",
+        "--json", nargs="?", const="-", metavar="FILE", help=f"write {what} (without FILE or with -: print them)"
     )
 
 
-def add_machine(parser: Any, dtype: str) -> None:
-    """`--dtype`, `--device` and `--threads`. dtype: what it is where none is named, in words."""
-    parser.add_argument("--dtype", choices=DTYPES, help=f"(default: {dtype})")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ..." + DEFAULT)
-    parser.add_argument("--threads", type=int, help="of the CPU (default: torch's own choice)")
+def add_loading(
+    parser: Any,
+    length: str | None = "the pair's",
+    dtype: str | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+) -> None:
+    """What `loading` and `use_threads` take, with its defaults. length: in words; None leaves out `--draft-length`."""
+    parser.add_argument("--draft-quantization", metavar="NAME", help="nf4, fp4, int8, int4, ... (default: none)")
+    if length is not None:
+        parser.add_argument(
+            "--draft-length",
+            type=int_or_name,
+            metavar="N",
+            help=f'tokens per draft, or "adaptive", "confidence", ... (default: {length})',
+        )
+    checkpoint = "the checkpoint's on a CPU, else half precision"
+    parser.add_argument("--dtype", default=dtype, choices=DTYPES, help=f"(default: {dtype or checkpoint})")
+    parser.add_argument(
+        "--device", default=device, help="cpu, cuda, ...; auto takes an accelerator if there is one" + DEFAULT
+    )
+    parser.add_argument(
+        "--threads", type=int, default=threads, help=f"of the CPU (default: {threads or 'chosen by torch'})"
+    )
 
 
 def add_target(parser: argparse.ArgumentParser, group: Any, what: str) -> None:
-    """The target, as the first argument or as `--target`; without either the shipped one. what: it may be, in words."""
+    """The target, as the first argument or as `--target`; zoo:target if neither is given. what: it may be, in words."""
     parser.set_defaults(target="zoo:target")
     group.add_argument("target", nargs="?", default=argparse.SUPPRESS, help=f"{what} (default: zoo:target)")
     group.add_argument("--target", dest="target", default=argparse.SUPPRESS, metavar="TARGET", help="the same by name")
+
+
+def add_temperature(parser: Any) -> None:
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the top-1 token" + DEFAULT)
 
 
 def int_or_name(value: str) -> int | str:
@@ -75,7 +94,7 @@ def use_threads(count: int | None) -> None:
 
 
 def device(name: str) -> str:
-    """What `--device` names. Raises ValueError for what this machine does not have."""
+    """What `--device` names. Raises ValueError for a device that this machine does not have."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -109,11 +128,9 @@ def print_json(value: Any, indent: int | None = 2) -> None:
     print(json.dumps(value, indent=indent), flush=True)
 
 
-def write_json(file: str | None, value: Any, indent: int = 2) -> str | None:
-    """Write the file that `--json` names. Where it names none, the text is given back, to be printed."""
+def print_or_write(file: str | None, value: Any, text: str, indent: int = 2) -> None:
+    """Print text, and write value to the file that `--json` names. file: "-" prints value instead."""
     written = json.dumps(value, indent=indent)
-    if file == "-":
-        return written
-    if file is not None:
+    print(written if file == "-" else text, flush=True)
+    if file is not None and file != "-":
         Path(file).write_text(written + "\n", encoding="utf-8")
-    return None

@@ -1,34 +1,24 @@
-"""`assisted bench`: the arguments, and where the result goes. Knows arguments and files; the measuring is done elsewhere."""
+"""`assisted bench`: the arguments, and where the result goes. The measuring is done elsewhere."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .arguments import (
-    DEFAULT,
-    add_json_file,
-    add_machine,
-    add_target,
-    int_or_name,
-    loading,
-    typed,
-    use_threads,
-    write_json,
-)
+from .arguments import DEFAULT, add_loading, add_target, add_temperature, loading, print_or_write, typed, use_threads
 
 __all__ = ["add"]
 
 
-def add(commands: Any) -> None:
-    """Put `bench` into the parser."""
-    text = "Measure what drafting is worth, against plain generate and transformers' own drafting. See docs/howto/bench.md."
-    parser = commands.add_parser(
-        "bench", help="measure a pair against plain decoding, on prompts of several kinds", description=text
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Put `bench` into the parser. command: makes a parser with a function to run and a text."""
+    text = (
+        "measure a pair against the autoregressive baseline and transformers' own drafting, on prompts of several kinds"
     )
-    parser.set_defaults(command=_bench)
+    parser = command("bench", _bench, text, page="bench", file="all results")
     pair = parser.add_argument_group("the pair")
     add_target(parser, pair, "Hub id, folder, zoo: name or saved pair")
     pair.add_argument("--draft", help="a draft model, for transformers as well (default: zoo:draft for zoo:target)")
@@ -36,13 +26,9 @@ def add(commands: Any) -> None:
         "--drafts",
         nargs="+",
         metavar="DRAFT",
-        help="what takes part: draft strings; a+b is both together (default: all that the pair allows)",
+        help="draft strings to compare; a+b combines two drafters (default: all that the pair allows)",
     )
-    pair.add_argument("--draft-quantization", metavar="NAME", help="nf4, int8, ... of --draft (default: none)")
-    pair.add_argument(
-        "--draft-length", type=int_or_name, metavar="N", help='tokens a round, or "adaptive", ... (default: adaptive)'
-    )
-    add_machine(pair, dtype="chosen")
+    add_loading(pair, length="adaptive")
     pair.add_argument("--no-compile", action="store_true", help="leave out plain generate with a compiled forward")
     work = parser.add_argument_group("the work")
     work.add_argument(
@@ -53,18 +39,22 @@ def add(commands: Any) -> None:
         help="code, edits, json, prose, a question.jsonl of Spec-Bench, or a dataset NAME[:CONFIG][:SPLIT]; each is "
         "reported by its categories (default: the first four)",
     )
-    work.add_argument("--count", type=int, default=4, help="prompts of each category, no fewer than --batch" + DEFAULT)
-    work.add_argument("--new-tokens", type=int, default=48, help="of each prompt; end tokens are ignored" + DEFAULT)
-    work.add_argument("--repeats", type=int, default=3, help="timed rounds over all prompts" + DEFAULT)
-    work.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token" + DEFAULT)
+    work.add_argument("--count", type=int, default=4, help="prompts per category, at least --batch" + DEFAULT)
+    work.add_argument("--new-tokens", type=int, default=48, help="per prompt; end tokens are ignored" + DEFAULT)
+    work.add_argument("--repeats", type=int, default=3, help="timed runs over all prompts" + DEFAULT)
+    add_temperature(work)
     work.add_argument("--top-p", type=float, default=1.0, help=DEFAULT.strip())
     work.add_argument("--seed", type=int, default=0, help="of the sampling" + DEFAULT)
     work.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="rows decoded together" + DEFAULT)
     work.add_argument(
-        "--context", type=int, nargs="+", default=[], metavar="P", help="bring all prompts to these lengths, in turn"
+        "--context",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="P",
+        help="cut or extend all prompts to each of these lengths",
     )
     out = parser.add_argument_group("the result")
-    add_json_file(out, "measured")
     out.add_argument("--html", type=Path, metavar="FILE", help='write a page with plots; needs "assisted[bench]"')
     out.add_argument("--read", type=Path, metavar="FILE", help="measure nothing, show what --json wrote")
 
@@ -77,10 +67,9 @@ def _bench(args: argparse.Namespace) -> None:
     if args.html is not None:
         require_matplotlib()  # not after an hour of measuring
     result = _read(args.read) if args.read is not None else _measure(args)
-    written = write_json(args.json, result.to_dict(), indent=1)
+    print_or_write(args.json, result.to_dict(), table(result), indent=1)
     if args.html is not None:
         args.html.write_text(page(result), encoding="utf-8")
-    print(written or table(result), flush=True)
 
 
 def _measure(args: argparse.Namespace) -> Any:
@@ -115,4 +104,4 @@ def _read(path: Path) -> Any:
     try:
         return Result.from_dict(json.loads(path.read_text()))
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"read: {path} is nothing that --json wrote ({type(error).__name__}: {error})") from None
+        raise ValueError(f"read: {path} is not a file that --json wrote ({type(error).__name__}: {error})") from None

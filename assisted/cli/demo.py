@@ -1,7 +1,6 @@
-"""`assisted demo`, drawn: a pair completes code it never saw, then a table of what that cost.
+"""The output of `assisted demo`: a pair completes code that it was not trained on, then a table shows the cost.
 
-Knows rich and the terminal. What is drafted and what is kept it sees in the model's rounds; the figures come from
-bench/brief.py.
+Knows rich and the terminal. The model's rounds show what is drafted and accepted; bench/brief.py measures.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ except ImportError as error:
 
 __all__ = ["Watch", "show"]
 
-PACE = 0.1  # seconds that a draft, and then what is struck of it, stays to be seen
-READ, PENCIL, KEPT, OWN, STRUCK = "dim", "italic yellow", "cyan", "bold", "red strike"
+PACE = 0.1  # seconds that a draft stays visible, and then its rejected tokens
+READ, DRAFTED, ACCEPTED, OWN, REJECTED = "dim", "italic yellow", "cyan", "bold", "red strike"
 
 
 def show(
@@ -49,13 +48,13 @@ def show(
     live_tokens: int = 48,
     also: Mapping[str, AssistedModelForCausalLM] | None = None,
 ) -> Result:
-    """The whole demo on standard output: one completion as it is written, then the table.
+    """Print the whole demo: one completion while it is generated, then the table.
 
     Args:
         model: the pair, with its tokenizer.
         live_tokens: new tokens of the completion that is shown.
-        prompts, new_tokens, repeats, seconds, also: as for `bench.brief`. The last of `also`, where there is one, is the pair
-            that is watched.
+        prompts, new_tokens, repeats, seconds, also: as for `bench.brief`. The completion is that of the last pair of `also`, if
+            there is one.
 
     Without a terminal, or with NO_COLOR set, everything is plain text.
     """
@@ -88,24 +87,24 @@ def show(
 
 @dataclass
 class Watch:
-    """Sees one row's `generate` from both sides: its rounds, and what is committed, as the streamer.
+    """Follows the `generate` of one row: its rounds, through `see`, and its committed tokens, as the streamer.
 
     Args:
-        draw: called with this object whenever something changed.
+        draw: called with this object after every change.
 
     Attributes:
         tokens, drafted: the committed tokens, and which of them were drafted.
-        pencil: drafted tokens that wait for the target.
-        struck: drafted tokens that the target has just rejected.
+        waiting: drafted tokens that are not verified yet.
+        rejected: drafted tokens that the target has just rejected.
     """
 
     draw: Callable[[Watch], None] = lambda watch: None
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
-    pencil: list[int] = field(default_factory=list)
-    struck: list[int] = field(default_factory=list)
-    _arrived: list[int] = field(default_factory=list)  # committed, but not yet known whose they are
-    _reading: bool = True  # the first tokens that a streamer gets are the prompt
+    waiting: list[int] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
+    _arrived: list[int] = field(default_factory=list)  # committed, but not yet known whether drafted
+    _reading: bool = True  # a streamer gets the prompt first
 
     def put(self, tokens: torch.Tensor) -> None:
         if not self._reading:
@@ -117,17 +116,17 @@ class Watch:
         self.draw(self)
 
     def see(self, round: Round) -> None:
-        """Draw a round in two steps: the draft, and what became of it."""
+        """Draw a round in two steps: the draft, and its result."""
         new, accepted = round.kept[0], round.accepted[0]
         self._settle(len(self._arrived) - new, by_draft=False)
-        self.pencil = _first_path(round.draft)
+        self.waiting = _first_path(round.draft)
         self.draw(self)
-        pairs = zip(self.pencil, self._arrived[:accepted], strict=False)
-        self.struck = self.pencil[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
-        self.pencil = []
+        pairs = zip(self.waiting, self._arrived[:accepted], strict=False)
+        self.rejected = self.waiting[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
+        self.waiting = []
         self._settle(accepted, by_draft=True)
         self.draw(self)
-        self.struck = []
+        self.rejected = []
         self._settle(len(self._arrived), by_draft=False)
         self.draw(self)
 
@@ -138,7 +137,7 @@ class Watch:
 
 
 def _first_path(draft: Draft) -> list[int]:
-    """The tokens of the first row's chain, of a tree its first path."""
+    """The tokens of the first row's chain, or of the first path of its tree."""
     count = int(draft.lengths[0])
     tokens = draft.tokens[0, :count].tolist()
     if draft.parents is None:
@@ -172,7 +171,7 @@ def _draw_pair(console: Console, model: AssistedModelForCausalLM) -> None:
 
 
 def _draw_live(console: Console, model: AssistedModelForCausalLM, prompt: Prompt, new_tokens: int) -> None:
-    """The prompt, and the completion as it comes."""
+    """The prompt, and the completion while it is generated."""
     before, _, start = prompt.text.rpartition("\n")
     console.print(f"\n{prompt.source}, continued\n")
     console.print(Styled(before, READ), soft_wrap=True)
@@ -182,29 +181,30 @@ def _draw_live(console: Console, model: AssistedModelForCausalLM, prompt: Prompt
 
             def draw(watch: Watch) -> None:
                 live.update(_tail(console, _styled(model.tokenizer, start, watch)), refresh=True)
-                if watch.pencil or watch.struck:
+                if watch.waiting or watch.rejected:
                     time.sleep(PACE)
 
             watch.draw = draw
             _watched_generate(model, watch, prompt, new_tokens)
         console.print(_styled(model.tokenizer, start, watch), soft_wrap=True)
-        legend = [("read, ", READ), ("drafted, ", PENCIL), ("kept", KEPT), (", ", ""), ("struck", STRUCK), (", ", "")]
-        console.print(Styled.assemble("\n", *legend, ("the target's own", OWN), " (slowed down for the eye)"))
+        legend = (("prompt", READ), ("drafted", DRAFTED), ("accepted", ACCEPTED), ("rejected", REJECTED))
+        named = [part for word in legend for part in (word, ", ")]
+        console.print(Styled.assemble("\n", *named, ("the target's own", OWN), " (slowed down to be visible)"))
     else:
         _watched_generate(model, watch, prompt, new_tokens)
         console.print(Styled(_underlined(model.tokenizer, start, watch)), soft_wrap=True)
-        console.print("\n~ drafted and kept; everything else is the target's own")
+        console.print("\n~ drafted and accepted; all other tokens are the target's own")
     report = model.report
     assert report is not None
     console.print(
-        f"{sum(watch.drafted)} of {len(watch.tokens)} tokens were drafted and kept; {report.target_passes} target passes "
-        f"after the one that read the prompt\n"
+        f"{sum(watch.drafted)} of {len(watch.tokens)} tokens were drafted and accepted; {report.target_passes} forward passes "
+        f"of the target after the prompt\n"
     )
 
 
 def _watched_generate(model: AssistedModelForCausalLM, watch: Watch, prompt: Prompt, new_tokens: int) -> None:
     ids = prompt.ids.to(model.target.device)
-    # drawing takes time, which a length that goes by the clock would blame on the draft
+    # drawing takes time, which an adaptive length would count as time of the draft
     length = Confidence() if isinstance(model.draft_length, Adaptive) else model.draft_length
     model.watch = watch.see
     try:
@@ -221,7 +221,7 @@ def _watched_generate(model: AssistedModelForCausalLM, watch: Watch, prompt: Pro
 
 
 def _pieces(tokenizer: Any, tokens: list[int]) -> list[str]:
-    """The text that each token adds; a character of several tokens comes with its last."""
+    """The text that each token adds; a character of several tokens comes with the last of them."""
     pieces: list[str] = []
     so_far = ""
     for count in range(1, len(tokens) + 1):
@@ -235,10 +235,10 @@ def _pieces(tokenizer: Any, tokens: list[int]) -> list[str]:
 
 
 def _styled(tokenizer: Any, start: str, watch: Watch) -> Styled:
-    """The line the prompt ends in, what was written, and what is being drafted or struck."""
-    styles = [KEPT if drafted else OWN for drafted in watch.drafted]
-    styles += [PENCIL] * len(watch.pencil) + [STRUCK] * len(watch.struck)
-    pieces = _pieces(tokenizer, [*watch.tokens, *watch.pencil, *watch.struck])
+    """The last line of the prompt, the committed tokens, and the drafted or rejected ones."""
+    styles = [ACCEPTED if drafted else OWN for drafted in watch.drafted]
+    styles += [DRAFTED] * len(watch.waiting) + [REJECTED] * len(watch.rejected)
+    pieces = _pieces(tokenizer, [*watch.tokens, *watch.waiting, *watch.rejected])
     return Styled.assemble((start, READ), *zip(pieces, styles, strict=True))
 
 
@@ -249,7 +249,7 @@ def _tail(console: Console, text: Styled) -> Styled:
 
 
 def _underlined(tokenizer: Any, start: str, watch: Watch) -> str:
-    """As `_styled`, without styles: `~` under what was drafted."""
+    """As `_styled`, without styles: `~` under accepted draft tokens."""
     text, marks = start, " " * len(start)
     for piece, drafted in zip(_pieces(tokenizer, watch.tokens), watch.drafted, strict=True):
         text += piece
@@ -261,7 +261,7 @@ def _underlined(tokenizer: Any, start: str, watch: Watch) -> str:
 def _draw_result(console: Console, result: Result) -> None:
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for name in ("same\ntokens", "tokens\nper pass", "drafts\naccepted", "ms a\ntoken", "\ntimes plain"):
+    for name in ("same\ntokens", "tokens\nper pass", "drafts\naccepted", "ms per\ntoken", "\nspeedup"):
         table.add_column(name, justify="right", no_wrap=True)
     point = result.points[0]
     for row in point.rows:
@@ -271,7 +271,7 @@ def _draw_result(console: Console, result: Result) -> None:
     console.print()
     for row in point.rows:
         if row.error is not None:
-            console.print(f"{row.name} failed: {row.error}", style=STRUCK)
+            console.print(f"{row.name} failed: {row.error}", style=REJECTED)
     ran = next(row for row in point.rows if row.name == point.baseline)
     settings, families = len(point.heat) - 1, {row.family for row in point.heat}
     how = "with the same model" if "transformers assisted" in families else "by prompt lookup"
@@ -280,10 +280,10 @@ def _draw_result(console: Console, result: Result) -> None:
     for line in (
         f"{count} prompts x {rules.new_tokens} new tokens, held-out code, temperature 0, "
         f"{machine['dtype']}, {machine['device']}, {machine['threads']} threads.",
-        f"Rounds in turns: {len(ran.seconds)}. Times plain: their median [95% interval]. `assisted bench` measures more.",
-        "Plain is `generate` as it comes, not compiled. Passes: forwards of the target, those that read the prompts included.",
-        f"transformers drafts {how}, at the fastest of {settings} settings.",
-        f"{ran.repeated_4grams:.0%} of the 4-grams written repeat an earlier one; repetition flatters drafting.",
+        f"Timed runs, in turns: {len(ran.seconds)}. Speedup over plain: median [95% interval]. `assisted bench` measures more.",
+        "Plain is transformers' `generate`, not compiled. Passes are forward passes of the target, the prompts' included.",
+        f"transformers drafts {how}, with the fastest of {settings} settings.",
+        f"{ran.repeated_4grams:.0%} of the generated 4-grams repeat an earlier one; repetition makes drafting look better.",
     ):
         console.print(line, style=READ, markup=False)
 

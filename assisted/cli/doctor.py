@@ -1,32 +1,29 @@
-"""`assisted doctor`: the arguments, and where the report goes. Knows arguments alone until the command runs."""
+"""`assisted doctor`: the arguments, and where the report goes. The measuring is done elsewhere."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from .arguments import (
     DEFAULT,
-    add_json_file,
-    add_machine,
+    add_loading,
     add_target,
+    add_temperature,
     device,
+    print_or_write,
     require_tokenizer,
     use_threads,
-    write_json,
 )
 
 __all__ = ["add"]
 
 
-def add(commands: Any) -> None:
-    """Put `doctor` into the parser."""
-    text = "Measure what a draft would bring here, on your text, and what holds it back. See docs/howto/doctor.md."
-    doctor = commands.add_parser(
-        "doctor", help="what to expect of a draft here, and what holds it back", description=text
-    )
-    doctor.set_defaults(command=_doctor)
-    add_json_file(doctor, "found")
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Put `doctor` into the parser. command: makes a parser with a function to run and a text."""
+    text = "measure what speedup to expect of a draft on this machine and on your text, and what limits it"
+    doctor = command("doctor", _doctor, text, page="doctor", file="all results")
     add_target(doctor, doctor, "Hub id, folder, zoo: name, or grown:SIZE (the shipped target at that size)")
     doctor.add_argument(
         "--draft",
@@ -34,23 +31,22 @@ def add(commands: Any) -> None:
         metavar="DRAFT",
         help="Hub id, folder, zoo: name, self:nf4, suffix, ...; several times to compare (default: suffix)",
     )
-    doctor.add_argument("--draft-quantization", metavar="NAME", help="nf4, fp4, int8, int4, ... (default: none)")
     doctor.add_argument(
-        "--text", metavar="PATH", help="a file or folder whose text is gone on with (default: held-out code)"
+        "--text", metavar="PATH", help="a file or folder whose text the target continues (default: held-out code)"
     )
     doctor.add_argument("--prompts", type=int, default=8, help="at most" + DEFAULT)
-    doctor.add_argument("--max-new-tokens", type=int, default=48, help="of each prompt" + DEFAULT)
+    doctor.add_argument("--max-new-tokens", type=int, default=48, help="per prompt" + DEFAULT)
     doctor.add_argument("--longest", type=int, default=15, metavar="N", help="the longest draft to consider" + DEFAULT)
-    doctor.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token" + DEFAULT)
+    add_temperature(doctor)
     doctor.add_argument(
         "--contexts",
         type=int,
         nargs="+",
         metavar="N",
-        help="tokens before the passes that are timed (default: the prompts', 512, 2048)",
+        help="context lengths at which forward passes are timed (default: the prompts', 512, 2048)",
     )
     doctor.add_argument("--seconds", type=float, default=90.0, help="for all measuring, about" + DEFAULT)
-    add_machine(doctor, dtype="the checkpoint's on a CPU, else bfloat16")
+    add_loading(doctor, length=None)
 
 
 def _doctor(args: argparse.Namespace) -> None:
@@ -91,8 +87,5 @@ def _doctor(args: argparse.Namespace) -> None:
             name=args.target,
             progress=bars,
         )
-    if args.json != "-":
-        print(told(found))
-    written = write_json(args.json, {**found.to_dict(), "told": told(found)})
-    if written is not None:
-        print(written)
+    text = told(found)
+    print_or_write(args.json, {**found.to_dict(), "told": text}, text)

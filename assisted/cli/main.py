@@ -1,6 +1,6 @@
 """The command line: `assisted demo | generate | chat | train | bench | doctor | grow | zoo`.
 
-Knows arguments, standard streams and exit codes; the work is done elsewhere and imported when a command needs it.
+Knows arguments, standard streams and exit codes. The work is done elsewhere, in modules that a command imports when it runs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import bench
-from . import doctor as doctor_command
-from . import grow as grow_command
+from . import bench, doctor, grow
 from . import train as training
-from .arguments import DEFAULT, DTYPES, int_or_name, loading, print_json, require_tokenizer, use_threads
+from .arguments import (
+    DEFAULT,
+    add_json_file,
+    add_loading,
+    add_temperature,
+    loading,
+    print_json,
+    require_tokenizer,
+    use_threads,
+)
 
 __all__ = ["main"]
 
@@ -26,9 +33,9 @@ FAILED, INTERRUPTED = 2, 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. argv: arguments, those of the process when None. Returns the exit code.
+    """Run one command and return the exit code. argv: the arguments; None takes those of the process.
 
-    Environment: ASSISTED_TRACEBACK=1 shows where an error comes from.
+    ASSISTED_TRACEBACK=1 in the environment shows the traceback of an error.
     """
     args = _parser().parse_args(argv)
     try:
@@ -37,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (ValueError, OSError, ImportError) as error:
@@ -51,22 +58,20 @@ def main(argv: list[str] | None = None) -> int:
 def _demo(args: argparse.Namespace) -> None:
     # it warns of kernels that it can do without
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    use_threads(args.threads)
-    sizes = (args.prompts, args.max_new_tokens, args.repeats, args.seconds)
+    run: Any
     if args.json:
-        from ..bench import brief
-
-        model = _load(args, shipped="zoo:draft")
-        print_json(brief(model, *sizes, also=_quantized(model, args)).to_dict())
+        from ..bench import brief as run
     else:
-        from .demo import show
-
-        model = _load(args, shipped="zoo:draft")
-        show(model, *sizes, also=_quantized(model, args))
+        from .demo import show as run
+    model = _load(args, shipped="zoo:draft")
+    sizes = (args.prompts, args.max_new_tokens, args.repeats, args.seconds)
+    result = run(model, *sizes, also=_quantized(model, args))
+    if args.json:
+        print_json(result.to_dict())
 
 
 def _quantized(model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """The same pair with the draft in 4 bits, unless the caller chose how the draft is quantized."""
+    """The same pair with its draft in 4 bits, unless `--draft-quantization` is given."""
     from ..drafters import DraftModel
     from ..modeling import AssistedModelForCausalLM
 
@@ -76,7 +81,7 @@ def _quantized(model: Any, args: argparse.Namespace) -> dict[str, Any]:
         pair = AssistedModelForCausalLM.from_models(
             model.target, draft=model.spec.model, draft_quantization="nf4", draft_length=args.draft_length
         )
-    except (ImportError, ValueError) as error:  # no backend, or layers of shapes it cannot take
+    except (ImportError, ValueError) as error:  # no backend, or layer shapes that it does not support
         print(f"Without a quantized draft: {error}", file=sys.stderr)
         return {}
     return {"assisted, nf4 draft": pair}
@@ -111,7 +116,7 @@ def _chat(args: argparse.Namespace) -> None:
     conversation = Conversation(model, args.system)
     sampling = _sampling(args)
     if sys.stdin.isatty():
-        print("/reset starts anew, /quit or Ctrl-D ends.", file=sys.stderr)
+        print("/reset starts a new conversation; /quit or Ctrl-D ends.", file=sys.stderr)
     for message in _lines():
         if message == "/quit":
             break
@@ -132,8 +137,8 @@ def _chat(args: argparse.Namespace) -> None:
             print_json({**turn, "cached_tokens": reply.cached_tokens, "report": report.to_dict()}, indent=None)
         elif not args.quiet:
             print(
-                f"[{report.new_tokens} tokens in {report.seconds:.2f} s, {report.tokens_per_pass:.2f} a pass, "
-                f"{reply.cached_tokens} of {reply.prompt_tokens} read before]",
+                f"[{report.new_tokens} tokens in {report.seconds:.2f} s, {report.tokens_per_pass:.2f} per forward pass, "
+                f"{reply.cached_tokens} of {reply.prompt_tokens} prompt tokens cached]",
                 file=sys.stderr,
             )
 
@@ -148,7 +153,7 @@ def _zoo_list(args: argparse.Namespace) -> None:
         print_json(models)
         return
     for model in models:
-        size = f"{model['bytes'] / 2**20:.1f} MiB" if model["bytes"] else "not there"
+        size = f"{model['bytes'] / 2**20:.1f} MiB" if model["bytes"] else "missing"
         print(f"{model['name']:<26} {size:>10}  {model['folder']}")
 
 
@@ -172,9 +177,10 @@ def _zoo_train(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace, shipped: str | None = None) -> Any:
-    """The pair that the arguments name, with a tokenizer. shipped: what drafts for zoo:target where no draft is named."""
+    """The pair that the arguments name, with a tokenizer. shipped: the draft of zoo:target if `--draft` is not given."""
     from ..modeling import AssistedModelForCausalLM
 
+    use_threads(args.threads)
     draft = args.draft
     if draft is None and args.target == "zoo:target":
         draft = shipped
@@ -184,7 +190,7 @@ def _load(args: argparse.Namespace, shipped: str | None = None) -> Any:
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `generate`. Raises ValueError for those that temperature 0 would leave without effect."""
+    """The arguments of `generate`. Raises ValueError for those that have no effect at temperature 0."""
     import torch
 
     if args.seed is not None:
@@ -205,7 +211,7 @@ def _streamer(model: Any) -> Any:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed or piped in, line by line, empty lines left out."""
+    """The lines of standard input, without empty ones."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives input() a history)
     while True:
@@ -240,48 +246,47 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Any, text: str, group: Any = commands) -> argparse.ArgumentParser:
-        added = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    def command(
+        name: str, run: Any, text: str, group: Any = commands, page: str = "", file: str = ""
+    ) -> argparse.ArgumentParser:
+        """page: of docs/howto. file: what `--json` can write to a file, in words."""
+        see = f" See docs/howto/{page}.md." if page else ""
+        added = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + "." + see)
         added.set_defaults(command=run)
-        added.add_argument("--json", action="store_true", help="print the result for a program to read")
+        if file:
+            add_json_file(added, file)
+        else:
+            added.add_argument("--json", action="store_true", help="print the result as JSON")
         return added
 
-    demo = command("demo", _demo, "watch a pair complete code it never saw, then see what that cost")
-    _add_model(demo, device="cpu", dtype="float32", drafts="zoo:draft for zoo:target, else suffix")
-    demo.add_argument(
-        "--threads",
-        type=int,
-        default=1,
-        help="of the CPU; the shipped models are too small for more (default: %(default)s)",
-    )
-    demo.add_argument("--prompts", type=int, default=5, help="how many are measured (default: %(default)s)")
-    demo.add_argument("--max-new-tokens", type=int, default=48, help="of each prompt (default: %(default)s)")
-    demo.add_argument("--repeats", type=int, default=5, help="timed rounds, at most (default: %(default)s)")
-    demo.add_argument("--seconds", type=float, default=36.0, help="for all measuring, about (default: %(default)s)")
+    demo = command("demo", _demo, "watch a pair complete code that it was not trained on, then see the cost")
+    _add_pair(demo, "zoo:draft for zoo:target, else suffix", device="cpu", dtype="float32", threads=1)
+    demo.add_argument("--prompts", type=int, default=5, help="prompts to measure" + DEFAULT)
+    demo.add_argument("--max-new-tokens", type=int, default=48, help="per prompt" + DEFAULT)
+    demo.add_argument("--repeats", type=int, default=5, help="timed runs, at most" + DEFAULT)
+    demo.add_argument("--seconds", type=float, default=36.0, help="for all measuring, about" + DEFAULT)
 
-    generate = command("generate", _generate, "complete a text; it is written to standard output as it comes")
+    generate = command("generate", _generate, "complete a text and stream it to standard output")
     generate.add_argument("prompt", nargs="?", default="-", help="the text; - or nothing reads standard input")
-    _add_model(generate)
     _add_generation(generate)
 
-    chat = command("chat", _chat, "talk to a pair, a line a turn; the answers stream")
+    chat = command("chat", _chat, "talk to a pair, one line per turn; the answers are streamed")
     chat.add_argument("--system", help="a system message")
-    _add_model(chat)
     _add_generation(chat)
 
     training.add(commands, command)
-    bench.add(commands)
-    doctor_command.add(commands)
-    grow_command.add(command)
+    bench.add(command)
+    doctor.add(command)
+    grow.add(command)
 
     zoo = commands.add_parser("zoo", help="the shipped models", description="The shipped models.")
     actions = zoo.add_subparsers(required=True, metavar="ACTION")
     command("list", _zoo_list, "names, sizes and folders", actions)
     card = command("card", _zoo_card, "measure a folder of models on held-out code and write its model card", actions)
     card.add_argument("--models", type=Path, required=True, help="the folder that zoo train wrote")
-    train = command("train", _zoo_train, "train a shipped model again, from nothing or from its checkpoint", actions)
-    train.add_argument("name", help="target, draft (wants the target in the same folder) or draft-other-tokenizer")
-    train.add_argument("--out", type=Path, required=True, help="the folder of all models; each gets its own in it")
+    train = command("train", _zoo_train, "train a shipped model again, from scratch or from its checkpoint", actions)
+    train.add_argument("name", help="target, draft (needs the target in the same folder) or draft-other-tokenizer")
+    train.add_argument("--out", type=Path, required=True, help="the folder of all models, each in a subfolder")
     train.add_argument("--stop-after", type=int, metavar="N", help="stop with a checkpoint after N steps in all")
     train.add_argument(
         "--no-compile", action="store_true", help="do not compile the layers: no compiler needed, slower"
@@ -289,37 +294,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model(
-    parser: argparse.ArgumentParser, device: str = "auto", dtype: str | None = None, drafts: str = "suffix"
-) -> None:
+def _add_pair(parser: argparse.ArgumentParser, draft: str = "suffix", **defaults: Any) -> None:
+    """draft: the default, in words. defaults: of `add_loading`."""
     parser.add_argument("--target", default="zoo:target", help="Hub id, folder or zoo: name" + DEFAULT)
     parser.add_argument(
         "--draft",
-        help=f"Hub id, folder, zoo: name, self:nf4, suffix, ngram, recycle, ... (default: {drafts}; a saved pair's own)",
+        help=f"Hub id, folder, zoo: name, self:nf4, suffix, ngram, recycle, ... (default: {draft}; a saved pair's own)",
     )
-    parser.add_argument("--draft-quantization", metavar="NAME", help="nf4, fp4, int8, int4, ... (default: none)")
-    parser.add_argument(
-        "--draft-length",
-        type=int_or_name,
-        metavar="N",
-        help='tokens a round, or "adaptive", "confidence", ... (default: the pair\'s)',
-    )
-    parser.add_argument(
-        "--dtype",
-        default=dtype,
-        choices=DTYPES,
-        help=f"(default: {dtype or 'chosen'})",
-    )
-    parser.add_argument(
-        "--device", default=device, help="cpu, cuda, ..., auto takes an accelerator if there is one" + DEFAULT
-    )
+    add_loading(parser, **defaults)
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="(default: %(default)s)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)"
-    )
+    _add_pair(parser)
+    parser.add_argument("--max-new-tokens", type=int, default=256, help=DEFAULT.strip())
+    add_temperature(parser)
     parser.add_argument("--top-p", type=float, help="(default: the model's generation config)")
     parser.add_argument("--top-k", type=int, help="(default: the model's generation config)")
     parser.add_argument("--seed", type=int, help="of the sampling")

@@ -1,1 +1,1 @@
-"""`assisted doctor`: what to expect of a pair, and what holds it back."""
+"""`assisted doctor`: the expected speedup of a pair, and what limits it."""

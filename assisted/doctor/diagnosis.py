@@ -1,6 +1,6 @@
-"""What `assisted doctor` looks at, and what it found: numbers alone.
+"""The settings and results of `assisted doctor`: numbers alone.
 
-How they are measured is doctor.py, how they are put into words findings.py.
+examine.py measures them, findings.py puts them into words.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Settings:
     """What is measured.
 
     Args:
-        prompts: how many, at most.
-        new_tokens: of each. Small models loop at temperature 0 after some 50 tokens, and loops flatter every draft.
+        prompts: number of prompts, at most.
+        new_tokens: per prompt. Small models loop at temperature 0 after some 50 tokens, and loops make every draft look better.
         longest: draft length of the recorded runs, and the longest that is considered.
         temperature: 0 is greedy.
-        contexts: tokens before the passes that are timed; None takes that of the prompts, and more as far as the target's
-            context goes.
-        seconds: for everything, about; where the target is slow, fewer prompts are decoded.
+        contexts: context lengths at which forward passes are timed; None takes that of the prompts, and longer ones that fit
+            into the target's context.
+        seconds: for everything, about; with a slow target, fewer prompts are decoded.
     """
 
     prompts: int = 8
@@ -44,22 +44,22 @@ class Settings:
         if self.temperature < 0:
             raise ValueError(f"temperature: {self.temperature} is not possible; give 0 or more")
         if not self.seconds > 0:
-            raise ValueError(f"seconds: {self.seconds} is no time; give more than 0")
+            raise ValueError(f"seconds: {self.seconds} is not possible; give more than 0")
         for context in self.contexts or ():
             if context < 1:
-                raise ValueError(f"contexts: {context} tokens are no context; give 1 or more")
+                raise ValueError(f"contexts: {context} tokens are too few; give 1 or more")
 
 
 @dataclass(frozen=True)
 class Check:
-    """A short measured run, in turns with plain `generate`, whole calls.
+    """A short measured run of whole calls, in turns with plain `generate`.
 
     Args:
         way: "draft length 4", "adaptive".
         speedup: measured, over the fastest plain mode.
-        predicted: for these very calls, the reading of the prompts included; None for what is not predicted.
-        same: texts that are plain decoding's, of `texts`; None when sampled.
-        texts: that were written.
+        predicted: for exactly these calls, prompts included; None for an adaptive length.
+        same: number of texts equal to the baseline's, out of `texts`; None when sampled.
+        texts: number of generated texts.
     """
 
     way: str
@@ -74,21 +74,22 @@ class Diagnosis:
     """One draft.
 
     Args:
-        draft: as it was named.
-        error: why it was refused; everything else is then empty.
-        warned: what it warned of while drafting.
+        draft: its name.
+        error: why it could not be used; everything else is then empty.
+        warned: a warning while drafting.
         proposed: share of the rounds in which it proposed anything.
-        acceptance_by_position: of the tokens drafted first, second, ..., those before them having been accepted.
-        draft_seconds, pass_seconds: of a drafted token, or of a whole draft where `blocks`; and of a round without a draft.
-        blocks: it proposes all at once, in the same time whatever the length.
-        tree_columns: tokens that a pass checks at the best length, the mean; None for chains.
-        translated: it has another tokenizer than the target.
-        comparison: its distribution against the target's; None where no model of the same vocabulary drafts.
-        expected: by draft length, 0 first: what this package takes without drafts.
+        acceptance_by_position: of the first, second, ... drafted token, given that those before it were accepted.
+        draft_seconds: of a drafted token, or of a whole draft if `blocks`.
+        pass_seconds: of a round without a draft.
+        blocks: it proposes all tokens at once, in the same time for every length.
+        tree_columns: mean number of drafted tokens that a pass verifies at the best length; None for chains.
+        translated: its tokenizer differs from the target's.
+        comparison: with the target's distribution; None if the draft is not a model with the same vocabulary.
+        expected: by draft length; the first, 0, is this package without drafts.
         best: the draft length of at least 1 with the highest expected speedup.
-        if_twice_as_fast, if_columns_cost_half, if_half_as_wrong: the highest expected speedup if the draft took half as
-            long, if further columns of a pass cost half as much, if it were wrong half as often.
-        checks: measured.
+        if_twice_as_fast, if_columns_cost_half, if_half_as_wrong: the highest expected speedup if drafting took half the
+            time, if further tokens in a pass cost half, if the draft were wrong half as often.
+        checks: measured runs.
     """
 
     draft: str
@@ -111,7 +112,7 @@ class Diagnosis:
 
     @property
     def speedup(self) -> Interval:
-        """Expected at the best length."""
+        """The expected speedup at the best length."""
         return self.expected[self.best].speedup
 
 
@@ -120,22 +121,23 @@ class Examination:
     """Everything that was measured.
 
     Args:
-        target: as it was named.
-        note: what to know of figures with this target, None for nothing.
+        target: its name.
+        note: a remark on results with this target, or None.
         machine: processor, device, dtype, threads, versions.
         parameters: of the target.
-        text: where prompts come from.
-        prompts: decoded with each draft, at most; `checked` of them plainly as well.
-        prompt_tokens: of a prompt, the median.
-        new_tokens: of each.
+        text: the source of the prompts.
+        prompts: number of prompts decoded with each draft, at most.
+        checked: number of prompts also decoded by the baseline.
+        prompt_tokens: median length of a prompt.
+        new_tokens: per prompt.
         temperature: of the decoding.
-        passes: seconds of passes, by context.
-        memory: a pass against the memory's speed.
+        passes: times of forward passes, by context.
+        memory: a forward pass relative to the memory's speed.
         plain_way: the fastest plain mode.
-        plain_seconds: of a token that it decodes, without the prompt.
-        undrafted: speed of this package without drafts, over that; None where no draft was measured.
-        repeated_4grams: share of the 4-grams written that occurred before in their text: loops flatter every draft.
-        drafts: a diagnosis each.
+        plain_seconds: its time per token, without the prompt.
+        undrafted: speed of this package without drafts, relative to that; None if no draft was measured.
+        repeated_4grams: share of the generated 4-grams that occurred before in their text: loops make every draft look better.
+        drafts: a diagnosis for each.
     """
 
     target: str
@@ -157,5 +159,5 @@ class Examination:
     drafts: tuple[Diagnosis, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields and the share of the memory's speed, ready for json."""
+        """All fields and the share of the memory's speed, for JSON."""
         return {**asdict(self), "memory": {**asdict(self.memory), "share": self.memory.share}}

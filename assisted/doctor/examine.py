@@ -1,11 +1,11 @@
-"""What to expect of a draft for a target on this machine and this text, and what holds it back: measured, then checked.
+"""Measures what speedup to expect of a draft on this machine and text, and what limits it; then checks the prediction.
 
-Knows the face of the package and the measuring around it. What the findings mean in words is findings.py.
+Knows the public classes of the package and bench/. findings.py puts the results into words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -27,15 +27,14 @@ from .diagnosis import Check, Diagnosis, Examination, Settings
 from .forecast import Drafts, Expected, expect, half_as_wrong
 from .passes import memory
 from .recording import Step
-from .trials import UNDRAFTED, Found, Race, Trials, context_of, way
+from .trials import UNDRAFTED, Found, Progress, Race, Trials, context_of, way
 
 __all__ = ["examine", "read_prompts"]
 
 PROMPT_TOKENS = 160  # of the caller's own text
 FEWEST_TOKENS = 8
-SEEN = 5  # rounds that got to a position, at least, for its acceptance to be told
-_CHARACTERS = 8  # of a token, at most on average
-Progress = Callable[[str, float], None]
+SEEN = 5  # the fewest rounds that reached a position for which its acceptance is reported
+_CHARACTERS = 8  # per token, at most on average
 
 
 def examine(
@@ -52,14 +51,14 @@ def examine(
 
     Args:
         target: the target.
-        drafts: what `AssistedModelForCausalLM.from_models` takes as draft, by name. One that is refused gets a diagnosis that
-            says so.
+        drafts: what `AssistedModelForCausalLM.from_models` takes as draft, by name. For one that raises an error, the diagnosis
+            has the error alone.
         tokenizer: the target's.
         text: a file or a folder; None or "zoo" takes held-out code.
         settings: what is measured.
-        draft_quantization: of the drafts, where they are named by a path.
+        draft_quantization: of drafts that are given by a path.
         name: of the target.
-        progress: told what is being done, and the share of it that is done.
+        progress: called with the current step and the share of it that is done.
 
     Raises ValueError for text that is too short.
     """
@@ -68,7 +67,7 @@ def examine(
     longest = max(map(len, prompts))
     context = context_of(target)
     if longest + settings.new_tokens > context:
-        raise ValueError(f"new_tokens: {settings.new_tokens} behind {longest} do not fit into a context of {context}")
+        raise ValueError(f"new_tokens: {settings.new_tokens} after {longest} do not fit into a context of {context}")
     trials = Trials(target, settings, prompts, pad_token(tokenizer))
     passes = trials.passes(progress)
     found: list[Found | Diagnosis] = []
@@ -106,20 +105,20 @@ def examine(
 
 
 def read_prompts(text: str | None, tokenizer: Any, settings: Settings) -> list[torch.Tensor]:
-    """Ids [P] of every prompt, evenly spread over a caller's text. text: as for `examine`."""
+    """Ids [P] of each prompt, cut from evenly spread positions of the text. text: as for `examine`."""
     if text in (None, "zoo"):
         return [prompt.ids[0] for prompt in islice(held_out_prompts(tokenizer), settings.prompts)]
     pieces = list(_pieces(_read(Path(str(text))), settings.prompts))
     encoded = [tokenizer(piece, return_tensors="pt").input_ids[0, :PROMPT_TOKENS].long() for piece in pieces]
     long_enough = [ids for ids in encoded if len(ids) >= FEWEST_TOKENS]
     if not long_enough:
-        raise ValueError(f"text: {text} has too little text for a prompt of {FEWEST_TOKENS} tokens; give more")
+        raise ValueError(f"text: {text} is too little text for a prompt of {FEWEST_TOKENS} tokens; give more")
     return long_enough
 
 
 def _read(path: Path) -> str:
     if not path.exists():
-        raise ValueError(f"text: {path} is not here; give a file, a folder, or zoo for held-out code")
+        raise ValueError(f"text: {path} does not exist; give a file, a folder, or zoo for held-out code")
     found = []
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         try:
@@ -127,21 +126,21 @@ def _read(path: Path) -> str:
                 found.append(file.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
             if file == path:
-                raise ValueError(f"text: {path} is no UTF-8 text") from None
+                raise ValueError(f"text: {path} is not UTF-8 text") from None
     return "\n".join(found)
 
 
 def _pieces(text: str, count: int) -> list[str]:
-    """Beginnings of lines, evenly spread, and what follows them."""
+    """Pieces of the text that start at evenly spread lines."""
     size = PROMPT_TOKENS * _CHARACTERS
-    places = [number * max(0, len(text) - size // 2) // count for number in range(count)]
-    starts = {0 if place == 0 else text.find("\n", place) + 1 for place in places}
+    offsets = [number * max(0, len(text) - size // 2) // count for number in range(count)]
+    starts = {0 if offset == 0 else text.find("\n", offset) + 1 for offset in offsets}
     return [text[start : start + size] for start in sorted(starts)]
 
 
 def _acceptance(rounds: Sequence[Step], longest: int) -> Iterator[float]:
-    """Of a token at each position, those before it having been accepted; as far as that occurred. A text that ends in a draft
-    rejects nothing."""
+    """Acceptance at each position, given that the tokens before it were accepted, up to the last position that was reached
+    often enough. A text that ends within a draft rejects nothing."""
     for position in range(longest):
         reached = [
             one.accepted > position
@@ -188,7 +187,7 @@ def _diagnosis(found: Found, race: Race, settings: Settings) -> Diagnosis:
 
 
 def _at_race(found: Found, race: Race) -> Drafts:
-    """With the costs as they were during the race, by a pass over one token: the machine may have been busier before."""
+    """The drafts with costs scaled to the race, by its passes over one token: the machine may have been busier before."""
     costs = found.drafts.costs
     scale = race.per_token(UNDRAFTED) / costs.verify[0][1]
     verify = tuple((columns, seconds * scale) for columns, seconds in costs.verify)
@@ -202,10 +201,10 @@ def _check(found: Found, race: Race, length: int | str, settings: Settings) -> C
     if isinstance(length, int):
         drafts = _at_race(found, race)
         calls = [replace(drafts, calls=(text,)) for text in drafts.calls[: len(seconds)]]
-        behind_prompts = [expect(call, length, 1.0).milliseconds_per_token / 1e3 * len(call.calls[0]) for call in calls]
-        whole = sum(race.first[name]) + sum(behind_prompts) + found.prompt_seconds * len(seconds)
+        after_prompts = [expect(call, length, 1.0).milliseconds_per_token / 1e3 * len(call.calls[0]) for call in calls]
+        whole = sum(race.first[name]) + sum(after_prompts) + found.prompt_seconds * len(seconds)
         predicted = sum(plain_seconds) / whole
-    right = next(iter(race.wrote.values()))  # plain decoding as transformers does it
+    right = next(iter(race.wrote.values()))  # transformers' own generate
     same = sum(a == b for a, b in zip(race.wrote[name], right, strict=True))
     return Check(
         way=name.removeprefix(f"{found.draft}, "),

@@ -1,6 +1,6 @@
-"""What to expect of each draft length: recorded rounds walked through again in shorter drafts, priced by measured costs.
+"""The expected speedup of each draft length: recorded rounds replayed with shorter drafts and priced with measured costs.
 
-Knows rounds and costs; nothing of models.
+Knows rounds and costs; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from .recording import Step
 
 __all__ = ["Drafts", "Expected", "Token", "expect", "half_as_wrong", "marks", "tree_columns"]
 
-_NO_END = 10**6  # of a draft that is as long as it was asked to be
+_NO_END = 10**6  # wrong tokens of a draft of the full length
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token of the text, as a draft would meet it.
+    """A token of the text, as a draft proposes it or not.
 
     Args:
-        agrees: the drafter proposes it, wherever a draft that gets here began.
-        behind: where it does not: how many tokens a draft has from here on, all of them wrong. 0: nothing was proposed.
+        agrees: every draft that reaches this token proposes it.
+        wrong: otherwise: the number of tokens that a draft has from here on, all wrong; 0 if nothing was proposed.
     """
 
     agrees: bool
-    behind: int = 0
+    wrong: int = 0
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What a drafter costs and does, as far as it was recorded.
+    """The recorded costs and drafts of a drafter.
 
     Args:
         calls: the text of each call, token by token.
-        costs: seconds of the target's passes, and of a drafted token (or of a whole draft: `blocks`).
-        blocks: a draft takes as long whatever its length.
-        columns: of trees, the tokens that a pass checks by the draft's depth, 0 first: means. None for chains.
+        costs: seconds of the target's forward passes, and of a drafted token (of a whole draft if `blocks`).
+        blocks: a draft takes the same time for every length.
+        columns: for trees, the mean number of drafted tokens in a pass by depth of the draft, from 0. None for chains.
     """
 
     calls: tuple[tuple[Token, ...], ...]
@@ -49,13 +49,13 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Expected:
-    """Of one draft length.
+    """The forecast for one draft length.
 
     Args:
-        length: tokens asked for; 0 drafts nothing.
-        tokens_per_pass: of the target, its own token included.
-        milliseconds_per_token: in a long text; reading the prompt is left out.
-        speedup: over plain decoding, with what prompts differ by.
+        length: requested tokens per draft; 0 drafts nothing.
+        tokens_per_pass: per forward pass of the target, with its own token.
+        milliseconds_per_token: in a long text, without the prompt.
+        speedup: over the baseline, with the spread over prompts.
     """
 
     length: int
@@ -65,10 +65,10 @@ class Expected:
 
 
 def marks(rounds: Sequence[Step], longest: int) -> tuple[Token, ...]:
-    """The text of a call, from its rounds.
+    """The text of a call, from its rounds. longest: requested tokens per draft.
 
-    What was accepted agrees. The token behind a draft that was accepted as a whole, and was as long as was asked for, is
-    taken to agree as well: nobody asked. longest: tokens that were asked for.
+    Accepted tokens agree. After a fully accepted draft of the requested length, the next token is assumed to agree as well,
+    because no draft was requested for it.
     """
     found: list[Token] = []
     for round in rounds:
@@ -85,7 +85,7 @@ def marks(rounds: Sequence[Step], longest: int) -> tuple[Token, ...]:
 
 
 def expect(drafts: Drafts, length: int, plain_seconds: float) -> Expected:
-    """Decode the texts again with drafts of another length. plain_seconds: of a token, plainly."""
+    """Replay the texts with drafts of another length. plain_seconds: the baseline's time per token."""
     plain, ours, tokens, passes = [], [], 0, 0
     for text in drafts.calls:
         rounds = _walk(text, length)
@@ -97,32 +97,32 @@ def expect(drafts: Drafts, length: int, plain_seconds: float) -> Expected:
 
 
 def half_as_wrong(drafts: Drafts) -> Drafts:
-    """The same drafter if every second token that it gets wrong, or proposes nothing for, were right."""
+    """The same drafter, with every second token that it gets wrong, or does not propose, made right."""
     calls = []
     for text in drafts.calls:
-        wrong = [place for place, token in enumerate(text) if not token.agrees]
+        wrong = [index for index, token in enumerate(text) if not token.agrees]
         right = set(wrong[::2])
-        calls.append(tuple(Token(True) if place in right else token for place, token in enumerate(text)))
+        calls.append(tuple(Token(True) if index in right else token for index, token in enumerate(text)))
     return replace(drafts, calls=tuple(calls))
 
 
 def _walk(text: Sequence[Token], length: int) -> list[int]:
     """Tokens drafted in each round."""
-    rounds, place = [], 0
-    while place < len(text):
-        end = min(place + length, len(text))
-        agreed = place
+    rounds, start = [], 0
+    while start < len(text):
+        end = min(start + length, len(text))
+        agreed = start
         while agreed < end and text[agreed].agrees:
             agreed += 1
-        accepted = agreed - place
+        accepted = agreed - start
         cut_short = accepted < length and agreed < len(text)
-        rounds.append(min(length, accepted + text[agreed].behind) if cut_short else length)
-        place = agreed + 1  # the target's own token
+        rounds.append(min(length, accepted + text[agreed].wrong) if cut_short else length)
+        start = agreed + 1  # the target's own token
     return rounds
 
 
 def _seconds(drafts: Drafts, length: int, drafted: int) -> float:
-    """Of a round."""
+    """The time of a round."""
     costs = drafts.costs
     draft = costs.draft if drafts.blocks and length else costs.draft * length
     columns = drafted if drafts.columns is None else round(drafts.columns[min(drafted, len(drafts.columns) - 1)])
@@ -130,7 +130,7 @@ def _seconds(drafts: Drafts, length: int, drafted: int) -> float:
 
 
 def tree_columns(rounds: Sequence[Step], longest: int) -> tuple[float, ...] | None:
-    """What `Drafts.columns` says of recorded rounds; a tree cut at some depth keeps the nodes above."""
+    """`Drafts.columns` of recorded rounds; a tree that is cut at some depth keeps the nodes above."""
     trees = [one.levels or (1,) * one.drafted for one in rounds if one.drafted]
     if not any(one.levels for one in rounds):
         return None

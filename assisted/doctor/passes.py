@@ -1,6 +1,6 @@
-"""What passes of a target take by the tokens they read, and how much of that is reading weights from memory.
+"""Times of a target's forward passes by number of tokens, and the share that reading weights from memory takes.
 
-Knows how the package runs a target; nothing of drafts.
+Knows how the package runs a target; knows nothing of drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..loading.quantization import memory_bytes
 
 __all__ = ["Bandwidth", "Memory", "PassTimes", "bandwidth", "memory", "pass_times"]
 
-_COPIED = {"cpu": 2**27}  # bytes that are copied to measure the memory: more than caches hold
+_COPIED = {"cpu": 2**27}  # bytes that are copied to measure the memory: more than fits into caches
 _COPIED_ELSEWHERE = 2**29
 _COPIES = 8
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -31,12 +31,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of passes behind a context of one length, batch 1.
+    """Times of forward passes after a context of one length, batch 1.
 
     Args:
         context: tokens that were read before.
-        onednn: whether oneDNN computed products, where a CPU leaves the choice; None elsewhere.
-        seconds: by the tokens of a pass (its columns), the argmax of the logits included: medians.
+        onednn: whether oneDNN computed products, if a CPU has the choice; else None.
+        seconds: medians by number of tokens in a pass (its columns), with the argmax of the logits.
     """
 
     context: int
@@ -46,7 +46,7 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes a second that a copy reads and writes: the slowest and the fastest of some copies."""
+    """Bytes per second that a copy reads and writes: the slowest and the fastest of several copies."""
 
     low: float
     high: float
@@ -54,11 +54,11 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Memory:
-    """A pass over one token against the least time in which memory gives out the weights.
+    """A forward pass over one token, relative to the time that reading its weights from memory takes.
 
     Args:
         weight_bytes: that a pass reads; None for a mixture of experts, where that depends on the tokens.
-        bandwidth: of a copy. Reading alone is often faster, by up to a half: shares are that uncertain.
+        bandwidth: of a copy. Reading alone is often faster, by up to a half; shares are uncertain by as much.
         seconds: of a pass over one token.
     """
 
@@ -68,7 +68,7 @@ class Memory:
 
     @property
     def share(self) -> tuple[float, float] | None:
-        """Of the memory's speed that a pass reaches, from the faster and from the slower copies. Above 1 caches help."""
+        """The share of the memory's speed that a pass reaches, by the fastest and the slowest copy. Above 1, caches help."""
         if self.weight_bytes is None:
             return None
         rate = self.weight_bytes / self.seconds
@@ -85,22 +85,22 @@ def pass_times(
     seconds: float = 10.0,
     onednn: bool | None = None,
 ) -> PassTimes:
-    """Measure passes of each width in turns, after a round or more that is not counted.
+    """Time forward passes of each width in turns, after one or more untimed turns.
 
     Args:
         target: a causal LM, run as `generate` of this package runs it.
-        ids: [S] int64, text to read; it is repeated where it is too short.
+        ids: [S] int64, text to read; it is repeated if it is too short.
         context: tokens read before.
         columns: the widths, ascending.
-        repeats: rounds, at most; fewer where they take longer than `seconds`, but one is always made.
+        repeats: timed turns, at most; after `seconds` no more begin, but at least one runs.
         onednn: switch it on or off meanwhile; None leaves it as it is.
     """
     masks, widest = Masks.of(target), columns[-1]
-    # states can't forget a pass over one token: each round leaves one more
+    # recurrent states cannot undo a pass over one token: each turn leaves one more
     cache = slots_for(target, None, 1, context + widest + repeats + 3, masks)
     settings = CallSettings("auto")
     run = open_runner(target, lambda form: target_runner(form, cache, masks), settings, Graphs())
-    uncounted = 1 if target.device.type == "cpu" else 3  # passes are captured, and compared, in the first rounds
+    uncounted = 1 if target.device.type == "cpu" else 3  # the first turns capture passes and compare them
     text = ids.to(target.device).repeat(-(-(context + widest) // len(ids)))[None]
     found: dict[int, list[float]] = {width: [] for width in columns}
     with nullcontext() if onednn is None else torch.backends.mkldnn.flags(enabled=onednn):
@@ -121,7 +121,7 @@ def pass_times(
 
 
 def bandwidth(device: torch.device) -> Bandwidth:
-    """Of the memory, by copies that are larger than caches; on a CPU, with as many threads as torch uses."""
+    """Bandwidth of the memory, by copies that are larger than caches; on a CPU, with as many threads as torch uses."""
     size = _COPIED.get(device.type, _COPIED_ELSEWHERE)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
@@ -137,7 +137,7 @@ def bandwidth(device: torch.device) -> Bandwidth:
 
 
 def memory(target: PreTrainedModel, seconds: float) -> Memory:
-    """seconds: of a pass over one token."""
+    """The memory of a target's device. seconds: of a forward pass over one token."""
     return Memory(_weights_read(target), bandwidth(target.device), seconds)
 
 

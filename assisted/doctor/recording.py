@@ -1,6 +1,6 @@
-"""A draft length to measure with: it writes down what became of every round.
+"""A draft length for measuring, which records every round.
 
-Knows lengths by their interface; nothing of models.
+Knows lengths by their interface; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Step:
     """One round of a single row, without its tensors.
 
     Args:
-        asked: tokens that the drafter was asked for one by one, or 1 where it proposes a block at once.
-        drafted, accepted, committed: tokens of the row; a tree's nodes count as drafted.
+        asked: tokens requested from the drafter one by one, or 1 if it proposes a block at once.
+        drafted, accepted, committed: tokens of the row; all nodes of a tree count as drafted.
         draft_seconds, verify_seconds: of the two steps, as the package measures them.
-        levels: of a tree, its nodes by depth; None for a chain.
+        levels: nodes of a tree by depth; None for a chain.
     """
 
     asked: int
@@ -42,9 +42,9 @@ class Recorded:
     """The policy. One object serves several calls of one row each.
 
     Args:
-        tokens: to ask for in every round.
-        waits: let every drafted token wait for the device, so that seconds are those of the draft.
-        costs: for drafters that size their trees by them.
+        tokens: requested in every round.
+        waits: wait for the device after every drafted token, so that its time counts as drafting.
+        costs: for drafters that choose the size of their trees by costs.
 
     Attributes:
         calls: the rounds of each call.
@@ -57,14 +57,16 @@ class Recorded:
     _last: Round | None = None
 
     def begin(self) -> None:
-        """A call begins. (A drafter made of several starts a length for each.)"""
+        """Begin a call. (`start` would not do: a combined drafter starts a length for each member.)"""
         self.calls.append([])
 
     def start(self, earlier: Length | None = None) -> Length:
         return _Recording(self)
 
     def see(self, round: Round, asked: int) -> None:
-        if round is self._last:  # told to every member of a combination, where none of them proposed anything
+        if (
+            round is self._last
+        ):  # every member of a combined drafter observes a round in which none of them proposed anything
             return
         self._last = round
         counts = round.drafted[0], round.accepted[0], round.kept[0]
@@ -96,7 +98,7 @@ class _Recording(Length):
 
 
 def _levels(draft: Draft) -> tuple[int, ...] | None:
-    """Nodes by depth of a tree of one row."""
+    """Number of nodes at each depth of a tree, of one row."""
     if draft.parents is None:
         return None
     depths = draft.depths()[0, : int(draft.lengths[0])]

@@ -1,6 +1,6 @@
-"""The runs behind `assisted doctor`: passes that are timed, drafts that are recorded, and a race against plain decoding.
+"""The runs of `assisted doctor`: timed forward passes, recorded drafts, and a race against the autoregressive baseline.
 
-Knows models and the clock. What the figures come to is doctor.py.
+Knows models and the clock. examine.py evaluates the results.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from .forecast import Drafts, expect, marks, tree_columns
 from .passes import PassTimes, pass_times
 from .recording import Recorded, Step
 
-__all__ = ["UNDRAFTED", "Found", "Race", "Trials", "context_of", "starts", "way"]
+__all__ = ["UNDRAFTED", "Found", "Progress", "Race", "Trials", "context_of", "starts", "way"]
 
 COLUMNS = tuple(range(1, 17))
-SOME_COLUMNS = (1, 2, 4, 8, 16)  # at further contexts
-CONTEXTS = (512, 2048)  # beside that of the prompts
+SOME_COLUMNS = (1, 2, 4, 8, 16)  # at longer contexts
+CONTEXTS = (512, 2048)  # in addition to that of the prompts
 UNDRAFTED = "assisted, no drafts"
-CHECKED = 2  # prompts that are decoded at least: one says nothing of how much they differ
-FOR_PASSES, FOR_RECORDS = 0.2, 0.35  # of the time; the rest is for the check
+CHECKED = 2  # the fewest prompts that are decoded: a single one does not show how much they differ
+FOR_PASSES, FOR_RECORDS = 0.2, 0.35  # shares of the time; the rest is for the race
 WARM_UP = 8  # tokens
 Progress = Callable[[str, float], None]
 
 
 def context_of(target: PreTrainedModel) -> int:
-    """Tokens that a target can read."""
+    """The context length of a target, in tokens."""
     config = target.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None) or 2**20
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the recorded run of a draft gave."""
+    """The result of a draft's recorded run."""
 
     draft: str
     model: AssistedModelForCausalLM
@@ -58,13 +58,13 @@ class Found:
     written: list[Written]
     rounds: list[list[Step]]
     comparison: Comparison | None
-    prompt_seconds: float  # the draft's reading of a prompt
+    prompt_seconds: float  # that the draft needs to read a prompt
     warned: str | None
 
 
 @dataclass(frozen=True)
 class Race:
-    """What the measured runs gave, by way: the seconds and first tokens' seconds of each call, and the tokens."""
+    """The results of the measured runs, by way: time, time to the first token, and tokens of each call."""
 
     seconds: dict[str, list[float]]
     first: dict[str, list[float]]
@@ -76,7 +76,7 @@ class Race:
         return len(self.seconds[self.plain_way])
 
     def per_token(self, way: str) -> float:
-        """Seconds of a token behind the first one."""
+        """Seconds per token after the first one."""
         tokens = sum(len(new) - 1 for new in self.wrote[way])
         return (sum(self.seconds[way]) - sum(self.first[way])) / tokens
 
@@ -93,13 +93,13 @@ class Trials:
             self.call |= {"do_sample": True, "temperature": settings.temperature, "top_p": 1.0, "top_k": 0}
 
     def passes(self, progress: Progress) -> tuple[PassTimes, ...]:
-        """Of the prompts' context over all widths, of further contexts over some."""
+        """Time forward passes: all widths after the prompts' context, some widths after longer ones."""
         own = int(median(map(len, self.prompts))) + self.settings.new_tokens // 2
         room = context_of(self.target) - COLUMNS[-1]
         chosen = self.settings.contexts or (own, *(further for further in CONTEXTS if own < further <= room))
         text = torch.cat(self.prompts)
         plans: list[tuple[int, tuple[int, ...], bool | None]] = [
-            (min(context, room), COLUMNS if place == 0 else SOME_COLUMNS, None) for place, context in enumerate(chosen)
+            (min(context, room), COLUMNS if index == 0 else SOME_COLUMNS, None) for index, context in enumerate(chosen)
         ]
         slow_rows = self.target.device.type == "cpu" and self.target.dtype != torch.float32
         if slow_rows and torch.backends.mkldnn.is_available():
@@ -118,9 +118,9 @@ class Trials:
         return output[0, len(ids) :].tolist()
 
     def record(self, draft: str, model: AssistedModelForCausalLM, passes: PassTimes, of: int) -> Found:
-        """Decode prompts with long drafts, until its share of the time is up, and look at every round. of: drafts in all."""
+        """Decode prompts with long drafts and record every round, until its share of the time is over. of: number of drafts."""
         settings = self.settings
-        # a pass over more tokens never takes less: what says so was disturbed
+        # a pass over more tokens never takes less time: such a measurement was disturbed
         curve = Curve(COLUMNS[-1], COLUMN, passes.seconds).seconds
         measured = Costs(tuple(enumerate(curve))[1:], 0.0)
         policy = Recorded(settings.longest, waits=self.target.device.type != "cpu", costs=measured)
@@ -132,7 +132,7 @@ class Trials:
             policy.begin()
             torch.manual_seed(0)
             self.generate(run, self.prompts[0], max_new_tokens=WARM_UP, draft_length=policy)
-            policy.calls.clear()  # that was to warm up
+            policy.calls.clear()  # of the warm-up
             for number, ids in enumerate(self.prompts):
                 if number >= CHECKED and time.perf_counter() > deadline:
                     break
@@ -164,7 +164,7 @@ class Trials:
         )
 
     def race(self, found: Sequence[Found], progress: Progress) -> Race:
-        """Plain decoding, each draft at its best length, and adaptively, in turns, until the time is up."""
+        """Run the baseline and each draft, at its best length and adaptively, in turns, until the time is over."""
         ways: dict[str, Callable[..., Any]] = {one.name: one.generate for one in plain(self.target, compiled=False)}
         plain_ways = list(ways)
         if found:  # any of the pairs will do
@@ -177,7 +177,7 @@ class Trials:
         first: dict[str, list[float]] = {name: [] for name in ways}
         wrote: dict[str, list[list[int]]] = {name: [] for name in ways}
         order = list(ways)
-        for name in order:  # adaptive lengths have to learn
+        for name in order:  # adaptive lengths need longer to measure their costs
             warm_up = self.settings.new_tokens // 2 if name.endswith("adaptive") else WARM_UP
             self.generate(ways[name], prompts[0], max_new_tokens=warm_up)
         deadline = time.perf_counter() + self.settings.seconds * (1 - FOR_PASSES - FOR_RECORDS)
@@ -201,7 +201,7 @@ class Trials:
 
 
 class _Clock(BaseStreamer):
-    """Looks at the clock when the first token comes; what comes before it is the prompt."""
+    """Records the time of the first new token; a streamer gets the prompt before it."""
 
     def __init__(self, started: float):
         self.started = started
@@ -222,21 +222,21 @@ def way(draft: str, length: int | str) -> str:
 
 
 def starts(rounds: Sequence[Step]) -> tuple[int, ...]:
-    """The new token that each draft begins with. The first one comes with the prompt."""
-    starts, place = [], 1
+    """The index of the new token with which each draft begins. Token 0 comes from the pass over the prompt."""
+    starts, index = [], 1
     for one in rounds:
         if one.drafted:
-            starts.append(place)
-        place += one.committed
+            starts.append(index)
+        index += one.committed
     return tuple(starts)
 
 
 def _priced(policy: Recorded, passes: Costs) -> tuple[Drafts, float]:
-    """What was recorded, with what it costs, and the seconds of the draft's reading of a prompt."""
+    """The recorded drafts with their costs, and the seconds that the draft needs to read a prompt."""
     later = [one for call in policy.calls for one in call[1:]] or [one for call in policy.calls for one in call]
     blocks = all(one.asked == 1 for one in later)
     draft = median(one.draft_seconds / one.asked for one in later)
-    # a round judges and commits as well; and what else runs on a machine makes all of it slower at one time than at another
+    # a round also judges and commits, and the load of the machine changes over time
     slower = median(one.verify_seconds / passes.verify_seconds(1 + one.drafted) for one in later)
     verify = tuple((columns, seconds * slower) for columns, seconds in passes.verify)
     firsts = [call[0] for call in policy.calls if call]

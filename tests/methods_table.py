@@ -47,9 +47,9 @@ LINES = [
         "Early exit",
         "early-exit.md",
         '`"early-exit"`',
-        "to pay, a target trained for it",
+        "a target trained for it, to pay off",
     ),
-    Line("layer-skip", "Layer skipping", "layer-skip.md", '`"layer-skip"`', "to pay, a deep target"),
+    Line("layer-skip", "Layer skipping", "layer-skip.md", '`"layer-skip"`', "a deep target, to pay off"),
     Line(
         "self",
         "Quantized copy of the target",
@@ -70,7 +70,7 @@ LINES = [
     Line("eagle", "EAGLE heads", "eagle.md", '`"eagle:DIR"`', "a head for this target", '"zoo:eagle3"'),
     Line(
         "combined",
-        "The one worth most of several",
+        "Several drafters in turns",
         "combined.md",
         '`["suffix", "ID"]`',
         "what its parts need",
@@ -78,7 +78,7 @@ LINES = [
     ),
     Line(
         "merged",
-        "One tree of several",
+        "Several drafters in one tree",
         "specinfer.md",
         '`Merged(["ID", "suffix"])`',
         "what its parts need",
@@ -105,14 +105,14 @@ def cells(line: Line) -> list[str]:
         line.needs,
         {True: "yes", False: "no", None: "as its parts"}[spec.trained],
         "yes",
-        {True: "its distribution", False: "target's draws", None: "as its parts"}[spec.has_q],
+        {True: "distributions", False: "target's draws", None: "as its parts"}[spec.has_q],
         trees,
     ]
 
 
 def table() -> str:
     """The table, between its markers."""
-    titles = ["method", "`draft=`", "needs", "training", "exact, batches", "sampling judged by", "trees"]
+    titles = ["method", "`draft=`", "needs", "training", "exact, batches", "sampling: accepted by", "trees"]
     rows = [titles, ["---"] * len(titles), *map(cells, LINES)]
     return "\n".join([BEGIN, *("| " + " | ".join(row) + " |" for row in rows), END])
 

@@ -125,7 +125,7 @@ def test_saving_a_default_and_what_is_not_ours():
     assert to_dict(Own()) is None
     assert from_dict(None) == resolve(None)
     fields = {"policy": "oracle", "depth": 3}
-    with pytest.raises(ValueError, match="draft_length: this version does not know the saved policy 'oracle'"):
+    with pytest.raises(ValueError, match="draft_length: the saved policy 'oracle' is not known in this version"):
         from_dict(fields)
     assert fields == {"policy": "oracle", "depth": 3}
 

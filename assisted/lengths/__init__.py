@@ -1,4 +1,4 @@
-"""When to stop drafting, and when not to draft: the policies, what they measure, and their names."""
+"""When to stop drafting, and when not to draft at all: the policies, what they measure, and their names."""
 
 from .adaptive import Adaptive
 from .base import DraftLength, Length

@@ -1,7 +1,7 @@
-"""The default draft length: draft for as long as the next token is worth what it costs here, and not at all where it isn't.
+"""The default draft length: drafting continues while the next token is expected to gain more time than it costs.
 
 Renewal-reward stopping with measured costs, a cost-aware form of SpecDec++ (2405.19715). Knows what `estimates` measured;
-nothing of models. What one `generate` has learned the next one takes over.
+nothing of models. Each `generate` starts from what the previous one has learned.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from .faded import Faded
 
 __all__ = ["Adaptive"]
 
-_CREDIT = 6.0  # tokens a row that drafting may lose against its best before it pauses
-_COLD_CREDIT = 1.0  # of a first call
-_PAUSE = 4.0  # tokens of a first pause; it doubles with every probe that fails
-_PROBE_SHARE = 0.01  # of the time goes into probes while drafting is off
-_STRETCH = 150.0  # tokens that a text may stay unpredictable
+_CREDIT = 6.0  # tokens per row that drafting may lose, counted from its best, before it pauses
+_COLD_CREDIT = 1.0  # the same at the start of a first call
+_PAUSE = 4.0  # length of the first pause in tokens; it doubles with every probe that fails
+_PROBE_SHARE = 0.01  # share of the time that is spent on probes while drafting is paused
+_STRETCH = 150.0  # tokens for which a text may stay unpredictable
 _TRUSTED = 32  # rounds with a draft until the estimated acceptance is relied on
-_STALE = 256  # rounds without a plain one after which the plain cost is measured again
-_WARM_UP = (2, 4)  # rounds of a first call that measure the plain cost
-_LOCAL = 0.9  # a round: what a row's tokens took lately, some ten rounds
-_LOST = 0.02  # a row whose draft still stands with no more than this probability proposes nothing
-_DRAFT = 0.15  # guess of a forward of the draft in passes of the target, until one was measured
-_FORWARD = 0.5  # of what each further one adds, as a share of the first, which also reads what was committed
+_STALE = 256  # rounds with a draft after which a round without one measures the cost of a single token again
+_WARM_UP = (2, 4)  # rounds of a first call without a draft, which measure that cost
+_LOCAL = 0.9  # share of the past that remains after a round in the pace of a row: about ten rounds count
+_LOST = 0.02  # a row stops once its whole draft is accepted with no more than this probability
+_DRAFT = 0.15  # guess of a forward pass of the draft, in forward passes of the target, until one was measured
+_FORWARD = 0.5  # guess of each further one, as a share of the first, which also reads the committed tokens
 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Draft as long as it pays, by costs and acceptance measured on the way; decode plainly where it never does.
+    """Draft while it is worthwhile by measured costs and acceptance rates. Drafting is disabled whenever it does not pay off.
 
     Args:
-        maximum: the most tokens of a round (of a tree: its depth), at least 1. More pays only where the draft costs next
-            to nothing and is nearly always right.
-        margin: speedup over plain decoding that drafting must bring to go on, at least 1. Higher gives up sooner.
-        probe_every: the most tokens decoded plainly before a draft that did not pay is tried again, at least 1. Where a
-            try costs little, it comes sooner.
-        costs: measured earlier (`model.length.costs`); they hold until those of this machine are known.
+        maximum: the most tokens of a round (of a tree: its depth), at least 1. A higher one helps only where the draft costs
+            next to nothing and is nearly always right.
+        margin: the speedup over the autoregressive baseline that drafting must reach to stay enabled, at least 1. A higher
+            one disables it sooner.
+        probe_every: the most tokens without drafting before it is tried again, at least 1. Where a trial is cheap, it comes
+            sooner.
+        costs: measured earlier (`model.length.costs`). Used until those of this machine are measured.
     """
 
     maximum: int = 16
@@ -82,25 +83,25 @@ class _Adaptive(Length):
             if earlier is None
             else earlier.known.copy()
         )
-        self.local: dict[int, Faded] = {}  # by row: seconds of a token in its last rounds
-        self.unfinished: Sequence[int] = ()  # rows of the round that is on
-        self.drawn = False  # drafted tokens are drawn, as `go_on` was told last
+        self.local: dict[int, Faded] = {}  # by row: seconds per token in its last rounds
+        self.unfinished: Sequence[int] = ()  # rows of the current round
+        self.drawn = False  # whether drafted tokens are sampled: the last argument of `go_on`
         self.sized_by_drafter = False
-        self.unread = float("inf")  # tokens that the draft has not read, the prompt at first
+        self.unread = float("inf")  # tokens that the draft has not read; at first the prompt
         self.observed = True
-        self.proposing = torch.tensor(())  # [B] bool, as `go_on` said last
+        self.proposing = torch.tensor(())  # [B] bool, the last result of `go_on`
         self._begin()
 
     def _begin(self) -> None:
-        self.asked_for = 0  # tokens; 0 in a plain round
-        self.forwards = 0  # of the draft
-        self.asked = False  # about a distribution
+        self.asked_for = 0  # tokens; 0 in a round without a draft
+        self.forwards = 0  # forward passes of the draft
+        self.asked = False  # `go_on` was called
         self.probing = False
         self.prices: dict[int, float] = {}  # by row
-        self.survival: dict[int, float] = {}  # by row: how likely all its drafted tokens are to be accepted
+        self.survival: dict[int, float] = {}  # by row: probability that all its drafted tokens are accepted
         self.bins: dict[int, list[int]] = {}  # by row: the confidence of its drafted tokens
-        self.depths: dict[int, int] = {}  # by row: positions at which it was to propose, where that was asked
-        self.expected = 0.0  # accepted tokens, all rows
+        self.depths: dict[int, int] = {}  # by row: positions at which `go_on` let it propose
+        self.expected = 0.0  # accepted tokens of all rows
 
     @property
     def costs(self) -> Costs | None:  # type: ignore[override]
@@ -116,7 +117,7 @@ class _Adaptive(Length):
     def budget(self, unfinished: Sequence[int]) -> int:
         known = self.known
         self.unfinished = unfinished
-        if not self.observed:  # the last round was another drafter's
+        if not self.observed:  # another drafter had the last round
             known.paused = max(0.0, known.paused - 1)
         self.observed = False
         self._begin()
@@ -148,27 +149,27 @@ class _Adaptive(Length):
                     reliability.see_following(bins[-1], accept)
                 bins.append(bin)
                 gains[row] = survival * accept
-        forced = position == 0 and self.probing  # a probe is to find out
-        # a column costs the pass the same for one row as for all
-        worth = forced or self._pays(position, gains)
+        forced = position == 0 and self.probing  # a probe drafts at least one token
+        # one more column costs the forward pass as much for one row as for all
+        worth = forced or self._is_worthwhile(position, gains)
         self.survival = {row: gain for row, gain in gains.items() if worth and (forced or gain > _LOST)}
         self.expected += sum(self.survival.values())
         self.depths |= dict.fromkeys(self.survival, position + 1)
-        if position == 0 or len(self.survival) < before:  # otherwise it is what it was
+        if position == 0 or len(self.survival) < before:  # otherwise it has not changed
             self.proposing = torch.tensor([row in self.survival for row in range(len(confidences))])
         return self.proposing
 
     def another(self, position: int) -> bool:
         if self.asked:
             follow = self._following(self.survival)
-        else:  # the drafter has no distribution to tell
+        else:  # the drafter shows no distribution
             accept = self.known.reliability.chain(position + 1)
             if position == 1:
                 self._enter()
                 self.survival = dict.fromkeys(self.survival, accept[0])
             follow = accept[position]
         gains = {row: survival * follow for row, survival in self.survival.items()}
-        if not self._pays(position, gains, drafting=True, follow=follow):
+        if not self._is_worthwhile(position, gains, drafting=True, follow=follow):
             return False
         if not self.asked:
             self.survival = gains
@@ -183,7 +184,7 @@ class _Adaptive(Length):
         known.verify.see(1 + drafted, round.verify_seconds)
         if drafted == 0:
             known.plain_at = known.rounds
-        # a budget may also have come to nothing because the text had no room for a draft
+        # a positive budget may yield no draft because the text had no room for one
         drafting = self.asked_for > 0 and (drafted > 0 or self.asked or known.asks is False)
         if drafting:
             self._learn(round, drafted)
@@ -199,15 +200,16 @@ class _Adaptive(Length):
             self.local[row].add(cost, round.kept[row], _LOCAL)
         known.pace.add(cost, committed, MEMORY)
         if drafting and known.draft.seconds:
-            margin = self.policy.margin if drafted or self.asked else 1.0  # a look that found nothing
+            found_nothing = drafted == 0 and not self.asked  # a lookup, which costs next to nothing
+            margin = 1.0 if found_nothing else self.policy.margin
             self._settle(self._earned(committed, len(rows)) - margin * cost / plain, cost / plain - 1)
         elif not drafting:
             known.paused = max(0.0, known.paused - committed)
 
     def _price(self, row: int) -> float:
-        """Seconds that a token of this row is worth: what it took lately, at most what it takes plainly.
+        """Seconds that a token of this row is worth: its recent pace, at most a forward pass over one token.
 
-        A row in a predictable stretch would get its tokens cheaply in the next round as well.
+        In a predictable stretch, the row would get its tokens cheaply in the next round as well.
         """
         known = self.known
         if not known.verify.seconds:
@@ -216,19 +218,19 @@ class _Adaptive(Length):
         return min(plain, pace.mean()) if pace.weight else plain
 
     def _enter(self) -> None:
-        """Begin a draft."""
+        """Start a draft."""
         self.survival = dict.fromkeys(self.unfinished, 1.0)
         self.prices = {row: self._price(row) for row in self.unfinished}
         self.bins = {row: [] for row in self.unfinished}
 
     def _learn(self, round: Round, drafted: int) -> None:
-        """Take in what a draft took and what became of it. drafted: nodes of the longest row."""
+        """Take in the seconds and the outcome of a draft. drafted: nodes of the longest row."""
         known, reliability = self.known, self.known.reliability
         asks = self.asked or self.forwards > 1 or bool(known.asks)
         if known.asks is None and not asks:
             known.draft = Curve(self.policy.maximum, 0.0)  # a block takes about as long for any number of tokens
         known.asks = asks
-        if self.unread <= self.policy.maximum + 1:  # what the draft had to catch up with is no part of a token's cost
+        if self.unread <= self.policy.maximum + 1:  # catching up with the text is no part of a token's cost
             known.draft.see(self._draft_count(), round.draft_seconds)
         self.unread = 0.0
         if drafted > self.asked_for:
@@ -237,10 +239,10 @@ class _Adaptive(Length):
         deepest = max(round.depths[row] for row in round.unfinished)
         for row in round.unfinished:
             bins, accepted = self.bins.get(row, []), round.accepted[row]
-            # behind the first rejection nothing is known; a row that ended in its draft rejected nothing
+            # tokens after the first rejection were not judged; a row that ended in its draft rejected nothing
             if self.asked:
                 depth = min(round.depths[row], self.depths.get(row, 0))
-            else:  # a row for which nothing was found pays for the columns of the others
+            else:  # a row for which nothing was found still costs the columns of the others
                 depth = min(deepest, self.asked_for)
             rejected = accepted < depth and round.kept[row] > accepted
             for position in range(accepted + rejected):
@@ -250,7 +252,7 @@ class _Adaptive(Length):
                     reliability.see_chain(position, position < accepted)
 
     def _draft_count(self) -> int:
-        """What this round's draft is counted by: its forwards, or what was asked for at once."""
+        """The count that the cost of this round's draft depends on: its forward passes, or the tokens asked for at once."""
         return self.asked_for if self.known.asks is False else self.forwards
 
     def _draft_cost(self) -> float:
@@ -259,14 +261,15 @@ class _Adaptive(Length):
         return draft.at(self._draft_count()) if draft.seconds else 0.0
 
     def _earned(self, committed: float, rows: int) -> float:
-        """Tokens a row that a round with a draft made. The expected number varies less, once it can be relied on."""
+        """Tokens per row of a round with a draft; once it can be relied on, their expected number, which varies less."""
         trusted = self.asked and self.known.reliability.round > _TRUSTED
         return 1 + self.expected / rows if trusted else committed
 
     def _settle(self, gain: float, spent: float) -> None:
-        """Book what a draft gained, in tokens a row against plain decoding; pause when the credit is used up.
+        """Add a draft's gain to the credit, and pause once the credit is used up.
 
-        spent: what it cost, in plain passes.
+        gain: tokens per row beyond those of the baseline in the same time. spent: cost of the round beyond that of a round
+        without a draft, in rounds without one.
         """
         known = self.known
         known.credit = min(_CREDIT, known.credit + gain)
@@ -277,13 +280,13 @@ class _Adaptive(Length):
         known.credit = 0.0
         longest = min(self.policy.probe_every, max(0.0, spent) / _PROBE_SHARE)
         lately = (self.predicted_speedup or 1.0) - 1
-        if lately > 0:  # where drafting has paid, missing its return costs more than looking out for it
+        if lately > 0:  # where drafting was worthwhile, disabling it too long costs more than probing
             longest = min(longest, (2 * spent * _STRETCH / lately) ** 0.5)
         known.paused = min(known.pause, longest)
         known.pause = max(_PAUSE, min(2 * known.pause, longest))
 
     def _following(self, gains: dict[int, float]) -> float:
-        """The acceptance to expect of the tokens behind these: mean over the rows, by what they may still gain."""
+        """Expected acceptance rate of the tokens after these: mean over the rows, weighted by what they may still gain."""
         reliability = self.known.reliability
         total = following = 0.0
         for row, gain in gains.items():
@@ -293,24 +296,24 @@ class _Adaptive(Length):
         return following / total if total > 0 else 0.0
 
     def _rate(self) -> float:
-        """Tokens a second and row of the recent past; at least what plain decoding makes."""
+        """Recent tokens per second of a row; at least those of the autoregressive baseline."""
         known = self.known
         return max(1 / known.verify.at(1), known.pace.weight / known.pace.total if known.pace.total else 0.0)
 
-    def _pays(
+    def _is_worthwhile(
         self, position: int, gains: dict[int, float], drafting: bool = False, follow: float | None = None
     ) -> bool:
-        """Whether to propose a token at `position`, and perhaps more behind it, is worth its time.
+        """Whether a token at `position`, and perhaps more after it, is expected to save more time than it costs.
 
-        gains: accepted tokens to expect there, by row. drafting: the forward that yields the token has still to be run.
-        follow: acceptance of each token behind it, worked out where it is needed.
+        gains: expected accepted tokens at `position`, by row. drafting: the draft's forward pass for the token has not been
+        run yet. follow: acceptance rate of each token after it; None computes it where it is needed.
         """
         verify = self.known.verify
         if not verify.seconds:
             return position < self._first_guess()
         draft = self.known.draft
         forward = draft.step if draft.seconds else _DRAFT * verify.at(1)
-        # a pass advances all rows: saving time in one of them saves the batch its share
+        # a forward pass advances all rows: time saved in one row counts for its share of the batch
         gain = sum(expected * self.prices[row] for row, expected in gains.items()) / len(self.prices)
         saved, cost, before = gain, forward if drafting else 0.0, verify.at(position + 1)
         for longer in verify.seconds[position + 2 : self.policy.maximum + 2]:
@@ -323,11 +326,11 @@ class _Adaptive(Length):
         return False
 
     def _first_guess(self) -> int:
-        """Tokens to draft while nothing is known of the costs."""
+        """Tokens to draft while the costs are unknown."""
         return min(1 if self.known.rounds == 1 else 2, self.policy.maximum)
 
     def _best_block(self) -> int:
-        """What to ask of a drafter that proposes a block at once."""
+        """Tokens to ask for, of a drafter that proposes a block at once."""
         known, maximum = self.known, self.policy.maximum
         if not known.verify.seconds:
             return self._first_guess()

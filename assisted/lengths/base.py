@@ -1,7 +1,7 @@
-"""When to stop drafting. A policy is what the caller writes down; a `Length` is its memory during one `generate`.
+"""The interface of draft lengths. A policy is what the caller writes down; a `Length` is its state during one `generate`.
 
-Knows numbers and confidences, nothing of models. To stay exact under sampling a policy decides from the draft's distribution
-before a token is drawn from it, never from the token (non-anticipation): `Length.go_on` is called in that place.
+Knows numbers and confidences, nothing of models. To stay exact under sampling, a policy decides from the draft's distribution
+before a token is drawn from it, never from the token (non-anticipation). `Length.go_on` is called at that point.
 """
 
 from __future__ import annotations
@@ -18,53 +18,56 @@ __all__ = ["DraftLength", "Length"]
 
 
 class Length:
-    """A policy at work during one `generate`. What it does not override, it does not care about. All that it is told comes as
-    arguments: nobody sets its attributes."""
+    """The state of a policy during one `generate`. A subclass overrides only what it needs. All input comes as arguments:
+    nobody sets its attributes."""
 
     needs_q = False
-    """Whether `go_on` looks at the distribution; a policy that does not spares the draft a softmax and a synchronisation."""
+    """Whether `go_on` reads the distribution. Otherwise the draft is spared a softmax and a synchronisation."""
 
     predicted_speedup: float | None = None
-    """Against plain decoding, for the draft lengths it chooses; None where nothing is predicted."""
+    """Over the autoregressive baseline, at the draft lengths it chooses; None where nothing is predicted."""
 
     costs: Costs | None = None
-    """What was measured of the two models, where a policy does; None before."""
+    """The measured costs of the two models, if the policy measures them; None until then."""
 
     def leave_size(self) -> None:
-        """The drafter weighs by `costs` how much of the budget pays: the policy is to say only how deep it may go, and whether.
-        Called before the first round, by drafters that do."""
+        """Tell the policy that the drafter chooses the size of its trees by `costs`. The policy then decides only how deep
+        they may be, and whether to draft. Such drafters call it before the first round."""
 
     def budget(self, unfinished: Sequence[int]) -> int:
-        """The most tokens to draft this round; 0 decodes one token plainly. Called once, at the start of every round.
+        """The most tokens to draft this round; 0 decodes one token without a draft. Called once, at the start of every round.
 
         unfinished: the rows of the batch that still grow.
         """
         raise NotImplementedError
 
     def another(self, position: int) -> bool:
-        """Whether to run the draft for one more token, at `position` (0-based, at least 1). Asked before its forward."""
+        """Whether to run the draft for one more token, at `position` (0-based, at least 1). Called before its forward pass."""
         return True
 
     def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:
-        """Which rows propose a token at `position` (0-based). Asked before it is drawn from q, and only if `needs_q`.
+        """Which rows propose a token at `position` (0-based). Called before the token is drawn from q, and only if `needs_q`.
 
-        q: [B, V] float32, the draft's distribution there. drawn: the token is drawn from q and accepted as often as
-        q overlaps with the target's distribution: also where neither is sure of a token, these may be nearly the
-        same. Otherwise it is the likeliest one of each row. Returns [B] bool, on q's device or, where it was decided
-        there, on the host. Rows that said no once are not asked again.
+        Args:
+            q: [B, V] float32, the draft's distribution at this position.
+            drawn: the token is sampled from q, and accepted as often as q overlaps with the target's distribution. These may
+                be nearly equal even where no token is probable. Otherwise it is the top-1 token of each row.
+
+        Returns [B] bool, on q's device, or on the host where it was decided there. A row that was False once proposes nothing
+        more in this round.
         """
         return q.new_ones(len(q), dtype=torch.bool)
 
     def observe(self, round: Round) -> None:
-        """What became of the round; called after every one, those without a draft included."""
+        """Take in the outcome of a round. Called after every round, also after those without a draft."""
 
     def end(self) -> None:
-        """The call is over. What was measured is kept for later ones; whatever else belongs to the call is let go here."""
+        """The call is over. Measurements are kept for later calls; everything else that belongs to the call is released."""
 
 
 class DraftLength(Protocol):
     """What a caller passes as `draft_length`: immutable, shared between calls."""
 
     def start(self, earlier: Length | None = None) -> Length:
-        """The policy's memory for one `generate`. earlier: the one of the model's last call with this policy, if any."""
+        """The policy's state for one `generate`. earlier: that of the model's last call with this policy, if any."""
         ...

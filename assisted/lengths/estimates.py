@@ -1,6 +1,6 @@
-"""What the adaptive draft length measures on the way: seconds of a pass, and how often a drafted token is accepted.
+"""What the adaptive draft length measures while it runs: seconds of forward passes, and how often drafted tokens are accepted.
 
-Knows numbers; nothing of models, and nothing of what is decided by them.
+Knows numbers; nothing of models, and nothing of the decisions that depend on them.
 """
 
 from __future__ import annotations
@@ -18,38 +18,41 @@ from .faded import Faded
 
 __all__ = ["MEMORY", "Curve", "Known", "Reliability", "confidence_bin"]
 
-SAMPLES = 15  # seconds of so many passes of a kind are remembered
-MEMORY = 0.99  # a round: outcomes of some hundred rounds count
-_SAME = 0.01  # relative change of a median that is not worth a new curve
-_FORGOTTEN = 100  # passes after which a count that was not met again is forgotten
-_BELIEVED = 0.5  # share of what a single pass says a column adds, while there is but a guess
+SAMPLES = 15  # timings that are kept of each count
+MEMORY = 0.99  # share of the past that remains after a round: about the last hundred rounds count
+_SAME = 0.01  # a relative change of a median below this does not change the curve
+_FORGOTTEN = 100  # forward passes after which a count that did not occur again is forgotten
+_BELIEVED = 0.5  # while the slope is a guess: share of the slope measured by a single forward pass that is trusted
 _EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 _MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
 
 
 def confidence_bin(confidence: float) -> int:
-    """The bin of a draft's confidence, its largest probability."""
+    """The bin of the draft's confidence, which is its largest probability."""
     return bisect_right(_EDGES, confidence)
 
 
 def typical(samples: deque[float]) -> float:
-    """The median; the least of two, one of which is likely to be a first pass."""
+    """The median; the smaller of two samples, since the other is likely to be a slow first forward pass."""
     return min(samples) if len(samples) < 3 else median(samples)
 
 
 class Curve:
-    """Seconds of a pass by a count (its columns, or the tokens asked for): medians of the recent past, filled in between.
+    """Seconds by a count: of a forward pass by its positions, or of a draft by its forward passes or the tokens asked for.
+
+    Medians of recent timings, interpolated between the counts that occurred.
 
     Args:
-        longest: the largest count to know about.
-        slope: guess of what each one more adds, as a share of the first, until two counts have been seen twice; a single pass
-            of a larger one may raise it before.
-        known: seconds by count, measured earlier; they hold until two counts have been seen here.
-        one_apart: a count of one is run in another way than several: what the second one adds says nothing of the third.
+        longest: the largest count to estimate.
+        slope: a guess of what one more adds, as a share of the seconds of the first. Used until two counts have occurred
+            twice; a single timing of a larger count may raise it before.
+        known: seconds by count, measured earlier. Used until two counts have occurred here.
+        one_apart: a count of one runs differently from larger counts: the difference between one and two does not predict
+            the difference between two and three.
 
     Attributes:
         seconds: by count, index 0 unused; empty while nothing is known.
-        step: seconds that one more adds, on average of what was seen.
+        step: mean seconds that one more adds.
     """
 
     def __init__(self, longest: int, slope: float, known: Mapping[int, float] | None = None, one_apart: bool = False):
@@ -58,8 +61,8 @@ class Curve:
         self.one_apart = one_apart
         self.samples: dict[int, deque[float]] = {}
         self.typical: dict[int, float] = {}
-        self.last: dict[int, int] = {}  # pass of each count that was the latest
-        self.passes = 0
+        self.last: dict[int, int] = {}  # by count: the number of the last timing
+        self.timings = 0
         self.given = known is not None
         self.seconds: list[float] = []
         self.step = 0.0
@@ -67,11 +70,11 @@ class Curve:
             self._fill(dict(known))
 
     def see(self, count: int, seconds: float) -> None:
-        """A pass: what it took."""
+        """Take in a timing."""
         changed = self._forget(count)
         samples = self.samples.setdefault(count, deque(maxlen=SAMPLES))
         samples.append(seconds)
-        if len(samples) == 1:  # it may be anything, since the first pass of a shape is slow: enough for a guess
+        if len(samples) == 1:  # the first forward pass of a shape is slow: it serves for a guess only
             changed |= len(self.typical) == 1
         else:
             before, now = self.typical.get(count), typical(samples)
@@ -82,13 +85,14 @@ class Curve:
             self._fill(self.typical)
 
     def _forget(self, count: int) -> bool:
-        """Drop what was not seen for long, but for the least count; this one is seen now. Says whether that was anything.
+        """Forget counts, except for the least, that have not occurred for long. `count` occurs now. Returns whether any was
+        forgotten.
 
-        A count that seemed dear, for a disturbance that came twice, is not met again: nothing else would put it right.
+        A count that seemed expensive because of two disturbed timings is not drafted to again, so no new timing corrects it.
         """
-        self.passes += 1
-        self.last[count] = self.passes
-        least, before = min(self.last), self.passes - _FORGOTTEN
+        self.timings += 1
+        self.last[count] = self.timings
+        least, before = min(self.last), self.timings - _FORGOTTEN
         gone = [old for old, last in self.last.items() if last < before and old > least]
         for old in gone:
             del self.last[old], self.samples[old]
@@ -102,20 +106,20 @@ class Curve:
         return other
 
     def at(self, count: int) -> float:
-        """Seconds for this count; the longest known where it is longer. Only once something is known."""
+        """Seconds for this count; beyond `longest`, those of `longest`. Only once something is known."""
         return self.seconds[min(count, len(self.seconds) - 1)]
 
     def each(self, by_count: bool) -> float:
-        """Mean seconds of the recent past, of a pass, or of one of what passes are counted by. Only once something is known."""
+        """Recent mean seconds of a timing, or, by_count, of one of what it counts. Only once something is known."""
         seen = [(count, seconds, len(self.samples[count])) for count, seconds in self.typical.items()]
-        if not seen:  # only earlier
+        if not seen:  # all was measured earlier
             return self.seconds[1]
         return sum(s * n for _, s, n in seen) / sum(n * (count if by_count else 1) for count, _, n in seen)
 
     def _fill(self, known: dict[int, float]) -> None:
         counts = sorted(known)
         seconds = [known[count] for count in counts]
-        for i in range(len(counts) - 2, -1, -1):  # less never takes longer: an outlier that came twice
+        for i in range(len(counts) - 2, -1, -1):  # fewer never take longer: that was an outlier that occurred twice
             seconds[i] = min(seconds[i], seconds[i + 1])
         first, last = counts[0], counts[-1]
         start = 1 if self.one_apart and first == 1 and len(counts) > 1 else 0
@@ -143,11 +147,11 @@ class Curve:
 
 
 class Reliability:
-    """How often a drafted token is accepted once those before it are: by the draft's confidence and the position.
+    """How often a drafted token is accepted once those before it are, by the draft's confidence and the position.
 
-    A cell holds (accepted, seen, round of the last change), and the past fades round by round. One that has seen little
-    leans on the one above it: (confidence, position) on the confidence, and that on a guess: where tokens are not drawn, the
-    confidence taken at its word.
+    A cell holds the share of accepted tokens and the round of its last change; the past fades with every round. A cell with
+    few observations is combined with a more general one: (confidence, position) with the confidence, and the confidence with
+    a guess. The guess for a token that is not sampled is the confidence itself.
     """
 
     def __init__(self) -> None:
@@ -161,15 +165,15 @@ class Reliability:
         return other
 
     def accept(self, bin: int, position: int, sampled: bool = False) -> float:
-        """Of a token of this confidence at this position (0-based).
+        """The acceptance rate of a token of this confidence at this position (0-based).
 
-        sampled: it is drawn. Then confidence says little before anything is known, and the guess is a hopeful one: a token
-        that is never proposed never shows how often it is accepted.
+        sampled: the token is drawn. Confidence then predicts little before anything is known, and the guess is optimistic: a
+        token that is never proposed never shows how often it is accepted.
         """
         return self._blend((bin, _group(position)), 4, self._blend(bin, 2, _prior(bin, sampled)))
 
     def chain(self, longest: int) -> list[float]:
-        """By position, where no confidence is known. Each leans on the one before it."""
+        """Acceptance rates by position, where no confidence is known. Each is combined with the one before it."""
         found, above = [], 0.5
         for position in range(longest):
             above = self._blend(("chain", position), 3, above)
@@ -177,9 +181,10 @@ class Reliability:
         return found
 
     def following(self, bin: int, sampled: bool = False) -> float:
-        """What `accept` may be expected to say of the token after one of this confidence.
+        """The expected `accept` of the token after one of this confidence.
 
-        Behind tokens of little confidence few drafts go on: one that went on elsewhere says more of it than the guess.
+        Few drafts continue after tokens of low confidence. There, drafts that continued after other tokens predict better
+        than the guess.
         """
         return self._blend(("following", bin), 2, self._blend("following", 4, max(0.3, _prior(bin, sampled))))
 
@@ -209,19 +214,20 @@ class Reliability:
 
 @dataclass
 class Known:
-    """What one `generate` leaves to the next.
+    """What one `generate` passes on to the next.
 
     Args:
-        verify: seconds of a pass of the target by its columns.
-        draft: seconds of a draft by its forwards; of a drafter that proposes a block at once by the tokens it was asked for.
-        credit: tokens a row that drafting may still lose before it pauses.
-        pause: tokens of the next pause.
-        paused: tokens left of this one.
-        reliability: of drafted tokens.
+        verify: seconds of a forward pass of the target by its positions.
+        draft: seconds of a draft by its forward passes; of a drafter that proposes a block at once, by the tokens that it was
+            asked for.
+        credit: tokens per row that drafting may still lose before it pauses.
+        pause: length of the next pause in tokens.
+        paused: tokens left of the current pause.
+        reliability: how often drafted tokens are accepted.
         asks: whether the drafter asks before every token; None before its first draft.
-        nodes: columns that a block has for each token of its depth, 1 for chains.
-        pace: seconds of a committed token of each row in the recent past, by the costs.
-        rounds, plain_at: rounds so far, and the last of them that was plain.
+        nodes: mean nodes that a block has per token of its depth, 1 for chains.
+        pace: recent seconds per committed token of a row, by the costs.
+        rounds, plain_at: number of rounds so far, and of the last one without a draft.
     """
 
     verify: Curve
@@ -237,7 +243,7 @@ class Known:
     plain_at: int = 0
 
     def copy(self) -> Known:
-        """For the next `generate` to build on: what it adds is not seen here."""
+        """For the next `generate`, which does not change the original."""
         return replace(
             self,
             verify=self.verify.copy(),
@@ -247,13 +253,13 @@ class Known:
         )
 
     def costs(self) -> Costs | None:
-        """What the passes take; None while that is not known."""
+        """Seconds of the forward passes; None while they are not known."""
         if not self.verify.seconds or not self.draft.seconds:
             return None
         return Costs(tuple(enumerate(self.verify.seconds))[1:], self.draft.each(by_count=self.asks is not False))
 
     def speedup(self) -> float | None:
-        """Of the recent past against plain decoding, by the costs; None while they are not known."""
+        """Recent speedup over the autoregressive baseline, by the costs; None while these are not known."""
         if not self.draft.seconds or not self.pace.total:
             return None
         return self.pace.weight / self.pace.total * self.verify.at(1)

@@ -1,4 +1,4 @@
-"""Rules of the literature for when to stop drafting. The package's own, which measures, is adaptive.py.
+"""Rules from the literature for when to stop drafting. The package's own policy, which measures costs, is in adaptive.py.
 
 Knows numbers and confidences, nothing of models.
 """
@@ -51,9 +51,8 @@ class Confidence:
     """Draft until the draft model is unsure: the rule of transformers' `assistant_confidence_threshold`.
 
     Args:
-        threshold: stop before a token whose distribution has no probability above this; in [0, 1]. Higher pays where
-        the draft is
-            slow against the target.
+        threshold: stop before a token whose distribution has no probability of at least this; in [0, 1]. Choose a higher one
+            where the draft is slow compared with the target.
         maximum: the most tokens of a round, at least 1.
     """
 
@@ -73,8 +72,8 @@ class Confidence:
 
 @dataclass(frozen=True)
 class Heuristic:
-    """Two tokens more after a draft that was accepted as a whole, one less after any other: the schedule of transformers'
-    `num_assistant_tokens_schedule="heuristic"`. A batch counts as accepted where every row's draft was.
+    """Draft two tokens more after a fully accepted draft, and one less after any other: the schedule of transformers'
+    `num_assistant_tokens_schedule="heuristic"`. In a batch, the drafts of all rows have to be accepted.
 
     Args:
         start_tokens: draft length of the first round, at least 1.
@@ -97,16 +96,16 @@ class Heuristic:
 
 @dataclass(frozen=True)
 class AdaEDL:
-    """Draft while a lower bound on the acceptance, from the entropy of the draft's distribution, stays above a
-    threshold. 2410.18351.
+    """Draft while a lower bound on the acceptance rate stays above a threshold. The bound is computed from the entropy of the
+    draft's distribution. 2410.18351.
 
-    Stop before a token if 1 - sqrt(gamma * H(q)) < threshold, H in nats. After every round the threshold moves by `step`,
-    smoothed: up while fewer than `acceptance` of the drafted tokens are accepted, down otherwise.
+    Drafting stops before a token if 1 - sqrt(gamma * H(q)) < threshold, H in nats. After every round the threshold moves by a
+    smoothed `step`: up while the acceptance rate is below `acceptance`, down otherwise.
 
     Args:
-        gamma: how fast the bound falls with the entropy; above 0. The paper's value.
-        threshold: at the start, in [0, 1].
-        acceptance: acceptance rate to aim at, in [0, 1]. Higher drafts less.
+        gamma: how fast the bound falls with the entropy; above 0. The default is the paper's value.
+        threshold: its value at the start, in [0, 1].
+        acceptance: the acceptance rate to aim at, in [0, 1]. A higher one makes drafts shorter.
         step: how far a round moves the threshold, before smoothing.
         acceptance_memory, threshold_memory: weight of the past in the two moving averages, in [0, 1).
         maximum: the most tokens of a round, at least 1.

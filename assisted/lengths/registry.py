@@ -1,6 +1,6 @@
-"""Draft length policies by name: what a caller may write, and what a saved pair holds.
+"""Draft length policies by name: what a caller may pass, and what is saved with a pair.
 
-Knows every policy of the package; nothing of how one decides.
+Knows every policy of the package, but not how they decide.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["from_dict", "policies", "resolve", "to_dict"]
 
 
 def policies() -> dict[str, type]:
-    """The package's policies by name: what `draft_length` may be as a string, and what config.json holds."""
+    """The package's policies by the names that `draft_length` accepts and config.json holds."""
     return {"adaptive": Adaptive, "fixed": Fixed, "confidence": Confidence, "heuristic": Heuristic, "adaedl": AdaEDL}
 
 
 def resolve(draft_length: int | str | DraftLength | None) -> DraftLength:
-    """The policy behind what a caller may write: an int, a name of `policies`, a policy object; None is "adaptive".
+    """The policy for a `draft_length` argument: an int, a name of `policies`, a policy object, or None for "adaptive".
 
     Raises ValueError for anything else.
     """
@@ -42,7 +42,7 @@ def resolve(draft_length: int | str | DraftLength | None) -> DraftLength:
 
 
 def to_dict(policy: DraftLength) -> dict[str, Any] | None:
-    """A policy as plain values for config.json; None for one that this package does not know."""
+    """A policy as plain values for config.json; None for a policy from outside this package."""
     for name, kind in policies().items():
         if type(policy) is kind:
             return {"policy": name, **asdict(policy)}  # type: ignore[call-overload]
@@ -50,15 +50,15 @@ def to_dict(policy: DraftLength) -> dict[str, Any] | None:
 
 
 def from_dict(fields: dict[str, Any] | None) -> DraftLength:
-    """The policy that `to_dict` wrote; the default for None. Raises ValueError for an unknown name or field."""
+    """The policy that `to_dict` wrote, or the default for None. Raises ValueError for an unknown name or field."""
     if fields is None:
         return resolve(None)
     if not isinstance(fields, dict):
-        raise ValueError(f"draft_length: the saved policy should be an object, and is {fields!r}")
+        raise ValueError(f"draft_length: the saved policy should be an object, but is {fields!r}")
     values = dict(fields)
     name = values.pop("policy", None)
     if name not in policies():
-        raise ValueError(f"draft_length: this version does not know the saved policy {name!r}; pass draft_length=")
+        raise ValueError(f"draft_length: the saved policy {name!r} is not known in this version; pass draft_length=")
     try:
         return policies()[name](**values)
     except TypeError as error:

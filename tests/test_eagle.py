@@ -523,7 +523,7 @@ def test_targets_that_cannot_be_served():
     with pytest.raises(ValueError, match=r"97.*96"):
         AssistedModelForCausalLM.from_models(pair()[0], draft=Eagle(larger))
     for fields in ({"target_hidden_size": 48}, {"hidden_size": 48, "target_hidden_size": 32}):
-        with pytest.raises(ValueError, match="wide"):
+        with pytest.raises(ValueError, match="width"):
             AssistedModelForCausalLM.from_models(pair()[0], draft=Eagle(random_head(pair()[0], 3, **fields)))
 
 

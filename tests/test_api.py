@@ -129,13 +129,15 @@ def test_docstrings_say_what_arguments_are(name: str, value: Any) -> None:
     if dataclasses.is_dataclass(value):
         assert doc != f"{value.__name__}{inspect.signature(value)}".replace(" -> None", ""), f"{name} has no docstring"
     of_module = inspect.getdoc(inspect.getmodule(value)) or ""
-    source = inspect.getsource(value)  # fields may be documented below themselves
+    source = inspect.getsource(value)  # fields may be documented below themselves, or by their metadata
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    helped = {field.name for field in fields if "help" in field.metadata}
     if not inspect.isclass(value):
         assert not unnamed(value, doc, of_module), f"{name}: says nothing of {unnamed(value, doc, of_module)}"
         return
     if not getattr(value, "_is_protocol", False):
         made = [] if name == "assisted.AssistedModelForCausalLM" else unnamed(value, doc, of_module)
-        undocumented = [field for field in made if not re.search(rf'^    {field}: .*\n    """', source, re.M)]
+        undocumented = [f for f in made if f not in helped and not re.search(rf'^    {f}: .*\n    """', source, re.M)]
         assert not undocumented, f"{name}: says nothing of {undocumented}"
     for method_name, method in vars(value).items():
         function = method.__func__ if isinstance(method, (classmethod, staticmethod)) else method

@@ -122,7 +122,7 @@ def test_the_loss_falls_and_acceptance_is_measured(name, target, text, tmp_path)
     assert len(losses) == 40
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert [row["step"] for row in measured] == [0, 20, 40]
-    assert all(len(row["greedy"]) == len(row["sampled"]) == len(list(method.places)) for row in measured)
+    assert all(len(row["greedy"]) == len(row["sampled"]) == len(list(method.positions)) for row in measured)
     assert sum(measured[-1]["sampled"]) > sum(measured[0]["sampled"])
 
 
@@ -164,7 +164,7 @@ def test_a_result_is_not_made_again(target, text, tmp_path):
     before = (tmp_path / "model.safetensors").stat().st_mtime_ns
     said = []
     train(made("eagle-3", target, text), text, PLAN, tmp_path, say=said.append)
-    assert said[-1] == f"{tmp_path} holds the result already"
+    assert said[-1] == f"{tmp_path} already holds the result"
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(
         ValueError, match=r"steps: .* holds the result of a run with 6, this one has 7; give another folder"
@@ -295,7 +295,7 @@ def test_a_draft_writes_on_policy(target):
 def test_what_cannot_be_distilled(target, tmp_path):
     with pytest.raises(ValueError, match="draft, layers: give one of them"):
         DistillSettings()
-    with pytest.raises(ValueError, match="on_policy: 2 is no share"):
+    with pytest.raises(ValueError, match="on_policy: 2 is not a share"):
         DistillSettings(layers=1, on_policy=2)
     with pytest.raises(ValueError, match="loss: 'l2' is not known; one of kl, reverse-kl, tv, kl\\+tv"):
         DistillSettings(layers=1, loss="l2")
@@ -324,8 +324,8 @@ def test_exits_speak_through_the_models_own_output(architecture):
     with torch.no_grad():
         logits, states = method._run(ids, frozenset(), [1, 2])
         torch.testing.assert_close(logits, model(ids).logits)
-        torch.testing.assert_close(method._said(ids, states[2]), logits)
-        assert not torch.allclose(method._said(ids, states[1]), logits)
+        torch.testing.assert_close(method._exit_logits(ids, states[2]), logits)
+        assert not torch.allclose(method._exit_logits(ids, states[1]), logits)
 
 
 def test_later_layers_are_dropped_more_often():
@@ -470,10 +470,12 @@ def test_compiled_is_the_same(name, target, text):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
 
 
-def test_a_target_writes_what_a_draft_has_to_foresee(target, text, tmp_path):
+def test_a_target_writes_what_a_draft_has_to_predict(target, text, tmp_path, monkeypatch):
     """A beginning of the text, then what plain `generate` says; kept for a run that goes on."""
+    from assisted.training import written
     from assisted.training.written import with_written, write
 
+    monkeypatch.setattr(written, "_ROWS", 4)
     stream = write(target, text.training, 1, seed=3)
     length = min(512, target.config.max_position_embeddings)
     rows = torch.from_numpy(stream).long().view(-1, length)  # the first batch is greedy

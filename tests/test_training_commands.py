@@ -12,7 +12,10 @@ from pairs import tokenizer as tiny_tokenizer
 from safetensors.torch import load_file
 
 from assisted import zoo
+from assisted.cli import train as training
 from assisted.cli.main import main
+from assisted.training.eagle import EagleSettings
+from assisted.training.plan import Plan
 
 
 @pytest.fixture(scope="module")
@@ -106,4 +109,34 @@ def test_help_says_what_everything_is(method, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", method, "--help"])
     assert ended.value.code == 0
-    assert "--checkpoint-every" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--checkpoint-every N" in shown
+    assert "(default: 1000)" in shown
+    assert "_" not in shown.replace("hidden_states", "")  # one spelling of each option
+    assert f"(default: {'0.0001' if method == 'early-exit' else '0.001'})" in shown
+
+
+def test_a_methods_parser_is_made_when_it_runs(capsys, monkeypatch):
+    """It imports torch, and help must not."""
+    monkeypatch.setattr(training, "options", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--help"])
+    assert ended.value.code == 0
+    assert "early-exit" in capsys.readouterr().out
+    assert "torch" not in vars(training)
+
+
+def test_options_are_the_settings(capsys):
+    line = "--target t --out o --text a b --taps 1 2 --no-norms --version 3 --draft-vocab 9 --bfloat16 --lr 0.5"
+    settings, plan, args = training.options("eagle").parse_args_into_dataclasses(line.split(), look_for_args_file=False)
+    assert settings == EagleSettings(taps=[1, 2], norms=False, draft_vocab=9)
+    assert plan == Plan(bfloat16=True, lr=0.5)
+    assert (args.target, args.text, args.compile, args.store) == ("t", ["a", "b"], False, "float32")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "eagle", *line.split(), "--version", "2"])
+    assert ended.value.code == 2
+    assert "argument --version: invalid choice" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "eagle", *line.split(), "--unknown", "2"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --unknown 2" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def test_every_window_comes_once_an_epoch(batch):
 
 
 def test_short_texts_are_refused():
-    with pytest.raises(ValueError, match="context: windows of 16 tokens want a text of at least 32, this one has 31"):
+    with pytest.raises(ValueError, match="context: windows of 16 tokens need a text of at least 32, this one has 31"):
         Windows(STREAM[:31], 16, 1, 0)
     with pytest.raises(ValueError, match="the held-out text has 15 tokens"):
         pack(STREAM[:15], 16, 1)
@@ -76,9 +76,9 @@ def test_files_folders_and_patterns(tmp_path):
         (tmp_path / name).write_bytes(content)
     assert list(read_files([str(tmp_path)])) == ["one", "two", "three"]
     assert list(read_files([str(tmp_path / "c.md"), str(tmp_path / "*.txt")])) == ["three", "two"]
-    with pytest.raises(ValueError, match="is no file or folder and matches none"):
+    with pytest.raises(ValueError, match="is neither a file nor a folder and matches none"):
         list(read_files([str(tmp_path / "nothing*")]))
-    with pytest.raises(ValueError, match=r"odd\.bin is no UTF-8 text"):
+    with pytest.raises(ValueError, match=r"odd\.bin is not UTF-8 text"):
         list(read_files([str(tmp_path / "a" / "odd.bin")]))
 
 
@@ -109,9 +109,9 @@ def test_no_text(tmp_path):
     with pytest.raises(ValueError, match="text: nothing to train on"):
         read_text(tiny_tokenizer())
     (tmp_path / "a.txt").write_text(" \n")
-    with pytest.raises(ValueError, match="text: there is nothing in it"):
+    with pytest.raises(ValueError, match="text: it is empty"):
         read_text(tiny_tokenizer(), [str(tmp_path)])
-    with pytest.raises(ValueError, match="'zoo' has held-out text of its own"):
+    with pytest.raises(ValueError, match="'zoo' has its own held-out text"):
         read_text(tiny_tokenizer(), ["zoo", str(tmp_path)])
 
 

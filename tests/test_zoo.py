@@ -17,11 +17,14 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.cli import main as cli
+from assisted.cli.train import options
 from assisted.drafters.other_tokenizer import TranslatedDrafter
 from assisted.recipe import shapes as recipe
 from assisted.recipe import train
-from assisted.recipe.shapes import RECIPES, Phase, Recipe
+from assisted.recipe.shapes import RECIPES, Phase, Recipe, Shape
+from assisted.training import trainer
+from assisted.training.data import read_text
+from assisted.training.early_exit import EarlyExitSettings
 from assisted.zoo import corpus
 
 # ---- names
@@ -169,31 +172,22 @@ def test_held_out_text_without_its_packages(monkeypatch, held_out):
 # ---- recipes
 
 
-def tiny(name="target", **fields):
-    shape = {"hidden_size": 64, "intermediate_size": 64, "layers": 2, "heads": 1, "kv_heads": 1}
-    phases = (Phase(2, 2, 16), Phase(1, 1, 24))
-    rates = ((0, 0.0), (2, 1.0), (3, 0.0))
-    return Recipe(**({"name": name, "vocab_size": 280, "phases": phases, "rates": rates} | shape | fields))
-
-
-def test_rates_rise_stay_and_fall():
-    rate = tiny(phases=(Phase(100, 1, 8),), rates=((0, 0.0), (10, 1.0), (60, 1.0), (100, 0.0))).rate
-    shown = {0: 0.05, 4: 0.45, 10: 1.0, 59: 1.0, 61: 0.9625, 80: 0.4875, 99: 0.0125}
-    assert {step: rate(step) for step in shown} == pytest.approx(shown)
+def tiny(name="target", layers=2, **fields):
+    shape = Shape(hidden_size=64, intermediate_size=64, layers=layers, heads=1, kv_heads=1)
+    rates = {"warmup": 0.5, "cooldown": 0.5}
+    return Recipe(
+        name, **({"vocab_size": 280, "shape": shape, "phases": (Phase(2, 2, 16), Phase(1, 1, 24))} | rates | fields)
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_shipped_recipes(name):
     shipped = RECIPES[name]
     assert shipped.name == name
-    assert shipped.steps == sum(phase.steps for phase in shipped.phases)
-    rates = [shipped.rate(step) for step in range(shipped.steps)]
-    assert max(rates) == 1
-    assert min(rates) > 0
-    assert rates[-1] < 0.01
-    assert [step for step, _ in shipped.rates][-1] == shipped.steps
+    assert shipped.plan.steps == sum(phase.steps for phase in shipped.phases)
+    assert shipped.plan.rate(shipped.plan.steps - 1) < 0.01
     assert max(phase.context for phase in shipped.phases) <= train.CONTEXT
-    assert shipped.hidden_size == 64 * shipped.heads
+    assert shipped.shape.hidden_size == 64 * shipped.shape.heads
     if shipped.teacher is not None:
         assert RECIPES[shipped.teacher].vocab_size == shipped.vocab_size
 
@@ -203,74 +197,26 @@ def test_every_shipped_model_has_a_recipe():
     assert recipe.OTHER_DRAFT.vocab_size != recipe.TARGET.vocab_size
 
 
-# ---- batches and plans: functions of the seed and the step
-
-STREAM = np.arange(1000, dtype=np.uint16)  # a token tells where it stands
+# ---- batches: functions of the seed and the step
 
 
-def batches(phases, seed=3, stream=STREAM):
-    return list(train.windows(stream, tiny(phases=phases, seed=seed)))
+def batches(phases, seed=3):
+    stream = np.arange(1000, dtype=np.int32)  # a token is its position in the text
+    return train.batches(stream, tiny(phases=phases, seed=seed))
 
 
-def test_windows_are_stretches_of_the_stream():
-    phases = (Phase(4, 3, 16), Phase(2, 5, 40))
-    found = batches(phases)
-    assert [batch.shape for batch in found] == [(3, 17)] * 4 + [(5, 41)] * 2
-    for batch in found:
-        assert batch.dtype == torch.int64
-        assert torch.equal(batch, batch[:, :1] + torch.arange(batch.shape[1]))
-
-
-def test_some_windows_are_copies_of_their_first_half():
-    found = torch.cat(batches((Phase(50, 4, 16, copies=0.25),)))
-    copied = [row for row in found if torch.equal(row[9:], row[1:9])]
-    assert 25 < len(copied) < 75
-    assert all(torch.equal(row[:9], row[0] + torch.arange(9)) for row in found)
-
-
-def test_a_text_shorter_than_a_window_is_refused():
-    with pytest.raises(ValueError, match="16 tokens"):
-        batches((Phase(1, 1, 16),), stream=STREAM[:17])
-
-
-def test_windows_are_a_function_of_the_seed():
-    phases = (Phase(30, 4, 16), Phase(10, 2, 40))
-    again = batches(phases)
-    for one, two in zip(batches(phases), again, strict=True):
-        assert torch.equal(one, two)
-    assert any(not torch.equal(one, two) for one, two in zip(batches(phases, seed=4), again, strict=True))
-    longer = batches((Phase(35, 4, 16),))  # what is still to come changes nothing
-    assert all(torch.equal(one, two) for one, two in zip(again[:30], longer, strict=False))
-
-
-@pytest.mark.parametrize("batch", [1, 7, 100])
-def test_every_window_comes_once_an_epoch(batch):
-    context, steps = 16, 500 // batch
-    starts = torch.cat(batches((Phase(steps, batch, context),)))[:, 0].tolist()
-    epochs = []
-    while starts:
-        count = len(range(starts[0] % context, len(STREAM) - context - 1, context))
-        epochs.append(starts[:count])
-        starts = starts[count:]
-    assert len(epochs) > 5
-    for epoch in epochs[:-1]:
-        assert sorted(epoch) == list(range(min(epoch), max(epoch) + 1, context))
-        assert min(epoch) < context
-        assert max(epoch) + 2 * context + 2 > len(STREAM)
-    assert len(set(epochs[-1])) == len(epochs[-1])  # this one may not be over
-    assert epochs[0] != sorted(epochs[0])
-    assert len({min(epoch) for epoch in epochs[:-1]}) > 1  # cut elsewhere each time
-
-
-def test_dropped_layers_and_exits():
-    deep = tiny(layers=16)
-    plans = [train.early_exit_plan(deep, step) for step in range(3000)]
-    assert plans[:20] == [train.early_exit_plan(deep, step) for step in range(20)]
-    assert {exit_layer for _, exit_layer in plans} == set(range(1, 16))
-    shares = [sum(layer in skipped for skipped, _ in plans) / len(plans) for layer in range(16)]
-    assert shares[0] == 0
-    assert shares[15] == pytest.approx(train.MAX_LAYER_DROPOUT, abs=0.02)
-    assert shares[7] < shares[15] / 2  # the deeper, the more often
+def test_each_phase_has_its_own_windows():
+    batch = batches((Phase(4, 3, 16), Phase(2, 5, 40), Phase(1, 1, 8)))
+    found = [batch(step) for step in range(7)]
+    assert [ids.shape for ids in found] == [(3, 16)] * 4 + [(5, 40)] * 2 + [(1, 8)]
+    for ids in found:
+        assert ids.dtype == torch.int64
+        assert torch.equal(ids, ids[:, :1] + torch.arange(ids.shape[1]))
+    assert all(torch.equal(batch(step), found[step]) for step in (5, 2, 6, 0))
+    other = batches((Phase(4, 3, 16),), seed=4)
+    assert any(not torch.equal(other(step), found[step]) for step in range(4))
+    starts = torch.cat([ids[:, 0] for ids in found[:4]])
+    assert len(starts.unique()) == len(starts)  # every window once per epoch
 
 
 def test_models_are_seeded():
@@ -288,36 +234,43 @@ class Interrupted(Exception):
 
 @pytest.fixture
 def school(tmp_path, monkeypatch):
-    """A target and its distilled draft that train in three steps."""
+    """Three recipes that train in three steps, on a small text."""
     files = []
     for number in range(4):
         files.append(tmp_path / f"{number}.py")
         files[-1].write_text("\n".join(f"def f{i}(x_{number}):\n    return x_{number} + {i}" for i in range(20)))
     monkeypatch.setattr(corpus, "training_files", lambda: files)
-    recipes = {"target": tiny(early_exit=True), "draft": tiny("draft", teacher="target", seed=5)}
-    monkeypatch.setattr(train, "RECIPES", recipes)
+    monkeypatch.setattr(corpus, "held_out_files", lambda: files[:1])
+    recipes = [tiny(exits=EarlyExitSettings()), tiny("draft", teacher="target", seed=5), tiny("other", seed=6)]
+    monkeypatch.setattr(train, "RECIPES", {recipe.name: recipe for recipe in recipes})
+    plan = Recipe.plan.fget
+    quick = property(lambda self: dataclasses.replace(plan(self), checkpoint_every=1, evaluate_rows=2))
+    monkeypatch.setattr(Recipe, "plan", quick)
 
 
 def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def steps_in(folder):
-    return [json.loads(line)["step"] for line in (folder / "training.jsonl").read_text().splitlines()]
+def rows_in(folder):
+    return [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
 
 
 def test_a_training_interrupted_is_the_training_uninterrupted(school, tmp_path, monkeypatch):
+    """All recipes train through the package's trainer; it resumes them after a stop and after a crash."""
     whole, parts, broken = tmp_path / "whole", tmp_path / "parts", tmp_path / "broken"
-    step = train._step
+    step = trainer._step
 
     def fails_at_step_2(*args):
         if args[-1] == 2:
             raise Interrupted
         return step(*args)
 
-    for name in ("target", "draft"):
+    for name, method in (("target", "early-exit"), ("draft", "distill"), ("other", "early-exit")):
         folder = train.train(name, whole, compile_layers=False)
         assert folder == whole / name
+        about = json.loads((folder / "training.json").read_text())
+        assert (about["method"], about["steps"], about["recipe"]["name"]) == (method, 3, name)
 
         for stop in (1, 2):
             train.train(name, parts, compile_layers=False, stop_after=stop)
@@ -326,8 +279,7 @@ def test_a_training_interrupted_is_the_training_uninterrupted(school, tmp_path, 
         train.train(name, parts, compile_layers=False)
 
         with monkeypatch.context() as patch:
-            patch.setattr(train, "CHECKPOINT_EVERY", 1)
-            patch.setattr(train, "_step", fails_at_step_2)
+            patch.setattr(trainer, "_step", fails_at_step_2)
             with pytest.raises(Interrupted):
                 train.train(name, broken, compile_layers=False)
         train.train(name, broken, compile_layers=False)
@@ -338,7 +290,8 @@ def test_a_training_interrupted_is_the_training_uninterrupted(school, tmp_path, 
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[key], expected[key]) for key in expected)
             assert not (other / "checkpoint.pt").exists()
-        assert steps_in(folder) == steps_in(parts / name) == [0, 1, 2]
+            assert rows_in(other) == rows_in(folder)
+        assert [row["step"] for row in rows_in(folder) if "loss" in row] == [0, 1, 2]
         untrained = train.build_model(train.RECIPES[name]).state_dict()
         assert any(not torch.equal(untrained[key].bfloat16().float(), expected[key]) for key in expected)
 
@@ -357,12 +310,11 @@ def test_a_trained_folder_loads_as_any_other(school, tmp_path):
 
 def test_files_are_one_stream_with_ends(school, tmp_path):
     tokenizer = train.train_tokenizer(280, tmp_path)
-    files = corpus.training_files()
-    stream = train.encode(tokenizer, files)
-    assert stream.dtype == np.uint16
+    stream = read_text(tokenizer, ["zoo"]).training
     assert stream[-1] == tokenizer.eos_token_id
     pieces = np.split(stream, np.flatnonzero(stream == tokenizer.eos_token_id) + 1)[:-1]
-    assert [tokenizer.decode(piece[:-1].tolist()) for piece in pieces] == [path.read_text() for path in files]
+    texts = [path.read_text() for path in corpus.training_files()]
+    assert [tokenizer.decode(piece[:-1].tolist()) for piece in pieces] == texts
 
 
 def test_what_cannot_be_trained(school, tmp_path):
@@ -370,36 +322,6 @@ def test_what_cannot_be_trained(school, tmp_path):
         train.train("giant", tmp_path)
     with pytest.raises(ValueError, match="'draft' is distilled from 'target'; train that one first"):
         train.train("draft", tmp_path)
-
-
-@pytest.mark.parametrize("exit_layer", [None, 1, 2])
-def test_hidden_states_are_the_models_own(exit_layer):
-    model = train.build_model(tiny(layers=3)).eval()
-    ids = torch.arange(10).view(2, 5)
-    with torch.no_grad():
-        output = model.model(ids, output_hidden_states=True)
-        hidden, early = train.hidden_states(model, ids, exit_layer=exit_layer)
-        skipping, _ = train.hidden_states(model, ids, skipped=frozenset({1}))
-    torch.testing.assert_close(hidden, output.last_hidden_state)
-    if exit_layer is None:
-        assert early is None
-    else:
-        torch.testing.assert_close(early, model.model.norm(output.hidden_states[exit_layer]))
-    assert not torch.allclose(skipping, hidden)
-
-
-def test_losses_are_means_over_tokens():
-    """In slices or not: text_loss is the cross-entropy; a student that agrees with its teacher has nothing to learn."""
-    model = train.build_model(tiny())
-    hidden, labels = torch.randn(3, 500, 64), torch.randint(0, 280, (3, 500))
-    with torch.no_grad():
-        expected = torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten())
-        torch.testing.assert_close(train.text_loss(model, hidden, labels), expected)
-        assert train.distillation_loss(model, hidden, model, hidden).abs() < 1e-5
-        other = torch.randn(3, 500, 64)
-        p, q = model.lm_head(other).softmax(-1), model.lm_head(hidden).softmax(-1)
-        expected = (p * (p / q).log()).sum(-1).mean() + 0.5 * (p - q).abs().sum(-1).mean()
-        torch.testing.assert_close(train.distillation_loss(model, hidden, model, other), expected)
 
 
 def test_the_draft_with_a_tokenizer_of_its_own_is_told_apart():
@@ -460,8 +382,9 @@ def test_heads_are_stored_in_half_precision_and_say_where_they_come_from(head, n
 @pytest.mark.parametrize("name", zoo.HEADS)
 def test_the_command_that_trained_a_head_is_one_that_can_be_given(head, name):
     about = json.loads((head / "training.json").read_text())
-    args = cli._parser().parse_args(shlex.split(about["command"])[1:])
-    assert (args.steps, args.batch, args.context) == (about["steps"], about["batch"], about["context"])
+    parser, words = options(about["method"]), shlex.split(about["command"])[3:]
+    _, plan, args = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
+    assert (plan.steps, plan.batch, plan.context) == (about["steps"], about["batch"], about["context"])
     assert args.store in ("bfloat16", "float16")
 
 

@@ -1,6 +1,6 @@
 """The model card of the shipped models, measured on held-out code: `assisted zoo card`.
 
-Every figure in the card comes from here, so that retrained models get a true card in one command.
+Every figure in the card is computed here, so that retrained models get a correct card from one command.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Drafting", "Head", "Measured", "measure", "write"]
 WINDOW = 512  # tokens of context for the bits per byte
 WINDOWS = 60
 PROMPTS, NEW_TOKENS = 40, 48
-CHAIN = 4  # tokens of a head's chain; what the Medusa heads reach
+CHAIN = 4  # tokens of a head's chain, as many as there are Medusa heads
 TREE_NODES, TREE_DEPTH = 32, 6
 SHOWN = 10
 SHOWN_TOKENS = 64
@@ -40,8 +40,8 @@ class Measured:
 
     Args:
         name: of the recipe.
-        parameters: weights, shared ones counted once.
-        bits_per_byte: cross-entropy over the bytes of held-out files.
+        parameters: weights, with shared ones counted once.
+        bits_per_byte: cross-entropy per byte of held-out files.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Drafting:
     """The draft with the target, batch 1, float32.
 
     Args:
-        draft_length: tokens drafted each round.
+        draft_length: tokens drafted per round.
         temperature: 0 is greedy.
-        tokens_per_pass: of the target, its own token included.
-        acceptance_by_position: share accepted of the tokens drafted first, second, ...
-        repeated_4grams: share of the 4-grams written that occurred before in the same completion.
+        tokens_per_pass: new tokens per forward pass of the target, including its own token.
+        acceptance_by_position: the acceptance rates of the first, second, ... drafted token.
+        repeated_4grams: share of the generated 4-grams that occurred before in the same completion.
     """
 
     draft_length: int
@@ -74,12 +74,12 @@ class Head:
 
     Args:
         name: of the folder.
-        parameters: their own, what they use of the target left out.
+        parameters: their own, without those of the target that they use.
         bytes: of the folder.
-        tokens: that they were trained on.
-        command: that trained them.
-        chain: greedy chains; how often its first, second, ... token is accepted.
-        trees: token trees, greedy and sampled.
+        tokens: number of tokens they were trained on.
+        command: the command that trained them.
+        chain: with greedy chains.
+        trees: with token trees, greedy and sampled.
     """
 
     name: str
@@ -101,7 +101,7 @@ def bits_per_byte(folder: Path) -> float:
     bits = bytes_read = 0.0
     for path in tqdm(files[:WINDOWS], desc=f"bits per byte of {folder.name}", unit="file"):
         ids = tokenizer(corpus.read(path), return_tensors="pt").input_ids[:, :WINDOW]
-        ids = F.pad(ids, (1, 0), value=tokenizer.eos_token_id)  # files began behind an end token in training
+        ids = F.pad(ids, (1, 0), value=tokenizer.eos_token_id)  # in training, files came after an end token
         logits = model(ids[:, :-1]).logits[0]
         bits += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item() / math.log(2)
         bytes_read += len(tokenizer.decode(ids[0, 1:]).encode())
@@ -109,7 +109,7 @@ def bits_per_byte(folder: Path) -> float:
 
 
 def drafting(model: AssistedModelForCausalLM, draft_length: int, temperature: float) -> Drafting:
-    """Tokens per pass over held-out functions, each completed by 48 tokens."""
+    """Tokens per forward pass over held-out functions, with 48 new tokens each."""
     model.reset_totals()
     torch.manual_seed(0)
     completions = []
@@ -124,7 +124,7 @@ def drafting(model: AssistedModelForCausalLM, draft_length: int, temperature: fl
 
 
 def head(models: Path, name: str) -> Head:
-    """Trained heads with the target, and how they were trained, which is written down beside them."""
+    """Trained heads with the target, and how they were trained, from the training.json in their folder."""
     folder = models / name
     about = json.loads((folder / "training.json").read_text())
     kind, options = (Eagle, {"top_k": 6}) if about["method"] == "eagle" else (Medusa, {})
@@ -192,12 +192,13 @@ def _card(figures: dict[str, Any]) -> str:
         "",
         "# The shipped models",
         "",
-        "Three small Llama-architecture models that write Python, and heads for one of them, trained by this project from",
-        "nothing, so that drafts and a target can be seen at work without a download. They are for demonstration, teaching and",
-        "tests. They complete the shape of code well and its meaning poorly; do not use what they write.",
+        "Three small Llama-architecture models that write Python, and heads for one of them. This project trained them from",
+        "random weights, so that a target and its drafts can be tried without a download. They are for demonstration, teaching",
+        "and tests. They complete the form of code well and its meaning poorly; do not use what they write.",
         "",
-        "**Data.** The `.py` files of CPython 3.11's standard library, its tests included, duplicates and tables left out (PSF",
-        "licence). Held out, never trained on, and the text of every figure here: the sources of sympy and networkx.",
+        "**Data.** The `.py` files of CPython 3.11's standard library with its tests, without duplicates and tables (PSF",
+        "licence). The sources of sympy and networkx are held out: no model was trained on them, and every figure is measured",
+        "on them.",
         "",
         "| model | layers x hidden | vocabulary | parameters | steps | trained on | held-out bits per byte |",
         "|---|---|---|---|---|---|---|",
@@ -206,22 +207,23 @@ def _card(figures: dict[str, Any]) -> str:
         recipe = RECIPES[model["name"]]
         tokens = sum(phase.steps * phase.batch * phase.context for phase in recipe.phases) / 1e6
         how = f"distilled from `{recipe.teacher}`" if recipe.teacher else "text"
-        how += ", layer dropout and early-exit losses" if recipe.early_exit else ""
+        how += ", layer dropout and early-exit losses" if recipe.exits else ""
         lines.append(
-            f"| `zoo:{model['name']}` | {recipe.layers} x {recipe.hidden_size} | {recipe.vocab_size} "
-            f"| {model['parameters'] / 1e6:.1f} M | {recipe.steps} ({tokens:.1f} M tokens) | {how} "
+            f"| `zoo:{model['name']}` | {recipe.shape.layers} x {recipe.shape.hidden_size} | {recipe.vocab_size} "
+            f"| {model['parameters'] / 1e6:.1f} M | {recipe.plan.steps} ({tokens:.1f} M tokens) | {how} "
             f"| {model['bits_per_byte']:.2f} |"
         )
     lines += [
         "",
-        "Trained with Muon for the matrices and AdamW for the rest, in bfloat16 autocast; seeded and resumable:",
-        "`assisted zoo train NAME --out DIR`. Stored as bfloat16, computed in float32.",
+        "Muon trained the matrices and AdamW the rest, in bfloat16 autocast. `assisted zoo train NAME --out DIR` trains such a",
+        "model again. Weights are stored as bfloat16 and computed in float32.",
         "",
         f"**Drafting.** `zoo:draft` for `zoo:target`, batch 1, float32, {PROMPTS} held-out functions cut in the middle,",
-        f"{NEW_TOKENS} new tokens each. Tokens per pass of the target include its own token. `zoo:draft-other-tokenizer` reads",
-        "another vocabulary and is translated; docs/methods/other-tokenizer.md has its figures.",
+        f"{NEW_TOKENS} new tokens each. Tokens per forward pass of the target include its own token. Drafts by",
+        "`zoo:draft-other-tokenizer` are translated between the vocabularies; its figures are in",
+        "docs/methods/other-tokenizer.md.",
         "",
-        "| draft length | temperature | tokens per pass | accepted at position 1, 2, ... | repeated 4-grams |",
+        "| draft length | temperature | tokens per forward pass | accepted at position 1, 2, ... | repeated 4-grams |",
         "|---|---|---|---|---|",
     ]
     for row in figures["drafting"]:
@@ -231,7 +233,7 @@ def _card(figures: dict[str, Any]) -> str:
             f"| {row['repeated_4grams']:.1%} |"
         )
     lines += _heads_of_card(figures["heads"]) if figures["heads"] else []
-    lines += ["", f"**Ten completions**, greedy, {SHOWN_TOKENS} tokens; the model's part stands behind the line.", ""]
+    lines += ["", f"**Ten completions**, greedy, {SHOWN_TOKENS} tokens; the model continues after the line.", ""]
     for shown in figures["completions"]:
         lines += [f"`{shown['source']}`", "", "```text", shown["prompt"], "-" * 60 + shown["completion"], "```", ""]
     return "\n".join(lines)
@@ -240,9 +242,9 @@ def _card(figures: dict[str, Any]) -> str:
 def _heads_of_card(heads: list[dict[str, Any]]) -> list[str]:
     lines = [
         "",
-        "**Heads** for `zoo:target`, measured in the same way: greedy chains of 4 tokens, and token trees of "
+        "**Heads** for `zoo:target`, measured in the same way, with greedy chains of 4 tokens and token trees of "
         f"{TREE_NODES} nodes,",
-        f"at most {TREE_DEPTH} deep. Stored as bfloat16, computed in the target's type.",
+        f"at most {TREE_DEPTH} deep. They are stored as bfloat16 and computed in the target's dtype.",
         "",
         "| heads | parameters | size | trained on | accepted at position 1, 2, ... | chain | tree | tree, temperature 0.8 |",
         "|---|---|---|---|---|---|---|---|",
@@ -254,5 +256,10 @@ def _heads_of_card(heads: list[dict[str, Any]]) -> list[str]:
             f"| `zoo:{row['name']}` | {row['parameters'] / 1e6:.2f} M | {row['bytes'] / 2**20:.1f} MiB "
             f"| {row['tokens'] / 1e6:.1f} M tokens | {shares} | {' | '.join(per_pass)} |"
         )
-    lines += ["", "The last three columns are tokens per pass of the target. Trained by", "", "```bash"]
+    lines += [
+        "",
+        "The last three columns are tokens per forward pass of the target. These commands trained the heads:",
+        "",
+        "```bash",
+    ]
     return [*lines, *(row["command"] for row in heads), "```"]

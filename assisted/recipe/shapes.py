@@ -1,13 +1,15 @@
-"""The recipe of the shipped models: shapes, steps and rates, one frozen dataclass a model.
+"""The recipe of the shipped models: shapes, steps and rates, one frozen dataclass per model.
 
-Change a number here and `assisted zoo train` builds another model; the model card states what these gave.
+Change a number here and `assisted zoo train` builds another model. The model card states what these achieved.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
+from ..bench.grown import Shape
+from ..training.early_exit import EarlyExitSettings
+from ..training.plan import Plan
 
 __all__ = ["DRAFT", "OTHER_DRAFT", "RECIPES", "TARGET", "Phase", "Recipe"]
 
@@ -18,15 +20,13 @@ class Phase:
 
     Args:
         steps: optimizer steps.
-        batch: sequences a step.
-        context: tokens a sequence.
-        copies: share of the sequences whose second half is their first half again: small models learn late to copy.
+        batch: sequences per step.
+        context: tokens per sequence.
     """
 
     steps: int
     batch: int
     context: int
-    copies: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -34,78 +34,69 @@ class Recipe:
     """One shipped model: a small Llama and how it is trained.
 
     Args:
-        name: the folder under `assisted/zoo/models` and the name behind `zoo:`.
-        vocab_size: entries of its byte-level BPE, special tokens included.
-        hidden_size, intermediate_size, layers, heads, kv_heads: the Llama shape (head size 64).
+        name: the folder under `assisted/zoo/models`, and the name after `zoo:`.
+        vocab_size: entries of its byte-level BPE, including special tokens.
+        shape: of the Llama; heads have size 64.
         phases: stretches of training, in order.
-        teacher: name of the model it is distilled from; None trains on the text alone.
-        early_exit: layer dropout and early-exit losses (LayerSkip, arXiv 2404.16710).
-        rates: (step, share of the peak rates), linear in between.
-        matrix_lr, other_lr: peak rates of Muon (the layers' matrices) and AdamW (embedding, norms).
+        warmup, cooldown: as in `Plan`.
+        teacher: name of the model from which it is distilled; None trains on the text alone.
+        exits: layer dropout and early-exit losses, where it is trained on the text; None for neither.
         seed: of the weights and of the order of the text.
-        pieces: a regular expression whose matches no token crosses; None takes GPT-2's.
+        pieces: a regular expression. No token crosses the borders of its matches; None takes that of GPT-2.
     """
 
     name: str
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
+    shape: Shape
     phases: tuple[Phase, ...]
-    rates: tuple[tuple[int, float], ...]
+    warmup: float
+    cooldown: float
     teacher: str | None = None
-    early_exit: bool = False
-    matrix_lr: float = 0.02
-    other_lr: float = 3e-3
+    exits: EarlyExitSettings | None = None
     seed: int = 2024
     pieces: str | None = None
 
     @property
-    def steps(self) -> int:
-        return sum(phase.steps for phase in self.phases)
-
-    def rate(self, step: int) -> float:
-        """The share of the peak rates at `step`."""
-        steps, shares = zip(*self.rates, strict=True)
-        return float(np.interp(step + 0.5, steps, shares))
+    def plan(self) -> Plan:
+        """The plan of the whole run. Its batch and context are those of the first phase."""
+        return Plan(
+            steps=sum(phase.steps for phase in self.phases),
+            batch=self.phases[0].batch,
+            context=self.phases[0].context,
+            lr=3e-3,
+            optimizer="muon",
+            warmup=self.warmup,
+            cooldown=self.cooldown,
+            seed=self.seed,
+            bfloat16=True,
+        )
 
 
 TARGET = Recipe(
     name="target",
     vocab_size=4096,
-    hidden_size=192,
-    intermediate_size=512,
-    layers=16,
-    heads=3,
-    kv_heads=1,
+    shape=Shape(hidden_size=192, intermediate_size=512, layers=16, heads=3, kv_heads=1),
     phases=(Phase(1700, 16, 256), Phase(220, 8, 512), Phase(80, 4, 1024)),
-    rates=((0, 0.0), (78, 1.0), (1200, 1.0), (2000, 0.0)),
-    early_exit=True,
+    warmup=0.039,
+    cooldown=0.4,
+    exits=EarlyExitSettings(),
 )
 DRAFT = Recipe(
     name="draft",
     vocab_size=4096,
-    hidden_size=192,
-    intermediate_size=384,
-    layers=2,
-    heads=3,
-    kv_heads=1,
+    shape=Shape(hidden_size=192, intermediate_size=384, layers=2, heads=3, kv_heads=1),
     phases=(Phase(900, 16, 256), Phase(100, 8, 512), Phase(40, 4, 1024)),
-    rates=((0, 0.0), (31, 1.0), (572, 1.0), (1040, 0.0)),
+    warmup=0.03,
+    cooldown=0.45,
     teacher="target",
 )
 OTHER_DRAFT = Recipe(
     name="draft-other-tokenizer",
     vocab_size=2048,
-    hidden_size=128,
-    intermediate_size=384,
-    layers=2,
-    heads=2,
-    kv_heads=1,
+    shape=Shape(hidden_size=128, intermediate_size=384, layers=2, heads=2, kv_heads=1),
     phases=(Phase(1000, 16, 256), Phase(60, 4, 1024)),
-    rates=((0, 0.0), (32, 1.0), (583, 1.0), (1060, 0.0)),
-    pieces=r"\s+|\w+|[^\w\s]+",  # spaces are tokens of their own: text falls apart elsewhere than in the target
+    warmup=0.03,
+    cooldown=0.45,
+    pieces=r"\s+|\w+|[^\w\s]+",  # spaces are separate tokens, so that the two tokenizers split text at different positions
 )
 RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT, OTHER_DRAFT)}

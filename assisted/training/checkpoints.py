@@ -1,4 +1,4 @@
-"""What an interrupted training goes on from: one file, replaced as a whole. Knows modules and optimizers."""
+"""Checkpoints, from which an interrupted training resumes. Each is one file, replaced atomically. Knows modules, optimizers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["resume", "save"]
 def save(
     path: Path,
     model: nn.Module,
-    rules: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer],
     step: int,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the parameters that are trained, the optimizers' states and the number of steps done.
+    """Write the trained parameters, the optimizers' states and the number of steps done.
 
-    about: what the run was started with, ready for json; `resume` compares it.
+    about: the run's settings, ready for json; `resume` compares them.
     """
     state = {
         "step": step,
         "model": {name: p.detach() for name, p in model.named_parameters() if p.requires_grad},
-        "rules": [rule.state_dict() for rule in rules],
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "about": dict(about or {}),
     }
     partial = path.with_suffix(".partial")
@@ -36,11 +36,11 @@ def save(
 
 
 def resume(
-    path: Path, model: nn.Module, rules: Sequence[torch.optim.Optimizer], about: Mapping[str, Any] | None = None
+    path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], about: Mapping[str, Any] | None = None
 ) -> int:
-    """Put a checkpoint back, if there is one. Returns the number of steps done.
+    """Load a checkpoint, if there is one. Returns the number of steps done.
 
-    Raises ValueError where it is of a run that was started with something else, naming what.
+    Raises ValueError for the checkpoint of a run with other settings, naming the setting.
     """
     if not path.exists():
         return 0
@@ -50,7 +50,7 @@ def resume(
         if before.get(name) != now.get(name):
             raise ValueError(
                 f"{name}: the checkpoint {path} was written with {before.get(name)!r}, this run has {now.get(name)!r}; "
-                "give the same, or another folder"
+                "give the same or another folder"
             )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if trained.keys() != state["model"].keys():
@@ -59,6 +59,6 @@ def resume(
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(state["model"][name])
-    for rule, saved in zip(rules, state["rules"], strict=True):
-        rule.load_state_dict(saved)
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
     return int(state["step"])

@@ -1,6 +1,6 @@
-"""Text to learn from: files, a dataset or the shipped models' corpus, as tokens in windows of one length.
+"""Text to train on: files, a dataset or the shipped models' corpus, tokenized and cut into windows of one length.
 
-Knows texts and a tokenizer. Which window comes in which step is a function of the seed and the step alone.
+Knows texts and a tokenizer. The windows of a step are a function of the seed and the step alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..zoo import corpus
 
 __all__ = ["Text", "Windows", "pack", "read_dataset", "read_files", "read_text", "tokenize"]
 
-HELD_OUT = 0.05  # share of the documents that is never trained on
+HELD_OUT = 0.05  # share of the documents that are never trained on
 HELD_OUT_FILES = 100  # of the shipped models' held-out text
 TEXT_COLUMNS = ("text", "content", "completion")
 _AT_ONCE = 256  # documents given to the tokenizer together
@@ -29,11 +29,11 @@ _AT_ONCE = 256  # documents given to the tokenizer together
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens to learn from and tokens to measure on, each one stream with an end token behind every document.
+    """Tokens to train on and tokens to measure on. Each is one stream, with an end token after every document.
 
     Args:
         training: [N] int32.
-        held_out: [M] int32, of documents that `training` has nothing of.
+        held_out: [M] int32, of other documents than `training`.
         source: where they come from, as the caller wrote it.
     """
 
@@ -43,14 +43,14 @@ class Text:
 
 
 class Windows:
-    """Stretches of a stream, `batch` at a time: `windows[step]` is [batch, context] int64.
+    """Windows of a stream, `batch` per step: `windows[step]` is [batch, context] int64.
 
-    Every window comes once an epoch, in an order that the seed gives; each epoch cuts the stream elsewhere.
+    Every window comes once per epoch, in an order drawn from the seed. Each epoch cuts the stream at other positions.
 
     Args:
         stream: [N] integers.
-        context: tokens of a window.
-        batch: windows a step.
+        context: tokens per window.
+        batch: windows per step.
         seed: of the order.
 
     Raises ValueError for a stream that is too short.
@@ -59,7 +59,7 @@ class Windows:
     def __init__(self, stream: np.ndarray, context: int, batch: int, seed: int):
         if len(stream) < 2 * context:
             raise ValueError(
-                f"context: windows of {context} tokens want a text of at least {2 * context}, this one has {len(stream)}; "
+                f"context: windows of {context} tokens need a text of at least {2 * context}, this one has {len(stream)}; "
                 "give more text or a smaller context"
             )
         self.stream = stream
@@ -77,17 +77,17 @@ class Windows:
         return torch.from_numpy(rows.astype(np.int64))
 
     def _start(self, number: int) -> int:
-        epoch, place = divmod(number, self.an_epoch)
+        epoch, index = divmod(number, self.an_epoch)
         if epoch != self._epoch:
             rng = np.random.default_rng((self.seed, epoch))
             shift = rng.integers(self.context)
             self._starts = shift + self.context * rng.permutation(self.an_epoch)
             self._epoch = epoch
-        return int(self._starts[place])
+        return int(self._starts[index])
 
 
 def pack(stream: np.ndarray, context: int, rows: int) -> torch.Tensor:
-    """Windows of a stream, spread evenly over it and without overlap, at most `rows`: [N, context] int64."""
+    """At most `rows` windows of a stream, evenly spread and without overlap: [N, context] int64."""
     count = len(stream) // context
     if count == 0:
         raise ValueError(f"context: the held-out text has {len(stream)} tokens, fewer than {context}; give more text")
@@ -98,21 +98,21 @@ def pack(stream: np.ndarray, context: int, rows: int) -> torch.Tensor:
 def read_text(
     tokenizer: PreTrainedTokenizerBase, text: Sequence[str] = (), dataset: str | None = None, limit: int | None = None
 ) -> Text:
-    """The text behind the arguments of a command.
+    """Read and tokenize the text that a command names.
 
     Args:
         tokenizer: the target's.
-        text: files, folders (their UTF-8 text files) or patterns; or "zoo", the standard library with sympy and networkx
+        text: files, folders (their UTF-8 text files) or patterns; or "zoo" for the standard library, with sympy and networkx
             held out.
         dataset: a Hub id or a folder that the `datasets` library reads, with a text column: "NAME", "NAME:SPLIT" or
-            "NAME:CONFIG:SPLIT". Without a split it is "train".
-        limit: documents taken from a dataset.
+            "NAME:CONFIG:SPLIT". The default split is "train".
+        limit: documents taken from a dataset, at most.
 
     Raises ValueError where there is no text, ImportError where `datasets` is missing.
     """
     if "zoo" in text:
         if len(text) > 1 or dataset is not None:
-            raise ValueError("text: 'zoo' has held-out text of its own and goes with no other text")
+            raise ValueError("text: 'zoo' has its own held-out text and cannot be combined with other text")
         files = corpus.held_out_files()
         held_out = map(corpus.read, random.Random(1).sample(files, min(HELD_OUT_FILES, len(files))))
         return Text(
@@ -127,26 +127,26 @@ def read_text(
 
 
 def read_files(paths: Iterable[str]) -> Iterator[str]:
-    """The text of files, of all files of folders, and of what matches patterns. Files of folders that are no UTF-8 are
-    passed over. Raises ValueError where there is nothing, or a named file is no text."""
+    """The text of files, of all files in folders, and of files that match patterns. In folders, files that are not UTF-8 are
+    skipped. Raises ValueError for a path that matches nothing, and for a named file that is not UTF-8."""
     for path in paths:
         if Path(path).is_dir():
             yield from filter(None, (_text_of(file) for file in sorted(Path(path).rglob("*")) if file.is_file()))
             continue
         files = [Path(path)] if Path(path).is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
         if not files:
-            raise ValueError(f"text: {path!r} is no file or folder and matches none")
+            raise ValueError(f"text: {path!r} is neither a file nor a folder and matches none")
         for file in files:
             if not file.is_file():
                 continue
             found = _text_of(file)
             if found is None:
-                raise ValueError(f"text: {file} is no UTF-8 text")
+                raise ValueError(f"text: {file} is not UTF-8 text")
             yield found
 
 
 def read_dataset(name: str, limit: int | None = None) -> Iterator[str]:
-    """The documents of a dataset, `limit` at most. See `read_text`."""
+    """The documents of a dataset, at most `limit`; the name is as in `read_text`."""
     try:
         import datasets
     except ImportError as error:
@@ -164,7 +164,7 @@ def read_dataset(name: str, limit: int | None = None) -> Iterator[str]:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> np.ndarray:
-    """One stream with the end token behind each document, [N] int32."""
+    """One stream with an end token after each document, [N] int32."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     pieces = [np.empty(0, dtype=np.int32)]
     remaining = iter(documents)
@@ -179,13 +179,13 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> np
 
 
 def _split(documents: list[str]) -> tuple[list[str], list[str]]:
-    """What is trained on and what is held out: chosen by what a document says, so that others do not change the choice.
+    """The documents to train on and those held out. A document's content decides, so that other documents do not matter.
 
-    A text of less than twenty documents gives the end of each.
+    Of fewer than twenty documents, the end of each is held out.
     """
     documents = [document for document in documents if document.strip()]
     if not documents:
-        raise ValueError("text: there is nothing in it")
+        raise ValueError("text: it is empty")
     if len(documents) * HELD_OUT < 1:
         cuts = [int(len(document) * (1 - HELD_OUT)) for document in documents]
         pairs = list(zip(documents, cuts, strict=True))

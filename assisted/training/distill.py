@@ -1,4 +1,4 @@
-"""Distilling a draft: a small model learns the target's distribution, on text and on what it writes itself.
+"""Distilling a draft: a small model is trained on the target's distribution, over a text and over its own continuations.
 
 DistillSpec, arXiv 2310.08461. Knows two models with one tokenizer; steps and files are the trainer's.
 """
@@ -6,9 +6,8 @@ DistillSpec, arXiv 2310.08461. Knows two models with one tokenizer; steps and fi
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,42 +17,44 @@ from .. import zoo
 from ..engine.parts import find_layers
 from ..loading.vocabulary import find_tokenizer, same_tokens
 from .features import Features
-from .losses import DIVERGENCES, Agreement, agreement, divergence, log_probabilities, rows_at_once
-from .method import Method
+from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, rows_at_once
+from .method import Method, matrices_of
+from .plan import setting
 
 __all__ = ["DistillSettings", "Distillation", "first_draft"]
 
-_LEAST_PROMPT = 8  # tokens of text that a draft writes behind
+_SHORTEST_PROMPT = 8  # tokens of text that a draft continues
 
 
 @dataclass(frozen=True)
 class DistillSettings:
-    """Which draft, and how it learns.
+    """Which draft is trained, and on what."""
 
-    Args:
-        draft: a model to go on from, a path; None makes one of the target's own layers.
-        layers: how many of those, evenly chosen.
-        loss: divergence from the target's distribution: "kl", "reverse-kl", "tv" or "kl+tv". 1 - TV is what is
-        accepted; KL learns
-            faster from afar.
-        on_policy: share of the sequences that the draft writes itself behind a beginning of the text, so that it learns
-            where it really goes. Each costs a generation by the draft.
-    """
+    _argument_group_name = "the draft"
 
-    draft: str | None = None
-    layers: int | None = None
-    loss: str = "kl+tv"
-    on_policy: float = 0.0
+    draft: str | None = setting(None, "the model to continue from: Hub id, folder or zoo: name")
+    layers: int | None = setting(
+        None, "instead of a draft: start from this many of the target's own layers, evenly chosen", metavar="N"
+    )
+    loss: Loss = setting(
+        "kl+tv",
+        "divergence from the target's distribution; when sampling, 1 - TV is accepted, but KL learns faster at first",
+    )
+    on_policy: float = setting(
+        0.0,
+        "share of the sequences that the draft itself writes, as continuations of beginnings of the text; each costs a "
+        "generation by the draft",
+        metavar="SHARE",
+    )
 
     def __post_init__(self) -> None:
         if (self.draft is None) == (self.layers is None):
             raise ValueError(
-                "draft, layers: give one of them, a model to go on from or a number of the target's layers"
+                "draft, layers: give one of them, a model to continue from or a number of the target's layers"
             )
-        if self.loss not in DIVERGENCES:
-            raise ValueError(f"loss: {self.loss!r} is not known; one of {', '.join(DIVERGENCES)}")
+        require_known(self.loss)
         if not 0 <= self.on_policy <= 1:
-            raise ValueError(f"on_policy: {self.on_policy} is no share between 0 and 1")
+            raise ValueError(f"on_policy: {self.on_policy} is not a share between 0 and 1")
 
 
 class Distillation(Method):
@@ -61,9 +62,10 @@ class Distillation(Method):
 
     Args:
         target: never changed.
-        tokenizer: the target's; saved beside the draft.
-        settings: which draft, and how it learns.
-        compiled: compile the target's layers.
+        tokenizer: the target's; saved with the draft.
+        settings: which draft is trained, and on what.
+        compiled: compile the layers of both models.
+        student: the model to continue from, where it is not in a folder; `settings.draft` then only names it.
 
     Raises ValueError for a draft with another tokenizer.
     """
@@ -77,12 +79,15 @@ class Distillation(Method):
         tokenizer: PreTrainedTokenizerBase,
         settings: DistillSettings,
         compiled: bool = False,
+        student: PreTrainedModel | None = None,
     ):
         self.about = settings
         self.compiled = compiled
         self.tokenizer = tokenizer
         self._features = Features(target, compiled=compiled)
-        if settings.draft is None:
+        if student is not None:
+            self.student = student
+        elif settings.draft is None:
             self.student = first_draft(target, settings.layers or 1)
         else:
             path = zoo.resolve(settings.draft)
@@ -91,72 +96,70 @@ class Distillation(Method):
                 raise ValueError(
                     f"draft: {settings.draft} has another tokenizer than the target, whose distribution it can't learn"
                 )
+        if compiled:
+            for layer in find_layers(self.student).of(self.student):
+                layer.compile()
         self.frozen = (target,)
         self.vocabulary = target.config.get_text_config(decoder=True).vocab_size
-
-    def settings(self) -> dict[str, Any]:
-        return asdict(self.about)
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         own = int(torch.binomial(torch.tensor(float(len(ids))), torch.tensor(self.about.on_policy)))
         if own:
             ids = torch.cat([self.written(ids[:own]), ids[own:]])
-        taught = self._features(ids).logits
-        drafted = self.student(input_ids=ids, use_cache=False).logits
-        shared = min(taught.shape[-1], drafted.shape[-1])  # vocabularies may be padded
         total = torch.zeros((), device=ids.device)
-        rows = rows_at_once(ids)
-        for wanted, said in zip(taught.split(rows), drafted.split(rows), strict=True):
-            apart = divergence(
-                self.about.loss, log_probabilities(wanted[..., :shared]), said[..., :shared], compiled=self.compiled
-            )
-            total = total + apart * len(said)
+        slices = (logits.split(rows_at_once(ids)) for logits in self._logits(ids))
+        for target_logits, draft_logits in zip(*slices, strict=True):
+            log_p = log_probabilities(target_logits)
+            total = total + len(log_p) * divergence(self.about.loss, log_p, draft_logits, compiled=self.compiled)
         return total / len(ids)
 
     @torch.no_grad()
     def written(self, ids: Tensor) -> Tensor:
-        """What the draft writes behind a beginning of each text, which is of one random length: [B, T] int64, as `ids`."""
+        """The draft's continuations of beginnings of the texts, all of one random length: [B, T] int64, like `ids`."""
         length = ids.shape[1]
-        least = min(_LEAST_PROMPT, length - 1)
-        kept = int(torch.randint(least, max(least + 1, length // 2), ()))
+        shortest = min(_SHORTEST_PROMPT, length - 1)
+        kept = int(torch.randint(shortest, max(shortest + 1, length // 2), ()))
         self.student.eval()
-        found = self.student.generate(
-            ids[:, :kept],
-            attention_mask=torch.ones_like(ids[:, :kept]),
-            max_new_tokens=length - kept,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+            found = self.student.generate(
+                ids[:, :kept],
+                attention_mask=torch.ones_like(ids[:, :kept]),
+                max_new_tokens=length - kept,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
         self.student.train()
         return found
 
     def acceptance(self, ids: Tensor) -> list[Agreement]:
-        taught = self._features(ids).logits
-        drafted = self.student(input_ids=ids, use_cache=False).logits
-        shared = min(taught.shape[-1], drafted.shape[-1])
-        return [agreement(taught[..., :shared], drafted[..., :shared])]
+        return [agreement(*self._logits(ids))]
 
     def matrices(self) -> list[nn.Parameter]:
-        layers = find_layers(self.student).of(self.student)
-        return [p for layer in layers for p in layer.parameters() if p.ndim == 2 and p.requires_grad]
+        return matrices_of(*find_layers(self.student).of(self.student))
 
     def save(self, folder: Path) -> None:
         self.student.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
+    def _logits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's and the draft's, [B, T, V] each: padded vocabularies are cut to the entries that both have."""
+        both = self._features(ids).logits, self.student(input_ids=ids, use_cache=False).logits
+        shared = min(logits.shape[-1] for logits in both)
+        return both[0][..., :shared], both[1][..., :shared]
+
 
 @torch.no_grad()
 def first_draft(target: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A model of the target's kind with `layers` of its layers, evenly chosen, first and last among them; float32.
+    """A float32 model of the target's architecture with `layers` of its layers, evenly chosen, including first and last.
 
     Raises ValueError where the target has fewer.
     """
-    places = find_layers(target)
-    count = len(places)
+    found = find_layers(target)
+    count = len(found)
     if not 1 <= layers <= count:
         raise ValueError(f"layers: {layers} is not between 1 and the target's {count}")
     chosen = [round(i * (count - 1) / max(1, layers - 1)) for i in range(layers)]
@@ -165,9 +168,9 @@ def first_draft(target: PreTrainedModel, layers: int) -> PreTrainedModel:
     inner.num_hidden_layers = layers
     kinds = getattr(inner, "layer_types", None)
     if kinds is not None:
-        inner.layer_types = [kinds[place] for place in chosen]
+        inner.layer_types = [kinds[layer] for layer in chosen]
     draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    path = ".".join(places.path) + "."
+    path = ".".join(found.path) + "."
     wanted = draft.state_dict()
     for name, tensor in target.state_dict().items():
         if name.startswith(path):

@@ -1,16 +1,15 @@
-"""Training early exits: a model learns to speak from its own early layers (LayerSkip, arXiv 2404.16710).
+"""Training early exits: a model learns to predict the next token from its own early layers (LayerSkip, arXiv 2404.16710).
 
-The whole model learns, so the result is another model than the one begun with, and its own target. Knows layers; steps and
-files are the trainer's.
+All its weights change, so the result is another model than the one at the start, and its own target. Knows layers; steps
+and files are the trainer's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,31 +19,38 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.parts import Pass, Tap, back, find_layers
 from .losses import Agreement, agreement
-from .method import Method
+from .method import Method, matrices_of
+from .plan import setting
 
 __all__ = ["EarlyExitSettings", "EarlyExitTraining", "dropped_layers"]
 
-_SHOWN_EXITS = 4
+_MEASURED_EXITS = 4
 
 
 @dataclass(frozen=True)
 class EarlyExitSettings:
-    """The recipe.
+    """How the exits are trained. With neither dropout nor exits, it is plain training on the text."""
 
-    Args:
-        dropout: chance that the last layer is left out in a step; of those before it exponentially less, of the first none.
-        exit_weight: of the one exit that is trained in a step, if it were at full depth; less in proportion before.
-        lora: rank of low-rank changes that are trained instead of all weights, and merged at the end; None trains all.
-            For a model too large for its optimizer state. Needs peft.
-    """
+    _argument_group_name = "the exits (LayerSkip)"
 
-    dropout: float = 0.1
-    exit_weight: float = 0.4
-    lora: int | None = None
+    dropout: float = setting(
+        0.1, "chance that the last layer is left out in a step; exponentially less for earlier layers, 0 for the first"
+    )
+    exit_weight: float = setting(
+        0.4,
+        "weight of the one exit that is trained in a step, at full depth; proportionally less for earlier exits",
+        metavar="WEIGHT",
+    )
+    lora: int | None = setting(
+        None,
+        "train only low-rank changes, which are merged at the end (needs peft): for models that are too large for their "
+        "optimizer state",
+        metavar="RANK",
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout: {self.dropout} is no share below 1")
+            raise ValueError(f"dropout: {self.dropout} is not a share below 1")
         if self.lora is not None and self.lora < 1:
             raise ValueError(f"lora: rank {self.lora} is less than 1")
 
@@ -57,16 +63,16 @@ def dropped_layers(layers: int, most: float, rng: np.random.Generator) -> frozen
 
 
 class EarlyExitTraining(Method):
-    """A model whose early layers learn to speak through its own norm and output.
+    """A model whose early layers learn to predict through its own final norm and output layer.
 
     Args:
-        model: trained in place; load a copy of what is to be kept.
-        tokenizer: saved beside it.
-        settings: the recipe.
+        model: trained in place; load a copy if you want to keep it.
+        tokenizer: saved with the model.
+        settings: how the exits are trained.
         seed: of the layers left out.
         compiled: compile the layers.
 
-    Raises ValueError where the layers are not found, or there is one only.
+    Raises ValueError where the layers are not found, or there is only one.
     """
 
     name = "early-exit"
@@ -88,15 +94,13 @@ class EarlyExitTraining(Method):
         self._layers = find_layers(model)
         count = len(self._layers)
         if count < 2:
-            raise ValueError("target: it has one layer, and exits lie before the last")
+            raise ValueError("target: it has one layer, but exits come before the last layer")
         self.student: nn.Module = model if settings.lora is None else _with_lora(model, settings.lora, seed)
         if compiled:
             for layer in self._layers.of(model):
                 layer.compile()
-        self.places = sorted({max(1, round(count * (i + 1) / (_SHOWN_EXITS + 1))) for i in range(_SHOWN_EXITS)})
-
-    def settings(self) -> dict[str, Any]:
-        return asdict(self.about)
+        spread = (round(count * (i + 1) / (_MEASURED_EXITS + 1)) for i in range(_MEASURED_EXITS))
+        self.positions = sorted({max(1, layer) for layer in spread})
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         count = len(self._layers)
@@ -104,18 +108,19 @@ class EarlyExitTraining(Method):
         dropped = dropped_layers(count, self.about.dropout, rng)
         exit_layer = 1 + step % (count - 1)
         logits, states = self._run(ids, dropped, [exit_layer])
+        loss = _next_token_loss(logits, ids)
+        if not self.about.exit_weight:
+            return loss
         half = max(1, len(ids) // 2)  # half the batch is enough for the exits
-        early = self._said(ids[:half], states[exit_layer][:half])
-        share = self.about.exit_weight * exit_layer / count
-        return _next_token_loss(logits, ids) + share * _next_token_loss(early, ids[:half])
+        early = self._exit_logits(ids[:half], states[exit_layer][:half])
+        return loss + self.about.exit_weight * exit_layer / count * _next_token_loss(early, ids[:half])
 
     def acceptance(self, ids: Tensor) -> list[Agreement]:
-        logits, states = self._run(ids, frozenset(), self.places)
-        return [agreement(logits, self._said(ids, states[place])) for place in self.places]
+        logits, states = self._run(ids, frozenset(), self.positions)
+        return [agreement(logits, self._exit_logits(ids, states[layer])) for layer in self.positions]
 
     def matrices(self) -> list[nn.Parameter]:
-        layers = find_layers(self.model).of(self.model)
-        return [p for layer in layers for p in layer.parameters() if p.ndim == 2 and p.requires_grad]
+        return matrices_of(*find_layers(self.model).of(self.model))
 
     def save(self, folder: Path) -> None:
         whole = self.student.merge_and_unload() if self.about.lora is not None else self.model  # type: ignore[operator]
@@ -123,19 +128,17 @@ class EarlyExitTraining(Method):
         self.tokenizer.save_pretrained(folder)
 
     def _run(self, ids: Tensor, dropped: frozenset[int], exits: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits [B, T, V], and the states [B, T, H] behind each exit's layers."""
-        layers: list[nn.Module] = []
-        own = self._layers.of(self.model)
-        for place, (layer, form) in enumerate(zip(own, self._layers.forms, strict=True)):
-            layers.append(Pass(form) if place in dropped else layer)
+        """Logits [B, T, V], and for each exit the states [B, T, H] after its layers."""
+        own = zip(self._layers.of(self.model), self._layers.forms, strict=True)
+        layers = [Pass(form) if number in dropped else layer for number, (layer, form) in enumerate(own)]
         taps = {number: Tap(layers[number - 1]) for number in exits}
-        tapped = [taps.get(place + 1, layer) for place, layer in enumerate(layers)]
+        tapped = [taps.get(number, layer) for number, layer in enumerate(layers, 1)]
         model = self._layers.replaced(self.model, tapped)
         logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
         return logits, {number: tap.hidden for number, tap in taps.items()}
 
-    def _said(self, ids: Tensor, states: Tensor) -> Tensor:
-        """What the model's own norm and output make of states, [B, T, H] -> [B, T, V]."""
+    def _exit_logits(self, ids: Tensor, states: Tensor) -> Tensor:
+        """The model's own final norm and output layer on early states, [B, T, H] -> [B, T, V]."""
         model, inject = back(self.model, self._layers, len(self._layers))
         inject.hidden = states
         return model(input_ids=ids, use_cache=False, return_dict=True).logits

@@ -1,6 +1,6 @@
-"""What a trained head learns from: the target's hidden states and logits over a text, computed on the way.
+"""The inputs of a head in training: the target's hidden states and logits over a text, computed when they are needed.
 
-The target is run as it is, without gradients; the taps sit in another object that shares its weights.
+The target runs unchanged, without gradients; the taps sit in another object that shares its weights.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["Features", "Seen"]
 
 @dataclass(frozen=True)
 class Seen:
-    """One pass of the target over a text.
+    """One forward pass of the target over a text.
 
     Args:
         states: by tap, [B, T, D].
-        logits: [B, T, V], position t is of the token behind t.
+        logits: [B, T, V], position t is about token t + 1.
     """
 
     states: dict[int, Tensor]
@@ -37,11 +37,10 @@ class Features:
 
     Args:
         target: put in eval mode; its parameters stop requiring gradients, their values never change.
-        taps: indices as transformers counts `hidden_states`: i in [1, L) is what leaves layer i - 1, L is what leaves the
-            final norm.
-        compiled: whether to compile the layers, for this object's runs alone.
+        taps: indices into transformers' `hidden_states`: i in [1, L) is the output of layer i - 1, L that of the final norm.
+        compiled: compile the layers, for this object's runs alone.
 
-    Raises ValueError for a tap that isn't there, and for a target whose layers are not found.
+    Raises ValueError for a tap that does not exist, and for a target whose layers are not found.
     """
 
     def __init__(self, target: PreTrainedModel, taps: Sequence[int] = (), compiled: bool = False):
@@ -56,7 +55,7 @@ class Features:
             own = [torch.compile(layer) for layer in own]
         self._taps = {tap: Tap(own[tap - 1]) for tap in taps if tap < last}
         children: dict[tuple[str, ...], nn.Module] = {
-            layers.path: nn.ModuleList([self._taps.get(place + 1, layer) for place, layer in enumerate(own)])
+            layers.path: nn.ModuleList([self._taps.get(number, layer) for number, layer in enumerate(own, 1)])
         }
         if last in taps:
             norm = find_final_norm(target, layers)

@@ -1,24 +1,35 @@
-"""How far a draft's distribution is from the target's, from their logits.
+"""How far a draft's distribution is from the target's, computed from their logits.
 
-Knows tensors. What is accepted when drafting is 1 - TV on average (arXiv 2211.17192), which is why TV is among them.
+Knows tensors. Sampled drafts are accepted at a rate of 1 - TV on average (arXiv 2211.17192), so TV is among the losses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["DIVERGENCES", "Agreement", "agreement", "divergence", "log_probabilities", "rows_at_once"]
+__all__ = [
+    "DIVERGENCES",
+    "Agreement",
+    "Loss",
+    "agreement",
+    "divergence",
+    "log_probabilities",
+    "require_known",
+    "rows_at_once",
+]
 
-_IMPOSSIBLE = -100.0  # log-probability of what a distribution excludes
+Loss = Literal["kl", "reverse-kl", "tv", "kl+tv"]
+_IMPOSSIBLE = -100.0  # log-probability of tokens that a distribution excludes
 
 
 def _forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    # where p is 0, log q may be minus infinity, too
+    # where p is 0, log q may also be minus infinity
     return (log_p.exp() * (log_p.clamp(min=_IMPOSSIBLE) - log_q.clamp(min=_IMPOSSIBLE))).sum(-1)
 
 
@@ -40,8 +51,14 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "tv": _total_variation,
     "kl+tv": _mixed,
 }
-"""By name, of log-probabilities log_p (the target's) and log_q (the draft's), [..., V] -> [...]; after DistillSpec
-(arXiv 2310.08461)."""
+"""Divergences of DistillSpec (arXiv 2310.08461) by name. They take log-probabilities log_p (the target's) and log_q (the
+draft's), [..., V] -> [...]."""
+
+
+def require_known(loss: str) -> None:
+    """Raises ValueError for a loss that is not among DIVERGENCES."""
+    if loss not in DIVERGENCES:
+        raise ValueError(f"loss: {loss!r} is not known; one of {', '.join(DIVERGENCES)}")
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
@@ -50,7 +67,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def rows_at_once(like: Tensor) -> int:
-    """Rows of [B, ...] whose logits are made together: those of one stay in a CPU's caches, an accelerator wants all."""
+    """How many rows of [B, ...] are scored together: one on a CPU, whose caches hold its logits; all on an accelerator."""
     return 1 if like.device.type == "cpu" else max(1, len(like))
 
 
@@ -61,33 +78,33 @@ def divergence(
 
     Args:
         name: one of DIVERGENCES.
-        log_p: [..., V], the target's (`log_probabilities`).
+        log_p: [..., V], the target's, from `log_probabilities`.
         draft_logits: [..., V].
-        weights: [...] of each position, ones when None; a position of weight 0 does not count.
-        compiled: whether to fuse it: faster where the vocabulary is large and the processor is slow.
+        weights: [...], one for each position; None is the same as ones.
+        compiled: fuse the computation, which is faster where the vocabulary is large and the processor is slow.
 
     Returns a scalar, float32.
     """
-    apart = (_fused if compiled else _apart)(name, log_p, draft_logits)
+    each = (_fused if compiled else _divergences)(name, log_p, draft_logits)
     if weights is None:
-        return apart.mean()
-    return (apart * weights).sum() / weights.sum().clamp(min=1)
+        return each.mean()
+    return (each * weights).sum() / weights.sum().clamp(min=1)
 
 
-def _apart(name: str, log_p: Tensor, draft_logits: Tensor) -> Tensor:
+def _divergences(name: str, log_p: Tensor, draft_logits: Tensor) -> Tensor:
     return DIVERGENCES[name](log_p, F.log_softmax(draft_logits.float(), -1))
 
 
-_fused = torch.compile(_apart, dynamic=False)
+_fused = torch.compile(_divergences, dynamic=False)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often a draft would be accepted, from distributions at the same positions.
+    """How often a draft would be accepted, given both distributions at the same positions.
 
     Args:
-        greedy: share of positions where both have the same likeliest token: acceptance at temperature 0.
-        sampled: mean of 1 - TV: acceptance at temperature 1.
+        greedy: share of positions where both have the same top-1 token. This is the acceptance rate at temperature 0.
+        sampled: mean of 1 - TV. This is the acceptance rate at temperature 1.
     """
 
     greedy: float
@@ -96,7 +113,7 @@ class Agreement:
 
 @torch.no_grad()
 def agreement(target_logits: Tensor, draft_logits: Tensor) -> Agreement:
-    """Of logits [..., V] at the same positions."""
+    """The agreement of logits [..., V] at the same positions."""
     same = (target_logits.argmax(-1) == draft_logits.argmax(-1)).float().mean()
     log_p, log_q = (F.log_softmax(logits.float(), -1) for logits in (target_logits, draft_logits))
     return Agreement(same.item(), 1 - _total_variation(log_p, log_q).mean().item())

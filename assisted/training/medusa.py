@@ -1,13 +1,12 @@
-"""Training Medusa heads (Medusa-1, arXiv 2401.10774): the target stays as it is, the heads learn its distribution further on.
+"""Training Medusa heads (Medusa-1, arXiv 2401.10774). They learn the frozen target's distribution at later positions.
 
 Knows heads and features; steps and files are the trainer's.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,36 +15,35 @@ from transformers import PreTrainedModel
 from ..engine.parts import find_layers
 from ..heads.medusa import MedusaHeads
 from .features import Features
-from .losses import DIVERGENCES, Agreement, agreement, divergence, log_probabilities, rows_at_once
+from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, rows_at_once
 from .method import Method
+from .plan import setting
 
 __all__ = ["MedusaSettings", "MedusaTraining"]
 
 
 @dataclass(frozen=True)
 class MedusaSettings:
-    """What the heads are and what they learn.
+    """What the heads are and how they are trained."""
 
-    Args:
-        heads: tokens that are drafted beyond the target's own next one. More reach further, and are right less often.
-        layers: blocks x + SiLU(Wx + b) of each head. More learn more and cost more.
-        own_output: each head has an output layer of its own (V x H numbers, started from the target's). Without, all use
-            the target's: much smaller, and faster to train.
-        loss: divergence from the target's distribution: "kl", "reverse-kl", "tv" or "kl+tv".
-        decay: weight of head h is decay**h.
-    """
+    _argument_group_name = "the heads"
 
-    heads: int = 4
-    layers: int = 1
-    own_output: bool = False
-    loss: str = "kl"
-    decay: float = 0.8
+    heads: int = setting(
+        4, "tokens that are drafted beyond the target's own next one; later ones are right less often", metavar="N"
+    )
+    layers: int = setting(1, "blocks x + SiLU(Wx + b) of each head; more blocks learn more and cost more", metavar="N")
+    own_output: bool = setting(
+        False,
+        "give each head its own output layer (V x H numbers, initialized from the target's): it learns more, but is much "
+        "larger and slower to train than with the target's output layer",
+    )
+    loss: Loss = setting("kl", "divergence from the target's distribution")
+    decay: float = setting(0.8, "head h has the weight decay**h in the loss")
 
     def __post_init__(self) -> None:
         if self.heads < 1:
             raise ValueError(f"heads: {self.heads} is less than 1")
-        if self.loss not in DIVERGENCES:
-            raise ValueError(f"loss: {self.loss!r} is not known; one of {', '.join(DIVERGENCES)}")
+        require_known(self.loss)
 
 
 class MedusaTraining(Method):
@@ -54,8 +52,8 @@ class MedusaTraining(Method):
     Args:
         target: never changed.
         settings: of the heads.
-        seed: of what is drawn at the start.
-        compiled: compile the target's layers.
+        seed: of the initial weights.
+        compiled: compile the target's layers and the loss.
     """
 
     name = "medusa"
@@ -72,10 +70,7 @@ class MedusaTraining(Method):
         self.target = target
         self.frozen = (target,)
         self.vocabulary = target.config.get_text_config(decoder=True).vocab_size
-        self.places = range(1, settings.heads + 1)
-
-    def settings(self) -> dict[str, Any]:
-        return asdict(self.about)
+        self.positions = range(1, settings.heads + 1)
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         seen = self._features(ids)
@@ -85,25 +80,23 @@ class MedusaTraining(Method):
         slices = (
             tensor.split(rows_at_once(ids)) for tensor in (seen.states[self._last], log_probabilities(seen.logits))
         )
-        for hidden, taught in zip(*slices, strict=True):  # [b, T, H], [b, T, V]
-            drafted = self.student(hidden, self._said)  # [heads, b, T, V]
+        for hidden, log_p in zip(*slices, strict=True):  # [b, T, H], [b, T, V]
+            drafted = self.student(hidden, self._output)  # [heads, b, T, V]
             for head, weight in enumerate(weights):
-                ahead = 1 + head  # the target's distribution there is at the position of the token before
-                apart = divergence(
-                    self.about.loss, taught[:, ahead:], drafted[head, :, :-ahead], compiled=self.compiled
-                )
-                total = total + weight * len(hidden) * apart
+                ahead = 1 + head  # position t of the logits is about token t + 1
+                pair = log_p[:, ahead:], drafted[head, :, :-ahead]
+                total = total + weight * len(hidden) * divergence(self.about.loss, *pair, compiled=self.compiled)
         return total / (len(ids) * sum(weights))
 
     def acceptance(self, ids: Tensor) -> list[Agreement]:
         seen = self._features(ids)
-        drafted = self.student(seen.states[self._last], self._said)
+        drafted = self.student(seen.states[self._last], self._output)
         return [agreement(seen.logits[:, 1 + h :], drafted[h][:, : -1 - h]) for h in range(self.about.heads)]
 
     def save(self, folder: Path) -> None:
         self.student.save(folder, target=self.target)
 
-    def _said(self, states: Tensor) -> Tensor:
-        """The target's own output, whatever dtype it has. [..., H] -> [..., V]."""
+    def _output(self, states: Tensor) -> Tensor:
+        """The target's own output layer, which may have another dtype. [..., H] -> [..., V]."""
         output = self.target.get_output_embeddings()
         return output(states.to(output.weight.dtype))

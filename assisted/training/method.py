@@ -1,13 +1,13 @@
-"""What the trainer asks of a method: what is trained, how a batch is scored, how the result is written; and what it needs.
+"""What the trainer needs from a method: the module to train, a loss, a measure of acceptance, and how to save the result.
 
-Knows modules; nothing of steps.
+Also how much memory a training needs. Knows modules; nothing of steps.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,33 @@ from torch import Tensor, nn
 from .losses import Agreement
 from .plan import Plan
 
-__all__ = ["Method", "Needs", "needs"]
+__all__ = ["Method", "Needs", "matrices_of", "needs"]
 
 
 class Method(ABC):
-    """What is trained against a target: a draft, a head, or early exits.
+    """What is trained for a target: a draft, a head, or early exits.
 
     Attributes:
-        name: of the method, shown and written down.
-        student: the module whose parameters that require gradients are trained.
+        name: of the method, shown and written to training.json.
+        about: the settings, a dataclass.
+        student: the module that is trained; its parameters that require no gradients stay as they are.
         frozen: the modules that are run and never changed, the target first.
         axis: what acceptance is measured along: "position", "exit layer".
-        places: the numbers on that axis.
+        positions: the numbers on that axis.
         vocabulary: V, of the logits.
     """
 
     name: str
+    about: Any
     student: nn.Module
     frozen: Sequence[nn.Module] = ()
     axis: str = "position"
-    places: Sequence[int] = (1,)
+    positions: Sequence[int] = (1,)
     vocabulary: int
 
-    @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What besides the plan decides the result, ready for json: a checkpoint of other settings is not resumed."""
+        """What decides the result besides the plan, ready for json. A checkpoint of other settings is not resumed."""
+        return asdict(self.about)
 
     @abstractmethod
     def loss(self, ids: Tensor, step: int) -> Tensor:
@@ -48,11 +50,11 @@ class Method(ABC):
 
     @abstractmethod
     def acceptance(self, ids: Tensor) -> list[Agreement]:
-        """Teacher-forced on a text, for each of `places`. ids: [B, T] int64."""
+        """Teacher-forced acceptance on a text, one for each of `positions`. ids: [B, T] int64."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write what was trained where a drafter loads it from."""
+        """Write the result in the format that its drafter loads."""
 
     def matrices(self) -> list[nn.Parameter]:
         """What Muon may train: matrices of layers, neither embeddings nor output layers."""
@@ -63,18 +65,22 @@ class Method(ABC):
         return [p for p in self.student.parameters() if p.requires_grad]
 
 
+def matrices_of(*modules: nn.Module) -> list[nn.Parameter]:
+    """The matrices of modules that are trained."""
+    return [p for module in modules for p in module.parameters() if p.ndim == 2 and p.requires_grad]
+
+
 @dataclass(frozen=True)
 class Needs:
     """Bytes that a training takes, without the activations.
 
     Args:
-        frozen: parameters of what is run only.
+        frozen: parameters of the modules that are only run.
         trained: parameters of the student.
         gradients: of what is trained.
         optimizer: its state.
         checkpoint: on disk; twice that while one replaces another.
-        logits: of one batch over the target's vocabulary, in float32: a measure of the activations, which hold this a few
-            times.
+        logits: of one batch over the target's vocabulary, in float32. Activations take a few times as much.
     """
 
     frozen: int
@@ -89,16 +95,12 @@ class Needs:
         return self.frozen + self.trained + self.gradients + self.optimizer
 
     def __str__(self) -> str:
-        parts = {
-            "frozen": self.frozen,
-            "trained": self.trained,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-        }
-        listed = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())
+        listed = ", ".join(
+            f"{name} {_mib(getattr(self, name))}" for name in ("frozen", "trained", "gradients", "optimizer")
+        )
         return (
             f"memory: {_mib(self.memory)} ({listed}) and activations (logits of a batch: {_mib(self.logits)})\n"
-            f"disk: {_mib(2 * self.checkpoint)} while a checkpoint replaces another, {_mib(self.checkpoint)} between"
+            f"disk: {_mib(2 * self.checkpoint)} while a checkpoint replaces another, {_mib(self.checkpoint)} otherwise"
         )
 
 

@@ -1,67 +1,64 @@
-"""How long and how fast something is trained. Knows numbers alone."""
+"""How long and how fast something is trained, and how settings are written down. Knows numbers alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-__all__ = ["OPTIMIZERS", "Plan"]
+__all__ = ["Plan", "setting"]
 
-OPTIMIZERS = ("adamw", "muon")
+
+def setting(default: Any, help: str, **options: Any) -> Any:
+    """A field of a settings dataclass. Its metadata is what `transformers.HfArgumentParser` makes an option from.
+
+    Args:
+        default: the field's default.
+        help: one sentence or less, also shown in the documentation.
+        options: further arguments of `add_argument`, such as metavar.
+    """
+    return field(default=default, metadata={"help": help, **options})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast a method is trained.
+    """How long and how fast a method is trained."""
 
-    Args:
-        steps: optimizer steps.
-        batch: sequences a step, of all processes together. More is steadier and slower.
-        context: tokens a sequence. Drafts rarely need more than they are used with.
-        lr: peak learning rate of AdamW. Lower it when the loss jumps.
-        optimizer: "adamw", or "muon" for the matrices and AdamW for embeddings, norms and output layers: fewer steps for
-            what starts from nothing.
-        matrix_lr: peak rate of Muon.
-        warmup: share of the steps in which the rates rise.
-        cooldown: share of the steps, at the end, in which they fall to 0.
-        weight_decay: of matrices.
-        clip: the longest gradient, as a norm.
-        seed: of the order of the text and of all that is drawn.
-        bfloat16: autocast: faster where the hardware knows it, and half the memory of activations.
-        evaluate_every: steps between measurements on held-out text; None measures ten times.
-        evaluate_rows: held-out sequences measured.
-        checkpoint_every: steps between checkpoints; each replaces the one before.
-    """
+    _argument_group_name = "plan"
 
-    steps: int
-    batch: int = 8
-    context: int = 256
-    lr: float = 1e-3
-    optimizer: str = "adamw"
-    matrix_lr: float = 0.02
-    warmup: float = 0.04
-    cooldown: float = 0.5
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    seed: int = 0
-    bfloat16: bool = False
-    evaluate_every: int | None = None
-    evaluate_rows: int = 16
-    checkpoint_every: int = 100
+    steps: int = setting(1000, "optimizer steps", metavar="N")
+    batch: int = setting(8, "sequences per step, of all processes together; more is steadier and slower", metavar="N")
+    context: int = setting(256, "tokens per sequence; drafts rarely need more than they are used with", metavar="N")
+    lr: float = setting(1e-3, "peak learning rate of AdamW; lower it if the loss jumps")
+    optimizer: Literal["adamw", "muon"] = setting(
+        "adamw", "muon trains matrices of layers with Muon and the rest with AdamW: fewer steps from random weights"
+    )
+    matrix_lr: float = setting(0.02, "peak learning rate of Muon", metavar="LR")
+    warmup: float = setting(0.04, "share of the steps in which the rates rise", metavar="SHARE")
+    cooldown: float = setting(0.5, "share of the steps, at the end, in which the rates fall to 0", metavar="SHARE")
+    weight_decay: float = setting(0.01, "weight decay of matrices", metavar="DECAY")
+    clip: float = setting(1.0, "largest norm of the gradient", metavar="NORM")
+    seed: int = setting(0, "of the order of the text and of everything that is drawn")
+    bfloat16: bool = setting(False, "compute in bfloat16 (autocast): half the memory for activations, often faster")
+    evaluate_every: int | None = setting(
+        None, "steps between measurements on held-out text (default: ten measurements per run)", metavar="N"
+    )
+    evaluate_rows: int = setting(16, "held-out sequences that are measured", metavar="N")
+    checkpoint_every: int = setting(100, "steps between checkpoints; each replaces the one before", metavar="N")
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "context", "evaluate_rows", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer: {self.optimizer!r} is not known; one of {', '.join(OPTIMIZERS)}")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ValueError(f"optimizer: {self.optimizer!r} is not known; one of adamw, muon")
         if not (0 <= self.warmup <= 1 and 0 <= self.cooldown <= 1 and self.warmup + self.cooldown <= 1):
-            raise ValueError(f"warmup, cooldown: {self.warmup} and {self.cooldown} are no shares of one run")
+            raise ValueError(f"warmup, cooldown: {self.warmup} and {self.cooldown} are not shares of one run")
 
     def rate(self, step: int) -> float:
-        """The share of the peak rates at `step`: up, level, and down to 0 at the end, in straight lines."""
-        place = (step + 0.5) / self.steps
-        rise = place / self.warmup if self.warmup else 1.0
-        fall = (1 - place) / self.cooldown if self.cooldown else 1.0
+        """The share of the peak rates at `step`. It rises linearly, stays at 1, and falls linearly to 0 at the end."""
+        done = (step + 0.5) / self.steps
+        rise = done / self.warmup if self.warmup else 1.0
+        fall = (1 - done) / self.cooldown if self.cooldown else 1.0
         return min(1.0, rise, fall)
 
     @property

@@ -1,4 +1,4 @@
-"""The picture of a training: the loss, and held-out acceptance by place. Knows the metrics file alone."""
+"""The plot of a training: the loss, and held-out acceptance by position. Knows the metrics file alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 __all__ = ["draw"]
 
-SMOOTHING = 50  # windows of a run's steps that the loss is averaged in
+SMOOTHING = 50  # points of the loss curve, each an average over a stretch of steps
 
 
-def draw(metrics: Path, picture: Path, title: str, axis: str, places: Sequence[int]) -> str:
-    """Draw training.jsonl into a file. Returns a line that says where it is, or what is missing."""
+def draw(metrics: Path, picture: Path, title: str, axis: str, positions: Sequence[int]) -> str:
+    """Draw training.jsonl into a file. Returns a line that names the file or the missing library."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -28,9 +28,9 @@ def draw(metrics: Path, picture: Path, title: str, axis: str, places: Sequence[i
     groups = [losses[start : start + size] for start in range(0, len(losses), size)]
     left.plot([group[-1][0] for group in groups], [sum(loss for _, loss in group) / len(group) for group in groups])
     left.set(xlabel="step", ylabel="loss", title=title)
-    for place, number in enumerate(places):
+    for index, number in enumerate(positions):
         steps = [row["step"] for row in measured]
-        right.plot(steps, [row["greedy"][place] for row in measured], marker=".", label=f"{axis} {number}")
+        right.plot(steps, [row["greedy"][index] for row in measured], marker=".", label=f"{axis} {number}")
     right.set(xlabel="step", ylabel="accepted at temperature 0", title="held-out text, teacher-forced", ylim=(0, 1))
     right.legend()
     figure.savefig(picture, dpi=120)

@@ -1,7 +1,7 @@
-"""One trainer for every method: seeded, resumable, with held-out acceptance on the way.
+"""One trainer for every method: seeded, resumable, measuring held-out acceptance as it goes.
 
 A step is a function of (seed, step) and the state alone, so an interrupted run resumes to the same weights (on a CPU, bit
-for bit). Knows steps, optimizers, checkpoints and metrics; what is trained and how it is scored is the method's.
+for bit). Knows steps, optimizers, checkpoints and metrics; the method knows what is trained and how it is scored.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ METRICS, PLOT = "training.jsonl", "training.png"
 
 
 class _Scored(nn.Module):
-    """The student behind a forward that gives the loss, so that data-parallel wrappers see every parameter used."""
+    """The student, with the loss as its forward, so that data-parallel wrappers see every parameter used."""
 
     def __init__(self, method: Method):
         super().__init__()
         self.student = method.student
-        self._loss = [method.loss]  # in a list: the target is no part of what is trained
+        self._loss = [method.loss]  # in a list, because the target must not become a submodule
 
     def forward(self, ids: Tensor, step: int) -> Tensor:
         return self._loss[0](ids, step)
@@ -53,20 +53,22 @@ def train(
     say: Callable[[str], None] = print,
     notes: dict[str, Any] | None = None,
     store: torch.dtype | None = None,
+    batches: Callable[[int], Tensor] | None = None,
 ) -> Path:
-    """Train a method, or go on from its checkpoint, into a folder.
+    """Train a method into a folder, from the beginning or from the checkpoint there.
 
     On a machine with one or several accelerators, start it with `accelerate launch`; only the CPU is tested.
 
     Args:
         method: what is trained; its target is never changed.
-        text: what it learns from.
+        text: what it is trained and measured on.
         plan: how long and how fast.
-        out: gets the result, training.jsonl, training.png, and checkpoint.pt until the end.
+        out: gets the result, training.json, training.jsonl and training.png, and checkpoint.pt until the end.
         stop_after: stop, with a checkpoint, after this many steps in all.
-        say: where lines about the run go.
+        say: called with each line about the run.
         notes: more to write into training.json, such as the command.
-        store: dtype of the files; None keeps what was trained. The last held-out acceptance is that of what is stored.
+        store: dtype of the files; None keeps that of the parameters. The last held-out acceptance is that of the files.
+        batches: the ids of each step, [batch, T] int64; None cuts the text into windows by the plan.
 
     Returns `out`.
 
@@ -75,11 +77,11 @@ def train(
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     processes, main = accelerator.num_processes, accelerator.is_main_process
     if plan.batch % processes:
-        raise ValueError(f"batch: {plan.batch} sequences do not divide among {processes} processes")
+        raise ValueError(f"batch: {plan.batch} sequences cannot be divided among {processes} processes")
     tell = say if main else lambda line: None
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    windows = Windows(text.training, plan.context, plan.batch, plan.seed)
+    batches = batches or Windows(text.training, plan.context, plan.batch, plan.seed).__getitem__
     held_out = pack(text.held_out, plan.context, plan.evaluate_rows)
     count = sum(p.numel() for p in method.trained())
     tell(f"{method.name}: {count:,} parameters to train, {len(text.training):,} tokens of text")
@@ -88,28 +90,28 @@ def train(
     for module in method.frozen:
         module.to(accelerator.device)
     scored = accelerator.prepare(_Scored(method))
-    rules = _optimizers(method, plan)
+    optimizers = _optimizers(method, plan)
     about = {"method": method.name, **method.settings(), "text": _digest(text), **asdict(plan)}
     checkpoint, result = folder / "checkpoint.pt", folder / "training.json"
     if result.exists() and not checkpoint.exists():
         _require_the_same(json.loads(result.read_text()), about, folder)
-        tell(f"{folder} holds the result already")
+        tell(f"{folder} already holds the result")
         return folder
-    first = checkpoints.resume(checkpoint, method.student, rules, about)
+    first = checkpoints.resume(checkpoint, method.student, optimizers, about)
     last = plan.steps if stop_after is None else min(stop_after, plan.steps)
     with torch.random.fork_rng(), _Metrics(folder / METRICS, first, main) as metrics:
         bar = tqdm(total=plan.steps, initial=first, desc=method.name, unit="step", disable=not main)
         for step in range(first, last):
             if step % plan.evaluations == 0:
                 metrics.write(step, **_measure(method, plan, held_out.to(accelerator.device)))
-            ids = windows[step][accelerator.process_index :: processes].to(accelerator.device)
-            loss = _step(accelerator, scored, method, plan, rules, ids, step)
+            ids = batches(step)[accelerator.process_index :: processes].to(accelerator.device)
+            loss = _step(accelerator, scored, method, plan, optimizers, ids, step)
             metrics.write(step, loss=loss)
             bar.update()
             bar.set_postfix(loss=f"{loss:.4f}", held_out=metrics.shown, refresh=False)
             if main and ((step + 1) % plan.checkpoint_every == 0 or step + 1 == last):
                 metrics.flush()
-                checkpoints.save(checkpoint, method.student, rules, step + 1, about)
+                checkpoints.save(checkpoint, method.student, optimizers, step + 1, about)
         if last == plan.steps:
             if store is not None:
                 _round(method.student, store)
@@ -121,7 +123,7 @@ def train(
             method.student.to(store)
         method.save(folder)
         result.write_text(json.dumps({**about, **(notes or {})}, indent=2) + "\n")
-        tell(draw(folder / METRICS, folder / PLOT, f"{method.name} on {text.source}", method.axis, method.places))
+        tell(draw(folder / METRICS, folder / PLOT, f"{method.name} on {text.source}", method.axis, method.positions))
         checkpoint.unlink(missing_ok=True)
     return folder
 
@@ -131,7 +133,7 @@ def _step(
     scored: nn.Module,
     method: Method,
     plan: Plan,
-    rules: list[torch.optim.Optimizer],
+    optimizers: list[torch.optim.Optimizer],
     ids: Tensor,
     step: int,
 ) -> float:
@@ -142,37 +144,37 @@ def _step(
         loss = scored(ids, step)
     accelerator.backward(loss)
     torch.nn.utils.clip_grad_norm_(method.trained(), plan.clip)
-    value = loss.item()  # not before: an accelerator would have nothing to do until the backward pass is launched
+    value = loss.item()  # waits for an accelerator, which should have the backward pass queued by now
     if not math.isfinite(value):
         raise ValueError(f"lr: the loss is {value} at step {step}; a lower rate than {plan.lr} may help")
-    for rule in rules:
-        for group in rule.param_groups:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
             group["lr"] = group["peak"] * plan.rate(step)
-        rule.step()
-        rule.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return value
 
 
 @torch.no_grad()
 def _round(module: nn.Module, dtype: torch.dtype) -> None:
-    """Every parameter to the nearest number that `dtype` can hold; they keep their own."""
+    """Round every parameter to the nearest number that `dtype` can hold; the parameters keep their own dtype."""
     for parameter in module.parameters():
         parameter.copy_(parameter.to(dtype))
 
 
 @torch.no_grad()
 def _measure(method: Method, plan: Plan, held_out: Tensor) -> dict[str, Any]:
-    """Acceptance on held-out text, by place, as the metrics hold it."""
+    """Acceptance on held-out text, by position, ready for the metrics file."""
     method.student.eval()
     seen: list[list[Agreement]] = []
-    as_it_is = torch.compiler.set_stance("force_eager")  # what was compiled for training would be compiled again
-    with as_it_is, torch.autocast(held_out.device.type, dtype=torch.bfloat16, enabled=plan.bfloat16):
+    eager = torch.compiler.set_stance("force_eager")  # layers compiled for training would be compiled again
+    with eager, torch.autocast(held_out.device.type, dtype=torch.bfloat16, enabled=plan.bfloat16):
         for rows in held_out.split(plan.batch):
             seen += [method.acceptance(rows)] * len(rows)
-    places = list(zip(*seen, strict=True))
+    positions = list(zip(*seen, strict=True))
     return {
-        "greedy": [sum(found.greedy for found in place) / len(place) for place in places],
-        "sampled": [sum(found.sampled for found in place) / len(place) for place in places],
+        "greedy": [sum(found.greedy for found in position) / len(position) for position in positions],
+        "sampled": [sum(found.sampled for found in position) / len(position) for position in positions],
     }
 
 
@@ -184,21 +186,21 @@ def _optimizers(method: Method, plan: Plan) -> list[torch.optim.Optimizer]:
         {"params": [p for p in others if p.ndim >= 2], "weight_decay": plan.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
-    rules: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if plan.optimizer == "muon" and not matrices:
-        raise ValueError(f"optimizer: 'muon' trains matrices of layers, and {method.name} has none; take 'adamw'")
+        raise ValueError(f"optimizer: 'muon' trains matrices of layers, and {method.name} has none; use 'adamw'")
     if matrices:
-        rules.append(torch.optim.Muon(matrices, lr=plan.matrix_lr, momentum=0.95, weight_decay=plan.weight_decay))
+        optimizers.append(torch.optim.Muon(matrices, lr=plan.matrix_lr, momentum=0.95, weight_decay=plan.weight_decay))
     if others:
-        rules.append(torch.optim.AdamW([g for g in groups if g["params"]], lr=plan.lr, betas=(0.9, 0.95)))
-    for rule in rules:
-        for group in rule.param_groups:
+        optimizers.append(torch.optim.AdamW([g for g in groups if g["params"]], lr=plan.lr, betas=(0.9, 0.95)))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
             group["peak"] = group["lr"]
-    return rules
+    return optimizers
 
 
 class _Metrics:
-    """training.jsonl: a line a step; when a run is resumed, lines behind its checkpoint are taken back."""
+    """training.jsonl, one line per step. When a run is resumed, lines after its checkpoint are removed."""
 
     def __init__(self, path: Path, first: int, writes: bool):
         self.path = path
@@ -249,7 +251,6 @@ def _line_step(line: str) -> float:
 
 
 def _digest(text: Text) -> str:
-    """Tells texts apart."""
     digest = hashlib.sha256(text.training.tobytes())
     digest.update(text.held_out.tobytes())
     return digest.hexdigest()[:16]

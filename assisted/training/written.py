@@ -1,6 +1,6 @@
-"""Text that the target writes itself, which is what a draft has to foresee. Knows plain generation; the rest is the trainer's.
+"""Text that the target generates itself, since that is what a draft has to predict. Knows the target's own `generate`.
 
-Medusa (2401.10774) and EAGLE (2401.15077) both gain by it over text by others.
+Heads trained on it do better than on text by others, for Medusa (arXiv 2401.10774) and EAGLE (arXiv 2401.15077).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .data import Text
 
 __all__ = ["with_written", "write"]
 
-TEMPERATURES = (0.0, 0.7, 1.0)  # in turn: heads draft for all of them
-_PROMPT, _LENGTH = 64, 512  # tokens of a beginning, and with its continuation
-_ROWS = 2048  # at most, at once
+TEMPERATURES = (0.0, 0.7, 1.0)  # used in turn, as heads draft for all of them
+_PROMPT, _LENGTH = 64, 512  # tokens of a prompt, and of a prompt with its continuation
+_ROWS = 2048  # of a batch, at most
 
 
 def with_written(target: PreTrainedModel, text: Text, tokens: int, folder: Path, seed: int) -> Text:
-    """A text and what the target writes behind beginnings of it, side by side in one stream.
+    """A text, followed by continuations of pieces of it that the target generates.
 
     Args:
         target: moved to the accelerator if there is one.
-        text: what the beginnings are taken from.
-        tokens: how many are written, at least.
-        folder: keeps them, as written.npy, so that a resumed training does not write again.
-        seed: of what is drawn.
+        text: the pieces are taken from its training tokens.
+        tokens: how many are generated, at least.
+        folder: keeps them in written.npy, so that a resumed training does not generate them again.
+        seed: of the pieces and of sampling.
     """
     kept = folder / "written.npy"
     state = PartialState()
@@ -46,22 +46,22 @@ def with_written(target: PreTrainedModel, text: Text, tokens: int, folder: Path,
 
 @torch.no_grad()
 def write(target: PreTrainedModel, stream: np.ndarray, tokens: int, seed: int = 0) -> np.ndarray:
-    """Continuations of random places of a stream [N], a third of them greedy, the others drawn at 0.7 and 1. Returns [M] int32.
+    """Random pieces of a stream [N] with continuations: a third greedy, a third each sampled at temperature 0.7 and 1.
 
-    Raises ValueError for a stream that has no room for a beginning.
+    Returns [M] int32. Raises ValueError for a stream that is shorter than a prompt.
     """
     context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or _LENGTH
     length = min(_LENGTH, context)
     prompt = min(_PROMPT, length // 2)
     if len(stream) <= prompt:
-        raise ValueError(f"text: {len(stream)} tokens are too few to go on from {prompt} of them; give more text")
+        raise ValueError(f"text: {len(stream)} tokens are too few for prompts of {prompt}; give more text")
     rows = _rows(target, length)
     rounds = -(-tokens // (rows * length))
     rng = np.random.default_rng(seed)
     pieces = []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        for number in tqdm(range(rounds), desc="the target writes", unit="batch"):
+        for number in tqdm(range(rounds), desc="the target generates text", unit="batch"):
             starts = rng.integers(len(stream) - prompt, size=rows)
             begun = np.stack([stream[start : start + prompt] for start in starts]).astype(np.int64)
             ids = torch.from_numpy(begun).to(target.device)
@@ -80,7 +80,7 @@ def write(target: PreTrainedModel, stream: np.ndarray, tokens: int, seed: int = 
 
 
 def _rows(target: PreTrainedModel, length: int) -> int:
-    """How many texts are written at once: as many as have their keys and values in a quarter of the free memory."""
+    """The batch size: as many rows as have room for their keys and values in a quarter of the free memory."""
     config = target.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
     width = getattr(config, "head_dim", None) or config.hidden_size // max(1, config.num_attention_heads)

@@ -1,7 +1,7 @@
 """The shipped models: a target that writes Python, and two drafts and two kinds of heads for it. No download needed.
 
-`zoo:NAME` answers wherever a path is taken; `folder(NAME)` is the folder, which AutoModelForCausalLM loads as any other
-(heads are no model by themselves: they are given as `draft=`).
+`zoo:NAME` can stand wherever a path is taken. `folder(NAME)` is the folder, which AutoModelForCausalLM loads like any other.
+Heads are not models by themselves; pass them as `draft=`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ def folder(name: str) -> str:
 
 
 def resolve(path: str) -> str:
-    """A path as it is, or the folder behind `zoo:NAME`."""
+    """The folder of `zoo:NAME`; any other path unchanged."""
     scheme, colon, name = path.partition(":")
     return folder(name) if scheme == "zoo" and colon else path

@@ -1,6 +1,6 @@
-"""The text behind the shipped models: Python's own standard library to train on, sympy and networkx held out.
+"""The text of the shipped models: Python's standard library to train on; sympy and networkx are held out.
 
-Knows where the files are and what is left out of them. Knows nothing of tokens or models.
+Knows where the files are and which are left out. Knows nothing of tokens or models.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ __all__ = ["HELD_OUT_PACKAGES", "held_out_files", "read", "training_files"]
 
 HELD_OUT_PACKAGES = ("sympy", "networkx")
 
-# Generated tables: thousands of near-identical lines that teach a small model nothing but escapes.
+# Folders of generated tables: a small model learns nothing from thousands of near-identical lines.
 _SKIPPED_PARTS = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 _MAX_LINE = 400  # characters; longer lines are embedded data
 _MAX_TABLE_SHARE = 0.35  # share of digits, backslashes and quotes above which a file is a table
 
 
 def training_files() -> list[Path]:
-    """The `.py` files of this interpreter's standard library, tests included, sorted, without duplicates and tables."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return _clean(root)
+    """The `.py` files of this interpreter's standard library, including tests, sorted, without duplicates and tables."""
+    return _clean(Path(sysconfig.get_paths()["stdlib"]))
 
 
 def held_out_files() -> list[Path]:
-    """The `.py` files of sympy and networkx: never trained on, the text of every figure in this project.
+    """The `.py` files of sympy and networkx. No model was trained on them; this project's figures are measured on them.
 
     Raises ModuleNotFoundError when neither is installed (they come with torch).
     """
@@ -37,12 +36,12 @@ def held_out_files() -> list[Path]:
         if spec is not None and spec.origin is not None:
             files += _clean(Path(spec.origin).parent)
     if not files:
-        raise ModuleNotFoundError("The held-out text is the source of sympy and networkx: pip install sympy networkx")
+        raise ModuleNotFoundError("the held-out text is the source of sympy and networkx: pip install sympy networkx")
     return files
 
 
 def read(path: Path) -> str:
-    """The text of a source file, "" where it isn't UTF-8 (a few encoding tests of the standard library aren't)."""
+    """The text of a source file; "" if it is not UTF-8, like a few encoding tests of the standard library."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

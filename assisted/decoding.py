@@ -129,7 +129,7 @@ def _learn(drafting: Drafting | None, round: Round) -> Drafting | None:
 
 
 def _give_up(error: Exception) -> None:
-    warnings.warn(f"Drafting failed ({type(error).__name__}: {error}); decoding plainly.", stacklevel=3)
+    warnings.warn(f"Drafting failed ({type(error).__name__}: {error}); continuing without drafts.", stacklevel=3)
 
 
 def _check(target: CachedModel, text: Text, earlier: int) -> None:

@@ -230,7 +230,9 @@ def test_drafters_read_prompts_that_are_hidden_anywhere(draft: str) -> None:
         call = CALL | {"attention_mask": torch.tensor(hidden)}
         plain = target.generate(ids, **call)
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*[Pp]lainly.*")  # that a draft is slow may be said
+            warnings.filterwarnings(
+                "error", message=".*(without drafts|autoregressive|drafted tokens failed).*"
+            )  # that a draft is slow may be said
             assert model.generate(ids, **call).tolist() == plain.tolist()
 
 

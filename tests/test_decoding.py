@@ -31,7 +31,7 @@ def both(target, model, ids, draft_length=4, **kwargs):
     kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True, "pad_token_id": 0} | kwargs
     plain = target.generate(ids, **kwargs)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*[Pp]lainly.*")
+        warnings.filterwarnings("error", message=".*(without drafts|autoregressive|drafted tokens failed).*")
         return plain, model.generate(ids, draft_length=draft_length, **kwargs)
 
 

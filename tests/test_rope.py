@@ -84,7 +84,7 @@ def test_text_across_the_change(kind: str, draft: str, rows: int) -> None:
         plain = target.generate(**inputs, **CALL)
         begin_anew(target)
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Drafting failed|Decoding plainly")
+            warnings.filterwarnings("error", ".*(without drafts|autoregressive|drafted tokens failed)")
             assisted = model.generate(**inputs, draft_length=4, **CALL)
         assert assisted.tolist() == plain.tolist()
         assert model.report is not None

@@ -1,1 +1,1 @@
-"""How a forward pass of a model is run over slots of keys and values, or over states."""
+"""Running forward passes of a model over slots of keys and values, or over recurrent states."""

@@ -1,7 +1,7 @@
-"""The KV slots of one model during one `generate`: preallocated, a length per row, rewind without copying.
+"""The KV cache of one model during one `generate`: preallocated slots, one length per row, rewind without copying.
 
-Knows transformers' Cache interface and nothing of drafting. A forward writes its n columns behind each row's length;
-only what `commit` keeps counts afterwards, and the next forward overwrites the rest.
+Implements transformers' Cache interface and is independent of drafting. A forward pass writes its n columns after each
+row's length. `commit` keeps some of them; the next forward pass overwrites the rest.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .host import on_device
 __all__ = ["Paths", "SlotCache", "SlotLayer", "unsupported_layers"]
 
 Paths = Sequence[Sequence[int]]
-"""By row the columns of a forward along an accepted path of its tree, in order."""
+"""For each row, the columns of a forward pass that lie on the accepted path of its tree, in order."""
 
-_GROWTH = 512  # slots; a context of unknown length grows by doubling, from here
+_GROWTH = 512  # slots; the first allocation for a text of unknown length, which then doubles
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one attention layer, [B, H, S, D] each: S slots, written in place."""
+    """Keys and values of one attention layer, [B, H, S, D] each, with S slots that are written in place."""
 
-    is_sliding = False  # windows are a matter of the mask: every slot is kept
+    is_sliding = False  # every slot is kept; the mask applies the window
 
     def __init__(self, slots: SlotCache):
         super().__init__()
@@ -41,11 +41,11 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def hold(self, layer: Any, length: int) -> None:
-        """Hold what a layer of a caller's cache holds of `length` tokens: nothing where it reads another layer's."""
+        """Copy `length` tokens from a layer of a caller's cache; nothing if it shares another layer's keys."""
         if getattr(layer, "keys", None) is None:
             return
         self.lazy_initialization(layer.keys, layer.values)
-        held = layer.keys.shape[2]  # fewer than `length` behind a sliding window
+        held = layer.keys.shape[2]  # fewer than `length` with a sliding window
         self.keys[:, :, length - held : length] = layer.keys
         self.values[:, :, length - held : length] = layer.values
         self.filled = length
@@ -53,7 +53,7 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write n columns [B, H, n, D] behind the rows' lengths; return all that attention may look at, [B, H, top, D]."""
+        """Write n columns [B, H, n, D] after each row's length; return all slots that attention may read, [B, H, top, D]."""
         slots, start = self.slots, self.slots.start
         if start is None:
             return self._read(key_states, value_states)
@@ -68,7 +68,7 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[:running, :, : slots.top], self.values[:running, :, : slots.top]
 
     def _read(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of a prompt: every row at the same column, or those alone that are being read."""
+        """`update` for a prompt: all rows start at the same column, and only the rows being read take part."""
         places, first = self.slots.places, self.slots.first
         start, self.filled = first + self.filled, self.filled + key_states.shape[2]
         top = first + self.filled
@@ -88,7 +88,7 @@ class SlotLayer(CacheLayerMixin):
             self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
 
     def get_seq_length(self) -> int:
-        slots = self.slots  # in rounds a model asks for the rows that run: others may be longer
+        slots = self.slots  # after the prompt, only running rows count: others may be longer
         return self.filled if slots.start is None else max(slots.lengths[row] for row in slots.running)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -99,16 +99,16 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The slots of all layers and how many of them count in each row.
+    """The slots of all layers, and how many of them are valid in each row.
 
-    Invariant between forwards: `lengths[b]` slots of row b hold the KV of its committed tokens but the last. In the layers'
-    tensors row b lies at `order.index(b)`; the first `len(running)` places take part in forwards.
+    Invariant between forward passes: `lengths[b]` slots of row b hold the KV of all its committed tokens except the last.
+    In the layers' tensors, row b is at index `order.index(b)`; forward passes run over the first `len(running)` indices.
 
     Args:
         rows: batch size B.
-        limit: the most slots that will ever be needed (prompt, new tokens and one draft); memory grows towards it.
-        right_aligned: keep all rows ending at the same slot, shifting the rows that accepted less. For models whose
-            masks must be 2-D (ALiBi, flash attention, chunked attention); costs one gather where rows differ.
+        limit: the largest number of slots ever needed (prompt, new tokens and one draft); memory grows towards it.
+        right_aligned: all rows end at the same slot; rows that accepted fewer tokens are shifted. For models whose masks
+            must be 2-D (ALiBi, flash attention, chunked attention). Costs one gather whenever rows differ.
     """
 
     def __init__(self, rows: int, limit: int, right_aligned: bool = False):
@@ -119,20 +119,20 @@ class SlotCache(Cache):
         self.capacity = 0
         self.lengths = [0] * rows
         self.order = list(range(rows))
-        self.running = list(self.order)  # the rows that forwards are over, as they lie
-        self.padding = [0] * rows  # slots of each row that positions do not count: hidden ones, as a rule
-        self.prompt_padding = [0] * rows  # of these, the prompt's own; shifting adds to them
+        self.running = list(self.order)  # the rows that forward passes run over, in storage order
+        self.padding = [0] * rows  # slots of each row that get no position, usually hidden ones
+        self.prompt_padding = [0] * rows  # those of the prompt itself; shifting adds others
         self.visible: torch.Tensor | None = None  # [B, prompt] bool, None when nothing is hidden
-        # where the next forward writes: all rows alike, or [B, n]; None while the prompt is read
+        # where the next forward pass writes: one slot for all rows, or [B, n]; None while the prompt is read
         self.start: int | torch.Tensor | None = None
-        self.places: slice | list[int] = slice(None)  # whose prompt is being read,
-        self.first = 0  # from this column on
+        self.places: slice | list[int] = slice(None)  # the rows whose prompt is being read,
+        self.first = 0  # starting at this column
         self.top = 0
-        self.row_index = torch.arange(rows)[:, None]  # of the last forward
+        self.row_index = torch.arange(rows)[:, None]  # of the last forward pass
 
     @classmethod
     def of(cls, cache: Cache | None, rows: int, limit: int, right_aligned: bool = False) -> SlotCache:
-        """Slots that hold what a caller's DynamicCache holds (copied: the caller's cache stays as it is)."""
+        """Slots with a copy of a caller's DynamicCache, which is not changed."""
         slots = cls(rows, limit, right_aligned)
         length = 0 if cache is None else cache.get_seq_length()
         if cache is None or length == 0:
@@ -147,13 +147,13 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by attention layers; layers come into being as they are met."""
+        """Called by attention layers; a layer's slots are created at its first call."""
         while len(self.layers) <= layer_idx:
             self.layers.append(SlotLayer(self))
         return self.layers[layer_idx].update(key_states, value_states)
 
     def hide(self, attention_mask: torch.Tensor | None) -> None:
-        """Hide the slots of a prompt's padding. attention_mask: [B, prompt], 0 where a token does not count."""
+        """Hide the slots of a prompt's padding. attention_mask: [B, prompt], 0 at padding."""
         if attention_mask is None or bool(attention_mask.all()):
             return
         self.visible = attention_mask.bool()
@@ -162,7 +162,7 @@ class SlotCache(Cache):
 
     @contextmanager
     def reading(self, rows: Sequence[int], first: int) -> Iterator[None]:
-        """Meanwhile the prompts of these rows are read, and of no others, from this column on: before it lies padding."""
+        """A context in which only the prompts of these rows are read, from column `first` on; earlier ones are padding."""
         places = [self.order.index(row) for row in rows]
         side_by_side = places == list(range(places[0], places[-1] + 1))
         self.places = slice(places[0], places[-1] + 1) if side_by_side else places
@@ -175,15 +175,15 @@ class SlotCache(Cache):
         self.places, self.first = slice(None), 0
 
     def reserve(self, top: int) -> None:
-        """Room for `top` slots in every layer, at least doubled when it grows."""
+        """Make room for `top` slots in every layer. Capacity at least doubles when it grows, up to `limit`."""
         if top > self.capacity:
             self.capacity = max(top, min(self.limit, max(2 * self.capacity, top + _GROWTH)))
 
     def begin_rounds(self, read: int = 0, positions: Sequence[int] | None = None) -> None:
-        """The prompt is read: from here on every row has its own length.
+        """End the prompt; from now on each row has its own length.
 
-        read: columns of the prompt, for a model without attention layers, whose slots can't tell. positions: of the last column
-        in each row, where they are not counted from what `hide` was told (a column that is hidden itself has position 0).
+        read: columns of the prompt, for models without attention layers, which fill no slots. positions: position of the
+        last column in each row, unless `hide` determines it (a hidden column has position 0).
         """
         filled = max((layer.filled for layer in self.slot_layers), default=read)
         self.lengths = [filled] * self.rows
@@ -193,29 +193,29 @@ class SlotCache(Cache):
             self.prompt_padding = list(self.padding)
 
     def place(self, width: int, device: torch.device) -> None:
-        """Announce a forward over `width` columns: they go behind each row's length."""
-        behind = [self.lengths[row] for row in self.running]
-        self.top = max(behind) + width
-        if min(behind) == max(behind):
-            self.start = behind[0]
+        """Prepare a forward pass that writes `width` columns after each row's length."""
+        lengths = [self.lengths[row] for row in self.running]
+        self.top = max(lengths) + width
+        if min(lengths) == max(lengths):
+            self.start = lengths[0]
             return
-        self.row_index = torch.arange(len(behind), device=device)[:, None]
+        self.row_index = torch.arange(len(lengths), device=device)[:, None]
         self.start = self.ends(device) + torch.arange(width, device=device)
 
     def place_at(self, known: torch.Tensor, width: int, top: int) -> None:
-        """The same from a tensor, for forwards that are captured. known: [R, 1] int64, slots that count in each row. top: slots
-        that are looked at."""
+        """`place` from a tensor, for captured forward passes. known: [R, 1] int64, valid slots of each row. top: slots that
+        attention reads."""
         self.row_index = torch.arange(len(known), device=known.device)[:, None]
         self.start, self.top = known + torch.arange(width, device=known.device), top
 
     def ends(self, device: torch.device) -> torch.Tensor:
-        """How many slots count in each running row, [rows, 1] int64."""
+        """Valid slots of each running row, [rows, 1] int64."""
         return on_device([self.lengths[row] for row in self.running], device)[:, None]
 
     def run_only(self, rows: Sequence[int]) -> None:
-        """Let forwards be over these rows alone, until told otherwise; what the others hold stays. Aligned rows stay together.
+        """Run the next forward passes over these rows only; the other rows keep their contents. Right-aligned rows all run.
 
-        Rows trade places where they have to, so that those that run lie side by side.
+        Rows are swapped where necessary, so that the running ones are adjacent.
         """
         if self.right_aligned or sorted(rows) == sorted(self.running):
             return
@@ -227,11 +227,11 @@ class SlotCache(Cache):
         self.running = self.order[: len(rows)]
 
     def of_running(self, of_all: torch.Tensor) -> torch.Tensor:
-        """[B, ...] -> [rows, ...]: the rows that run, as their slots lie."""
+        """[B, ...] -> [rows, ...]: the running rows, in storage order."""
         return of_all if self.running == list(range(self.rows)) else of_all[self.running]
 
     def spread(self, of_running: torch.Tensor) -> torch.Tensor:
-        """The other way round: [rows, ...] -> [B, ...], zeros for rows that don't run."""
+        """The inverse of `of_running`: [rows, ...] -> [B, ...], zeros for rows that don't run."""
         if self.running == list(range(self.rows)):
             return of_running
         spread = of_running.new_zeros(self.rows, *of_running.shape[1:])
@@ -239,9 +239,9 @@ class SlotCache(Cache):
         return spread
 
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
-        """Keep `counts[b]` of the columns just written; everything behind them is forgotten.
+        """Keep `counts[b]` of the columns just written and discard the rest.
 
-        path: the columns to keep, at least as many (of a tree); None keeps the first ones (of a chain).
+        path: for a tree, the columns to keep, at least `counts[b]`; None keeps the first ones (a chain).
         """
         if path is not None:
             self._gather(path, counts)
@@ -249,7 +249,7 @@ class SlotCache(Cache):
         self._realign()
 
     def rewind(self, known: list[int]) -> None:
-        """Forget all but the first `known[b]` columns of each row's text. Copies nothing where rows need no aligning."""
+        """Discard all but the first `known[b]` columns of each row's text. Nothing is copied unless rows must be aligned."""
         self.lengths = [
             length - have + keep for length, have, keep in zip(self.lengths, self.known, known, strict=True)
         ]
@@ -262,7 +262,7 @@ class SlotCache(Cache):
 
     @contextmanager
     def borrowed(self, width: int) -> Iterator[None]:
-        """Meanwhile the last `width` columns of every row are forgotten and may be written over; then all is as before."""
+        """A context in which the last `width` columns of every row may be overwritten. They are restored at its end."""
         low, high = min(self.lengths) - width, max(self.lengths)
         filled = [layer for layer in self.slot_layers if layer.is_initialized]
         before = [(layer.keys[:, :, low:high].clone(), layer.values[:, :, low:high].clone()) for layer in filled]
@@ -277,21 +277,21 @@ class SlotCache(Cache):
 
     @property
     def known(self) -> list[int]:
-        """How many columns of each row's text (prompt padding included) are held."""
+        """Columns stored of each row's text, prompt padding included."""
         return [n - p + q for n, p, q in zip(self.lengths, self.padding, self.prompt_padding, strict=True)]
 
     @property
     def unpadded(self) -> list[int]:
-        """How many columns of each row's text are held, padding not counted."""
+        """Columns stored of each row's text, without padding."""
         return [length - hidden for length, hidden in zip(self.lengths, self.padding, strict=True)]
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """The position of the next token of every running row, padding not counted. Returns [rows, 1] int64."""
+        """Position of each running row's next token, not counting padding. Returns [rows, 1] int64."""
         counts = self.unpadded
         return on_device([counts[row] for row in self.running], device)[:, None]
 
     def mask(self, width: int, device: torch.device) -> torch.Tensor | None:
-        """The 2-D mask of a right-aligned forward over `width` columns, [B, top] int64; None when nothing is hidden."""
+        """The 2-D mask of a right-aligned forward pass over `width` columns, [B, top] int64; None when nothing is hidden."""
         if self.visible is None:
             return None
         hidden = min(self.visible.shape[1], max(self.lengths))
@@ -300,10 +300,10 @@ class SlotCache(Cache):
         return seen
 
     def to_dynamic(self, config: Any) -> DynamicCache:
-        """The same KV as transformers' own cache, for a caller who goes on with it.
+        """The same KV in transformers' own cache, for a caller who continues from it.
 
-        Columns lie as in the text, whatever aligning has moved. Rows end where the longest one ends; what a shorter one
-        lacks is zero.
+        Columns are in text order, even where alignment has moved them. Shorter rows are filled with zeros up to the length
+        of the longest.
         """
         cache = DynamicCache(config=config)
         longest = max(self.known)
@@ -321,14 +321,14 @@ class SlotCache(Cache):
 
     def _realign(self) -> None:
         if self.right_aligned:
-            end = max(self.known)  # no further than the longest text: slots of a model may end where its context ends
+            end = max(self.known)  # not beyond the longest text: a model may have no slots after its context
             if any(length != end for length in self.lengths):
                 self._shift([end - length for length in self.lengths], end)
                 self.lengths = [end] * self.rows
         self.start = max(self.lengths)
 
     def _gather(self, path: Paths, counts: list[int]) -> None:
-        """Move the columns of `path` to where those of a chain would lie. Most lie there already."""
+        """Move the columns of `path` to the slots that a chain would use. Most are already there."""
         moves = [
             (place, self.lengths[row] + to, self.lengths[row] + column)
             for place, row in enumerate(self.running)
@@ -344,7 +344,7 @@ class SlotCache(Cache):
                 layer.values[place, :, target] = layer.values[place, :, source]
 
     def _swap(self, one: int, other: int) -> None:
-        """Let the rows at two places trade them."""
+        """Swap the rows at two indices."""
         self.order[one], self.order[other] = self.order[other], self.order[one]
         both, crossed, top = [one, other], [other, one], max(self.lengths)
         for layer in self.slot_layers:
@@ -353,8 +353,8 @@ class SlotCache(Cache):
                     store[both, :, :top] = store[crossed, :, :top]
 
     def _shift(self, by: list[int], end: int) -> None:
-        """Move each row `by[b]` slots to the right (or left), to the same end; what it leaves behind is padding."""
-        moved_from = torch.arange(end) - torch.tensor(by)[:, None]  # [B, end], negative where nothing was
+        """Move each row `by[b]` slots to the right (left if negative), to the same end. The slots it vacates become padding."""
+        moved_from = torch.arange(end) - torch.tensor(by)[:, None]  # [B, end], negative in vacated slots
         source = moved_from.clamp(min=0)
         for layer in self.slot_layers:
             if not layer.is_initialized:
@@ -371,7 +371,7 @@ class SlotCache(Cache):
 
 
 def unsupported_layers(config: Any) -> list[str]:
-    """The kinds of cache layer of a model that slots cannot hold (recurrent states, indexers); empty when all is well."""
+    """Kinds of cache layers of a model that slots cannot hold (recurrent states, indexers); empty if there are none."""
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     plain = {DynamicLayer, DynamicSlidingWindowLayer}
     return sorted(kind.__name__ for kind in kinds - plain if kind.__name__ != "DummyLayer")

@@ -1,6 +1,6 @@
-"""Who hangs on to the modules of a model: hooks, replaced forwards, compiled modules, adapters.
+"""Detects modules that other code has changed: hooks, replaced forwards, compiled modules, adapters.
 
-Such a module has to be called as it is: nothing may run in its place. Knows torch's, accelerate's and PEFT's ways to do so.
+Such a module must be called as it is; nothing may run in its place. Covers the mechanisms of torch, accelerate and PEFT.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 __all__ = ["has_hooks", "is_touched", "is_untouched", "looked_over", "obstacle"]
 
-_RECORDS = "transformers.utils.output_capturing"  # whose hooks hand out hidden states to the calls that ask for them
-# whose hooks collect outputs that nobody asks for here, or keep backends quiet
+_RECORDS = "transformers.utils.output_capturing"  # its hooks return hidden states to calls that ask for them
+# hooks of these collect outputs that are not requested here, or silence backends
 _OWN = ("transformers.", "assisted.loading.quantization")
 
 
 def looked_over(*modules: nn.Module) -> tuple[list[nn.Module], list[torch.Tensor]]:
-    """All modules of these and all their parameters, each once: in one walk, since every call takes it."""
-    found: dict[int, nn.Module] = {}  # by id, which takes half as long as what torch hashes a tensor by
+    """All submodules and parameters of these modules, each once. One traversal, because every call makes it."""
+    found: dict[int, nn.Module] = {}  # by id, which takes half as long as hashing tensors
     parameters: dict[int, torch.Tensor] = {}
     left = list(reversed(modules))
     while left:
@@ -35,17 +35,17 @@ def looked_over(*modules: nn.Module) -> tuple[list[nn.Module], list[torch.Tensor
 
 
 def is_touched(module: nn.Module) -> bool:
-    """Whether somebody has changed what a call of this module does: hooks, a forward of its own, a compiled one, a weight that
-    is more than numbers (torchao's)."""
+    """Whether a call of this module does more than its class: hooks, a replaced or compiled forward, or a weight of a tensor
+    subclass (torchao's)."""
     replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
     return has_hooks(module) or replaced or (type(module) is nn.Linear and is_traceable_wrapper_subclass(module.weight))
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether other code is called along with this module.
+    """Whether other code runs when this module is called.
 
-    Not transformers itself: a call that asked for hidden states or attentions leaves its hooks on a model for good, and they do
-    nothing in any other call.
+    Hooks of transformers itself don't count. A call that asked for hidden states or attentions leaves its hooks on the model,
+    and they do nothing in other calls.
     """
     if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
         return True
@@ -56,30 +56,30 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_untouched(model: PreTrainedModel) -> bool:
-    """Whether calling a model's forward does nothing but run it: no hooks (offloading, counting), no replaced forward."""
+    """Whether calling a model runs its forward and nothing else: no hooks (offloading, counting), no replaced forward."""
     outer = (model, model.base_model)
     return not any(has_hooks(m) or "forward" in m.__dict__ for m in outer)
 
 
 def obstacle(model: nn.Module, device: torch.device) -> str | None:
-    """Why the passes of a model can't be captured, as far as it shows without trying; None where nothing does."""
+    """Why a model's forward passes can't be captured, as far as inspection shows; None if no reason is found."""
     for name, module in model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all((getattr(hook, "__module__", None) or "").startswith(_OWN) for hook in hooks):
-            return f"{name or 'the model'} has hooks, which want to be called"
+            return f"{name or 'the model'} has hooks, which must run in every call"
         values = module.__dict__
         if "forward" in values and not _only_aligns(values.get("_hf_hook")):
             return f"the forward of {name or 'the model'} was replaced"
         if values.get("_compiled_call_impl") is not None:
             return f"{name or 'the model'} is compiled"
         if type(module).__module__.startswith("peft."):
-            return f"{name} is an adapter, which may be switched"
+            return f"{name} is an adapter, which may be changed between calls"
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and tensor.device != device:
-                return f"parts of {name or 'the model'} lie on {tensor.device}"
+                return f"parts of {name or 'the model'} are on {tensor.device}"
     return None
 
 
 def _only_aligns(hook: Any) -> bool:
-    """Whether a hook of accelerate moves inputs to the device where they are, and nothing else."""
+    """Whether a hook of accelerate only moves inputs to the model's device."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload

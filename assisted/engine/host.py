@@ -1,7 +1,6 @@
-"""Numbers from the host on a device, without waiting for it.
+"""Copies numbers from the host to a device without waiting for the device.
 
-A copy from ordinary memory to a CUDA device waits until all that was asked of the device is done; one from pinned memory
-does not.
+A copy from pageable memory to a CUDA device waits for all queued work; a copy from pinned memory does not.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ __all__ = ["filled", "on_device", "padded", "pinned"]
 
 
 def on_device(values: Any, device: torch.device | str) -> torch.Tensor:
-    """values: a number, or nested lists of them, as `torch.tensor` takes them."""
+    """values: a number or nested lists of numbers, as for `torch.tensor`."""
     if torch.device(device).type != "cuda":
         return torch.tensor(values, device=device)
     return pinned(values, device).to(device, non_blocking=True)
 
 
 def pinned(values: Any, device: torch.device | str) -> torch.Tensor:
-    """The same on the host, from where `copy_(..., non_blocking=True)` to the device waits for nothing."""
+    """The same values on the host, in memory that `copy_(..., non_blocking=True)` can copy without waiting."""
     return torch.tensor(values, pin_memory=torch.device(device).type == "cuda")
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device | str, filler: int = 0) -> torch.Tensor:
-    """Rows of any length as [B, longest] int64, filled up on the right."""
+    """Rows of any length as [B, longest] int64, padded on the right."""
     return on_device(filled(rows, filler), device).long()  # without a single number, `torch.tensor` makes float32
 
 

@@ -1,6 +1,6 @@
-"""What a model may look at: which kind of attention mask it reads, and the masks of a pass over chains or token trees.
+"""The kind of attention mask that a model takes, and the masks of a forward pass over chains or token trees.
 
-Knows transformers' configs and drafts; nothing of slots or of how a pass is run.
+Depends on transformers' configs and on drafts, not on the cache or on how a forward pass is run.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["Masks", "column_depths"]
 
 @dataclass(frozen=True)
 class Masks:
-    """What kind of attention mask a model reads.
+    """The kind of attention mask that a model takes.
 
     Args:
-        trees: it reads 4-D masks, so that rows of different lengths and token trees can share a forward. Otherwise
-            (ALiBi, flash attention, chunked attention) slots are kept right-aligned and only chains are verified.
-        windows: the sliding window of each layer type, None for full attention. One entry: one mask for all layers;
-            several: a dict of masks by layer type.
+        trees: the model takes 4-D masks, so rows of different lengths and token trees can share a forward pass. Otherwise
+            (ALiBi, flash attention, chunked attention) slots are right-aligned and only chains are verified.
+        windows: the sliding window of each layer type, None for full attention. With one entry, all layers share a mask;
+            with several, masks are a dict by layer type.
         additive: eager attention adds the mask; sdpa takes booleans.
     """
 
@@ -53,28 +53,28 @@ class Masks:
 
     def made(
         self,
-        behind: torch.Tensor,
+        known: torch.Tensor,
         depths: torch.Tensor,
         draft: Draft | None,
         visible: torch.Tensor | None,
         top: int,
         dtype: torch.dtype,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """4-D masks: which of the first `top` slots each column may look at, [R, 1, n, top].
+        """4-D masks, [R, 1, n, top]: which of the first `top` slots each column may attend to.
 
-        behind: [R, 1] int64, slots that count. depths: [R or 1, n], `column_depths`. draft: what the columns hold behind the
-        last committed token. visible: [R, any] bool, False where a prompt was padded; None where nothing was. dtype: of masks
-        that are added.
+        known: [R, 1] int64, valid slots. depths: [R or 1, n], `column_depths`. draft: the tokens of the columns after the
+        last committed one. visible: [R, any] bool, False at a prompt's padding; None without padding. dtype: of additive
+        masks.
         """
-        slots = torch.arange(top, device=behind.device)
-        where = behind + depths  # [R, n]: a column's place in its row's text
+        slots = torch.arange(top, device=known.device)
+        where = known + depths  # [R, n]: a column's index in its row's text
         if draft is None or draft.parents is None:
-            places = slots  # a chain lies in its slots as it lies in the text
+            places = slots  # a chain fills its slots in text order
             seen = slots <= where[:, :, None]
         else:
-            columns = behind + torch.arange(depths.shape[1], device=behind.device)
-            places = slots.repeat(len(behind), 1).scatter(1, columns, where)[:, None]
-            seen = (slots < behind)[:, None].repeat(1, depths.shape[1], 1)
+            columns = known + torch.arange(depths.shape[1], device=known.device)
+            places = slots.repeat(len(known), 1).scatter(1, columns, where)[:, None]
+            seen = (slots < known)[:, None].repeat(1, depths.shape[1], 1)
             seen = seen.scatter(2, columns[:, None].expand(-1, depths.shape[1], -1), _column_ancestors(draft))
         if visible is not None:
             hidden = min(visible.shape[1], top)
@@ -94,20 +94,20 @@ class Masks:
 
 
 def column_depths(draft: Draft | None, width: int, device: torch.device) -> torch.Tensor:
-    """Depth of every column of a forward, the last committed token being depth 0. Returns [B or 1, n]."""
+    """Depth of each column of a forward pass; the last committed token has depth 0. Returns [B or 1, n]."""
     if draft is None or draft.parents is None:
         return torch.arange(width, device=device)[None]
     return torch.nn.functional.pad(draft.depths(), (1, 0)).to(device)
 
 
 def _column_ancestors(draft: Draft) -> torch.Tensor:
-    """Draft.ancestors with the last committed token, which every node sees, as column 0. Returns [B, n + 1, n + 1]."""
+    """Draft.ancestors with the last committed token, an ancestor of every node, as column 0. Returns [B, n + 1, n + 1]."""
     seen = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
     seen[:, :, 0] = True
     return seen
 
 
 def _counts_slots(config: Any) -> bool:
-    """The model builds a bias or its causality from the order of slots (ALiBi, GPT-Neo), not from a 4-D mask."""
+    """Whether the model derives a bias or causality from the order of slots (ALiBi, GPT-Neo), not from a 4-D mask."""
     alibi = getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi"
     return bool(alibi) or config.model_type in ("bloom", "mpt", "gpt_neo")

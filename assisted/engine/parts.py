@@ -1,7 +1,7 @@
-"""Running part of a model: its first layers, or its last ones.
+"""Runs part of a model: its first layers, or its last ones.
 
-A part is another object of the model's class that shares its weights and buffers; only its list of layers holds other
-modules. Nothing of the model is changed, and others may run it meanwhile. Knows modules, nothing of drafts or slots.
+A part is another object of the model's class that shares its weights and buffers and has a different list of layers. The
+model is not changed and can run at the same time. Deals with modules only, not with drafts or caches.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ __all__ = [
 ]
 
 Form = int | None
-"""What a module returns: a tensor (None), or a tuple of so many entries of which the first is the tensor."""
+"""What a module returns: None for a tensor, or the length of a tuple whose first entry is the tensor."""
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def unwrapped(model: Any) -> Any:
-    """The model that an adapter's wrapper is put around, and runs; the model itself without one."""
+    """The model inside an adapter's wrapper; the model itself without one."""
     model = uncompiled(model)
     return uncompiled(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
 
 def uncompiled(model: Any) -> Any:
-    """The model that `torch.compile(model)` is put around; the model itself without it."""
+    """The model inside `torch.compile(model)`; the model itself if it is not compiled."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -56,7 +56,7 @@ class Layers:
     """Where a model keeps its decoder layers.
 
     Args:
-        path: the names that lead from the model to the list.
+        path: attribute names from the model to the list.
         forms: what each layer returns.
     """
 
@@ -71,12 +71,12 @@ class Layers:
         return list(model.get_submodule(".".join(self.path)).children())
 
     def replaced(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> PreTrainedModel:
-        """The same model with other layers, as many; its own list stays as it is."""
+        """The same model with other layers, the same number of them. Its own list is not changed."""
         return with_children(model, {self.path: nn.ModuleList(layers)})
 
 
 def front(model: PreTrainedModel, layers: Layers, end: int) -> tuple[PreTrainedModel, Tap]:
-    """Layers [0, end), then the final norm and the head; and what remembers the states that leave layer end - 1."""
+    """Layers [0, end), the final norm and the head; and the tap that keeps the output states of layer end - 1."""
     own = layers.of(model)
     tap = Tap(own[end - 1])
     passed = [Pass(form) for form in layers.forms[end:]]
@@ -84,9 +84,9 @@ def front(model: PreTrainedModel, layers: Layers, end: int) -> tuple[PreTrainedM
 
 
 def back(model: PreTrainedModel, layers: Layers, start: int) -> tuple[PreTrainedModel, Inject]:
-    """Layers [start, L), the final norm and the head, over states that are put into the other return value.
+    """Layers [start, L), the final norm and the head; and the module whose `hidden` holds their input states.
 
-    The embedding still runs: positions, masks and inputs of each layer are made of it. start: in [1, L].
+    The embedding still runs, because positions, masks and layer inputs are computed from its output. start: in [1, L].
     """
     inject = Inject(layers.forms[start - 1])
     passed = [Pass(form) for form in layers.forms[: start - 1]]
@@ -94,14 +94,14 @@ def back(model: PreTrainedModel, layers: Layers, start: int) -> tuple[PreTrained
 
 
 def tapped(model: PreTrainedModel, layers: Layers, ends: Sequence[int]) -> tuple[PreTrainedModel, dict[int, Tap]]:
-    """The whole model; and what remembers, for each of `ends`, the states that leave layer end - 1."""
+    """The whole model; and for each of `ends` the tap that keeps the output states of layer end - 1."""
     own = layers.of(model)
     taps = {end: Tap(own[end - 1]) for end in ends}
     return layers.replaced(model, [taps.get(place + 1, layer) for place, layer in enumerate(own)]), taps
 
 
 class Pass(nn.Module):
-    """Stands for a layer that is left out: returns the hidden states it is given, [..., n, D]."""
+    """Replaces a skipped layer: returns its input states, [..., n, D]."""
 
     def __init__(self, form: Form):
         super().__init__()
@@ -112,7 +112,7 @@ class Pass(nn.Module):
 
 
 class Inject(Pass):
-    """Stands for all layers so far: returns the states put into `hidden`, whatever it is given."""
+    """Replaces all layers so far: returns the states in `hidden` and ignores its input."""
 
     hidden: torch.Tensor
 
@@ -121,7 +121,7 @@ class Inject(Pass):
 
 
 class Tap(nn.Module):
-    """A layer whose last hidden states are remembered, in `hidden`."""
+    """A layer that keeps its last output states in `hidden`."""
 
     hidden: torch.Tensor
 
@@ -136,7 +136,7 @@ class Tap(nn.Module):
 
 
 class Recorder(nn.Module):
-    """A module that writes down what it returns."""
+    """A module that records the form of its output."""
 
     def __init__(self, module: nn.Module, name: Any, seen: list[tuple[Any, Form]]):
         super().__init__()
@@ -151,16 +151,16 @@ class Recorder(nn.Module):
 
 
 def dressed(hidden: torch.Tensor, form: Form) -> Any:
-    """Hidden states in the form in which a module would return them."""
+    """Hidden states in the form that a module returns."""
     return hidden if form is None else (hidden, *[None] * (form - 1))
 
 
 def with_children(module: _Module, children: Mapping[tuple[str, ...], nn.Module]) -> _Module:
-    """The same module with other submodules in some places, as another object; all else is shared.
+    """The same module as another object in which some submodules are replaced; everything else is shared.
 
-    children: by path from the module. Hooks of the module and of what lies on the way are shared, too.
+    children: by path from the module. Hooks of the module and of the modules on these paths are shared, too.
 
-    Raises ValueError where a forward on the way was replaced by something that cannot run for another object.
+    Raises ValueError if a forward on these paths was replaced by something that cannot run for another object.
     """
     names = {path[0] for path in children}
     inner: dict[str, nn.Module | None] = {}
@@ -174,10 +174,10 @@ def with_children(module: _Module, children: Mapping[tuple[str, ...], nn.Module]
 
 
 def _own_forward(module: nn.Module, other: nn.Module) -> dict[str, Any]:
-    """What `other` needs to run its own submodules where the forward of `module` was replaced in the object.
+    """The attributes `other` needs to run its own submodules if the forward of the object `module` was replaced.
 
-    accelerate keeps the original beside its own, which moves inputs and weights between devices; a compiled forward
-    knows what it was compiled from. Both are bound to `module`.
+    accelerate moves inputs and weights in its own forward and keeps the original one; a compiled forward refers to its
+    source. Both are bound to `module`.
     """
     values = module.__dict__
     found: dict[str, Any] = {}
@@ -190,23 +190,23 @@ def _own_forward(module: nn.Module, other: nn.Module) -> dict[str, Any]:
         if not isinstance(forward, MethodType):
             raise ValueError(f"the forward of {type(module).__name__} was replaced by {forward!r}")
         own: Any = MethodType(forward.__func__, other)
-        if hook is not None:  # with the signature of what it runs: whoever calls it asks which arguments it takes
+        if hook is not None:  # callers read its signature to see which arguments it takes
             own = functools.update_wrapper(functools.partial(_hooked, hook, other, own), own)
         found["forward"] = own
     return found
 
 
 def _hooked(hook: Any, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A forward between the two halves of accelerate's hook."""
+    """A forward with the two halves of accelerate's hook around it."""
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     return hook.post_forward(module, forward(*args, **kwargs))
 
 
 @torch.no_grad()
 def find_layers(model: PreTrainedModel) -> Layers:
-    """Where the decoder layers are, found by running a few tokens.
+    """Find the decoder layers by running a few tokens.
 
-    Raises ValueError where no list of as many modules as the config has layers is run through once, in order.
+    Raises ValueError if no list with as many modules as the config has layers is called once each, in order.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
@@ -223,7 +223,7 @@ def find_layers(model: PreTrainedModel) -> Layers:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where a model computes. accelerate keeps offloaded weights on the meta device; its hooks know where they are needed."""
+    """The device a model computes on. accelerate keeps offloaded weights on the meta device; its hooks have the real one."""
     device: torch.device = model.device
     if device.type != "meta":
         return device
@@ -233,7 +233,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def few_ids(model: PreTrainedModel, count: int = 4) -> torch.Tensor:
-    """Some tokens to try a model on, [1, count] int64."""
+    """A few tokens for a trial run of a model, [1, count] int64."""
     size = model.config.get_text_config(decoder=True).vocab_size
     return (size // 2 + torch.arange(count, device=device_of(model)))[None] % size
 

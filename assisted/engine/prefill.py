@@ -1,6 +1,6 @@
-"""How a batch of prompts of different lengths is read: in groups of similar length, so that little of the padding is computed.
+"""Reads a batch of prompts of different lengths in groups of similar length, so that little padding is computed.
 
-Knows which columns count; nothing of models or slots.
+Depends only on which columns are padding, not on models or caches.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import torch
 __all__ = ["Group", "groups"]
 
 Group = tuple[list[int], int]
-"""Rows, ascending, and the first column that counts in one of them."""
+"""Rows, ascending, and the first column that is not padding in any of them."""
 
-_PRICE = 512  # columns that take as long as one more pass does
+_PRICE = 512  # columns that take as long as one more forward pass
 _PRICE_CPU = 32
 
 
 def groups(visible: torch.Tensor | None, rows: Sequence[int], device: torch.device) -> list[Group]:
-    """The passes in which these rows of a batch are read with the least work, each from a column of its own to the end.
+    """The forward passes that read these rows of a batch with the least work, each from its own first column to the end.
 
-    visible: [B, n] bool, False where a prompt was padded; None where nowhere. Padding behind a row's first token is read.
+    visible: [B, n] bool, False at padding; None without padding. Padding after a row's first token is read.
     """
     if visible is None or len(rows) == 1:
         return [(list(rows), 0 if visible is None else _first(visible, rows)[0])]
     price = _PRICE_CPU if device.type == "cpu" else _PRICE
     width = visible.shape[1]
-    ordered = sorted(zip(_first(visible, rows), rows, strict=True), reverse=True)  # the shortest comes first
-    # least work for the first i rows, and where their last group begins
+    ordered = sorted(zip(_first(visible, rows), rows, strict=True), reverse=True)  # the shortest row first
+    # for the first i rows: the least work, and the start of their last group
     best: list[tuple[int, int]] = [(0, 0)]
     for end in range(1, len(ordered) + 1):
         longest = width - ordered[end - 1][0]
@@ -43,7 +43,7 @@ def groups(visible: torch.Tensor | None, rows: Sequence[int], device: torch.devi
 
 
 def _first(visible: torch.Tensor, rows: Sequence[int]) -> list[int]:
-    """The first column that counts in each row; the last one in rows where none does."""
+    """The first column of each row that is not padding; the last column in rows that are all padding."""
     counts = visible[list(rows)]
     first = counts.int().argmax(1).where(counts.any(1), visible.shape[1] - 1)
     found: list[int] = first.tolist()

@@ -1,7 +1,7 @@
-"""Targets whose past is more than keys and values: linear attention, convolutions, state spaces, and hybrids of these.
+"""Targets with recurrent states: linear attention, convolutions, state-space models, and hybrids of these.
 
-Knows transformers' cache layers of states; nothing of drafting or acceptance. States are copied before a verify pass, come
-back where it was rejected in part, and then read the accepted tokens again in front of the next pass.
+Uses transformers' cache layers for states; independent of drafting and acceptance. States are copied before a verifying
+forward pass and restored if it was partly rejected. The next forward pass then reads the accepted tokens again.
 """
 
 from __future__ import annotations
@@ -43,45 +43,45 @@ _STATES = {
 _LAYER_TYPES = {
     name for name, kind in DYNAMIC_LAYER_TYPE_MAPPING.items() if issubclass(kind, LinearAttentionCacheLayerMixin)
 }
-_LAG = 16  # columns; a longer tail is read in a pass of its own, since every pass reads it again until then
+_LAG = 16  # columns; a longer unread tail gets its own forward pass, because every pass would read it again
 
 
 class StateAndSlotLayer(LinearAttentionLayer, SlotLayer):
-    """A layer with attention and a recurrence side by side."""
+    """A layer that has both attention and a recurrent state."""
 
     def __init__(self, slots: SlotCache, number_of_states: int):
         SlotLayer.__init__(self, slots)
         LinearAttentionLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Keys and values come by place, states by name."""
+        """Keys and values are positional arguments, states are keyword arguments."""
         kind: Any = SlotLayer if args else LinearAttentionLayer
         kind.lazy_initialization(self, *args, **kwargs)
 
 
 class RecurrentCache(SlotCache):
-    """Slots for the layers that attend, states for those that recur. Rows stay equally long.
+    """Slots for attention layers, states for recurrent ones. All rows have the same length.
 
-    Invariant between rounds: slots hold the committed tokens but the last; the states are those of a prefix of these, which
-    `RecurrentModel.unread` completes.
+    Invariant between rounds: the slots hold all committed tokens except the last. The states have read a prefix of these;
+    `RecurrentModel.unread` holds the remainder.
 
     Args:
         rows, limit: as for SlotCache.
-        config: the model's, which says what kind of layers it has.
+        config: the model's; it determines the kinds of layers.
     """
 
     def __init__(self, rows: int, limit: int, config: Any):
         super().__init__(rows, limit, right_aligned=True)
         self.config = config
         self.layers = [self._own(layer) for layer in DynamicCache(config=config).layers]
-        self.width = 0  # columns of the last forward
+        self.width = 0  # columns of the last forward pass
         self._saved: list[torch.Tensor] = []
         self._saved_lengths: list[int] = []
-        self.is_saved = False  # whether what is saved are the states as they are now
+        self.is_saved = False  # whether the saved states equal the current ones
 
     @classmethod
     def holding(cls, cache: Cache | None, rows: int, limit: int, config: Any) -> RecurrentCache:
-        """What a caller's cache holds, copied: the caller's cache stays as it is."""
+        """A copy of a caller's cache, which is not changed."""
         own = cls(rows, limit, config)
         if cache is None or not (length := held(cache)):
             return own
@@ -99,7 +99,7 @@ class RecurrentCache(SlotCache):
         self.width = width
 
     def save(self) -> None:
-        """Remember the states as they are."""
+        """Save the current states."""
         states = self._states()
         if len(self._saved) != len(states):
             self._saved = [torch.empty_like(state) for state in states]
@@ -109,7 +109,7 @@ class RecurrentCache(SlotCache):
         self._saved_lengths = list(self.lengths)
 
     def go_back(self) -> None:
-        """Let states and slots hold what they held when they were saved last."""
+        """Restore states and lengths to what they were at the last `save`."""
         for saved, state in zip(self._saved, self._states(), strict=True):
             state.copy_(saved)
         self.lengths, self.is_saved = list(self._saved_lengths), True
@@ -120,34 +120,36 @@ class RecurrentCache(SlotCache):
             state.zero_()
 
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
-        """Keep the first columns of the last forward, in every row the same number; fewer than all undoes it.
+        """Keep the first columns of the last forward pass, the same number in every row. Fewer than all restores the states.
 
-        Raises ValueError for token trees and ragged rows, RuntimeError where nothing was saved before a forward to undo.
+        Raises ValueError for token trees and unequal counts, RuntimeError if no states were saved before the forward pass.
         """
         if path is not None or len(set(counts)) > 1:
-            raise ValueError(f"counts: {counts} with path {path}: states follow one chain, in all rows in lockstep")
+            raise ValueError(
+                f"counts: {counts} with path {path}: states follow one chain, and all rows advance in lockstep"
+            )
         if counts[0] == self.width:
             self.is_saved = False
         elif self.is_saved:
             for saved, state in zip(self._saved, self._states(), strict=True):
                 state.copy_(saved)
         else:
-            raise RuntimeError("a recurrent state can't take back tokens: run this cache through RecurrentModel")
+            raise RuntimeError("a recurrent state can't take back tokens; run this cache through RecurrentModel")
         super().commit(counts)
 
     def step_back(self, columns: int) -> None:
-        """Let the next forward write over the last columns: those that the states have not read."""
+        """Let the next forward pass overwrite the last columns, which the states have not read."""
         self.lengths = [length - columns for length in self.lengths]
 
     def rewind(self, known: list[int]) -> None:
-        """Not possible. Raises ValueError unless nothing is taken back."""
+        """Not possible; raises ValueError unless there is nothing to discard."""
         if known != self.known:
             raise ValueError(
                 "a recurrent state can't be rewound; ask runner.is_rewindable before drafting with a target"
             )
 
     def to_dynamic(self, config: Any) -> DynamicCache:
-        """As SlotCache, once states and slots agree. A model with states knows no other cache than its config's."""
+        """As SlotCache, once the states have read what the slots hold. The config is always the model's own."""
         cache = super().to_dynamic(self.config)
         for layer, own in zip(cache.layers, self.layers, strict=True):
             if isinstance(own, LinearAttentionLayer):
@@ -170,11 +172,11 @@ class RecurrentCache(SlotCache):
 
 
 class RecurrentModel(CachedModel):
-    """A causal LM with recurrent layers: verified over several tokens at once, its states undone where some are rejected.
+    """A causal LM with recurrent layers. It verifies several tokens at once and restores its states if some are rejected.
 
-    A pass that accepts all of its columns leaves the right states. After any other the states of before come back, and
-    the columns that were accepted are read again in front of the next pass: one pass a round, as for other targets. Of
-    the logits, those of the new columns are returned.
+    If all columns of a forward pass are accepted, its states are right. Otherwise the previous states are restored, and the
+    next forward pass reads the accepted columns again, before its own. So each round takes one forward pass, as for other
+    targets. Only the logits of the new columns are returned.
     """
 
     in_lockstep = True
@@ -183,27 +185,25 @@ class RecurrentModel(CachedModel):
     def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks):
         super().__init__(model, cache, masks)
         self.unread = torch.empty(cache.rows, 0, dtype=torch.long, device=self.device)  # [B, k], committed
-        self.ids = self.unread  # [B, k + n], of the last forward
+        self.ids = self.unread  # [B, k + n], of the last forward pass
 
     def __call__(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
         """As CachedModel. Raises ValueError for a token tree."""
         if draft is not None and draft.parents is not None:
-            raise ValueError(
-                "draft: recurrent layers read chains, not token trees; look at masks.trees before drafting"
-            )
+            raise ValueError("draft: recurrent layers read chains, not token trees; check masks.trees before drafting")
         if self.unread.shape[1] > _LAG or self._would_straddle():
             self.catch_up()
-        behind = self.unread.shape[1]
+        unread = self.unread.shape[1]
         self.ids = torch.cat([self.unread, ids.to(self.device)], 1)
-        self.cache.step_back(behind)
+        self.cache.step_back(unread)
         if ids.shape[1] > 1 and not self.cache.is_saved:
             self.cache.save()
         if used is not None:
-            used = [behind + count for count in used]
-        return super().__call__(self.ids, None, used)[:, behind:]
+            used = [unread + count for count in used]
+        return super().__call__(self.ids, None, used)[:, unread:]
 
     def _would_straddle(self) -> bool:
-        """Whether the columns to be read again are turned in another way than the new ones."""
+        """Whether the rotary angles of the unread columns differ from those of the new ones."""
         if self.change is None:
             return False
         new = max(self._first_positions())
@@ -211,48 +211,48 @@ class RecurrentModel(CachedModel):
         return room is not None and room <= self.unread.shape[1]
 
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
-        """As CachedModel, for counts that are equal; no path."""
+        """As CachedModel, for equal counts and without a path."""
         kept = self.unread.shape[1] + counts[0]
         self.cache.commit([self.unread.shape[1] + count for count in counts], path)
         self.unread = self.ids[:, : 0 if kept == self.ids.shape[1] else kept]
 
     def catch_up(self) -> None:
-        """Let the states read what is committed."""
-        if behind := self.unread.shape[1]:
-            self.cache.step_back(behind)
+        """Let the states read all committed tokens except the last."""
+        if unread := self.unread.shape[1]:
+            self.cache.step_back(unread)
             super().__call__(self.unread)
-            self.cache.commit([behind] * self.cache.rows)
+            self.cache.commit([unread] * self.cache.rows)
             self.unread = self.unread[:, :0]
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Whether a model keeps states, in transformers' own cache layers, and besides them keys and values only."""
+    """Whether a model keeps states in transformers' own cache layers, and nothing else except keys and values."""
     config = model.config.get_text_config(decoder=True)
-    # asked in every call: what a pure attention model says at once saves building a cache to look at
+    # runs in every call: for pure attention models, the config alone spares building a cache
     if _LAYER_TYPES.isdisjoint(getattr(config, "layer_types", None) or ()):
         return False
     return model._supports_default_dynamic_cache() and _STATES.issuperset(unsupported_layers(config))
 
 
 def target_runner(model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> CachedModel:
-    """A target over the slots that `slots_for` made, for drafters that do not run it in a way of their own."""
+    """A target over the slots from `slots_for`, for drafters that need no special runner."""
     return (RecurrentModel if isinstance(cache, RecurrentCache) else CachedModel)(model, cache, masks)
 
 
 def slots_for(model: PreTrainedModel, given: Cache | None, rows: int, limit: int, masks: Masks) -> SlotCache:
-    """What a target reads into, holding what a caller's cache holds."""
+    """A target's slots, with a copy of a caller's cache."""
     if not is_recurrent(model):
         return SlotCache.of(given, rows, limit, right_aligned=not masks.trees)
     return RecurrentCache.holding(given, rows, limit, model.config.get_text_config(decoder=True))
 
 
 def held(cache: Cache) -> int:
-    """How many tokens a caller's cache holds, as its keys tell; states don't count."""
+    """How many tokens a caller's cache holds, counted by its keys; states have no length."""
     return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
 
 
 def has_uncounted_states(cache: Cache) -> bool:
-    """Whether a caller's cache holds states but nothing that says of how many tokens."""
+    """Whether a caller's cache holds states, but no keys from which to count their tokens."""
     return held(cache) == 0 and any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers)
 
 

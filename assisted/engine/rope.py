@@ -1,7 +1,7 @@
-"""Rotary embeddings whose angles depend on how long the text has become, and what that means for passes over several tokens.
+"""Rotary embeddings whose angles depend on the length of the text, and how they limit passes over several tokens.
 
-Such an embedding turns all positions of a pass in the way of the pass's last one. Autoregressive decoding turns each position
-in its own way, so no pass may cover positions on both sides of a change. Knows transformers' configs; nothing of slots.
+Such an embedding computes the angles of all positions in a forward pass from its last position. Autoregressive decoding
+computes them for each position separately, so no forward pass may cover positions before and after a change of angles.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ __all__ = ["Change", "change_of", "reads_anew_at"]
 
 @dataclass(frozen=True)
 class Change:
-    """Where a model's angles change.
+    """The position at which a model's rotary angles change.
 
     Args:
-        position: the first position that is turned in another way than those before it.
-        once: it is the only one; otherwise angles change with every further position.
+        position: the first position with other angles than those before it.
+        once: the angles change only there; otherwise they change again at every later position.
     """
 
     position: int
     once: bool
 
     def room(self, first: int) -> int | None:
-        """How many positions, from `first` on, a pass may cover; None for any number."""
+        """How many positions, starting at `first`, a forward pass may cover; None for any number."""
         if first < self.position:
             return self.position - first
         return None if self.once else 1
 
 
 def change_of(model: PreTrainedModel) -> Change | None:
-    """Where the angles of a model change; None where they depend on the position alone."""
+    """Where the angles of a model change; None if they depend on the position alone."""
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer = [value for value in parameters.values() if isinstance(value, dict)]  # of models that mix layer types
+    by_layer = [value for value in parameters.values() if isinstance(value, dict)]  # in models that mix layer types
     found = [change for kind in (parameters, *by_layer) if (change := _change(kind, config)) is not None]
     if not found:
         return None
@@ -53,8 +53,8 @@ def _change(parameters: dict[str, Any], config: Any) -> Change | None:
 
 
 def reads_anew_at(model: PreTrainedModel) -> int | None:
-    """The length of a text from which on `generate` drops the cache of a shorter one, and has the model read all of it anew
-    (Phi-3's, where its angles change); None for models that never do."""
+    """The text length at which `generate` drops the cache and reads the whole text again (Phi-3, when its angles change);
+    None for models where it never does."""
     limit = getattr(model.config, "original_max_position_embeddings", None)
     prepare = "prepare_inputs_for_generation"
     codes = [inspect.unwrap(vars(kind)[prepare]).__code__ for kind in type(model).__mro__ if prepare in vars(kind)]

@@ -1,7 +1,7 @@
-"""How a causal LM is run during a `generate`: its slots, its positions. The eager path.
+"""Runs a causal LM during a `generate`: cache slots, positions, masks. This is the eager path.
 
-Knows transformers' forward conventions; nothing of drafting, acceptance or text. Target and draft run through the same
-class.
+Follows transformers' forward conventions; independent of drafting, acceptance and text. Target and draft model use the
+same class.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ __all__ = [
 
 @dataclass
 class CallSettings:
-    """How one `generate` runs its forward passes, and whether it is over.
+    """How one `generate` runs its forward passes, and whether it has returned.
 
     Args:
-        mode: of `fast.graphs.MODES`.
-        over: the call has returned, so that the next one may have the captured passes.
-        spent_once: seconds of the call, so far, on what later forward passes do not need again, captures above all.
+        mode: one of `fast.graphs.MODES`.
+        over: the call has returned, so the next one may use the captured forward passes.
+        spent_once: seconds that the call has spent so far on one-time work, mainly captures.
     """
 
     mode: str = "eager"
@@ -57,21 +57,21 @@ class CallSettings:
 
     @property
     def fuses(self) -> bool:
-        """Whether models run in fewer operations, or from copies of their weights."""
+        """Whether models may run with fused operations or from copies of their weights."""
         return self.mode != "eager"
 
 
 @dataclass(frozen=True)
 class Runnable:
-    """A module in the form in which it is run: as it is, or as `fast.fused` has made it.
+    """A module as it is run: unchanged, or in the form that `fast.fused` builds.
 
     Args:
         module: a causal LM, or a head.
-        through_parts: call the model's embedding, layers, norm and head in turn, not its forward, which takes as long as a
-            small layer. Only for models that consist of these parts alone: fused ones, and drafts that pass
-            `is_sum_of_parts`, where an error costs speed only.
-        last_only: its layers can leave out the positions of a prompt whose output nobody reads.
-        copied: parameters that the module holds copies of. `fast.fused` compares them in every call.
+        through_parts: call the embedding, layers, norm and head in turn, because the model's forward adds the cost of a small
+            layer. Only for models with no other parts: fused ones, and drafts that pass `is_sum_of_parts`, where an error
+            costs only speed.
+        last_only: its layers can skip prompt positions whose output is not used.
+        copied: the parameters that the module has copied. `fast.fused` checks them for changes in every call.
     """
 
     module: Any
@@ -81,31 +81,31 @@ class Runnable:
 
 
 class Passes:
-    """How forward passes are run: eagerly, operation by operation. `fast.graphs.Graphs` replays captured ones."""
+    """Runs forward passes eagerly, operation by operation. `fast.graphs.Graphs` replays captured ones instead."""
 
     def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None, used: list[int] | None) -> torch.Tensor:
-        """What `CachedModel.__call__` returns."""
+        """One forward pass; see `CachedModel.__call__`."""
         return runner.eager(ids, draft, used)
 
     def gather(self, runner: Runner, path: Paths) -> bool:
-        """Move a tree's accepted columns together, as `SlotCache.commit` does; False leaves that to the cache."""
+        """Move a tree's accepted columns together, as `SlotCache.commit` does. False leaves that to the cache."""
         return False
 
 
 class Runner:
-    """A module over the slots of what it has read, and how its forward passes are run.
+    """A module, its slots, and how its forward passes are run.
 
     Args:
         runnable: the module, not changed.
         cache: its slots.
-        context: positions that it knows.
+        context: the number of positions it supports.
 
     Attributes:
         passes: how its forward passes are run.
-        settings: of the call.
-        kind: tells apart the runners of a call that share slots.
-        taps: modules whose output counts as well as the forward's.
-        inject: the module that holds the hidden states to go on from, for parts and heads.
+        settings: those of the call.
+        kind: distinguishes the runners of a call that share slots.
+        taps: modules whose output is needed in addition to the forward's.
+        inject: for parts and heads, the module that holds their input states.
     """
 
     kind: Hashable = "whole"
@@ -118,11 +118,11 @@ class Runner:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether forward passes can be run by `static_forward`."""
+        """Whether forward passes can run through `static_forward`."""
         raise NotImplementedError
 
     def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
-        """One forward pass, the reference for every other way of running it: see `CachedModel.__call__`."""
+        """One forward pass, the reference for all other ways to run it; see `CachedModel.__call__`."""
         raise NotImplementedError
 
     def static_forward(
@@ -133,23 +133,23 @@ class Runner:
         parents: torch.Tensor | None,
         visible: torch.Tensor,
     ) -> torch.Tensor:
-        """The same forward pass as a function of tensors alone: the host reads nothing that changes between passes.
+        """The same forward pass as a function of tensors only; the host reads no value that changes between passes.
 
-        ids: [R, n] int64. known: [R, 1] int64, slots that count in each row. first: [R, 1] int64, position of column 0.
-        parents: [R, n - 1] int64 of a tree, None for chains. visible: [R, top] bool, False where a prompt was padded, of the
-        slots that are looked at: at least n after the longest row. Returns [R, n, V].
+        ids: [R, n] int64. known: [R, 1] int64, valid slots of each row. first: [R, 1] int64, position of column 0.
+        parents: [R, n - 1] int64 for a tree, None for chains. visible: [R, top] bool, False at a prompt's padding; `top` slots
+        are read, at least n more than the longest row has. Returns [R, n, V].
         """
         raise NotImplementedError
 
     def run_only(self, rows: list[int]) -> None:
-        """Run these rows alone until told otherwise, since rows that have ended would waste time."""
+        """Run the next forward passes over these rows only, because finished rows would waste time."""
         self.cache.run_only(rows)
 
     def by_groups(self, width: int, read: Callable[[list[int], int], torch.Tensor]) -> torch.Tensor:
-        """Read a prompt of `width` columns in the groups of rows that take the least work. Taps hold the states of all rows.
+        """Read a prompt of `width` columns, in the groups of rows that take the least work. Taps then hold all rows' states.
 
-        read: a forward pass over these rows, from this column on. Returns the output at the last column, [rows, 1, ...];
-        this method returns that of all rows, [B, 1, ...].
+        read: a forward pass over given rows, starting at a given column, that returns the output at the last column,
+        [rows, 1, ...]. This method returns the output of all rows, [B, 1, ...].
         """
         cache, rows = self.cache, sorted(self.cache.running)
         apart = (
@@ -176,16 +176,16 @@ class Runner:
 
 
 class CachedModel(Runner):
-    """A causal LM and the slots of what it has read.
+    """A causal LM with its slots.
 
     Args:
-        model: any decoder-only causal LM, or the form in which it is run; it is not changed.
+        model: any decoder-only causal LM, or its `Runnable`; it is not changed.
         cache: its slots.
-        masks: the masks that it takes, `Masks.of(model)`.
+        masks: `Masks.of(model)`.
     """
 
     in_lockstep = False  # whether all rows of a batch must keep the same number of columns
-    change: Change | None = None  # of the rotary embedding's angles, where this call may reach it
+    change: Change | None = None  # of the rotary angles, if this call may reach it
     masks: Masks
 
     def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks):
@@ -197,7 +197,7 @@ class CachedModel(Runner):
         self.masks = masks
         self._takes_cache = "past_key_values" if takes(self.model, "past_key_values") else "cache_params"
         self._takes_positions = takes(self.model, "position_ids")
-        # a model that `generate` gives no positions counts them itself, padding included
+        # without positions from `generate`, a model counts them itself, including padding
         self._counts_padding = self._takes_positions and not generate_passes(self.model, "position_ids")
         self._takes_logits_to_keep = takes(self.model, "logits_to_keep")
         change = change_of(self.model)
@@ -205,7 +205,7 @@ class CachedModel(Runner):
             self.change, self.in_lockstep = change, True
 
     def prefill(self, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Read a prompt, [B, P] int64, in the model's own way. Returns the logits after it, [B, 1, V]."""
+        """Read a prompt, [B, P] int64, as `generate` does. Returns the logits after it, [B, 1, V]."""
         self.cache.hide(attention_mask)
 
         def read(rows: list[int], first: int) -> torch.Tensor:
@@ -227,10 +227,10 @@ class CachedModel(Runner):
         return logits
 
     def __call__(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
-        """One forward over n columns behind each row's length; nothing is kept before `commit`.
+        """One forward pass over n columns after each row's length. Only `commit` keeps any of them.
 
-        ids: [B, n] int64, the last committed token and then the draft's tokens. draft: its tree, if it is no chain.
-        used: how many columns of each row matter, None for all; the others may lie behind the end of the context.
+        ids: [B, n] int64, the last committed token followed by the draft's tokens. draft: the draft, needed if it is a tree.
+        used: how many columns of each row are needed, None for all; the others may be after the end of the context.
         Returns [B, n, V], zeros for rows that don't run.
         """
         return self.passes.run(self, ids, draft, used)
@@ -267,14 +267,14 @@ class CachedModel(Runner):
         self.cache.place_at(known, width, top)
         draft = None if parents is None else Draft(ids[:, 1:], known[:, 0], parents=parents)
         depths = column_depths(draft, width, self.device)
-        positions = (first + depths).clamp(max=self.context - 1)  # columns that do not matter may lie after the end
+        positions = (first + depths).clamp(max=self.context - 1)  # unused columns may be after the end
         masks = self.masks.made(known, depths, draft, visible, top, self.model.dtype)
         return self._forward(ids, {"position_ids": positions, "attention_mask": masks})
 
     def part(
         self, model: PreTrainedModel, kind: Hashable, taps: Sequence[Tap] = (), inject: Inject | None = None
     ) -> CachedModel:
-        """A part of the model over the same slots, run in the same way. kind: which part it is."""
+        """A part of the model over the same slots, run in the same way. kind: identifies the part."""
         part = CachedModel(replace(self.runnable, module=model), self.cache, self.masks)
         part.passes, part.settings = self.passes, self.settings
         part.kind, part.taps, part.inject = kind, taps, inject
@@ -282,43 +282,43 @@ class CachedModel(Runner):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether passes can be run by `static_forward`: those that take 2-D masks, or states, cannot; nor those whose columns
-        beyond the last one that counts would change something."""
+        """Whether forward passes can run through `static_forward`. Not with 2-D masks or recurrent states, and not where
+        unused columns would change the others."""
         return self.masks.trees and not self.cache.right_aligned and not self.in_lockstep and not self._counts_padding
 
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
-        """Keep `counts[b]` of the columns of the last forward: its first ones, or those of a tree's accepted `path`."""
+        """Keep `counts[b]` columns of the last forward pass: the first ones, or those of a tree's accepted `path`."""
         if path is not None and all(column == to for columns in path for to, column in enumerate(columns)):
             path = None
         moved = path is not None and self.passes.gather(self, path)
         self.cache.commit(counts, None if moved else path)
 
     def catch_up(self) -> None:
-        """Let the cache hold all that is committed; of slots it is always true."""
+        """Bring the cache up to date with all committed tokens. Slots always are."""
 
     def room(self, lengths: list[int]) -> int:
-        """Positions left behind the longest of these texts before the model's context ends, or its angles change."""
-        # aligned rows lie side by side, those that have ended too
+        """Positions left after the longest of these texts until the model's context ends or its rotary angles change."""
+        # aligned rows all end at the same slot, finished rows too
         aligned = 0 if self.masks.trees else max(self.cache.lengths) + 1
-        ahead = max(0, -min(self.cache.padding))  # of the slots, where a caller's positions began later
+        ahead = max(0, -min(self.cache.padding))  # positions ahead of slots, if the caller's began later
         room = self.context - max(*lengths, aligned) - ahead
         own = None if self.change is None else self.change.room(max(self._first_positions()))
         return room if own is None else min(room, own)
 
     def _first_positions(self) -> list[int]:
-        """The position of the next token of every running row."""
+        """Position of each running row's next token."""
         counts = self.cache.known if self._counts_padding else self.cache.unpadded
         return [counts[row] for row in self.cache.running]
 
     def _positions(self, depths: torch.Tensor, used: list[int] | None) -> torch.Tensor:
-        """Positions of the forward just placed, [B, n]. Columns that do not matter have one that every model knows."""
+        """Positions of the forward pass just placed, [B, n]. Unused columns beyond the context get position 0."""
         positions = on_device(self._first_positions(), self.device)[:, None] + depths
         if used is None or self.cache.top <= self.context:
             return positions
         return positions.masked_fill(depths >= on_device(used, self.device)[:, None], 0)
 
     def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        if self.runnable.through_parts and "logits_to_keep" not in kwargs:  # not the prompt
+        if self.runnable.through_parts and "logits_to_keep" not in kwargs:  # not for the prompt
             return self._through_parts(ids, kwargs)
         kwargs[self._takes_cache] = self.cache
         return self.model(input_ids=ids.to(self.device), use_cache=True, return_dict=True, **kwargs).logits
@@ -341,7 +341,7 @@ class CachedModel(Runner):
 
 @torch.no_grad()
 def is_sum_of_parts(model: PreTrainedModel) -> bool:
-    """Whether a model is no more than its embedding, layers, norm and head: tried on a few tokens."""
+    """Whether a model consists only of its embedding, layers, norm and head, tested on a few tokens."""
     base, masks = model.base_model, Masks.of(model)
     parts = all(hasattr(base, name) for name in ("embed_tokens", "rotary_emb", "layers", "norm"))
     if not parts or not hasattr(model, "lm_head") or not masks.trees or len(masks.windows) > 1:
@@ -353,15 +353,15 @@ def is_sum_of_parts(model: PreTrainedModel) -> bool:
         runner.prefill(ids[:, :4], None)
         try:
             logits.append(runner(ids[:, 4:]))
-        except (TypeError, AttributeError, ValueError):  # submodules that want to be called in another way
+        except (TypeError, AttributeError, ValueError):  # submodules that need other arguments
             return False
     return torch.equal(*logits)
 
 
 def without_gradients(*models: nn.Module) -> AbstractContextManager[Any]:
-    """The mode to run models in: inference mode, where tensors are cheaper to make, but no_grad for models with layers of
-    quanto's. Its weights are shells around other tensors, and torch makes no views of a shell in inference mode."""
-    quanto = sys.modules.get("optimum.quanto")  # a process that never imported it has no such layers to look for
+    """The mode for running models: inference mode, where creating tensors is cheaper, but no_grad for models with quanto's
+    layers. Their weights are wrapper subclasses, of which torch makes no views in inference mode."""
+    quanto = sys.modules.get("optimum.quanto")  # if it was never imported, there are no such layers
     layer = getattr(quanto, "QModuleMixin", None)
     if layer is not None and any(isinstance(module, layer) for model in models for module in model.modules()):
         return torch.no_grad()
@@ -369,17 +369,17 @@ def without_gradients(*models: nn.Module) -> AbstractContextManager[Any]:
 
 
 def _context(config: Any) -> int:
-    """How many positions a model has; MPT calls them by a name of its own."""
+    """How many positions a model supports. MPT's config uses another name."""
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or sys.maxsize
 
 
 def is_rewindable(model: PreTrainedModel) -> bool:
-    """Whether a model's cache can go back to any earlier prefix by lowering a length: keys and values, nothing else."""
+    """Whether a model's cache holds only keys and values, so that a smaller length restores any earlier prefix."""
     return not _unslotted(model)
 
 
 def require_decoder(model: PreTrainedModel, role: str) -> None:
-    """Refuse what is no decoder-only causal LM with a ValueError. role: "target" or "draft", for the message."""
+    """Raise ValueError unless a model is a decoder-only causal LM. role: "target" or "draft", for the message."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{role}: {name} is an encoder-decoder; only decoder-only causal LMs can be assisted")
@@ -390,9 +390,9 @@ def require_decoder(model: PreTrainedModel, role: str) -> None:
 
 
 def require_rewindable(model: PreTrainedModel, role: str) -> None:
-    """Refuse a model whose state cannot take back tokens. role: "target" or "draft", for the message.
+    """Check that a model can discard tokens from its cache. role: "target" or "draft", for the message.
 
-    Raises ValueError: encoder-decoders, recurrent states (Mamba, linear attention, hybrids), caches of a kind of their own.
+    Raises ValueError for encoder-decoders, recurrent states (Mamba, linear attention, hybrids) and other kinds of caches.
     """
     require_decoder(model, role)
     if kinds := _unslotted(model):
@@ -403,7 +403,7 @@ def require_rewindable(model: PreTrainedModel, role: str) -> None:
 
 
 def _unslotted(model: PreTrainedModel) -> list[str]:
-    """What a model keeps of its past that slots can't hold."""
+    """What a model keeps in its cache that slots can't hold."""
     if getattr(model, "_is_stateful", False):
         return ["a recurrent state"]
     if not model._supports_default_dynamic_cache():

@@ -1,25 +1,22 @@
-"""Which shapes captured passes have: rows, columns and slots are rounded up, so that few of them occur.
-
-Knows numbers alone.
-"""
+"""The shapes of captured forward passes. Rows, columns and slots are rounded up, so that few shapes occur."""
 
 from __future__ import annotations
 
 __all__ = ["WIDTHS", "columns_for", "rows_for", "slots_for"]
 
-WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # columns of a captured pass; wider ones run eagerly
-_CHEAP = 64  # columns of all rows that a device with graphs reads in about the time of one
-_LEAST = 256  # slots that a captured pass looks at
+WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # columns of a captured forward pass; wider ones run eagerly
+_CHEAP = 64  # columns over all rows that take a GPU about as long as one
+_LEAST = 256  # slots that a captured forward pass reads, at least
 
 
 def rows_for(rows: int, most: int) -> int:
-    """Rows of a captured pass: a power of two, or all."""
+    """Rows of a captured forward pass: a power of two, or all rows."""
     return min(most, 1 << (rows - 1).bit_length())
 
 
 def columns_for(width: int, rows: int) -> int | None:
-    """Columns of a captured pass; None for more than are captured. Powers of two, as long as more of them cost next to
-    nothing; otherwise some between them, too.
+    """Columns of a captured forward pass; None if it is too wide to capture. Powers of two while additional columns cost
+    almost nothing; beyond that also sizes in between.
     """
     power = 1 << (width - 1).bit_length()
     if power * rows <= _CHEAP and power in WIDTHS:
@@ -28,8 +25,8 @@ def columns_for(width: int, rows: int) -> int | None:
 
 
 def slots_for(top: int, sizes_open: bool = False) -> int:
-    """Slots of a captured pass: powers of two, from 1024 on with one step between them; of sizes that are left open eighths of
-    a power.
+    """Slots of a captured forward pass: powers of two, and above 1024 also 3/4 of each power. With sizes_open, multiples of
+    1/8 of a power.
     """
     power = max(_LEAST, 1 << (top - 1).bit_length())
     if sizes_open:

@@ -1,7 +1,6 @@
-"""What the forward of a model takes, where its signature says so and where it does not.
+"""Which arguments a model's forward takes, also if its signature does not name them.
 
-Whoever wraps a forward often writes `*args, **kwargs`: such a signature names nothing and takes everything that the forward
-underneath takes. Knows classes and signatures; nothing of models.
+Wrappers of a forward often have the signature `*args, **kwargs`, which accepts whatever the wrapped forward accepts.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ __all__ = ["generate_passes", "takes"]
 
 
 def takes(model: Any, name: str) -> bool:
-    """Whether the forward of a model takes an argument of this name. A signature that ends in `**kwargs` is taken to pass it on
-    to the forward underneath: from one in the object itself to those of its base classes."""
+    """Whether a model's forward takes an argument of this name. A forward with `**kwargs` is assumed to pass it on to the
+    next one: from the object's own to those of its base classes, in order."""
     for forward in _forwards(model):
         parameters = inspect.signature(forward).parameters
         if name in parameters:
@@ -26,7 +25,7 @@ def takes(model: Any, name: str) -> bool:
 
 
 def generate_passes(model: Any, name: str) -> bool:
-    """Whether `generate` gives a model an argument of this name: it looks at the outermost signature alone."""
+    """Whether `generate` gives a model an argument of this name. It checks only the outermost signature."""
     return name in inspect.signature(model.forward).parameters
 
 

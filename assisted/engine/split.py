@@ -1,6 +1,6 @@
-"""The target in two parts: what its first layers have read while drafting, only the others read in the target's pass.
+"""The target in two parts. Its first layers run while drafting; verification then runs only the remaining ones.
 
-Knows parts of models and slots; nothing of distributions, nor of why a draft was made. Falls back to the whole model.
+Deals with parts of models and slots, not with distributions or drafting decisions. Falls back to the whole model.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Begun", "SplitModel", "timed"]
 
 @dataclass(frozen=True)
 class Begun:
-    """What the front has read of a round's columns.
+    """The columns of a round that the front has read.
 
     Args:
-        draft: which the columns belong to.
+        draft: the draft of these columns.
         end: how many layers the front has.
-        hidden: [..., B, m, D], the states behind them of the first m columns: n or n + 1 of n + 1.
-        lengths: of the slots in front of these columns.
+        hidden: [..., B, m, D], their output states for the first m of n + 1 columns; m is n or n + 1.
+        lengths: each row's length before these columns.
     """
 
     draft: Draft
@@ -40,23 +40,23 @@ class Begun:
 
 
 class SplitModel(CachedModel):
-    """The target in two parts: what the front has read while drafting, only the back reads in the target's pass.
+    """The target in two parts. Where the front ran while drafting, the target's forward pass runs only the back.
 
-    A draft that the front did not write, or not completely, goes through the whole model as in `CachedModel`.
+    A draft from elsewhere, or one changed since, goes through the whole model as in `CachedModel`.
     """
 
     def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks, layers: Layers):
         super().__init__(model, cache, masks)
         self.layers = layers
         self.begun: Begun | None = None
-        self.measured: list[int] | None = None  # layers to tap in the next pass
-        self.states: dict[int, torch.Tensor] = {}  # what was tapped in the last pass
-        self.seconds = 0.0  # of the last pass, if layers were tapped
+        self.measured: list[int] | None = None  # layers to tap in the next forward pass
+        self.states: dict[int, torch.Tensor] = {}  # tapped in the last forward pass
+        self.seconds = 0.0  # of the last forward pass, if layers were tapped
         self._fronts: dict[int, tuple[CachedModel, Tap]] = {}
         self._backs: dict[int, tuple[CachedModel, Inject]] = {}
 
     def run_only(self, rows: list[int]) -> None:
-        """All rows run: what is kept of a round's states is by row."""
+        """No effect: all rows run, because the states kept of a round cover all of them."""
 
     def front(self, end: int) -> tuple[CachedModel, Tap]:
         """Layers [0, end) and the head, over the same slots."""
@@ -78,12 +78,13 @@ class SplitModel(CachedModel):
         except Exception as error:
             name = type(error).__name__
             warnings.warn(
-                f"What was drafted could not be finished ({name}: {error}); reading it plainly.", stacklevel=2
+                f"Finishing the drafted tokens failed ({name}: {error}); reading them with the whole model.",
+                stacklevel=2,
             )
             return super().__call__(ids, draft, used)
 
     def finish(self, begun: Begun, ids: torch.Tensor, draft: Draft, used: list[int] | None = None) -> torch.Tensor:
-        """The target's pass over a draft that the front has begun, [B, n + 1, V]."""
+        """The target's forward pass over a draft that the front has begun, [B, n + 1, V]."""
         hidden = self._read_rest(begun, ids, used)
         if begun.end not in self._backs:
             model, inject = back(self.model, self.layers, begun.end)
@@ -93,7 +94,7 @@ class SplitModel(CachedModel):
         return rest(ids, draft, used)
 
     def _read_rest(self, begun: Begun, ids: torch.Tensor, used: list[int] | None) -> torch.Tensor:
-        """The front's states of all columns: the last drafted token is read only now."""
+        """The front's states of all columns. The last drafted token may not have been read until now."""
         done = begun.hidden.shape[-2]
         if done == ids.shape[1]:
             return begun.hidden
@@ -107,7 +108,7 @@ class SplitModel(CachedModel):
         return torch.cat([begun.hidden, tap.hidden], -2)
 
     def _measure(self, ends: list[int], ids: torch.Tensor, draft: Draft, used: list[int] | None) -> torch.Tensor:
-        """The whole model in one pass, with taps and a clock."""
+        """The whole model in one timed forward pass, with taps."""
         model, taps = tapped(self.model, self.layers, ends)
         whole = CachedModel(replace(self.runnable, module=model), self.cache, self.masks)
         logits, self.seconds = timed(lambda: whole(ids, draft, used), self.device)
@@ -115,7 +116,7 @@ class SplitModel(CachedModel):
         return logits
 
     def exits(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., 1, n, D] hidden states of any layer -> [n, V], what the final norm and the head make of them."""
+        """[..., 1, n, D] hidden states of any layer -> [n, V], their logits through the final norm and the head."""
         model, inject = back(self.model, self.layers, len(self.layers))
         inject.hidden = states
         ids = few_ids(model, states.shape[-2])  # their embeddings are not used
@@ -123,7 +124,7 @@ class SplitModel(CachedModel):
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """What `run` returns, and how many seconds it took. Waits for the device before and after."""
+    """The result of `run`, and how many seconds it took. Waits for the device before and after."""
     _wait(device)
     started = time.perf_counter()
     result = run()

@@ -1,7 +1,7 @@
-"""Running a model without some of its attention and MLP sublayers.
+"""Runs a model without some of its attention and MLP sublayers.
 
-Knows how decoder layers are commonly put together, and checks it: a layer whose sublayers cannot be told apart is left out as
-a whole or not at all. Nothing of the model is changed. Which sublayers to leave out is the drafter's.
+Assumes the common structure of decoder layers and checks it. A layer whose sublayers can't be told apart is skipped as a
+whole or not at all. The model is not changed. The drafter chooses which sublayers to skip.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .parts import Form, Layers, Pass, Recorder, dressed, few_ids, hidden_of, wi
 __all__ = ["Sublayer", "find_sublayers", "try_out", "without"]
 
 Path = tuple[str, ...]
-UNCHANGED = 0.05  # of the norm of the hidden states: how far a layer without its sublayers may move them
+UNCHANGED = 0.05  # relative to the norm of the hidden states: how much a layer without its sublayers may change them
 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """What can be left out of a model.
+    """A part of a model that can be skipped.
 
     Args:
-        layer: which layer it is part of.
-        modules: its modules, by their path in the layer, and what each returns. Empty: the layer as a whole.
-        share: of the weights that a pass over one token reads.
+        layer: index of its layer.
+        modules: its modules, by their path in the layer, and what each returns. Empty for the whole layer.
+        share: its share of the weights that a forward pass over one token reads.
     """
 
     layer: int
@@ -41,7 +41,7 @@ class Sublayer:
 def without(
     model: PreTrainedModel, layers: Layers, sublayers: Collection[Sublayer], skipped: Collection[int]
 ) -> PreTrainedModel:
-    """The model without the sublayers of these indices. A layer that loses all of its own is not run at all."""
+    """The model without the sublayers of these indices. A layer without any sublayers left is not run at all."""
     own = layers.of(model)
     for place, layer in enumerate(own):
         of_layer = [(index, sublayer) for index, sublayer in enumerate(sublayers) if sublayer.layer == place]
@@ -54,13 +54,13 @@ def without(
 
 
 class Nothing(nn.Module):
-    """Stands for a sublayer that is left out: returns what leaves the residual stream as it is.
+    """Replaces a skipped sublayer so that the residual stream does not change.
 
-    That is zeros of the sublayer's own width; of a sublayer that adds the residual itself, the residual it is given.
+    It returns zeros of the sublayer's width. If the sublayer adds the residual itself, it returns the residual.
 
     Args:
-        sublayer: what it stands for. Not kept.
-        form: what that returns.
+        sublayer: the sublayer replaced; no reference is kept.
+        form: what it returns.
     """
 
     def __init__(self, sublayer: nn.Module, form: Form):
@@ -84,7 +84,7 @@ def _without(layer: nn.Module, modules: Collection[tuple[Path, Form]]) -> nn.Mod
 
 @torch.no_grad()
 def find_sublayers(model: PreTrainedModel, layers: Layers) -> list[Sublayer]:
-    """What can be left out, in order: attention and MLP of each layer, or the layer where they cannot be told apart."""
+    """What can be skipped, in order: attention and MLP of each layer, or the layer if they can't be told apart."""
     own = layers.of(model)
     guesses = [(_attention(layer), _mlp(layer)) for layer in own]
     forms = _forms(model, layers, guesses)
@@ -109,19 +109,19 @@ def find_sublayers(model: PreTrainedModel, layers: Layers) -> list[Sublayer]:
 
 @torch.no_grad()
 def try_out(model: PreTrainedModel) -> None:
-    """Run a model on a few tokens. Raises what its forward raises."""
+    """Run a model on a few tokens; errors of its forward are raised."""
     ids = few_ids(model)
     model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True)
 
 
 def _attention(layer: nn.Module) -> list[Path]:
-    """The innermost module that is called an attention."""
+    """The innermost module whose class name contains "attention"."""
     named = [name for name, module in layer.named_modules() if name and "attention" in type(module).__name__.lower()]
     return [tuple(name.split(".")) for name in named if not any(other.startswith(f"{name}.") for other in named)][:1]
 
 
 def _mlp(layer: nn.Module) -> list[Path]:
-    """Of the children without attention the heaviest one; of linear children (OPT) all."""
+    """The child with most weights among those without attention; if that is a linear layer (OPT), all linear children."""
     children = {
         name: child
         for name, child in layer.named_children()
@@ -138,7 +138,7 @@ def _mlp(layer: nn.Module) -> list[Path]:
 def _forms(
     model: PreTrainedModel, layers: Layers, guesses: list[tuple[list[Path], list[Path]]]
 ) -> dict[tuple[int, Path], Form]:
-    """What the modules return that were called with hidden states."""
+    """What these modules return, for those that were called."""
     seen: list[tuple[tuple[int, Path], Form]] = []
     recorded = []
     for place, (layer, guess) in enumerate(zip(layers.of(model), guesses, strict=True)):
@@ -150,7 +150,7 @@ def _forms(
 
 
 def _residual(model: PreTrainedModel, layers: Layers, modules: list[list[tuple[Path, Form]]]) -> list[bool]:
-    """Which layers leave the hidden states as they are without these modules of theirs."""
+    """Which layers leave the hidden states unchanged without these modules."""
     trials = [
         _Trial(_without(layer, entries), form)
         for layer, entries, form in zip(layers.of(model), modules, layers.forms, strict=True)
@@ -160,7 +160,7 @@ def _residual(model: PreTrainedModel, layers: Layers, modules: list[list[tuple[P
 
 
 class _Trial(Pass):
-    """A layer left out; and how far the one given would have moved the hidden states: difference over norm."""
+    """Skips a layer, and measures how much the given one would change the hidden states, relative to their norm."""
 
     moved = float("inf")
 
@@ -174,13 +174,13 @@ class _Trial(Pass):
             output = self.layer(*args, **kwargs)
             after = (output[0] if isinstance(output, tuple) else output).float()
             self.moved = float((after.to(before.device) - before).norm() / before.norm())
-        except Exception:  # put together in a way of its own: the layer is left out as a whole, or not at all
+        except Exception:  # an unusual structure: the layer is skipped as a whole or not at all
             self.moved = float("inf")
         return super().forward(*args, **kwargs)
 
 
 def _weights(module: nn.Module, active: float) -> float:
-    """How many weights a token reads: of experts, those that are active."""
+    """How many weights one token uses; of experts, only the active share."""
     return sum(
         weight.numel() * (active if "experts" in name.split(".") else 1.0) for name, weight in module.named_parameters()
     )

@@ -1,6 +1,6 @@
-"""The target, and the hidden states that trained heads draft from: what its last pass left in some of its layers.
+"""A target that also keeps the hidden states of some layers, from which trained heads draft.
 
-Knows parts of models; nothing of heads. The target itself is not changed.
+Uses parts of models; independent of heads. The target itself is not changed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ __all__ = ["TappedModel", "find_final_norm"]
 
 
 class TappedModel(CachedModel):
-    """The target; and the states of its last pass, the prompt's included.
+    """The target with hidden states of its last forward pass, which may be the prompt's.
 
     Args:
         model, cache, masks: as for every target.
-        layers: where its layers are (`find_layers`).
-        taps: indices as transformers counts `hidden_states`: i in [1, L) is what leaves layer i - 1, L is what leaves the
-            final norm.
-        final_norm: path of that norm (`find_final_norm`); not needed where L isn't tapped.
+        layers: its layers (`find_layers`).
+        taps: indices of transformers' `hidden_states`: i in [1, L) is the output of layer i - 1, L that of the final norm.
+        final_norm: path of that norm (`find_final_norm`); needed only if L is tapped.
     """
 
     def __init__(
@@ -53,15 +52,15 @@ class TappedModel(CachedModel):
         self.kind = tuple(sorted(self._taps))
 
     def states(self, tap: int) -> torch.Tensor:
-        """What was tapped in the last pass, [B, n, D]."""
+        """The states tapped in the last forward pass, [B, n, D]."""
         return self.cache.spread(self._taps[tap].hidden)
 
 
 @torch.no_grad()
 def find_final_norm(model: PreTrainedModel, layers: Layers) -> tuple[str, ...]:
-    """The path of the module behind the last layer, whose output is what transformers calls the last hidden state.
+    """The path of the module after the last layer whose output is transformers' last hidden state.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     ids = few_ids(model)
     where = layers.path[:-1]
@@ -76,4 +75,4 @@ def find_final_norm(model: PreTrainedModel, layers: Layers) -> tuple[str, ...]:
         found = getattr(tap, "hidden", None)
         if isinstance(found, torch.Tensor) and found.shape == last.shape and torch.equal(found, last):
             return (*where, name)
-    raise ValueError(f"{type(model).__name__} has no final norm behind its layers")
+    raise ValueError(f"{type(model).__name__} has no final norm after its layers")

@@ -1,8 +1,8 @@
-"""Whether a target can be verified at all: tried on a few tokens, refused with what was found.
+"""Checks with a few tokens whether a target can verify drafts, and raises an error with the reason if it can't.
 
-Knows how targets are run (runtime.py, recurrent.py). Some forwards ignore positions, masks or the cache that they are given,
-start from an empty state, or compute something else when they get several tokens at once. Architectures that the tests run
-over need no trial; every model with states, every other class and every replaced forward gets one.
+Uses runner.py and recurrent.py. Some forwards ignore their positions, masks or cache, start from an empty state,
+or compute something else for several tokens at once. Architectures covered by the tests need no check. All models with
+states, all other classes and all replaced forwards are checked.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .runner import CachedModel, Masks, require_decoder, require_rewindable, wit
 
 __all__ = ["TESTED", "require_verifiable"]
 
-_ROUNDING = 3e-4  # of the logits' spread, in float32
+_ROUNDING = 3e-4  # relative to the logits' standard deviation, in float32
 _HALF_ROUNDING = 0.1  # in half precision
-_LEAST_ROUNDING = 16  # steps of the dtype at the logits' size; 1 to 4 were measured where states hardly count
+_LEAST_ROUNDING = 16  # times the dtype's epsilon, relative to the logits; 1 to 4 occur where states matter little
 _TRIED: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
@@ -37,16 +37,16 @@ _NAMES = (
     "bloom xglm"
 )
 TESTED = frozenset(_NAMES.split())
-"""Model types of transformers whose text the tests compare with plain `generate`'s, token by token."""
+"""Model types of transformers for which the tests compare the output with that of transformers' `generate`."""
 
 
 def require_verifiable(model: PreTrainedModel) -> None:
-    """Refuse a target whose passes over several tokens are not what the same tokens are one by one.
+    """Check that a target computes the same for several tokens in one forward pass as for the same tokens one by one.
 
-    A model is tried on a few tokens, once for each device and dtype, unless it is one of `TESTED` as transformers wrote it.
-    Raises ValueError that says what was found.
+    The check runs a few tokens, once per device and dtype; unchanged `TESTED` models of transformers are exempt.
+    Raises ValueError with the reason.
     """
-    model = unwrapped(model)  # an adapter's wrapper is not what runs
+    model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
     recurrent = is_recurrent(model)
     if not recurrent:
         require_rewindable(model, "target")
@@ -67,24 +67,24 @@ def require_verifiable(model: PreTrainedModel) -> None:
 
 
 def _is_tested(model: PreTrainedModel) -> bool:
-    """Whether a model runs code of transformers that the tests run over."""
+    """Whether a model runs code of transformers that the tests cover."""
     made = getattr(type(model).forward, "__module__", "")
     known = model.config.get_text_config(decoder=True).model_type in TESTED
     own = vars(model)
-    # accelerate puts a forward of its own around the model's, which moves inputs and weights
+    # accelerate wraps the model's forward to move inputs and weights
     inner = own.get("_old_forward") if "_hf_hook" in own else own.get("forward")
     unchanged = inner is None or getattr(inner, "__func__", None) is type(model).forward
     return known and made.startswith("transformers.models.") and unchanged
 
 
 def _obstacle_of_slots(model: PreTrainedModel) -> str | None:
-    """Why a model without states can't be verified over slots, None when it can. Tried on rows of 7 and 5 tokens, which grow by
-    other numbers of tokens, and on a token tree where its masks allow one."""
+    """Why a model without states can't verify drafts over slots; None if it can. The check uses two rows that keep different
+    numbers of tokens, and a token tree if the masks allow one."""
     size = model.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(7, 31, device=device_of(model)).view(2, 12) * 7919) % size
     try:
         with without_gradients(model):
-            # each row alone, without a cache: nothing of what is tried takes part
+            # each row alone and without a cache, independent of the code under test
             expected = torch.cat([_logits(model, row[None]) for row in ids])
             masks = Masks.of(model)
             runner = CachedModel(model, SlotCache(2, 32, right_aligned=not masks.trees), masks)
@@ -103,27 +103,27 @@ def _obstacle_of_slots(model: PreTrainedModel) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"reading on from its cache fails ({type(error).__name__}: {error})"
+        return f"continuing from its cache fails ({type(error).__name__}: {error})"
     half = model.dtype not in (torch.float32, torch.float64)
     limit = _HALF_ROUNDING if half else _ROUNDING
     for logits, wanted in found:
         apart = (_difference(logits.float(), wanted, robust=half) / wanted.std()).item()
         if not apart <= limit:  # NaN included
             return (
-                "its passes over several tokens differ from the same tokens read at once without a cache "
-                f"(by {apart:.2g} of the spread of its logits; up to {limit:.2g} could be rounding)"
+                "its forward passes over several tokens differ from the same tokens read at once without a cache "
+                f"(by {apart:.2g} of the logits' standard deviation; up to {limit:.2g} could be rounding)"
             )
     return None
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Of every token of a text, [1, n, V] float32."""
+    """The logits of a text, [1, n, V] float32."""
     made: torch.Tensor = model(input_ids=ids, use_cache=False, return_dict=True).logits
     return made.float()
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
-    """Why a model can't go on exactly from a copy of its states, None when it can. Tried on 12 tokens of two rows."""
+    """Why a model can't continue exactly from a copy of its states; None if it can. Checked on 12 tokens of two rows."""
     size = model.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(7, 31, device=device_of(model)).view(2, 12) * 7919) % size
     prompt, end = 7, 12
@@ -147,28 +147,28 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"reading on from a state fails ({type(error).__name__}: {error})"
+        return f"continuing from a state fails ({type(error).__name__}: {error})"
     if changed:
         return f"it keeps its state in its own modules ({changed[0]}), not in the cache"
     spread = expected.std()
     half = model.dtype not in (torch.float32, torch.float64)
-    # Where the state hardly counts, an empty one is nearly right too; but nothing is nearer than rounding.
+    # Where the state matters little, an empty one gives almost the same logits; rounding is the lower bound.
     least = _LEAST_ROUNDING * torch.finfo(model.dtype).eps * expected.square().mean().sqrt()
     telling = torch.maximum(0.25 * _difference(forgotten, expected), least) / spread
     limit = min(_HALF_ROUNDING if half else _ROUNDING, telling.item())
     for logits, wanted, what in (
-        (together, expected, "its pass over several tokens differs from the same tokens one by one"),
-        (put_back, expected[:, 2:], "it does not go on from a state that was put back"),
+        (together, expected, "its forward pass over several tokens differs from the same tokens one by one"),
+        (put_back, expected[:, 2:], "it does not continue correctly from a restored state"),
     ):
         apart = (_difference(logits, wanted, robust=half) / spread).item()
         if not apart <= limit:  # NaN included
-            return f"{what} (by {apart:.2g} of the spread of its logits; up to {limit:.2g} could be rounding)"
+            return f"{what} (by {apart:.2g} of the logits' standard deviation; up to {limit:.2g} could be rounding)"
     return None
 
 
 def _difference(logits: torch.Tensor, expected: torch.Tensor, robust: bool = False) -> torch.Tensor:
-    """Root mean square. robust: the median of the positions', for half precision, where rounding sends a token to another
-    expert now and then; what is wrong with a state shows at every position."""
+    """Root mean square. robust: take the median over positions. In half precision, rounding occasionally routes a token to
+    another expert, while a wrong state shows at every position."""
     squares = (logits - expected).square().mean(-1)
     return (squares.median() if robust else squares.mean()).sqrt()
 
@@ -183,7 +183,7 @@ def _reader(model: PreTrainedModel, prompt: torch.Tensor) -> RecurrentModel:
 
 @contextmanager
 def _attributes_kept(model: PreTrainedModel) -> Iterator[list[str]]:
-    """Put back the tensors that modules keep as plain attributes. Yields the names of those that changed, at the end."""
+    """Restore the tensors that modules keep as plain attributes. At the end, the yielded list names those that changed."""
     modules = list(model.named_modules())
     before = [dict(module.__dict__) for _, module in modules]
     changed: list[str] = []

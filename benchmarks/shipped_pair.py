@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tables import arguments, figures, measured_with, own, raced, section, shipped, write_docs
+from tables import arguments, figures, measured_with, paired, raced, section, shipped, write_docs
 
 from assisted import AssistedModelForCausalLM, Eagle
 from assisted.bench import Contestant, Rules, lookups, read, transformers_assisted
@@ -46,12 +46,13 @@ def contestants(pair: AssistedModelForCausalLM, draft: Any, compiled: bool) -> l
     eager = {"no draft, this loop": loop}
     eager |= {f"draft, {_short(length)}": (draft, length) for length in LENGTHS}
     eager |= {f"{name}, Adaptive()": (spec, Adaptive()) for name, spec in adaptive.items()}
-    found = own(pair.target, pair.tokenizer, eager)
+    found = paired(pair.target, pair.tokenizer, eager)
     if compiled:
         again = ("suffix, Adaptive()", "EAGLE chain, Adaptive()")
         chosen = {"no draft, this loop": loop, **{name: eager[name] for name in again}}
         chosen["EAGLE chain, Fixed(tokens=3)"] = (head, Fixed(3))
-        found += own(pair.target, pair.tokenizer, {f"{name}, compiled": one for name, one in chosen.items()}, "compile")
+        more = {f"{name}, compiled": one for name, one in chosen.items()}
+        found += paired(pair.target, pair.tokenizer, more, "compile")
     return found
 
 

@@ -24,7 +24,18 @@ from statistics import median
 from typing import Any
 
 import torch
-from tables import about, answer, arguments, figures, in_own_process, measured_with, own, publish, required, write_json
+from tables import (
+    about,
+    answer,
+    arguments,
+    figures,
+    in_own_process,
+    measured_with,
+    paired,
+    publish,
+    required,
+    write_json,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, DraftModel, zoo
@@ -96,7 +107,7 @@ def contestants(target: Any, names: Sequence[str], fast: str = "auto") -> list[C
     if any(spec == "zoo:draft" for spec, _ in specs.values()):
         draft = DraftModel(long_model("draft"))
         specs = {name: (draft if spec == "zoo:draft" else spec, length) for name, (spec, length) in specs.items()}
-    return own(target, find_tokenizer(zoo.folder("target")), specs, fast)
+    return paired(target, find_tokenizer(zoo.folder("target")), specs, fast)
 
 
 def prompts_of(count: int, context: int) -> list[Prompt]:

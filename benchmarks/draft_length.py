@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from overhead import Causes
-from tables import about, arguments, figures, own, required, shipped
+from tables import about, arguments, figures, paired, required, shipped
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, DraftModel
@@ -81,7 +81,7 @@ def rows(
     """A row for each policy, and one for plain `generate`."""
     contestants = [
         *plain(pair.target, False),
-        *own(pair.target, pair.tokenizer, {name: (draft, POLICIES[name]) for name in names}),
+        *paired(pair.target, pair.tokenizer, {name: (draft, POLICIES[name]) for name in names}),
     ]
     with Bars() as bars:
         measured = required(race(pair.target, contestants, work, rules, 1, lambda *at: bars(title, at[1])))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from tables import arguments, own, raced, section, write_json
+from tables import arguments, paired, raced, section, write_json
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import assisted
@@ -71,7 +71,7 @@ def contestants(target: PreTrainedModel, tokenizer: Any, modes: list[str]) -> li
     for name, (spec, length) in DRAFTS.items():
         for mode in modes:
             try:
-                found += own(target, tokenizer, {f"{name}: {mode}": (spec, length)}, FAST.get(mode, mode))
+                found += paired(target, tokenizer, {f"{name}: {mode}": (spec, length)}, FAST.get(mode, mode))
             except Exception as error:  # not installed, or does not fit this target
                 print(f"left out: {name}: {str(error)[:160]}")
                 break

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from shipped_pair import COLUMNS
-from tables import arguments, figures, measured_with, own, publish, raced, section, write_json
+from tables import arguments, figures, measured_with, paired, publish, raced, section, write_json
 
 from assisted import AssistedModelForCausalLM, DraftModel, Eagle
 from assisted.bench import Contestant, Rules, load, lookups, read, transformers_assisted
@@ -48,7 +48,7 @@ def contestants(pair: AssistedModelForCausalLM, batch: int) -> list[Contestant]:
     if batch > 1:
         tried = {name: one for name, one in tried.items() if "tree" not in name and "Fixed" not in name}
         tried |= {"draft, Fixed(2)": (draft, Fixed(2)), "EAGLE chain, Fixed(2)": (Eagle(head, tree=False), Fixed(2))}
-    return own(pair.target, pair.tokenizer, tried)
+    return paired(pair.target, pair.tokenizer, tried)
 
 
 def measure(args: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tables import CELLS, OPTIONS, about, arguments, figures, own, publish, raced, shipped
+from tables import CELLS, OPTIONS, about, arguments, figures, paired, publish, raced, shipped
 
 from assisted import Eagle, Medusa, Merged
 from assisted.bench import Interval, Row, Rules, held_out_prompts
@@ -45,7 +45,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     pair, _ = shipped()
     prompts = list(islice(held_out_prompts(pair.tokenizer), args.prompts))
     found = about(pair, prompts=len(prompts), repeats=args.repeats, new_tokens=args.new_tokens)
-    contestants = own(pair.target, pair.tokenizer, CONTESTANTS)
+    contestants = paired(pair.target, pair.tokenizer, CONTESTANTS)
     for temperature in TEMPERATURES:
         rules = Rules(args.new_tokens, args.repeats, temperature, 0.95 if temperature else 1.0)
         (measured,) = raced(args, pair, contestants, prompts, rules).points

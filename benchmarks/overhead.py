@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tables import arguments, figures, own, publish
+from tables import arguments, figures, paired, publish
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, generation
 from assisted.bench import Bars, Contestant, Prompt, Rules, held_out_prompts, load, machine, pad_token, speedup
@@ -203,7 +203,7 @@ def contestants(target: str) -> list[Contestant]:
         for name, (spec, length) in DRAFTS.items()
         if spec != "zoo:eagle3" or target == "zoo:target"
     }
-    return own(pair.target, pair.tokenizer, drafts)
+    return paired(pair.target, pair.tokenizer, drafts)
 
 
 def measure_target(target: str, prompts: int, repeats: int, new_tokens: int, bars: Bars) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tables import arguments, figures, measured_with, own, raced, section, shipped, write_docs
+from tables import arguments, figures, measured_with, paired, raced, section, shipped, write_docs
 
 from assisted import AssistedModelForCausalLM, Eagle
 from assisted.bench import Contestant, Rules, lookups, read, transformers_assisted
@@ -40,18 +40,17 @@ COLUMNS = ("times plain", "ms per token", "tokens per pass", "accepted", "same t
 def contestants(pair: AssistedModelForCausalLM, draft: Any, compiled: bool) -> list[Contestant]:
     """The loop alone, the draft at several lengths, the head, and two drafters together; some with compiled forward passes."""
     head = Eagle("zoo:eagle3", tree=False)
-    loop = ("ngram", Never())
     adaptive = {"suffix": "suffix", "EAGLE chain": head, "EAGLE tree": Eagle("zoo:eagle3", tree=True)}
     adaptive |= {"suffix and draft": ["suffix", draft], "suffix and EAGLE chain": ["suffix", head]}
-    eager = {"no draft, this loop": loop}
+    eager: dict[str, tuple[Any, Any]] = {"no draft, this loop": ("ngram", Never())}
     eager |= {f"draft, {_short(length)}": (draft, length) for length in LENGTHS}
     eager |= {f"{name}, Adaptive()": (spec, Adaptive()) for name, spec in adaptive.items()}
-    found = own(pair.target, pair.tokenizer, eager)
+    found = paired(pair.target, pair.tokenizer, eager)
     if compiled:
-        again = ("suffix, Adaptive()", "EAGLE chain, Adaptive()")
-        chosen = {"no draft, this loop": loop, **{name: eager[name] for name in again}}
-        chosen["EAGLE chain, Fixed(tokens=3)"] = (head, Fixed(3))
-        found += own(pair.target, pair.tokenizer, {f"{name}, compiled": one for name, one in chosen.items()}, "compile")
+        again = ("no draft, this loop", "suffix, Adaptive()", "EAGLE chain, Adaptive()")
+        more = {f"{name}, compiled": eager[name] for name in again}
+        more["EAGLE chain, Fixed(tokens=3), compiled"] = (head, Fixed(3))
+        found += paired(pair.target, pair.tokenizer, more, "compile")
     return found
 
 

@@ -78,7 +78,7 @@ def shipped(dtype: torch.dtype = torch.float32) -> tuple[AssistedModelForCausalL
     return pair, DraftModel(pair.drafter.models[0])
 
 
-def own(
+def paired(
     target: PreTrainedModel, tokenizer: Any, drafts: Mapping[str, tuple[Any, Any]], fast: str = "auto"
 ) -> list[Contestant]:
     """A contestant with this target for every draft and draft length, which are given by the name of the row."""

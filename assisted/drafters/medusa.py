@@ -210,17 +210,15 @@ class MedusaDrafting(Drafting):
         starts = [length - count for length, count in zip(self.text.lengths, counts, strict=True)]
         columns = ids.new_tensor(starts)[:, None] + torch.arange(max(counts), device=ids.device)
         new = ids.gather(1, columns.clamp(max=ids.shape[1] - 1)).tolist()
-        sure, heads, right = [], [], []
+        outcomes = []
         for row, guesses in self.guesses.items():
             for head, (guess, token) in enumerate(zip(guesses, new[row][: counts[row]], strict=False)):
-                sure.append(guess.sure)
-                heads.append([head])
-                right.append([guessed == token for guessed in guess.tokens])
-                if not any(right[-1]):
+                right = [guessed == token for guessed in guess.tokens]
+                outcomes.append((guess.sure, head, right))
+                if not any(right):
                     break
-        if sure:
-            asked = torch.ones(len(sure), dtype=torch.bool)
-            self.rates.see(torch.tensor(sure), torch.tensor(heads), torch.tensor(right), asked)
+        if outcomes:
+            self.rates.learn(outcomes)
         self.guesses = {}
 
     def _tree(self, text: Text, logits: torch.Tensor) -> Draft:

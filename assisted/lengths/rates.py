@@ -7,7 +7,7 @@ operations.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -60,7 +60,9 @@ class Rates:
 
         probabilities: [..., k] float32. level: one for all, or [..., 1] int64.
         """
-        rates = [self.at(guesses, level) for guesses, level in _by_position(probabilities, level)]
+        levels = torch.as_tensor(level).expand(*probabilities.shape[:-1], 1).flatten().tolist()
+        guesses = probabilities.reshape(-1, probabilities.shape[-1]).tolist()
+        rates = [self.at(best, level) for best, level in zip(guesses, levels, strict=True)]
         return torch.tensor(rates, device=probabilities.device).view(probabilities.shape)
 
     def learn(self, outcomes: Iterable[tuple[Sequence[float], int, Sequence[bool]]]) -> None:
@@ -77,18 +79,6 @@ class Rates:
                 cell = _cell(probability, rank, level)
                 self._seen[cell] += 1
                 self._right[cell] += was_right
-
-    def see(
-        self, probabilities: torch.Tensor, level: int | torch.Tensor, right: torch.Tensor, asked: torch.Tensor
-    ) -> None:
-        """`learn` from tensors.
-
-        probabilities, level: as in `of`. right: [..., k] bool, which guesses were right. asked: [...] bool, the positions that
-        the text reached; the others are ignored.
-        """
-        right_of, asked_of = right.reshape(-1, right.shape[-1]).tolist(), asked.flatten().tolist()
-        outcomes = zip(_by_position(probabilities, level), right_of, asked_of, strict=True)
-        self.learn((guesses, level, which) for (guesses, level), which, reached in outcomes if reached)
 
     def _fitted(self) -> tuple[list[float], list[float]]:
         """For each cell, base and slope of its rate as a function of the probability."""
@@ -107,9 +97,3 @@ class Rates:
 
 def _cell(probability: float, rank: int, level: int) -> int:
     return bisect_right(_EDGES, probability) + _BINS * min(rank, _RANKS - 1) + _CELLS * level
-
-
-def _by_position(probabilities: torch.Tensor, level: int | torch.Tensor) -> Iterator[tuple[list[float], int]]:
-    """The probabilities at each position, and its level."""
-    levels = torch.as_tensor(level).expand(*probabilities.shape[:-1], 1)
-    return zip(probabilities.reshape(-1, probabilities.shape[-1]).tolist(), levels.flatten().tolist(), strict=True)

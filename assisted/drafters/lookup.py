@@ -91,7 +91,7 @@ class Lookup(Drafting):
 
 
 def as_draft(proposals: list[Proposal], device: torch.device | str, expected: float | None = None) -> Draft:
-    """Combine the proposals of all rows into one draft without q; a tree if any of them is one. expected: see `Draft`."""
+    """Combine the proposals of all rows into one draft on `device`, without q; a tree if any is one. expected: see `Draft`."""
     width = max(len(proposal.tokens) for proposal in proposals)
     if width == 0:
         return Draft.empty(len(proposals), device)

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from .drafts import DraftingStopped
 from .engine.masks import Masks
 from .engine.recurrent import has_uncounted_states
 from .engine.rope import change_of, reads_anew_at
@@ -171,4 +172,4 @@ def cache_name(model_kwargs: dict[str, Any]) -> str:
 
 
 def warn_plain(reason: str) -> None:
-    warnings.warn(f"Decoding plainly, without drafts: {reason}.", stacklevel=3)
+    warnings.warn(f"Using autoregressive decoding, without drafts: {reason}.", DraftingStopped, stacklevel=3)

@@ -12,7 +12,7 @@ import torch
 
 from .distribution import Distribution
 from .drafters.base import Drafting
-from .drafts import Draft, Round
+from .drafts import Draft, DraftingStopped, Round
 from .engine.runner import CachedModel, CallSettings
 from .lengths.base import Length
 from .report import Recorder
@@ -92,7 +92,7 @@ class Stopwatch:
 
 
 def _propose(drafting: Drafting | None, text: Text, budget: int, vocabulary: int) -> tuple[Draft, Drafting | None]:
-    """The next draft. A drafter that fails costs speed, never the answer: the rest is decoded plainly.
+    """The next draft. A drafter that fails costs speed, never the answer: the rest is decoded without drafts.
 
     What drafters of other packages propose is checked: this package's own are tested, and looking at values waits for the
     device.
@@ -129,7 +129,9 @@ def _learn(drafting: Drafting | None, round: Round) -> Drafting | None:
 
 
 def _give_up(error: Exception) -> None:
-    warnings.warn(f"Drafting failed ({type(error).__name__}: {error}); continuing without drafts.", stacklevel=3)
+    warnings.warn(
+        f"Drafting failed ({type(error).__name__}: {error}); continuing without drafts.", DraftingStopped, stacklevel=3
+    )
 
 
 def _check(target: CachedModel, text: Text, earlier: int) -> None:

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Draft", "Round", "levels"]
+__all__ = ["Draft", "DraftingStopped", "Round", "levels"]
+
+
+class DraftingStopped(UserWarning):
+    """A draft failed, or a call cannot be drafted for: this costs the speedup, never a token."""
 
 
 @dataclass(frozen=True)

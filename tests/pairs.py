@@ -38,7 +38,7 @@ def _built(name: str) -> tuple[PreTrainedModel, AssistedModelForCausalLM]:
 
 @contextmanager
 def no_fallback() -> Iterator[None]:
-    """A warning is an error in here: decoding plainly would hide what is tested."""
+    """A warning is an error in here: decoding without drafts would hide what is tested."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield

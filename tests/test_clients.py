@@ -247,7 +247,7 @@ def test_peft_in_a_pair(pair: Any, target: Any, tokenizer: Any, adapter: Path) -
 
 @client("peft")
 def test_peft_mixed_batches(pair: Any, target: Any, tokenizer: Any, adapter: Path) -> None:
-    """`adapter_names=[...]`: an adapter for each row, decoded plainly with a warning"""
+    """`adapter_names=[...]`: an adapter for each row, decoded without drafts, with a warning"""
     peft = pytest.importorskip("peft")
     inputs, names = batch(tokenizer), ["default", "__base__", "default"]
     plain = text_of(peft.PeftModel.from_pretrained(target, adapter).eval(), inputs, adapter_names=names)
@@ -263,7 +263,7 @@ def test_peft_mixed_batches(pair: Any, target: Any, tokenizer: Any, adapter: Pat
 
 @client("peft")
 def test_peft_learned_prompts(pair: Any, target: Any, tokenizer: Any) -> None:
-    """`get_peft_model(pair, PromptTuningConfig(...))`, decoded plainly with a warning"""
+    """`get_peft_model(pair, PromptTuningConfig(...))`, decoded without drafts, with a warning"""
     peft = pytest.importorskip("peft")
     inputs = batch(tokenizer, PROMPTS[:1])
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

@@ -7,6 +7,7 @@ import torch
 from architectures import ARCHITECTURES, REFUSED, build, half_right, random_ids
 
 from assisted import AssistedModelForCausalLM, decoding
+from assisted.drafts import DraftingStopped
 
 NEW_TOKENS = 24
 WINDOW_CROSSING = ((5, "shorter"), (20, "longer"))  # prompt lengths against the windows of 8 tokens
@@ -31,7 +32,7 @@ def both(target, model, ids, draft_length=4, **kwargs):
     kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True, "pad_token_id": 0} | kwargs
     plain = target.generate(ids, **kwargs)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(without drafts|autoregressive|drafted tokens failed).*")
+        warnings.filterwarnings("error", category=DraftingStopped)
         return plain, model.generate(ids, draft_length=draft_length, **kwargs)
 
 

@@ -432,7 +432,7 @@ def test_drafting_that_a_config_chooses_runs_where_it_is_asked_for() -> None:
 def test_other_modes_run_plainly_and_say_so_once(mode: dict[str, Any]) -> None:
     target, model = pair("gptj")  # attention that gives its weights
     plain = target.generate(prompt()["ids"], **CALL, **mode)
-    with one_warning("plainly"):
+    with one_warning("without drafts"):
         ours = model.generate(prompt()["ids"], **CALL, **mode)
     if isinstance(plain, torch.Tensor):
         plain, ours = {"sequences": plain}, {"sequences": ours}

@@ -14,6 +14,7 @@ from transformers import TextIteratorStreamer
 
 from assisted import AssistedModelForCausalLM, Combined, Suffix
 from assisted.drafters import exit_choice, skip_search
+from assisted.drafts import DraftingStopped
 from assisted.engine.cache import SlotCache
 from assisted.lengths import rates
 
@@ -67,7 +68,7 @@ def check(target, model, draft_length=None):
         return [model.generate(ids, **call).tolist() for _ in range(TURNS)]
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(without drafts|autoregressive|drafted tokens failed|go on).*")
+        warnings.filterwarnings("error", category=DraftingStopped)
         found = in_threads(work)
     assert found == [[text] * TURNS for text in plain]
     written = sum(len(text) * (len(text[0]) - ids.shape[1]) for ids, text in zip(prompts, plain, strict=True))

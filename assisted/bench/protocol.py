@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..drafts import DraftingStopped
 from ..report import Report
 from .clock import FirstToken, Progress, now, silent, turns
 from .contestants import Contestant
@@ -198,7 +199,9 @@ class _Runner:
                 self.every_batch(one, counter.begin)
             if one.contestant.model is not None:
                 self.every_batch(one)
-        one.warned = next((str(warning.message) for warning in caught if "plainly" in str(warning.message)), None)
+        one.warned = next(
+            (str(warning.message) for warning in caught if issubclass(warning.category, DraftingStopped)), None
+        )
         if counted:
             one.passes, one.drafted = counter.passes, counter.drafted
 

@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..bench.contestants import plain
 from ..drafters import ModelDrafter
+from ..drafts import DraftingStopped
 from ..lengths.costs import COLUMN, Costs
 from ..lengths.estimates import Curve
 from ..lengths.policies import Never
@@ -150,7 +151,9 @@ class Trials:
             comparison = compare(self.target, model.drafter.model, written, settings.temperature, settings.longest)
         drafts, prompt_seconds = _priced(policy, measured)
         lengths = [expect(drafts, length, 1.0).milliseconds_per_token for length in range(1, settings.longest + 1)]
-        warned = next((str(warning.message) for warning in caught if "plainly" in str(warning.message)), None)
+        warned = next(
+            (str(warning.message) for warning in caught if issubclass(warning.category, DraftingStopped)), None
+        )
         return Found(
             draft=draft,
             model=model,

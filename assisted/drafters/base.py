@@ -110,7 +110,7 @@ class Drafter:
         raise NotImplementedError
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
-        """Create the draft length state of one `generate`; combinations hold one for each member.
+        """Create the state of the draft length policy for one `generate`; combinations hold one for each member.
 
         earlier: the state after the last similar call, None if there was none.
         """

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..drafts import Draft, Round
+from ..drafts import Draft, DraftingStopped, Round
 from ..engine.cache import SlotCache
 from ..engine.runner import CachedModel, Masks, Runnable
 from ..lengths.base import DraftLength, Length
@@ -228,7 +228,11 @@ class CombinedDrafting(Drafting):
         if len(self.draftings) == 1:
             raise error
         name = type(self.draftings.pop(number)).__name__
-        warnings.warn(f"{name} failed ({type(error).__name__}: {error}); continuing with the others.", stacklevel=2)
+        warnings.warn(
+            f"{name} failed ({type(error).__name__}: {error}); continuing with the others.",
+            DraftingStopped,
+            stacklevel=2,
+        )
 
 
 def _is_worthwhile(expected: float | None, member: Member, later: list[Member]) -> bool:

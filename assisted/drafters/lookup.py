@@ -92,7 +92,7 @@ class Lookup(Drafting):
 
 
 def as_draft(proposals: list[Proposal], device: torch.device | str, expected: float | None = None) -> Draft:
-    """Combine the proposals of all rows into one draft without q; a tree if any of them is one. expected: see `Draft`."""
+    """Combine the proposals of all rows into one draft on `device`, without q; a tree if any is one. expected: see `Draft`."""
     if not any(proposal.tokens for proposal in proposals):
         return Draft.empty(len(proposals), device)
     tokens, parents = [p.tokens for p in proposals], None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..drafts import Draft
+from ..drafts import Draft, DraftingStopped
 from .cache import SlotCache
 from .parts import Inject, Layers, Tap, back, few_ids, front, tapped
 from .runner import CachedModel, Masks, Runnable
@@ -79,6 +79,7 @@ class SplitModel(CachedModel):
             name = type(error).__name__
             warnings.warn(
                 f"Finishing the drafted tokens failed ({name}: {error}); reading them with the whole model.",
+                DraftingStopped,
                 stacklevel=2,
             )
             return super().__call__(ids, draft, used)

@@ -44,7 +44,7 @@ class Outcome:
     Args:
         tokens: compared, of all rows. calls: that were compared. drafted, accepted: of the pair's reports.
         near_ties: first differences whose two tokens lie closer than rounding. refused: messages of ValueErrors of the pair
-            alone. both_raise: messages where the target alone raises, too. warned: what the pair said of decoding plainly.
+            alone. both_raise: messages where the target alone raises, too. warned: what the pair said of decoding without drafts.
         failures: what differs.
     """
 
@@ -364,7 +364,7 @@ def _said(error: BaseException) -> str:
 
 def _warning(caught: warnings.WarningMessage) -> str | None:
     text = str(caught.message)
-    return re.sub(r"\d+", "N", text)[:110] if "lainly" in text or "rafting" in text else None
+    return re.sub(r"\d+", "N", text)[:110] if "without drafts" in text or "rafting" in text else None
 
 
 def _of(call: Call) -> str:

@@ -181,7 +181,7 @@ class MedusaHeads(nn.Module):
         if format == "vllm":
             whole = output_size(target)[0] if target is not None else self.vocab_size
             if self.token_map is not None and target is None:
-                raise ValueError("target: required for a token_map, which is stored with the size of its vocabulary")
+                raise ValueError("target: required, because a token_map is stored with the target's vocabulary size")
             config = {
                 "model_type": "medusa",
                 "architectures": ["MedusaModel"],

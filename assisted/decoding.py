@@ -1,6 +1,6 @@
-"""The loop: draft, one forward pass of the target, accept, commit. For batches with ragged acceptance, and for token trees.
+"""The decoding loop: draft, one forward pass of the target, accept, commit. Supports ragged batches and token trees.
 
-Knows the parts by their interfaces: drafters propose, the target verifies, a rule judges, the text takes the tokens.
+Uses the parts through their interfaces: drafters propose, the target verifies, a rule judges, the text stores the tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .verification import judge, judge_in_lockstep
 __all__ = ["CHECK_INVARIANTS", "decode"]
 
 _PACKAGE = __name__.split(".")[0]
-CHECK_INVARIANTS = False  # tests switch it on: every round then checks that slots and text agree
+CHECK_INVARIANTS = False  # enabled by tests: every round checks that slots and text agree
 
 
 def decode(
@@ -36,11 +36,11 @@ def decode(
 ) -> None:
     """Extend `text` until every row has ended.
 
-    logits: [B, 1, V], the target's after the prompt. They judge the empty draft, which yields the first token.
+    logits: [B, 1, V], the target's after the prompt. They verify an empty draft, which yields the first token.
     """
     in_lockstep = distribution.in_order or text.in_lockstep or (target.in_lockstep and text.rows > 1)
     rule = judge_in_lockstep if in_lockstep else judge
-    earlier = target.cache.known[0] - text.lengths[0]  # columns of a past that the text does not repeat
+    earlier = target.cache.known[0] - text.lengths[0]  # columns of a past that the text does not contain
     stopwatch = Stopwatch(target.settings)
     rule(Draft.empty(text.rows, text.ids.device), logits, distribution, text)
     while not text.done:
@@ -56,7 +56,7 @@ def decode(
         verified, used = draft, None
         if not in_lockstep:
             used = [0 if ended else 1 + draft.width for ended in text.ended]
-        elif text.padded_rows:  # the padding is read into their KV, as plain decoding reads it
+        elif text.padded_rows:  # their KV includes the padding, as in autoregressive decoding
             verified = draft.with_chains(text.padded_rows, text.padding)
         logits = target(torch.cat([text.last_tokens(), verified.tokens], 1), verified, used).to(text.ids.device)
         outcome = rule(verified, logits, distribution, text)
@@ -71,9 +71,9 @@ def decode(
 
 
 class Stopwatch:
-    """What steps take, without what was spent in them once and for all: that says nothing of what the next one will take.
+    """Times steps without one-time work, which does not predict how long later steps take.
 
-    settings: of the call, which count the seconds of the latter kind.
+    settings: those of the call; they count the seconds of one-time work.
     """
 
     def __init__(self, settings: CallSettings):
@@ -81,21 +81,21 @@ class Stopwatch:
         self.start()
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.began = time.perf_counter() - self.settings.spent_once
 
     def lap(self) -> float:
-        """Seconds of the step that ends here; another one begins."""
+        """End the step and return its seconds; begin another one."""
         before = self.began
         self.start()
         return self.began - before
 
 
 def _propose(drafting: Drafting | None, text: Text, budget: int, vocabulary: int) -> tuple[Draft, Drafting | None]:
-    """The next draft. A drafter that fails costs speed, never the answer: the rest is decoded without drafts.
+    """The next draft. A drafter that fails costs only speed: decoding continues without drafts.
 
-    What drafters of other packages propose is checked: this package's own are tested, and looking at values waits for the
-    device.
+    Drafts of other packages' drafters are checked. This package's own drafters are tested instead, because reading values waits
+    for the device.
     """
     if drafting is not None and budget > 0:
         try:
@@ -106,19 +106,19 @@ def _propose(drafting: Drafting | None, text: Text, budget: int, vocabulary: int
                 draft = draft.checked(text.rows, vocabulary, text.ids.device)
             return draft, drafting
         except Exception as error:
-            # The drafter is somebody's model on somebody's device: whatever it raises, the target can go on.
+            # Drafters run third-party models on any device; whatever they raise, the target can continue.
             _give_up(error)
             drafting = None
     return Draft.empty(text.rows, text.ids.device), drafting
 
 
 def _is_own(drafting: Drafting) -> bool:
-    """Whether a drafter is this package's, with all that it is made of."""
+    """Whether a drafter and all its parts belong to this package."""
     return type(drafting).__module__.split(".")[0] == _PACKAGE and all(map(_is_own, drafting.parts()))
 
 
 def _learn(drafting: Drafting | None, round: Round) -> Drafting | None:
-    """Tell the drafter what became of its draft; one that fails here is done with, too."""
+    """Pass the round to the drafter. If it fails here, it is dropped, too."""
     if drafting is not None:
         try:
             drafting.observe(round)
@@ -135,7 +135,7 @@ def _give_up(error: Exception) -> None:
 
 
 def _check(target: CachedModel, text: Text, earlier: int) -> None:
-    """Per row: the slots hold the KV of all committed tokens but the last."""
+    """Check that each row's slots hold the KV of all committed tokens except the last."""
     for row, (known, length) in enumerate(zip(target.cache.known, text.lengths, strict=True)):
         if known != earlier + length - 1:
             raise AssertionError(f"row {row}: the slots hold {known} of {earlier + length} tokens")

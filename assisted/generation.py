@@ -1,7 +1,7 @@
-"""The hook into transformers' `generate`: where its loop over tokens is replaced.
+"""The hook into transformers' `generate`, which replaces its loop over tokens.
 
-Preparation (ids, processors, criteria, cache) is the target's own GenerationMixin; only its sampling loop is ours, in a class
-derived from the target's that shares the target's attributes. The target's own class and state stay untouched.
+The target's own GenerationMixin prepares ids, processors, criteria and cache. Only the sampling loop is replaced, in a class
+derived from the target's that shares its attributes. The target's own class and state are not changed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ __all__ = ["CALL", "HookedCall", "hooked"]
 
 @dataclass
 class HookedCall:
-    """What the hook needs to know of the `generate` it is in.
+    """The data that the hook needs about the current `generate`.
 
     Args:
-        model: the pair, whose `generation_config`, `drafter` and `graphs` these are.
-        start_length: the draft length policy's memory for a call of so many rows, sampled or not.
-        overridden: is told of a setting of the target's config that does not hold here: its name and value.
-        recorder, settings, lossy: of this call.
-        reached: whether the hook was reached: greedy and sampling modes do.
+        model: the pair, which has the `generation_config`, `drafter` and `graphs`.
+        start_length: creates the draft length policy's state, given the number of rows and whether the call samples.
+        overridden: called with name and value of each setting in the target's config that is ignored.
+        recorder, settings, lossy: those of this call.
+        reached: whether the hook was reached, which happens in greedy and sampling modes.
     """
 
     model: Any
@@ -61,15 +61,15 @@ CALL: ContextVar[HookedCall] = ContextVar("assisted_call")
 
 
 class _GenerateHook:
-    """Overrides the one method of GenerationMixin that loops over tokens, and where its settings come from."""
+    """Overrides the method of GenerationMixin that loops over tokens, and the source of its settings."""
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The target's: an adapter's wrapper may have one that the model within does not have."""
+        """The target's. An adapter's wrapper may have one that differs from the inner model's."""
         return CALL.get().model.generation_config
 
     def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
-        """A way to draft of transformers' that the model's own config chooses gives way to this model's."""
+        """Ignore transformers' own drafting methods in the model's config, in favor of this model's."""
         prepared, others = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
         for name in SET_MODES:
             value = getattr(prepared, name, None)
@@ -86,7 +86,7 @@ class _GenerateHook:
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
         streamer: Any = None,
-        tokenizer: Any = None,  # of the stop strings, which have had it
+        tokenizer: Any = None,  # for stop strings, which already have it
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         call = CALL.get()
@@ -102,8 +102,9 @@ class _GenerateHook:
         details = bool(generation_config.return_dict_in_generate)
         wanted = details or getattr(given, "_is_user_defined", False)
         drafter = call.model.drafter
-        keeps = any(change_of(model) is not None for model in (self, *drafter.models))  # new tensors, of its angles
-        # What is made inside leaves as a copy made outside, where it is an ordinary tensor.
+        # such models keep tensors of their angles, which must not be inference tensors
+        keeps = any(change_of(model) is not None for model in (self, *drafter.models))
+        # results are copied outside of this mode, so that callers get ordinary tensors
         mode = torch.no_grad() if keeps else without_gradients(self, *drafter.modules)
         with mode, self._optimize_model_for_decode():
             text, target = _extend(
@@ -144,12 +145,12 @@ def _extend(
     model_kwargs: dict[str, Any],
     wanted: bool,
 ) -> tuple[Text, CachedModel]:
-    """Read the prompt and run the loop. Returns the finished text and the target with the KV of it.
+    """Read the prompt and run the loop. Returns the finished text, and the target with its KV.
 
-    wanted: whether a caller gets the KV, that of the prompt's padding included.
+    wanted: whether the caller gets the KV, including that of the prompt's padding.
     """
     call = CALL.get()
-    require_verifiable(model)  # again, for a target that was moved, cast or patched
+    require_verifiable(model)  # again, because the target may have been moved, cast or patched
     masks = Masks.of(model)
     attention_mask = model_kwargs.get("attention_mask")
     distribution = Distribution(logits_processor, generation_config.do_sample, call.lossy)
@@ -163,7 +164,7 @@ def _extend(
         keep_scores=bool(details and generation_config.output_scores),
         keep_logits=bool(details and generation_config.output_logits),
     )
-    embeddings = model_kwargs.get("inputs_embeds")  # of a prompt that the text may repeat
+    embeddings = model_kwargs.get("inputs_embeds")  # of a prompt whose ids may also be in the text
     width = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
     past = given if isinstance(given, DynamicCache) else None
     if past is not None:
@@ -179,7 +180,7 @@ def _extend(
         _require_possible(distribution, text, target)
     started = time.perf_counter()
     logits = _read_prompt(target, input_ids, generation_config, model_kwargs, wanted)
-    positions = model_kwargs.get("position_ids")  # plain decoding counts on from the last ones
+    positions = model_kwargs.get("position_ids")  # autoregressive decoding continues from the last ones
     cache.begin_rounds(width, None if positions is None else _last_positions(positions, text.rows))
     call.recorder.verify_seconds = time.perf_counter() - started
     own_mask = None
@@ -193,7 +194,7 @@ def _extend(
 
 
 def hooked(target: PreTrainedModel) -> Any:
-    """The target under a class whose sampling loop is ours: another object with the same attributes."""
+    """The target with our sampling loop: an object of a derived class that shares its attributes."""
     owner = unwrapped(target)
     other: Any = object.__new__(_hooked_class(type(owner)))  # type: ignore[arg-type]
     other.__dict__ = owner.__dict__
@@ -204,9 +205,9 @@ def hooked(target: PreTrainedModel) -> Any:
 def _hooked_class(target_class: Any) -> type:
     prepare = target_class.prepare_inputs_for_generation
 
-    @functools.wraps(prepare)  # `generate` looks at its signature
+    @functools.wraps(prepare)  # `generate` reads its signature
     def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The target's. Where it would have a long prompt read into a cache of its own (Phi-3's does), slots take its place."""
+        """The target's own, but it keeps our slots where the target would drop its cache for a long prompt (Phi-3)."""
         inputs: dict[str, Any] = prepare(self, *args, **kwargs)
         cache = kwargs.get("past_key_values")
         return inputs | {"past_key_values": cache} if isinstance(cache, SlotCache) else inputs
@@ -218,9 +219,9 @@ def _hooked_class(target_class: Any) -> type:
 def _read_prompt(
     target: CachedModel, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], whole: bool
 ) -> torch.Tensor:
-    """The logits after the prompt, [B, 1, V], read the way the target's own `generate` reads it.
+    """Read the prompt as the target's own `generate` does. Returns the logits after it, [B, 1, V].
 
-    whole: read the padding in front of short prompts, too, whose KV nothing but a caller's next turn may look at.
+    whole: also read the padding before short prompts, whose KV only a caller's next turn may use.
     """
     model: Any = target.model
 
@@ -235,39 +236,39 @@ def _read_prompt(
         return output.logits[:, -1:].to(input_ids.device)
 
     try:
-        if whole or not by_column:  # the mask of a caller's past is longer
+        if whole or not by_column:  # with a caller's past, the mask is longer
             return read(list(range(len(input_ids))), 0)
         return target.by_groups(input_ids.shape[1], read)
     except IndexError as error:
         limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if limit is not None and input_ids.shape[1] > limit:
             raise ValueError(
-                f"input_ids: the prompt has {input_ids.shape[1]} tokens, the target's context ends at {limit}"
+                f"input_ids: the prompt has {input_ids.shape[1]} tokens, but the target's context ends at {limit}"
             ) from error
         raise
 
 
 def _last_positions(positions: torch.Tensor, rows: int) -> list[int]:
-    """The position of each row's last column. positions: [B or 1, any] int64."""
+    """Position of each row's last column. positions: [B or 1, any] int64."""
     return positions[:, -1].expand(rows).tolist()
 
 
 def _require_possible(distribution: Distribution, text: Text, target: CachedModel) -> None:
-    """Refuse a lossy rule where it would have no meaning, or would see rows in lockstep."""
+    """Raise ValueError for a lossy rule in greedy decoding, or if rows advance in lockstep."""
     if not distribution.do_sample:
         raise ValueError(
-            "lossy_typical: greedy decoding has one token that is right; pass do_sample=True, or leave it out"
+            "lossy_typical: greedy decoding has only one correct token; pass do_sample=True, or leave it out"
         )
     if distribution.in_order or text.in_lockstep or (target.in_lockstep and text.rows > 1):
         raise ValueError(
-            "lossy_typical: not with logits processors, criteria or streamers that have to see every token of a batch in "
-            "turn, nor with batches of recurrent models; leave it out"
+            "lossy_typical: does not work with logits processors, criteria or streamers that must see a batch token by "
+            "token, nor with batches of recurrent models; leave it out"
         )
 
 
 def _read_to_the_end(target: CachedModel, text: Text) -> None:
-    """Let every row hold the KV that plain `generate` leaves to a caller: of a row that ended early, its end token and
-    the padding behind it."""
+    """Complete the KV to what transformers' `generate` returns, which includes the end token of a row that ended early and
+    the padding after it."""
     target.catch_up()
     target.run_only(list(range(text.rows)))
     cache, shortest, longest = target.cache, min(text.lengths), max(text.lengths)
@@ -278,7 +279,7 @@ def _read_to_the_end(target: CachedModel, text: Text) -> None:
 
 
 def _hand_back(target: CachedModel, given: DynamicCache | StaticCache, config: Any) -> None:
-    """Fill the cache that a caller gave, or gets, with what the target's slots hold."""
+    """Fill the cache that the caller passed or receives from the target's slots."""
     if isinstance(given, DynamicCache):
         windowed = given.layer_class_to_replicate is None
         given.layers = target.cache.to_dynamic(config if windowed else None).layers

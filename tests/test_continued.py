@@ -230,7 +230,8 @@ def test_drafters_read_prompts_that_are_hidden_anywhere(draft: str) -> None:
         call = CALL | {"attention_mask": torch.tensor(hidden)}
         plain = target.generate(ids, **call)
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", category=DraftingStopped)  # that a draft is slow may be said
+            # a warning that a draft is slow is allowed
+            warnings.filterwarnings("error", category=DraftingStopped)
             assert model.generate(ids, **call).tolist() == plain.tolist()
 
 

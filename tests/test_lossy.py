@@ -74,7 +74,7 @@ def test_nothing_is_typical_above_certainty():
         ({"do_sample": True, "assisted": False}, r"^lossy_typical: plain decoding"),
         (
             {"do_sample": True, "logits_processor": [lambda input_ids, scores: scores]},
-            r"^lossy_typical: not with logits",
+            r"^lossy_typical: does not work with logits",
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""What `fast=` means: fused layers, packed products, captured and compiled passes. Each is tried before it is relied on."""
+"""The modes of `fast=`: fused layers, packed products, captured and compiled forward passes. Each is checked before use."""

@@ -1,7 +1,6 @@
-"""How a pass is captured, and what stands in the way: a CUDA graph, or compiled code, of a function over tensors that stay
-where they are.
+"""Captures a function over tensors at fixed addresses as a CUDA graph or as compiled code, and detects what prevents that.
 
-Knows torch; nothing of slots or drafts.
+Depends on torch only, not on caches or drafts.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = [
 ]
 
 Pass = Callable[[], list[torch.Tensor]]
-"""Something that reads and writes tensors at fixed addresses, and returns others."""
+"""A function that reads and writes tensors at fixed addresses, and returns others."""
 
 _READS = {
     "_local_scalar_dense",
@@ -53,22 +52,22 @@ _MOVES = {"_to_copy", "copy_", "to"}
 
 
 class CudaReplay:
-    """A CUDA graph of what `run` does, with its results.
+    """A CUDA graph of `run`, with its results.
 
-    run: tensors in, tensors out, all of them at fixed addresses of this device. pool: of `torch.cuda.graph_pool_handle`.
-    tried: passes of its kind are known to read nothing of the device.
+    run: reads and returns tensors at fixed addresses on this device. pool: from `torch.cuda.graph_pool_handle`. tried: the
+    host is known to read no values from the device in forward passes of this kind.
 
-    Raises whatever `run` raises while it is captured; `HostRead` where it looks at numbers of the device.
+    Raises what `run` raises during capture, and `HostRead` if the host reads values from the device.
     """
 
     def __init__(self, run: Pass, device: torch.device, pool: Any, tried: bool = False):
         if device in _BROKEN:
-            raise RuntimeError("a capture broke off in this process before")
+            raise RuntimeError("an earlier capture in this process was interrupted")
         stream, here = _stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
             with nullcontext() if tried else NoHostReads():
-                run()  # what is made once (workspaces, plans) is made before the capture
+                run()  # one-time allocations (workspaces, plans) happen before the capture
             torch.cuda.synchronize(device)
             self.graph = torch.cuda.CUDAGraph()
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -89,27 +88,28 @@ class CudaReplay:
 
 @functools.cache
 def _stream(device: torch.device) -> Any:
-    """One stream for all captures of a device: each has workspaces of its own."""
+    """One stream for all captures of a device, because each stream has its own workspaces."""
     return torch.cuda.Stream(device)
 
 
-_BROKEN: set[torch.device] = set()  # devices on which nothing is captured any more
+_BROKEN: set[torch.device] = set()  # devices on which captures are disabled
 
 
 def _tidy_up(device: torch.device, pool: Any) -> None:
-    """After a capture that something ended before its time torch takes its generator for captured and its allocator the pool
-    for in use. Both are put right, and nothing is captured on this device again.
+    """Clean up after an interrupted capture, and disable captures on this device.
+
+    Without this, torch still treats its generator as captured, and its allocator treats the pool as in use.
     """
     _BROKEN.add(device)
     with suppress(Exception):
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     with suppress(Exception):
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        generator.graphsafe_set_state(generator.clone_state())  # the same numbers, in a state that no graph knows
+        generator.graphsafe_set_state(generator.clone_state())  # the same values, in a state unknown to any graph
 
 
 class HostRead(RuntimeError):
-    """A forward looked at numbers of the device, so what it does may depend on them."""
+    """The host read values from the device during a forward pass, which may therefore depend on them."""
 
 
 def _kind(tensor: Any) -> str | None:
@@ -117,7 +117,7 @@ def _kind(tensor: Any) -> str | None:
 
 
 class NoHostReads(TorchDispatchMode):
-    """In here it is an error to read numbers of the device, which a capture could only do once and for all."""
+    """A mode in which the host must not read values from the device: a graph would replay with the values at capture."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("aten::").split(".")[0]
@@ -128,7 +128,7 @@ class NoHostReads(TorchDispatchMode):
             raise HostRead(f"{name} waits for the device")
         result = func(*args, **(kwargs or {}))
         if name in _MOVES and _kind(args[0]) != _kind(args[1] if name == "copy_" else result):
-            raise HostRead(f"{name} moves numbers between host and device")
+            raise HostRead(f"{name} copies values between host and device")
         return result
 
 
@@ -142,9 +142,9 @@ _FROZEN: dict[str, Any] = {
 
 
 def compiled(run: Callable[..., list[torch.Tensor]], frozen: bool) -> Callable[..., list[torch.Tensor]]:
-    """The same, compiled when it is first called within `compiling`, and again only for sizes that cannot be left open.
+    """The same function, compiled at its first call inside `compiling`. Only sizes that cannot be dynamic are recompiled.
 
-    frozen: take weights for constants, and measure which product is the fastest for each. For a CPU.
+    frozen: for a CPU, treat weights as constants and choose the fastest matrix product for each by measurement.
     """
 
     def compile_graph(graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -158,11 +158,11 @@ def compiled(run: Callable[..., list[torch.Tensor]], frozen: bool) -> Callable[.
 
 
 class _Code:
-    """Compiled code that tells what it is called with.
+    """Compiled code that can record its inputs.
 
     Attributes:
         run: the code itself.
-        meant: which of its outputs are results of the pass; None before that was seen.
+        meant: which of its outputs are results of the forward pass; None until recorded.
     """
 
     def __init__(self, run: Callable[..., Any]):
@@ -182,9 +182,9 @@ class _Code:
 
 
 class _Watched(NamedTuple):
-    """The pass that is being checked: the codes that it consists of, what they read and what they returned.
+    """A forward pass being checked: the compiled codes that it calls, with their inputs and outputs.
 
-    only_look: stop before the first of them is run.
+    only_look: stop before running the first of them.
     """
 
     only_look: bool
@@ -192,7 +192,7 @@ class _Watched(NamedTuple):
 
 
 class _Seen(Exception):
-    """What was to be seen has been seen."""
+    """Stops a forward pass once its inputs are recorded."""
 
 
 _WATCHED: ContextVar[_Watched | None] = ContextVar("watched", default=None)
@@ -201,14 +201,14 @@ _WATCHED: ContextVar[_Watched | None] = ContextVar("watched", default=None)
 class CodeReplay:
     """Compiled code over tensors at fixed addresses.
 
-    A compiler looks at everything that its code depends on whenever it is called, which takes as long as some layers of a small
-    model. Here it does when it is told to; what its code read then, it is called with until then.
+    Compiled functions check all their guards at every call, which takes as long as several layers of a small model. Here the
+    guards are checked only on request. Between checks, the code is called with the inputs of the last check.
 
-    run: what was compiled. arguments: the tensors that it is applied to.
+    run: the compiled function. arguments: its arguments.
 
     Attributes:
-        checked: whether the compiler has seen to it, and nothing is known to have changed since.
-        ground: the code and what else it read when it last was checked. While these are the same, so is every pass of it.
+        checked: whether the guards were checked and no change is known since.
+        ground: the code and its other inputs at the last check. While these are the same, all its forward passes are valid.
     """
 
     def __init__(self, run: Callable[..., list[torch.Tensor]], arguments: Sequence[torch.Tensor | None]):
@@ -218,7 +218,7 @@ class CodeReplay:
         self._call: tuple[_Code, tuple[Any, ...]] | None = None
 
     def look(self) -> None:
-        """Let the compiler see to it, without running it where its code has been run before."""
+        """Check the guards, without running the code if it has run before."""
         seen = _Watched(True, [])
         with _watching(seen), suppress(_Seen):
             self._run(*self._arguments)
@@ -228,13 +228,13 @@ class CodeReplay:
             self.check()
 
     def check(self) -> list[torch.Tensor]:
-        """A pass that the compiler sees to."""
+        """Run a forward pass with its guards checked."""
         self.forget()
         seen = _Watched(False, [])
         with _watching(seen):
             results = self._run(*self._arguments)
         self.checked = True
-        if len(seen.calls) == 1:  # else some of it is no compiled code
+        if len(seen.calls) == 1:  # otherwise part of it is not compiled
             ((code, inputs, outputs),) = seen.calls
             places = {id(output): place for place, output in enumerate(outputs)}
             if all(id(result) in places for result in results):
@@ -248,11 +248,11 @@ class CodeReplay:
         self.checked, self.ground, self._call = True, (code, *read), (code, inputs)
 
     def forget(self) -> None:
-        """Something may have changed: let it be checked before it is run again."""
+        """Require a check before the next run, because something may have changed."""
         self.checked, self.ground, self._call = False, (), None
 
     def __call__(self) -> list[torch.Tensor]:
-        """The pass as it was when it last was checked."""
+        """Run the forward pass as it was last checked."""
         if self._call is None:
             return self._run(*self._arguments)
         code, inputs = self._call
@@ -272,23 +272,23 @@ def _watching(watched: _Watched) -> Iterator[None]:
 
 @contextmanager
 def compiling(frozen: bool) -> Iterator[None]:
-    """Meanwhile calls may turn out to need code that is not there. frozen: as `compiled` was told."""
+    """A context in which calls may compile. frozen: as given to `compiled`."""
     with (
-        # every model is compiled on its own, which counts as compiling the same code again
+        # compiling each model separately counts as recompiling the same code
         torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000),
-        # numbers of a model are part of its code
+        # a model's Python numbers are constants in its code
         torch._dynamo.config.patch(specialize_float=True, specialize_int=True),
-        torch._inductor.config.patch(freezing=frozen),  # asked for before the options are read
-        # sizes that are equal now need not stay so
+        torch._inductor.config.patch(freezing=frozen),  # read before the compile options
+        # sizes that are equal now may differ later
         torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # of the compiler's own making
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # caused by the compiler itself
         yield
 
 
 def fingerprint(model: nn.Module, run: nn.Module) -> tuple[Any, ...]:
-    """What a capture depends on: where the weights lie, and which modules compute."""
+    """What a capture depends on: the addresses of the weights, and the modules that compute."""
     tensors = (
         tensor
         for module in model.modules()
@@ -306,12 +306,12 @@ def fingerprint(model: nn.Module, run: nn.Module) -> tuple[Any, ...]:
 
 
 def wait(device: torch.device) -> None:
-    """Until all that was asked of the device is done."""
+    """Wait until all work queued on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def distance(logits: torch.Tensor, expected: torch.Tensor, rows: list[int]) -> float:
-    """How far apart logits are, against their spread; not a number where either isn't one."""
+    """Root mean square difference of logits, relative to their standard deviation; NaN if either contains NaN."""
     one, two = logits[rows].float(), expected[rows].float()
     return float((one - two).square().mean().sqrt() / two.std())

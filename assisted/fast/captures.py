@@ -1,7 +1,6 @@
-"""The two ways to capture forward passes: as CUDA graphs, one per shape, and as compiled code for a CPU, the same for all
-shapes.
+"""Two ways to capture forward passes: CUDA graphs, one per shape, and compiled code for a CPU, the same for all shapes.
 
-Knows runners and the buffers that captured passes read. Whether a replay can be trusted is decided in graphs.py.
+Uses runners and the buffers that captured passes read. graphs.py decides whether a replay can be trusted.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from .static_buffers import StaticBuffers
 
 __all__ = ["Captures", "CompiledCode", "CudaGraphs", "Shape", "results"]
 
-_AHEAD = 4096  # slots reserved at once where a call may need so many; more are reserved as they are needed
-_REMEMBERED = 256  # sorts of passes that were asked for once
-_FEW = 16  # passes over one column of several rows before code of their own is compiled, where there is code for more,
-_SELDOM = 0.1  # and what share of all passes they must be: compiling takes as long as thousands of them
+_AHEAD = 4096  # slots reserved at once, if a call may need as many; further ones are reserved on demand
+_REMEMBERED = 256  # sorts of forward passes that were requested once
+_FEW = 16  # one-column passes over several rows before code for them is compiled, if code for more columns exists
+_SELDOM = 0.1  # their minimum share of all passes for that: compiling takes as long as thousands of them
 
 _Run = Callable[..., list[torch.Tensor]]
 _T = TypeVar("_T")
 
 
 class Shape(NamedTuple):
-    """A captured pass: of which runner, rows, columns, slots that are looked at, whether over trees."""
+    """The shape of a captured forward pass: kind of runner, rows, columns, slots read, and whether it reads trees."""
 
     kind: Hashable
     rows: int
@@ -45,20 +44,20 @@ class Shape(NamedTuple):
 
 
 class Captures:
-    """The captured forward passes of a model as it is now, and the buffers that they run over.
+    """The captured forward passes of a model in its current state, and the buffers that they run over.
 
-    Rows, columns and slots are rounded up, so that few shapes occur; what fills a pass up is computed and never kept. Shapes
-    are of one sort if a capture of one of them vouches for the others.
+    Rows, columns and slots are rounded up, so that few shapes occur; the padding is computed and discarded. Shapes are of one
+    sort if verifying a capture of one of them is enough to trust the others.
 
     Args:
-        compiled: compile passes before they are captured.
-        constants: take the weights for constants of compiled code.
+        compiled: compile forward passes before capturing them.
+        constants: treat weights as constants of compiled code.
 
     Attributes:
-        takes_constants: whether it compiles weights into code, where they may be copied.
-        most: how many passes are kept; the least recently used one goes first.
+        takes_constants: whether weights are compiled into code, if they may be copied.
+        most: how many captured passes are kept; the least recently used one is dropped first.
         passes: the captured passes, by shape.
-        replays: how many were replayed.
+        replays: how many passes were replayed.
     """
 
     takes_constants: ClassVar[bool] = False
@@ -70,23 +69,23 @@ class Captures:
         self.passes: OrderedDict[Hashable, Pass] = OrderedDict()
         self.buffers: StaticBuffers | None = None
         self._asked: set[Hashable] = set()
-        self._trusted: set[Hashable] = set()  # sorts whose captures gave the output of the eager pass
+        self._trusted: set[Hashable] = set()  # sorts whose captures reproduced the eager forward pass
         self._functions: dict[Hashable, _Run] = {}  # compiled, by kind of runner, with chains or trees
-        self._twins: dict[Hashable, Any] = {}  # the runners that compiled functions are made of
+        self._twins: dict[Hashable, Any] = {}  # the runners inside the compiled functions
 
     def begin_call(self) -> None:
-        """Another `generate` begins."""
+        """Prepare for another `generate`."""
         if self.buffers is not None:
             self.buffers.shown = None
 
     def clear(self) -> None:
-        """Forget all that was captured."""
+        """Discard all captures."""
         fresh, replays = type(self)(self.compiled, self.constants), self.replays
         vars(self).update(vars(fresh))
         self.replays = replays
 
     def shape(self, runner: Runner, width: int, tree: bool) -> Shape | None:
-        """The shape that a pass over so many columns is rounded up to; None for more than are captured."""
+        """The shape that a forward pass over `width` columns is rounded up to; None if it is too large to capture."""
         cache = runner.cache
         rows = self._rows(len(cache.running), cache.rows)
         last = self._last(cache, rows)
@@ -96,19 +95,19 @@ class Captures:
         return Shape(runner.kind, rows, columns, self._slots(last + columns), tree)
 
     def sort(self, shape: Shape) -> Hashable:
-        """What is the same for shapes of one sort."""
+        """A key that is equal for shapes of one sort."""
         return shape.kind, shape.tree
 
     def is_trusted(self, shape: Shape) -> bool:
-        """Whether a capture of this sort gave the output of the eager pass."""
+        """Whether a capture of this sort reproduced the eager forward pass."""
         return self.sort(shape) in self._trusted
 
     def trust(self, shape: Shape, by_eager: bool) -> None:
-        """A replay gave what it should. by_eager: it was compared with the eager pass."""
+        """Record that a replay was correct. by_eager: it was compared with the eager forward pass."""
         self._trusted.add(self.sort(shape))
 
     def is_expected(self, shape: Shape) -> bool:
-        """Whether shapes of this sort are captured: from the second time on that one is asked for."""
+        """Whether shapes of this sort are captured, which begins at the second request."""
         sort = self.sort(shape)
         if sort in self._trusted or sort in self._asked:
             return True
@@ -118,20 +117,20 @@ class Captures:
         return False
 
     def wants_eager(self, trusted: bool, known: bool) -> bool:
-        """Whether a replay is to be compared with the eager pass. trusted: of a trusted sort. known: it was captured before."""
+        """Whether a replay must be compared with the eager pass. trusted: its sort is. known: it was captured before."""
         raise NotImplementedError
 
     def add(self, shape: Shape, runner: Runner, trusted: bool) -> list[torch.Tensor] | None:
-        """Capture a pass over the buffers, which were fed. Returns the outputs of the same pass before its capture, None where
-        a trusted sort makes a comparison needless."""
+        """Capture a forward pass over the filled buffers. Returns the outputs of the same pass before its capture, or None if
+        they need not be compared."""
         raise NotImplementedError
 
     def replay(self, shape: Shape, runner: Runner) -> list[torch.Tensor]:
-        """The outputs of a captured pass."""
+        """Replay a captured forward pass and return its outputs."""
         raise NotImplementedError
 
     def hold(self, cache: SlotCache, top: int) -> StaticBuffers:
-        """The call's slots, moved to where the captured passes look for them."""
+        """The buffers that captured passes read, with the call's slots moved there."""
         buffers = self.buffers
         if buffers is not None and buffers.holds(cache, top):
             return buffers
@@ -143,7 +142,7 @@ class Captures:
         return buffers
 
     def gather(self, cache: SlotCache, path: Paths) -> tuple[bool, float]:
-        """Move a tree's accepted columns together. Returns whether that was done, and the seconds its capture took."""
+        """Move a tree's accepted columns together. Returns whether this was done, and the seconds spent on its capture."""
         buffers, seconds = self.buffers, 0.0
         rows = self._rows(len(cache.running), cache.rows)
         columns = columns_for(max(map(len, path)), rows)
@@ -151,7 +150,7 @@ class Captures:
             return False, seconds
         key, started = ("gather", rows, columns), time.perf_counter()
         if key not in self.passes:
-            buffers.stay(rows, columns)  # what runs before a capture moves nothing
+            buffers.stay(rows, columns)  # the run before the capture moves nothing
             self._keep(key, self._captured(lambda: buffers.move(rows, columns), False))
             seconds = time.perf_counter() - started
         buffers.follow(cache, rows, columns, path)
@@ -169,11 +168,11 @@ class Captures:
         return slots_for(top)
 
     def _last(self, cache: SlotCache, rows: int) -> int:
-        """The most slots that count in one of the first rows, as they lie."""
+        """The most valid slots in any of the first rows, in storage order."""
         return max(cache.lengths[row] for row in cache.order[:rows])
 
     def _captured(self, run: Pass, trusted: bool) -> Pass:
-        """trusted: passes of its sort are known to read nothing of the device."""
+        """trusted: the host is known to read no values from the device in passes of this sort."""
         return run
 
     def _keep(self, key: Hashable, captured: Pass) -> None:
@@ -185,7 +184,7 @@ class Captures:
         return capture.compiling(self.constants) if self.compiled else nullcontext()
 
     def _arguments(self, runner: Runner, shape: Shape) -> tuple[torch.Tensor | None, ...]:
-        """The buffers that a pass of this shape reads."""
+        """The buffers that a forward pass of this shape reads."""
         kind, rows, columns, top, tree = shape
         buffers = self.buffers
         assert buffers is not None
@@ -198,7 +197,7 @@ class Captures:
         )
 
     def _function(self, runner: Runner, tree: bool) -> _Run:
-        """What a runner makes of `_arguments`, over the slots of the buffers."""
+        """The runner's forward pass as a function of `_arguments`, over the slots of the buffers."""
         if (runner.kind, tree) in self._functions:
             return self._functions[runner.kind, tree]
         assert self.buffers is not None
@@ -225,15 +224,15 @@ class Captures:
 
 
 class CudaGraphs(Captures):
-    """CUDA graphs, one per shape. The first replay of every call is compared with the eager pass; a new shape of a trusted sort
-    is compared with the same pass before its capture."""
+    """CUDA graphs, one per shape. The first replay of every call is compared with the eager forward pass. A new shape of a
+    trusted sort is compared with the same function before its capture."""
 
     most = 48
 
     def __init__(self, compiled: bool = False, constants: bool = False):
         super().__init__(compiled, constants)
-        self._confirmed = False  # whether a replay of this call was compared with the eager pass
-        self._pool: Any = None  # what the captured passes share their memory in
+        self._confirmed = False  # whether a replay of this call was compared with the eager forward pass
+        self._pool: Any = None  # the memory that all captured passes share
 
     def begin_call(self) -> None:
         super().begin_call()
@@ -250,7 +249,7 @@ class CudaGraphs(Captures):
         assert self.buffers is not None
         run = functools.partial(self._function(runner, shape.tree), *self._arguments(runner, shape))
         first = None
-        if trusted or self.compiled:  # a compiler works when its code is first called
+        if trusted or self.compiled:  # compilation happens at the first call
             with self._compiling():
                 first = run()
         with self.buffers.other_ids():
@@ -258,7 +257,7 @@ class CudaGraphs(Captures):
         return first
 
     def replay(self, shape: Shape, runner: Runner) -> list[torch.Tensor]:
-        # copies: another replay may overwrite them, since captured passes share their memory
+        # copied, because captured passes share memory and another replay may overwrite it
         return [output.clone() for output in self.passes[shape]()]
 
     def _captured(self, run: Pass, trusted: bool) -> Pass:
@@ -269,29 +268,28 @@ class CudaGraphs(Captures):
 
 
 class CompiledCode(Captures):
-    """Compiled code for a CPU, which leaves sizes open: the same for all shapes, but for one row, or one column of several.
+    """Compiled code for a CPU with dynamic sizes, shared by all shapes except one row, and one column of several rows.
 
-    It is compared with the eager pass when that code is made. Weights are constants of it where they may be copied: if they
-    have changed since, it is made anew. Whatever else changes in a model, the compiler notices in the first pass of a
-    sort in every call.
+    New code is compared with the eager forward pass. Weights that may be copied are its constants; if they change, it is
+    compiled again. The compiler's guards detect other changes of the model in the first pass of each sort in every call.
     """
 
     takes_constants = True
-    most = 512  # they share one code
+    most = 512  # they share code
 
     def __init__(self, compiled: bool = True, constants: bool = False):
         super().__init__(compiled, constants)
-        self._grounds: dict[Hashable, tuple[Any, ...]] = {}  # what the checked passes of a sort rely on
-        # by sort: passes over one column, and `replays` before them
+        self._grounds: dict[Hashable, tuple[Any, ...]] = {}  # what the checked passes of a sort depend on
+        # by sort: the number of passes over one column, and `replays` before them
         self._filled_up: dict[Hashable, tuple[int, int]] = {}
-        self._checked: set[Hashable] = set()  # sorts of which this call has had a pass checked
+        self._checked: set[Hashable] = set()  # sorts of which a pass was checked in this call
 
     def begin_call(self) -> None:
         super().begin_call()
         self._checked.clear()
 
     def sort(self, shape: Shape) -> Hashable:
-        # one is a size that a compiler makes code of its own for
+        # the compiler makes separate code for size one
         return shape.kind, shape.tree, shape.rows == 1, shape.columns == 1
 
     def wants_eager(self, trusted: bool, known: bool) -> bool:
@@ -300,7 +298,7 @@ class CompiledCode(Captures):
     def add(self, shape: Shape, runner: Runner, trusted: bool) -> list[torch.Tensor] | None:
         replay = CodeReplay(self._function(runner, shape.tree), self._arguments(runner, shape))
         self._keep(shape, replay)
-        if trusted:  # the compiler may find that this size needs code of its own
+        if trusted:  # the compiler may need separate code for this size
             self._seen_to(shape, runner, replay, replay.look)
             return None
         with self._compiling():
@@ -314,9 +312,9 @@ class CompiledCode(Captures):
         return self._seen_to(shape, runner, replay, replay.check)
 
     def _seen_to(self, shape: Shape, runner: Runner, replay: CodeReplay, see: Callable[[], _T]) -> _T:
-        """What `see` returns of a pass. What the compiler finds holds for all passes of its sort."""
+        """Call `see`, which checks a pass. The result of the check holds for all passes of its sort."""
         sort, twin = self.sort(shape), self._twins[runner.kind, shape.tree]
-        _renew(twin, runner, twin.cache)  # the model may have become another one of the same kind since the last call
+        _renew(twin, runner, twin.cache)  # the model may be another of the same kind than in the last call
         with self._compiling():
             seen = see()
         if not _identical(replay.ground, self._grounds.get(sort, ())):
@@ -329,7 +327,7 @@ class CompiledCode(Captures):
         return seen
 
     def _rows(self, running: int, most: int) -> int:
-        # what is left of a batch does not become a single row, which is a size of its own to a compiler
+        # never a single remaining row of a batch: the compiler makes separate code for size one
         return min(max(running, 2), most)
 
     def _columns(self, runner: Runner, rows: int, width: int, tree: bool) -> int | None:
@@ -339,8 +337,8 @@ class CompiledCode(Captures):
         return slots_for(top, True)
 
     def _fills_up(self, kind: Hashable, rows: int, tree: bool) -> bool:
-        """Whether a pass over one column is run over two: for one row always, which takes as long; for several rows while there
-        is code for more columns, and few such passes."""
+        """Whether to run a one-column pass over two columns. With one row, always, at no extra cost; with several, as long as
+        code for more columns exists and such passes are few."""
         if rows == 1:
             return True
         one, two = (self.sort(Shape(kind, rows, columns, 0, tree)) for columns in (1, 2))
@@ -364,9 +362,9 @@ def results(outputs: list[torch.Tensor], runner: Runner, buffers: StaticBuffers,
 
 
 def _renew(twin: Any, runner: Runner, slots: SlotCache) -> None:
-    """Let a runner over the buffers' slots run the module that this one runs."""
+    """Make `twin`, which runs over the buffers' slots, run the module of this runner."""
     vars(twin).update(vars(runner))
-    twin.cache, twin.passes = slots, Passes()  # the buffers' lengths are of no call
+    twin.cache, twin.passes = slots, Passes()  # the buffers' lengths belong to no call
 
 
 def _identical(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:

@@ -1,8 +1,8 @@
-"""Models in fewer operations, or with faster products: another object of the model's class that runs from the same parameters.
+"""Runs models with fewer operations or faster matrix products, as another object of the model's class with its parameters.
 
-A pass of a small model, or over few tokens, takes as long as calling its operations takes. A layer of the Llama family is
-some twenty of them here instead of fifty; every other model keeps its own layers, and has wide products in the layout that
-is fast over a few tokens. Whether a model made in this way says the same is tried before it is relied on.
+In small models, or over few tokens, launching operations takes most of the time of a forward pass. A layer of the Llama
+family takes about twenty operations here instead of fifty. Other models keep their layers, and their wide products use a
+layout that is fast over few tokens. The output is compared with the original model's before use.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from .sources import Modules, Source, Weights
 __all__ = ["TOLERANCE", "Angles", "FusedLayer", "Norm", "Shared", "fused", "fused_product"]
 
 _FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-_KNOWN = ("transformers.", "assisted.")  # packages whose rotary embeddings are what their `rope_type` says
-_TABLE = 2**13  # positions whose angles are looked up
+_KNOWN = ("transformers.", "assisted.")  # packages whose rotary embeddings follow their `rope_type`
+_TABLE = 2**13  # positions with tabulated angles
 TOLERANCE = {
     torch.float32: 1e-3,
     torch.bfloat16: 0.25,
-}  # of logits, relative to their spread: other models differ by more
+}  # of logits, relative to their standard deviation; another model would differ by more
 
 
 def fused(model: PreTrainedModel) -> Runnable:
-    """The same model in fewer operations where it is known how; with faster products where those are wide; otherwise as it is.
+    """The same model with fewer operations if its family is known, or with faster products if it has wide ones; else unchanged.
 
-    Its logits differ from the model's by rounding alone, as those of passes of different widths do. What is copied is kept from
-    call to call. Everything it was made from (weights, attributes, code) is compared with the model at every call, and it is
-    made anew when any of that has changed.
+    Its logits differ from the model's only by rounding, as those of forward passes of different widths do. Copies are kept
+    between calls. Every call compares their source (weights, attributes, code) with the model and rebuilds them after a change.
     """
     way = _way(model)
     if way is None:
@@ -55,8 +54,8 @@ def fused(model: PreTrainedModel) -> Runnable:
 
 
 def fused_product(module: nn.Linear) -> nn.Module:
-    """The same product in the form that is fastest over a few columns, with the weight as it is now: repacked for a CPU where
-    that pays, otherwise the module itself."""
+    """The fastest form of a product over a few columns, with the current weight: repacked if that is faster on this CPU,
+    otherwise the module itself."""
     return _FusedHead(module, True) if may_copy(module.parameters()) and not is_touched(module) else module
 
 
@@ -68,11 +67,11 @@ class _Way:
     """How a model can be run faster.
 
     Args:
-        key: a module of the model that is the same from call to call.
-        source: what it is made from, as that is now.
-        make: the modules that take the place of the model's.
-        agrees: whether two models say the same of a few tokens, but for rounding.
-        is_family: the model consists of its parts alone, whose layers can leave out what nobody reads: see `Runnable`.
+        key: a module of the model that stays the same between calls.
+        source: the current state of what it is built from.
+        make: builds the modules that replace the model's.
+        agrees: whether two models give the same logits for a few tokens, up to rounding.
+        is_family: sets `through_parts` and `last_only` of the `Runnable`.
     """
 
     key: nn.Module
@@ -82,7 +81,7 @@ class _Way:
     is_family: bool
 
     def runnable(self, model: PreTrainedModel, children: _Children) -> Runnable:
-        """The model with these modules in place of its own."""
+        """The model with its modules replaced by these."""
         weights = self.source.weights
         copied = () if weights.checksums is None else weights.tensors
         return Runnable(with_children(model, children), self.is_family, self.is_family, copied)
@@ -90,7 +89,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Made:
-    """What takes the place of a model's modules; None where it did not turn out to be the same."""
+    """The modules that replace a model's; None if their output differed."""
 
     source: Source
     children: _Children | None
@@ -100,10 +99,10 @@ _MADE: weakref.WeakKeyDictionary[nn.Module, _Made] = weakref.WeakKeyDictionary()
 
 
 def _way(model: PreTrainedModel) -> _Way | None:
-    """How this model can be run faster; None where it can't, or somebody hangs on to its modules."""
+    """How this model can be run faster; None if it can't, or if other code has changed its modules."""
     if model.training or not is_untouched(model) or torch.is_autocast_enabled(model.device.type):
         return None
-    # in half precision packed products round otherwise, as those of another width do: only where they make up for it
+    # packed products in half precision round differently, as other widths do; accepted only where they are faster
     if model.dtype != torch.float32 and not (
         model.dtype in TOLERANCE and packs(model.dtype) and model.device.type == "cpu"
     ):
@@ -138,15 +137,16 @@ def _way(model: PreTrainedModel) -> _Way | None:
 
 
 def _source(model: Any, modules: list[nn.Module], parameters: list[torch.Tensor], copied: bool) -> Source:
-    """What is read of a model: these modules, and the code of those that call them."""
+    """The source of a faster model: these modules, and the code of the modules that call them."""
     found = (buffer for module in modules for buffer in module._buffers.values() if buffer is not None)
-    buffers = [buffer for buffer in found if not is_traceable_wrapper_subclass(buffer)]  # of modules that are called
+    # wrapper subclasses belong to modules that are called
+    buffers = [buffer for buffer in found if not is_traceable_wrapper_subclass(buffer)]
     around = (type(model), type(model.base_model))
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     return Source(
         Modules.of(modules, around, attention),
         Weights.of(parameters, copied),
-        # angles are looked up on a CPU only
+        # angles are tabulated on a CPU only
         Weights.of(buffers, all(buffer.device.type == "cpu" for buffer in buffers)),
     )
 
@@ -163,16 +163,16 @@ def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Childre
 
 
 class FusedLayer(nn.Module):
-    """RMSNorm, rotary attention, RMSNorm, gated MLP, as the layers of the family have them.
+    """RMSNorm, rotary attention, RMSNorm and gated MLP, as in the family's layers.
 
-    Everything it uses is a plain attribute: looking up a submodule takes as long as a small operation.
+    It uses plain attributes only, because looking up a submodule takes as long as a small operation.
     """
 
     def __init__(self, layer: Any, shared: Shared, copied: bool):
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.index: int = attention.layer_idx
-        self.is_last = False  # of a model's layers
+        self.is_last = False  # among the model's layers
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
         self.key_heads = attention.k_proj.out_features // self.head_size
@@ -197,9 +197,9 @@ class FusedLayer(nn.Module):
         last_only: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """hidden_states: [B, n, D]. attention_mask: as sdpa takes it, None for causal attention. position_embeddings: what
-        `Angles` returns. last_only: nobody reads what leaves the model but in the last column: the last layer makes keys and
-        values of the others, no more. Returns [B, n, D], [B, 1, D] where the others are left out.
+        """hidden_states: [B, n, D]. attention_mask: as for sdpa, None for causal attention. position_embeddings: from `Angles`.
+        last_only: only the last column of the model's output is used, so the last layer computes just keys and values of the
+        others. Returns [B, n, D], or [B, 1, D] without the other columns.
         """
         normed = self.before_attention(hidden_states)
         return self.run(hidden_states, normed, attention_mask, position_embeddings, past_key_values, last_only)
@@ -213,7 +213,7 @@ class FusedLayer(nn.Module):
         past_key_values: Any = None,
         last_only: bool = False,
     ) -> torch.Tensor:
-        """The layer of what attention reads, [B, n, any], beside the states that it adds to, [B, n, D]."""
+        """The layer for a given input of its attention, [B, n, any], and residual stream, [B, n, D]."""
         rows, width, _ = hidden_states.shape
         heads = self.heads(normed).view(rows, width, -1, self.head_size)
         # shape: [B, n, query heads + 2 key heads, head size]
@@ -230,7 +230,7 @@ class FusedLayer(nn.Module):
             query, hidden_states, width = query[:, :, -1:], hidden_states[:, -1:], 1
             attention_mask = None if attention_mask is None else attention_mask[:, :, -1:]
         causal, group = attention_mask is None and width > 1, self.query_heads // self.key_heads
-        # on a CPU keys are read once for every query head: the heads of a group side by side are one
+        # on a CPU, sdpa reads the keys once per query head, so the heads of a group are joined into one
         beside = group if query.device.type == "cpu" and not causal else 1
         seen = F.scaled_dot_product_attention(
             query.reshape(rows, self.query_heads // beside, beside * width, self.head_size),
@@ -260,22 +260,22 @@ class _FusedHead(nn.Module):
 
 
 class Angles(nn.Module):
-    """The rotary embedding, laid out for heads: cosines and signed sines, looked up on a CPU where they depend on the position
-    alone.
+    """The rotary embedding in the layout of heads: cosines and signed sines. On a CPU they come from a table if they depend on
+    the position alone.
     """
 
     def __init__(self, rotary: nn.Module, config: Any, dtype: torch.dtype):
         super().__init__()
-        self.rotary = [rotary]  # in a list: it is the model's
+        self.rotary = [rotary]  # in a list, because it is the model's submodule
         kind = getattr(rotary, "rope_type", "default")
-        # of others the angles may depend on more than the position
+        # the angles of other types may depend on more than the position
         fixed = kind in ("default", "linear", "llama3") and type(rotary).__module__.startswith(_KNOWN)
         known = min(config.max_position_embeddings, _TABLE) if fixed else 0
         self.whole = known == config.max_position_embeddings  # every position of the context is in the table
         self.table = None if known == 0 else self._angles(torch.zeros(1, dtype=dtype), torch.arange(known)[None])
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden: any tensor of the model's kind. position_ids: [B or 1, n] int64. Returns two, [B or 1, n, 1, D]."""
+        """hidden: gives dtype and device. position_ids: [B or 1, n] int64. Returns two tensors, [B or 1, n, 1, D]."""
         table = self.table
         if table is None or hidden.device.type != "cpu" or not self._in_table(position_ids):
             return self._angles(hidden, position_ids)
@@ -283,7 +283,7 @@ class Angles(nn.Module):
         return cos[0, position_ids], sin[0, position_ids]
 
     def _in_table(self, position_ids: torch.Tensor) -> bool:
-        if torch.compiler.is_compiling():  # which reads no numbers; passes that are compiled keep to the context
+        if torch.compiler.is_compiling():  # it can read no values; compiled passes stay within the context
             return self.whole
         assert self.table is not None
         return int(position_ids.max()) < self.table[0].shape[1]
@@ -295,16 +295,16 @@ class Angles(nn.Module):
 
 
 class Shared:
-    """What the layers of a model would each make of the same inputs, made once a pass."""
+    """Values that all layers of a model would compute from the same inputs, computed once per forward pass."""
 
     def __init__(self) -> None:
         self.mask: tuple[Any, torch.Tensor] | None = None
 
     def additive(self, mask: torch.Tensor | None, dtype: torch.dtype, beside: int) -> torch.Tensor | None:
-        """A mask as sdpa would turn it into numbers in every layer, for as many heads side by side, [.., beside * n, m]."""
+        """The additive mask that sdpa would compute in every layer, repeated for `beside` joined heads, [.., beside * n, m]."""
         if mask is None:
             return None
-        if torch.compiler.is_compiling():  # which makes it once by itself
+        if torch.compiler.is_compiling():  # it shares the computation by itself
             return _additive(mask, dtype, beside)
         known = self.mask
         if known is None or known[0] is not mask:
@@ -319,12 +319,12 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype, beside: int) -> torch.Tens
 
 
 def _plus_product(one: torch.Tensor, two: torch.Tensor, three: torch.Tensor) -> torch.Tensor:
-    """one + two * three, rounded where a model of the family rounds."""
+    """one + two * three, with the same rounding as in the family's models."""
     return torch.addcmul(one, two, three) if one.dtype == torch.float32 else one.add_(two * three)
 
 
 class Norm:
-    """RMSNorm, rounded where a model of the family rounds."""
+    """RMSNorm, with the same rounding as in the family's models."""
 
     def __init__(self, norm: Any):
         self.weight, self.epsilon = norm.weight, norm.variance_epsilon
@@ -334,14 +334,14 @@ class Norm:
             return self.weight * F.rms_norm(hidden.float(), self.weight.shape, None, self.epsilon).to(hidden.dtype)
         if hidden.device.type != "cpu":
             return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
-        # on a CPU that is seven operations, this is six cheaper ones
+        # on a CPU, rms_norm is seven operations; these are six cheaper ones
         norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
         scale = norm.square_().div_(hidden.shape[-1]).add_(self.epsilon).rsqrt_()
         return (hidden * scale).mul_(self.weight)
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The layers of a model of the family, if running them otherwise would leave nothing out."""
+    """The layers of a model of the family; None if `FusedLayer` can't replace them."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(model, "lm_head"):
         return None
@@ -354,7 +354,7 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 def _is_replaced(base: Any, layers: nn.ModuleList) -> bool:
-    """Whether an adapter's wrapper stands for a module that is read here, not called: what is behind it may be switched."""
+    """Whether an adapter wraps a module whose parameters are read here without calling it. The adapter may change later."""
     parts: list[tuple[str, Any]] = [("norm", base.norm)]
     for layer in layers:
         parts += [*layer.named_children(), *layer.get_submodule("self_attn").named_children()]
@@ -363,7 +363,7 @@ def _is_replaced(base: Any, layers: nn.ModuleList) -> bool:
 
 @torch.no_grad()
 def _agree_in_rounds(model: PreTrainedModel, other: Runnable) -> bool:
-    """Tried on a prompt and a pass behind it."""
+    """Compare them on a prompt and the forward pass after it."""
     ids, masks = few_ids(model, 8), Masks.of(model)
     runs = [CachedModel(m, SlotCache(1, 8), masks) for m in (model, other)]
     return _near(*(torch.cat([run.prefill(ids[:, :4], None), run(ids[:, 4:])], 1) for run in runs))
@@ -371,7 +371,7 @@ def _agree_in_rounds(model: PreTrainedModel, other: Runnable) -> bool:
 
 @torch.no_grad()
 def _agree_at_once(model: PreTrainedModel, other: Runnable) -> bool:
-    """Tried on a text."""
+    """Compare them on a text."""
     ids = few_ids(model, 8)
     return _near(*(m(input_ids=ids, use_cache=False, return_dict=True).logits for m in (model, other.module)))
 

@@ -1,8 +1,8 @@
-"""Captured forward passes: kernel launches are recorded once per input shape, over tensors that stay where they are, and are
-then replayed in one call.
+"""Captured forward passes. Kernel launches are recorded once per input shape, over tensors at fixed addresses, and then
+replayed in one call.
 
-Knows runners and slots. The eager forward pass defines the result; it also runs wherever a pass cannot be captured. captures.py
-has the two ways to capture.
+The eager forward pass defines the correct result and runs where a pass cannot be captured. captures.py implements the two
+ways to capture.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from .sources import Modules, Weights
 __all__ = ["MODES", "Graphs", "require_mode"]
 
 MODES = ("auto", "eager", "compile")
-_TOLERANCE = {torch.float32: 3e-3, torch.float64: 3e-3}  # of logits, relative to their spread
+_TOLERANCE = {torch.float32: 3e-3, torch.float64: 3e-3}  # of logits, relative to their standard deviation
 _HALF_TOLERANCE = 0.1
 
 _log = logging.getLogger(__name__)
 
 
 def captures_for(mode: str, device: torch.device) -> type[Captures] | None:
-    """How passes are captured on this device; None where they run eagerly."""
+    """How forward passes are captured on this device; None if they run eagerly."""
     if device.type == "cuda" and mode != "eager":
         return CudaGraphs
     return CompiledCode if mode == "compile" else None
 
 
 class Graphs(Passes):
-    """The captured forward passes of one model, kept from call to call.
+    """The captured forward passes of one model, kept between calls.
 
-    The second pass of a model, or of a part of it, is captured and compared with the eager pass; after that its shapes are
-    trusted as `Captures.wants_eager` says. If a capture fails or differs, the model runs eagerly from then on, and `reason`
-    says why. Captures are made anew whenever the model has changed.
+    The second forward pass of a model, or of a part of it, is captured and compared with the eager one. After that,
+    `Captures.wants_eager` decides which replays are compared. If a capture fails or differs, the model runs eagerly from then
+    on, for the given `reason`. When the model changes, it is captured again.
 
-    One call at a time replays; a call in another thread runs eagerly meanwhile.
+    Only one call at a time replays; concurrent calls in other threads run eagerly.
 
     Attributes:
-        reason: why the model runs eagerly while it stays as it is; None if nothing prevents replaying.
-        obstacle: the same, for the last call alone: hooks, an adapter, parts on several devices.
+        reason: why the model runs eagerly until it changes; None if nothing prevents replaying.
+        obstacle: the same for the last call only: hooks, an adapter, parts on several devices.
         replays: how many passes were replayed.
     """
 
@@ -65,7 +65,7 @@ class Graphs(Passes):
         self._served: weakref.ref[SlotCache] | None = None  # the slots of that call
         self._made_for: Any = None
         self._inner: Modules | None = None
-        self._constants: Weights | None = None  # what compiled code takes for constants
+        self._constants: Weights | None = None  # constants of the compiled code
         self._captures: Captures | None = None
 
     def __reduce__(self) -> Any:
@@ -73,13 +73,13 @@ class Graphs(Passes):
 
     @property
     def captured(self) -> int:
-        """How many passes are captured."""
+        """The number of captured passes."""
         return 0 if self._captures is None else len(self._captures.passes)
 
     def serve(self, runner: Runner, model: nn.Module, settings: CallSettings) -> None:
-        """Replay the passes of this runner, and of those that share its slots, where that is possible.
+        """Replay the forward passes of this runner, and of runners that share its slots, where possible.
 
-        runner: of one call, its prompt not yet read. model: the model itself, whatever form of it the runner runs.
+        runner: a new one, before its prompt. model: the original model, even if the runner runs another form of it.
         """
         kind = captures_for(settings.mode, runner.device)
         if kind is None or not runner.is_capturable:
@@ -110,7 +110,7 @@ class Graphs(Passes):
         return super().run(runner, ids, draft, used) if logits is None else logits
 
     def _replay(self, runner: Runner, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor | None:
-        """The verified output of a captured pass; None where this pass has to run eagerly."""
+        """The verified output of a captured pass; None if this pass must run eagerly."""
         captures, cache, width = self._captures, runner.cache, ids.shape[1]
         assert captures is not None
         shape = captures.shape(runner, width, draft is not None and draft.parents is not None)
@@ -140,12 +140,12 @@ class Graphs(Passes):
             replayed = time.perf_counter()
             logits = results(captures.replay(shape, runner), runner, buffers, width)
             capture.wait(buffers.device)
-        except Exception as error:  # a capture runs somebody's forward in a way that it may not be made for
+        except Exception as error:  # third-party forwards may not support being captured
             self._spend(time.perf_counter() - started)
             self._give_up(f"{type(error).__name__}: {error}")
             return None
         finally:
-            if runner.inject is not None and states is not None:  # a capture goes on from others
+            if runner.inject is not None and states is not None:  # a capture replaces them
                 runner.inject.hidden = states
         done = time.perf_counter()
         difference = capture.distance(logits, expected, cache.running)
@@ -153,10 +153,10 @@ class Graphs(Passes):
         if difference <= _TOLERANCE.get(logits.dtype, _HALF_TOLERANCE):
             captures.trust(shape, by_eager)
             return self._counted(logits)
-        if known:  # something about the model has changed since the capture
+        if known:  # the model has changed since the capture
             captures.clear()
         else:
-            self._give_up(f"a replay differs from the same pass by {difference:.2g} of the spread of its logits")
+            self._give_up(f"replay and forward pass differ by {difference:.2g} standard deviations of the logits")
         return None  # the eager pass overwrites what the replay has written
 
     def gather(self, runner: Runner, path: Paths) -> bool:
@@ -178,7 +178,7 @@ class Graphs(Passes):
         return logits
 
     def _spend(self, seconds: float) -> None:
-        """Count seconds of the call that later passes will not need."""
+        """Count seconds that the call spends on one-time work."""
         if self._settings is not None:
             self._settings.spent_once += seconds
 
@@ -197,7 +197,7 @@ def _same(one: Weights | None, other: Weights | None) -> bool:
 
 
 def require_mode(fast: str) -> str:
-    """`fast`, as a caller wrote it. Raises ValueError for anything but `MODES`."""
+    """Return `fast`, a caller's argument. Raises ValueError unless it is one of `MODES`."""
     if fast not in MODES:
         raise ValueError(f"fast: {fast!r} is not known; give one of {', '.join(map(repr, MODES))}")
     return fast

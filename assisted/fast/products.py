@@ -1,7 +1,7 @@
 """Matrix products over a few columns on a CPU, from copies of the weights in a faster layout.
 
-Verifying multiplies three to ten columns, for which torch's own choice of kernel is two to five times slower than the
-memory: here wide weights are kept in oneDNN's layout as well. Knows linear modules; nothing of layers, slots or drafts.
+Verification multiplies three to ten columns. For these, torch's own kernels are two to five times slower than memory
+bandwidth allows, so wide weights are also kept in oneDNN's layout. Deals with linear modules only.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["PackedLinear", "Product", "may_copy", "packs"]
 
-_WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout pays at any number of columns
-_LARGE = 2**20  # entries from which a product costs more than filling up its columns
-_FILLED = 4  # columns up to which such a product is filled: over fewer it takes longer
-_EXACT = 16  # columns up to which every number of them is computed as it is
-_STEPS = 4  # numbers of columns in each doubling above that
-_MOST = 256  # columns up to which the layout is used at once; beyond, torch's own product of float32 is as fast
-_SOONER = 64  # the same of a matrix that is not large
-_MANY = 32  # columns from which the layout pays for every matrix
-_HINT = 8  # columns that the layout is chosen for
-_TALL = 1.5  # outputs for each input from which a copy for single columns pays
-_ALWAYS = 2**30  # bytes of parameters that are always copied; more only where a quarter of the free memory holds them
+_WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout is faster at any number of columns
+_LARGE = 2**20  # entries from which a product costs more than padding its columns
+_FILLED = 4  # columns to which such a product is padded; fewer take longer
+_EXACT = 16  # columns up to which no number of columns is rounded up
+_STEPS = 4  # numbers of columns per doubling above that
+_MOST = 256  # the most columns per product in this layout; above, torch's float32 product is as fast
+_SOONER = 64  # the same for a matrix that is not large
+_MANY = 32  # columns from which the layout is faster for every matrix
+_HINT = 8  # columns that the layout is optimized for
+_TALL = 1.5  # outputs per input from which a copy for single columns is worthwhile
+_ALWAYS = 2**30  # bytes of parameters that may always be copied; more only if they fit in a quarter of the free memory
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has products of this type that are worth their copies here: float32, and bfloat16 where the processor
-    multiplies it."""
+    """Whether oneDNN's products of this dtype are worth a copy on this machine: float32, and bfloat16 if the processor
+    supports it."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def may_copy(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether parameters may be copied: plain numbers on a CPU, in a type that `packs`, and there is room for them."""
+    """Whether parameters may be copied: plain tensors on a CPU, of a dtype that `packs`, with enough free memory."""
     held = list(parameters)
-    if any(map(is_traceable_wrapper_subclass, held)):  # quanto's and torchao's name the dtype that they compute in
+    if any(map(is_traceable_wrapper_subclass, held)):  # the dtype of quanto's and torchao's is the one they compute in
         return False
     kinds = {(p.device.type, p.dtype) for p in held}
     if not all(device == "cpu" and packs(dtype) for device, dtype in kinds):
@@ -51,7 +51,7 @@ def may_copy(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def _free_memory() -> int:
-    """Bytes of memory that nobody uses; 0 where the system does not say."""
+    """Bytes of free memory; 0 if the system does not report it."""
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -65,13 +65,13 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _is_tall(weight: torch.Tensor) -> bool:
-    """Whether a copy of a weight pays that is there for single columns alone."""
+    """Whether a separate copy of a weight for single columns is worthwhile."""
     return weight.dtype == torch.float32 and _WIDE <= weight.numel() < _LARGE and len(weight) >= _TALL * weight.shape[1]
 
 
 def _turned(weight: torch.Tensor) -> torch.Tensor:
-    """The same weight, [out, in], with all that one input is multiplied by side by side: where outputs are many, one column
-    takes half as long by it."""
+    """The same weight, [out, in], stored with the factors of each input contiguous. With many outputs, this halves the time
+    of one column."""
     return weight.detach().t().contiguous().t()
 
 
@@ -87,17 +87,17 @@ def _times(
     more = _width(max(columns, _FILLED) if filled else columns) - columns
     if more == 0:
         return torch.ops.mkldnn._linear_pointwise.default(inputs, packed, bias, "none", [], "")
-    filled_up = inputs.new_empty(columns + more, inputs.shape[-1])  # what else it holds, nobody reads
+    filled_up = inputs.new_empty(columns + more, inputs.shape[-1])  # the padding is never read
     filled_up[:columns] = inputs.reshape(columns, inputs.shape[-1])
     made = torch.ops.mkldnn._linear_pointwise.default(filled_up, packed, bias, "none", [], "")
     return made[:columns].view(*inputs.shape[:-1], outputs)
 
 
 def _width(columns: int) -> int:
-    """How many columns are computed of a product over so many.
+    """The number of columns that a product is padded to.
 
-    For every shape of weight and every number of columns oneDNN keeps half a megabyte, and a thousand of those: over all the
-    lengths of prompts that a server sees, they would take more memory than the model. So numbers of columns are few.
+    oneDNN caches half a megabyte per weight shape and number of columns, up to a thousand entries. With all the prompt lengths
+    of a server, these would take more memory than the model, so few numbers of columns are used.
     """
     if columns <= _EXACT:
         return columns
@@ -106,7 +106,7 @@ def _width(columns: int) -> int:
 
 
 class Product:
-    """What several linear modules make of one input, side by side: in one product, where their weights may be copied."""
+    """The concatenated outputs of several linear modules for one input; one product if their weights may be copied."""
 
     def __init__(self, modules: Sequence[nn.Module], copied: bool):
         self.modules = modules
@@ -117,14 +117,14 @@ class Product:
         biases = [module.bias for module in linear if module.bias is not None]
         if not copied or len(linear) < len(modules) or len(biases) not in (0, len(linear)):
             return
-        # a single weight is the model's own, not a copy, unless it is repacked
+        # a single weight is not copied unless it is repacked
         weight = linear[0].weight if len(linear) == 1 else torch.cat([module.weight.detach() for module in linear])
         if biases:
             self.bias = biases[0] if len(biases) == 1 else torch.cat([bias.detach() for bias in biases])
         self.wide, self.large, self.outputs = weight.numel() >= _WIDE, weight.numel() >= _LARGE, len(weight)
         if packs(weight.dtype):
             self.packed = _packed(weight)
-        # of a large product the joined weight would be a copy too many: over one column its modules run one by one
+        # large products keep no second, joined copy; over one column, their modules run one by one
         read = not self.wide or (weight.dtype == torch.float32 and not self.large)
         if read or self.packed is None:
             self.weight = _turned(weight) if len(linear) > 1 or _is_tall(weight) else weight
@@ -142,15 +142,15 @@ class Product:
         return torch.cat([module(inputs) for module in self.modules], -1)
 
     def _for_compiler(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The same of the model's own weights, which a compiler that takes them for constants joins and lays out by itself."""
+        """The same from the model's own weights. A compiler that treats them as constants joins and packs them itself."""
         weights: list[Any] = [module.weight for module in self.modules]
         return F.linear(inputs, torch.cat(weights) if len(weights) > 1 else weights[0], self.bias)
 
 
 def _pays(inputs: torch.Tensor, wide: bool, large: bool) -> bool:
-    """Whether oneDNN's layout is the faster one over these columns. wide, large: a weight of `_WIDE`, `_LARGE` entries or more.
+    """Whether oneDNN's layout is faster for these columns. wide, large: the weight has at least `_WIDE`, `_LARGE` entries.
 
-    Over one column of float32, or over very many, any layout of torch's own is.
+    For one column of float32, or very many, torch's own layouts are faster.
     """
     columns = inputs.shape[:-1].numel()
     if columns < _MANY and not wide:
@@ -159,7 +159,7 @@ def _pays(inputs: torch.Tensor, wide: bool, large: bool) -> bool:
 
 
 class PackedLinear(nn.Linear):
-    """A wide linear module run from a packed copy of its weight, which is the module's own in everything else."""
+    """A wide linear module that runs from a packed copy of its weight; everything else is shared with the module."""
 
     packed: torch.Tensor
     turned: torch.Tensor | None
@@ -179,12 +179,12 @@ class PackedLinear(nn.Linear):
 
     @staticmethod
     def pays(module: nn.Module) -> bool:
-        """Whether a module is one that gains by it."""
+        """Whether a module is wide enough to be faster."""
         return type(module) is nn.Linear and module.weight.numel() >= _WIDE
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        # of another type torch says what is wrong; a compiler lays out weights by itself
+        # for another dtype, torch raises its error; a compiler packs weights itself
         if inputs.dtype != self.weight.dtype or torch.compiler.is_compiling():
             return super().forward(inputs)
         if not _pays(inputs, True, self.large):

@@ -1,6 +1,6 @@
-"""The one way to run a model in a call: fused layers, packed products, captured forward passes, over its slots.
+"""The single entry point for running a model in a call, with fused layers, packed products and captured forward passes.
 
-Knows how each of these is made; nothing of drafting. Target, draft models and heads are opened alike.
+Target, draft models and heads are opened in the same way. Independent of drafting.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def open_runner(
 
     Args:
         model: a causal LM or a head; it is not changed.
-        run: makes the runner from the form in which the model is to be run.
-        settings: of the call.
+        run: creates the runner from the `Runnable`.
+        settings: those of the call.
         graphs: the model's captured passes.
-        fuse: makes that form, where the settings allow another than the model itself; `fused` by default.
+        fuse: creates the `Runnable` if the settings allow fused models; `fused` by default.
     """
     runner = run((fuse or fused)(model) if settings.fuses else Runnable(model))
     runner.settings = settings

@@ -1,7 +1,7 @@
-"""What a faster copy of a model was made from, and whether that is still what it was: weights, attributes, code.
+"""Detects whether a model has changed since a faster copy was made from it: weights, attributes, code.
 
-A copy (joined weights, packed products, compiled code) gives the model's own text only as long as the model does not change.
-Everything that a copy has read is therefore compared at every call. Knows modules and tensors; nothing of how they are run.
+A copy (joined weights, packed products, compiled code) gives the model's own text only while the model is unchanged. So every
+call compares everything that the copy was made from. Deals with modules and tensors, not with how they are run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = ["Modules", "Source", "Weights"]
 
-_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}  # parameters, submodules, hooks: looked at on their own
+_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}  # parameters, submodules, hooks: compared separately
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors that something was made from, and checksums of what they held then, where they were copied.
+    """The tensors that a copy was made from, and checksums of their values at that time if the values were copied.
 
-    A vector's checksum is the vector. A matrix is read as integers: of each row the sum, of each column four sums of its
-    entries times a number of their row. These change when entries trade places as well as when one is written to, through
-    `.data` too, which torch's own version counters do not see. All numbers are read, at about the speed of the memory.
+    The checksum of a vector is the vector. A matrix is read as integers: each row gives its sum, each column four sums
+    weighted by a number per row. These change if entries are swapped or written, even through `.data`, which torch's version
+    counters miss. All values are read, at about memory bandwidth.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -37,20 +37,20 @@ class Weights:
     @staticmethod
     @torch.no_grad()
     def of(tensors: Iterable[torch.Tensor], copied: bool) -> Weights:
-        """copied: look at the numbers, too; otherwise only at which tensors these are. Numbers are read on a CPU only."""
+        """copied: also compare values, otherwise only the identity of the tensors. Values are read on a CPU only."""
         held = tuple(tensors)
         return Weights(held, tuple(_checksum(tensor.detach()) for tensor in held) if copied else None)
 
     def same(self, other: Weights) -> bool:
-        """Whether what was made of one serves for the other."""
+        """Whether a copy made from one is valid for the other."""
         if not _identical(self.tensors, other.tensors) or (self.checksums is None) != (other.checksums is None):
             return False
-        # a tensor may have got other data of another shape
+        # `.data` may have been replaced by one of another shape
         return self.checksums is None or all(map(torch.equal, self.checksums, other.checksums or ()))
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor on a CPU."""
+    """The checksum of a tensor on a CPU, see `Weights`."""
     if tensor.dim() < 2:
         return tensor.reshape(-1).view(torch.uint8).clone()
     words = tensor.flatten(0, -2).contiguous()
@@ -66,7 +66,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _multipliers(count: int) -> torch.Tensor:
-    """Four numbers for each row, [4, count] int32. The first is odd: every change of a single entry changes the sum."""
+    """Four numbers per row, [4, count] int32. The first is odd, so every change of a single entry changes the sum."""
     with torch.inference_mode(False):
         generator = torch.Generator().manual_seed(count)
         numbers = torch.randint(-(2**30), 2**30, (4, count), generator=generator, dtype=torch.int32)
@@ -76,8 +76,8 @@ def _multipliers(count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Modules:
-    """Everything but their tensors that modules compute with: which modules they are, their attributes, the code of their
-    classes, and the functions that this code calls. Keeps no module alive.
+    """Everything that modules compute with, except tensors: their identity, their attributes, the code of their classes, and
+    the functions that this code calls. Keeps no module alive.
     """
 
     modules: tuple[weakref.ref[nn.Module], ...]
@@ -87,8 +87,8 @@ class Modules:
 
     @staticmethod
     def of(modules: Iterable[nn.Module], around: Iterable[type] = (), attention: str | None = None) -> Modules:
-        """around: classes of the modules that call these, of which the code alone counts. attention: name of the attention
-        function that is called, as transformers knows it."""
+        """around: classes of the modules that call these; only their code is compared. attention: transformers' name of the
+        attention function that is called."""
         held = tuple(modules)
         kinds = tuple(map(type, held))
         code = [value for kind in dict.fromkeys((*kinds, *around)) for value in _called_by(kind)]
@@ -101,7 +101,7 @@ class Modules:
         )
 
     def same(self, other: Modules) -> bool:
-        """Whether what was made of one serves for the other."""
+        """Whether a copy made from one is valid for the other."""
         return (
             _identical(self.modules, other.modules)  # a module has one plain weak reference
             and _identical(self.kinds, other.kinds)
@@ -112,10 +112,10 @@ class Modules:
 
 @dataclass(frozen=True)
 class Source:
-    """All that a faster copy of a model was made from.
+    """Everything that a faster copy of a model was made from.
 
     Args:
-        modules: that were read.
+        modules: the modules that were read.
         weights: their parameters.
         buffers: their buffers.
     """
@@ -125,14 +125,14 @@ class Source:
     buffers: Weights
 
     def same(self, other: Source) -> bool:
-        """Whether what was made of one serves for the other."""
+        """Whether a copy made from one is valid for the other."""
         return (
             self.modules.same(other.modules) and self.buffers.same(other.buffers) and self.weights.same(other.weights)
         )
 
 
 def _called_by(kind: type) -> Iterator[Any]:
-    """The forward of a class, and what the names in it stand for now."""
+    """The forward of a class, and the current values of the names it uses."""
     forward = getattr(kind, "forward", None)
     yield forward
     for names, name in _names_in(forward):
@@ -141,7 +141,7 @@ def _called_by(kind: type) -> Iterator[Any]:
 
 @functools.cache
 def _names_in(function: Any) -> tuple[tuple[dict[str, Any], str], ...]:
-    """Where a function looks up what it calls: namespaces and names, those of functions beside it included."""
+    """The namespaces and names that a function looks up, including those of functions in the same module that it calls."""
     found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
     left: list[Callable[..., Any]] = [function]
     while left:
@@ -163,6 +163,6 @@ def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     try:
-        return one == other  # values that are the same object are equal without being asked
-    except (RuntimeError, TypeError, ValueError):  # another tensor or array, which is neither true nor false
+        return one == other  # identical objects are equal without calling __eq__
+    except (RuntimeError, TypeError, ValueError):  # another tensor or array: its comparison has no single truth value
         return False

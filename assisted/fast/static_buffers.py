@@ -1,6 +1,6 @@
-"""Slots and inputs that stay where they are, so that captured passes find them: call after call, pass after pass.
+"""Slots and inputs at fixed addresses, which captured forward passes read in every pass and every call.
 
-Knows slots and drafts; nothing of models or of how a pass is captured.
+Deals with slots and drafts, not with models or with how a forward pass is captured.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["StaticBuffers"]
 
 
 class StaticBuffers:
-    """Slots, and tensors for what changes from pass to pass. Captured passes know them by where they lie.
+    """Slots, and tensors for the inputs that change between forward passes. Captured passes refer to them by address.
 
     Args:
-        cache: whose layers they are made after; its rows are the most that fit.
+        cache: a model for the layers; its number of rows is the maximum here.
         capacity: slots of a row.
     """
 
@@ -31,7 +31,7 @@ class StaticBuffers:
         self.rows, self.capacity = cache.rows, capacity
         self.slots = SlotCache(self.rows, capacity)
         self.slots.capacity = capacity
-        self.slots.lengths = [1] * self.rows  # of no call: who reads them in a capture is found out by the comparison
+        self.slots.lengths = [1] * self.rows  # arbitrary: a captured pass that reads them fails the comparison
         with torch.inference_mode(False):
             self.slots.layers = [self._like(layer) for layer in cache.layers]
             self.device = next(layer for layer in self.slots.slot_layers if layer.is_initialized).device
@@ -40,15 +40,15 @@ class StaticBuffers:
                 return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
             self.ids, self.parents = numbers(self.rows, WIDTHS[-1]), numbers(self.rows, WIDTHS[-1]) - 1
-            self.numbers = numbers(self.rows, 3)  # of each place: slots that count, position of column 0, row
+            self.numbers = numbers(self.rows, 3)  # by storage index: valid slots, position of column 0, row
             self.visible = torch.ones(self.rows, capacity, dtype=torch.bool, device=self.device)
-            self.path = numbers(self.rows, WIDTHS[-1])  # of a tree: the columns to keep, in order
+            self.path = numbers(self.rows, WIDTHS[-1])  # for a tree, the columns to keep, in order
         self._lent: list[torch.Tensor | None] = [None] * len(cache.layers)  # the keys of the call that uses the slots
-        self.states: dict[Hashable, torch.Tensor] = {}  # [rows, columns, D], of parts that go on from hidden states
-        self.shown: tuple[int, ...] | None = None  # the order of rows that `visible` is filled for
+        self.states: dict[Hashable, torch.Tensor] = {}  # [rows, columns, D], for parts that start from hidden states
+        self.shown: tuple[int, ...] | None = None  # the order of rows for which `visible` is filled
 
     def fits(self, cache: SlotCache, top: int) -> bool:
-        """Whether a call's slots have room here."""
+        """Whether a call's slots fit here."""
         same = len(cache.layers) == len(self.slots.layers) and all(
             isinstance(layer, SlotLayer) and _shape(layer) == _shape(own)
             for layer, own in zip(cache.layers, self.slots.slot_layers, strict=True)
@@ -56,14 +56,14 @@ class StaticBuffers:
         return same and cache.rows <= self.rows and top <= self.capacity
 
     def holds(self, cache: SlotCache, top: int) -> bool:
-        """Whether a call's slots are these."""
+        """Whether a call's slots are already these."""
         return top <= self.capacity and all(
             lent is (layer.keys if layer.is_initialized else None)
             for layer, lent in zip(cache.slot_layers, self._lent, strict=True)
         )
 
     def take(self, cache: SlotCache) -> None:
-        """Move a call's slots here. What earlier calls left behind is gone: it might not be a number."""
+        """Move a call's slots here. Values of earlier calls are set to zero, because they may be NaN."""
         held = max(cache.lengths)
         self._lent = [None] * len(self._lent)
         for place, (layer, own) in enumerate(zip(cache.slot_layers, self.slots.slot_layers, strict=True)):
@@ -79,7 +79,7 @@ class StaticBuffers:
         self.shown = None
 
     def feed(self, cache: SlotCache, rows: int, columns: int, ids: torch.Tensor, draft: Draft | None) -> None:
-        """What the next pass reads, for the first `rows` places; columns behind those of `ids` are filled up."""
+        """Fill the next pass's inputs for the first `rows` storage indices. Columns after those of `ids` are padding."""
         width = ids.shape[1]
         self._count(cache, rows)
         self.ids[:rows, :width] = self._placed(cache, rows, ids)
@@ -90,7 +90,7 @@ class StaticBuffers:
 
     @contextmanager
     def other_ids(self) -> Iterator[None]:
-        """Meanwhile the next pass reads other tokens: who captures what it makes of them will show by the next replay."""
+        """A context with other tokens, so that a capture which kept values computed from them differs at the next replay."""
         ids = self.ids.clone()
         self.ids.zero_()
         try:
@@ -99,26 +99,26 @@ class StaticBuffers:
             self.ids.copy_(ids)
 
     def feed_states(self, kind: Hashable, cache: SlotCache, rows: int, hidden: torch.Tensor) -> None:
-        """Hidden states [B, n, D] that the next pass, of this kind of runner, goes on from. After `feed`."""
+        """Fill the hidden states, [B, n, D], that the next pass of this kind of runner starts from. Call after `feed`."""
         if kind not in self.states:
             self.states[kind] = hidden.new_zeros(self.rows, WIDTHS[-1], hidden.shape[-1])
         self.states[kind][:rows, : hidden.shape[1]] = self._placed(cache, rows, hidden)
 
     def stay(self, rows: int, columns: int) -> None:
-        """Let `move` leave every column where it is."""
+        """Make `move` leave every column in its slot."""
         self.path[:rows, :columns] = torch.arange(columns, device=self.device)
 
     def follow(self, cache: SlotCache, rows: int, columns: int, path: Paths) -> None:
-        """Let `move` keep the columns of `path`, as `SlotCache.commit` takes it."""
+        """Make `move` keep the columns of `path`, as in `SlotCache.commit`."""
         self._count(cache, rows)
         table = [[*path[row], *range(len(path[row]), columns)] for row in cache.order[:rows]]
         self.path[:rows, :columns].copy_(pinned(table, self.device), non_blocking=True)
 
     def move(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """Move a tree's accepted columns to where those of a chain would lie."""
+        """Move a tree's accepted columns to the slots that a chain would use."""
         place = torch.arange(rows, device=self.device)[:, None]
-        behind = self.numbers[:rows, :1]
-        target, source = behind + torch.arange(columns, device=self.device), behind + self.path[:rows, :columns]
+        known = self.numbers[:rows, :1]
+        target, source = known + torch.arange(columns, device=self.device), known + self.path[:rows, :columns]
         for layer in self.slots.slot_layers:
             if layer.is_initialized:
                 layer.keys[place, :, target] = layer.keys[place, :, source]
@@ -131,7 +131,7 @@ class StaticBuffers:
         self.numbers[:rows].copy_(pinned(table, self.device), non_blocking=True)
 
     def _placed(self, cache: SlotCache, rows: int, of_all: torch.Tensor) -> torch.Tensor:
-        """[B, ...] -> [rows, ...], as the slots lie. After `_count`."""
+        """[B, ...] -> [rows, ...], in storage order. Call after `_count`."""
         of_all = of_all.to(self.device)
         in_order = cache.order[:rows] == list(range(rows))
         return of_all[:rows] if in_order else of_all.index_select(0, self.numbers[:rows, 2])

@@ -1,1 +1,1 @@
-"""Trained heads that draft from the target's hidden states: their modules and the checkpoint formats they come in."""
+"""Trained heads that draft from the target's hidden states: modules and checkpoint formats."""

@@ -1,7 +1,7 @@
-"""EAGLE heads: one decoder layer that goes on from the target's hidden states (2401.15077, 2503.01840).
+"""EAGLE heads: one decoder layer that continues from the target's hidden states (2401.15077, 2503.01840).
 
-For training (whole sequences) and for drafting (with slots of its own). The layer is transformers' own; knows tensors, nothing
-of drafts. Formats of checkpoints are in eagle_formats.
+For training over whole sequences, and for drafting with slots of its own. The layer is transformers'. Deals with tensors, not
+with drafts; checkpoint formats are in eagle_formats.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLaye
 
 
 class EagleHead(nn.Module):
-    """Predicts the token after next from a feature of the target and the next token's embedding, and goes on by itself.
+    """Predicts the token after next from a feature of the target and the next token's embedding, then from its own states.
 
-    Feature i goes with token i + 1; what comes out says token i + 2. Training, over whole sequences, the test of 2503.01840
-    (the head reads its own states) included:
+    Feature i and token i + 1 give the prediction of token i + 2. Training over whole sequences, including the training-time
+    test of 2503.01840, in which the head reads its own states:
 
         states = head.fuse(features)                        # [B, n, H]: column i of the target's states
         embeddings = head.embed(ids[:, 1:], target)         # [B, n, H]: column i is token i + 1
         cache = DynamicCache()
         for step in range(steps):
             states = head(embeddings, states, position_ids + step, unrolled_mask(n, step), cache)
-            logits = head.logits(states)                    # column i says token i + 2 + step
-            embeddings = embeddings one column further      # column i is token i + 2 + step
-        (one step only: head(embeddings, states), neither mask nor cache)
+            logits = head.logits(states)                    # column i predicts token i + 2 + step
+            embeddings = embeddings shifted by one column   # column i is token i + 2 + step
+        (a single step needs no mask or cache: head(embeddings, states))
 
     Args:
         config: its shape.
 
     Attributes:
-        d2t: [Vd] int64, what is to be added to a draft token's id for the target's; None where the head knows all tokens.
+        d2t: [Vd] int64, the offset from a draft token's id to the target's; None if the head's vocabulary is the full one.
     """
 
     d2t: torch.Tensor | None
@@ -86,7 +86,7 @@ class EagleHead(nn.Module):
 
     @property
     def draft_tokens(self) -> torch.Tensor:
-        """[Vd] int64, the target's ids of the tokens that the head can propose, ascending."""
+        """[Vd] int64, the target's ids of the tokens that the head can draft, ascending."""
         own = torch.arange(self.config.draft_vocab_size or 0, device=self.device)
         return own if self.d2t is None else own + self.d2t
 
@@ -100,15 +100,15 @@ class EagleHead(nn.Module):
         self.d2t.copy_(tokens.to(self.d2t.device) - torch.arange(len(tokens), device=self.d2t.device))
 
     def embed(self, ids: torch.Tensor, target: PreTrainedModel) -> torch.Tensor:
-        """Embeddings [..., H] of the target's ids [...]: the head's own, or the target's where it has none."""
+        """Embeddings [..., H] of the target's ids [...]. A head without its own embedding uses the target's."""
         own = self.embed_tokens if self.config.own_embedding else target.get_input_embeddings()
         return own(ids.to(own.weight.device)).to(self.device, self.dtype)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """What the head goes on from, [..., H], of the target's hidden states.
+        """The head's input states, [..., H], from the target's hidden states.
 
-        features: EAGLE-1: [..., H], behind the final norm, taken as they are. EAGLE-3: [..., taps * Ht], the tapped states
-        one after the other.
+        features: for EAGLE-1, [..., H], the states after the final norm, used unchanged. For EAGLE-3, [..., taps * Ht], the
+        concatenated tapped states.
         """
         features = features.to(self.device, self.dtype)
         if self.config.version == 1:
@@ -129,13 +129,12 @@ class EagleHead(nn.Module):
         cache: Cache | None = None,
         last_only: bool = False,
     ) -> torch.Tensor:
-        """One step for every column. Returns the states after it, [B, n, H], which are the next step's `states`.
+        """One step for every column. Returns the new states, [B, n, H], which are the next step's `states`.
 
-        embeddings: [B, n, H], of token i + 1. states: [B, n, H], of feature i (`fuse`) or what the last step returned.
+        embeddings: [B, n, H], of token i + 1. states: [B, n, H], of feature i (`fuse`) or from the last step.
         position_ids: [B or 1, n] int64, of feature i, ascending from 0 by default. attention_mask: [B or 1, 1, n, m] bool,
-        true where a column may look; None is causal, and only without a cache. cache: of transformers, for one layer each.
-        last_only: return the states of the last column alone, [B, 1, H]; for layers that can leave out the others
-        (`fused_head`).
+        true where a column may attend; None is causal, and allowed only without a cache. cache: transformers', with one entry
+        per layer. last_only: return only the last column's states, [B, 1, H]; needs layers that support it (`fused_head`).
         """
         if position_ids is None:
             position_ids = torch.arange(states.shape[1], device=states.device)[None]
@@ -156,20 +155,20 @@ class EagleHead(nn.Module):
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def logits(self, states: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
-        """[..., Vd], over the draft vocabulary, of the states [..., H] that a step returned.
+        """Logits [..., Vd] over the draft vocabulary, from the states [..., H] that a step returned.
 
         target: needed for EAGLE-1, whose output embedding is the target's.
         """
         if self.config.version == 3:
             return self.lm_head(states if self.config.norm_output else self.norm(states))
         if target is None:
-            raise ValueError("target: None given; an EAGLE-1 head says tokens through its target's output embedding")
+            raise ValueError("target: None given; an EAGLE-1 head predicts tokens with its target's output embedding")
         output = target.get_output_embeddings()
-        weight = getattr(output, "weight", states)  # a fused one has none to ask
+        weight = getattr(output, "weight", states)  # a fused one has no weight
         return output(states.to(weight.device, weight.dtype)).to(states.device)
 
     def over_all(self, logits: torch.Tensor) -> torch.Tensor:
-        """[..., Vd] -> [..., V]: minus infinity for tokens that the head cannot propose."""
+        """[..., Vd] -> [..., V], minus infinity for tokens that the head cannot draft."""
         if self.d2t is None:
             return logits
         full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
@@ -177,7 +176,7 @@ class EagleHead(nn.Module):
         return full
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> EagleHead:
-        """Moves and casts; the frequencies of the rotary embedding stay float32."""
+        """Move and cast; the frequencies of the rotary embedding stay float32."""
         frequencies = self.rotary_emb.inv_freq
         super()._apply(fn, recurse)
         self.rotary_emb.inv_freq = frequencies.to(self.rotary_emb.inv_freq.device)
@@ -185,7 +184,7 @@ class EagleHead(nn.Module):
 
 
 class _FusedLayer(nn.Module):
-    """EAGLE-3's first layer, made of a decoder layer's parts: attention looks at embedding and state side by side."""
+    """EAGLE-3's first layer, built from a decoder layer's parts. Its attention reads embedding and state, concatenated."""
 
     def __init__(self, layer: Any, config: EagleConfig):
         super().__init__()
@@ -209,10 +208,10 @@ class _FusedLayer(nn.Module):
 
 
 def unrolled_mask(columns: int, step: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """What a column may look at in lockstep `step` (0-based) of training, [1, 1, n, (step + 1) * n] bool, true where it may.
+    """The attention mask in step `step` (0-based) of training, [1, 1, n, (step + 1) * n] bool, true where a column may attend.
 
-    The keys of all steps lie side by side. True features are seen up to the column's own place; of each later step, which
-    stands for one token more of this column's continuation, its own column alone. Two steps over three columns:
+    The keys of all steps are concatenated. A column sees the true features up to its own. Each later step adds one token to
+    its own continuation, so there it sees only its own column. Two steps over three columns:
 
                 step 0    step 1
                 0 1 2     0 1 2

@@ -1,6 +1,6 @@
-"""The shape of an EAGLE head: what config.json says of it, whatever the format.
+"""The configuration of an EAGLE head, independent of the checkpoint format.
 
-Knows transformers' configs of decoder layers; the module is in eagle, the formats are in eagle_formats.
+Builds transformers' configs of decoder layers. The module is in eagle, the formats are in eagle_formats.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ def default_taps(layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The shape of a head and how its parts are connected.
+    """The sizes of a head and how its parts are connected.
 
     Args:
         version: 1 (EAGLE-1 and EAGLE-2, which differ in how they draft) or 3.
-        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of the layer, H and so on.
+        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of the layer; hidden_size is H.
         vocab_size: V, the target's.
-        taps: where the target's features are taken, as indices into transformers' `hidden_states`; their number is the
-            target's layers L for what leaves the final norm. EAGLE-1 has one, (L,).
-        target_hidden_size: Ht; None (default) for H, as EAGLE-1 needs it.
-        draft_vocab_size: Vd, tokens that the head can propose; None (default) for all V. EAGLE-3 only.
-        num_hidden_layers: decoder layers; the first one is the fused one.
+        taps: indices into transformers' `hidden_states` of the target, from which the features are taken. Index L, the number
+            of layers, is the output of the final norm. EAGLE-1 has one, (L,).
+        target_hidden_size: Ht; None (default) for H, which EAGLE-1 needs.
+        draft_vocab_size: Vd, the number of tokens that the head can draft; None (default) for all V. EAGLE-3 only.
+        num_hidden_layers: decoder layers; in EAGLE-3, the first is the fused one.
         layer: "llama" (default) or "qwen3", the kind of decoder layer.
         hidden_act, rms_norm_eps, max_position_embeddings: of the layer, as in transformers.
-        rope: transformers' `rope_parameters`, `rope_theta` included.
-        fc_bias: of the fusion. None (default) is true for EAGLE-1 and false for EAGLE-3.
-        qkv_bias, o_bias, mlp_bias: of the layer's projections.
-        own_embedding: the head has an embedding of its own; False (default) uses the target's.
+        rope: transformers' `rope_parameters`, including `rope_theta`.
+        fc_bias: `fc`, the fusion, has a bias. None (default) is true for EAGLE-1 and false for EAGLE-3.
+        qkv_bias, o_bias, mlp_bias: the layer's projections have biases.
+        own_embedding: the head has its own embedding; False (default) uses the target's.
         norm_before_residual: EAGLE-3: the residual is the normed state.
         norm_before_fc: EAGLE-3: one norm over the concatenated features, before `fc`.
         fc_norm: EAGLE-3: a norm for each tap, before they are concatenated.
-        norm_output: EAGLE-3: the recurrent state is the one behind the final norm.
+        norm_output: EAGLE-3: the recurrent state is the output of the final norm.
     """
 
     version: int
@@ -89,7 +89,7 @@ class EagleConfig:
                 object.__setattr__(self, name, value)
         if self.version == 1 and (len(self.taps) != 1 or self.target_hidden_size != self.hidden_size):
             raise ValueError(
-                f"taps, target_hidden_size: EAGLE-1 goes on from one state as wide as its own ({self.hidden_size}), not from "
+                f"taps, target_hidden_size: EAGLE-1 reads one state as wide as its own ({self.hidden_size}), not "
                 f"{len(self.taps)} of {self.target_hidden_size}"
             )
         if not self.taps:
@@ -97,7 +97,7 @@ class EagleConfig:
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, version: int = 3, **fields: Any) -> EagleConfig:
-        """A head with the sizes of a target's layers. fields: what is to be different."""
+        """A head with the sizes of a target's layers. fields: overrides."""
         config = target.config.get_text_config(decoder=True)
         width = config.hidden_size
         heads = getattr(config, "num_attention_heads", None) or max(1, width // 64)  # a target may have none
@@ -108,7 +108,7 @@ class EagleConfig:
             "intermediate_size": inner if isinstance(inner, int) else 4 * width,
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-            # not by getattr: where layers differ in it, asking is an error
+            # not getattr, which raises if layers differ in it
             "head_dim": vars(config).get("head_dim") or width // heads,
             "vocab_size": config.vocab_size,
             "taps": (layers,) if version == 1 else default_taps(layers),
@@ -118,7 +118,7 @@ class EagleConfig:
         return cls(version, **(same | fields))
 
     def of_layer(self) -> LlamaConfig | Qwen3Config:
-        """The config of the decoder layers, as transformers writes it."""
+        """transformers' config of the decoder layers."""
         config = _CONFIGS[self.layer](
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,

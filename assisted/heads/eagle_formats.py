@@ -1,6 +1,6 @@
-"""The formats in which EAGLE heads are published: SafeAILab's EAGLE-1 and EAGLE-3, SpecForge's, and speculators'.
+"""Reads and writes published formats of EAGLE heads: SafeAILab's EAGLE-1 and EAGLE-3, SpecForge's, and speculators'.
 
-Knows files, names of tensors and what each convention counts from; the module is in eagle. Reading is strict.
+Covers files, tensor names and the index conventions of each format; the module is in eagle. Reading is strict.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = ["load_eagle", "save_eagle"]
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _TAPS = "eagle_aux_hidden_state_layer_ids"
-_VERSION = "0.9.0"  # of speculators, whose format is written
+_VERSION = "0.9.0"  # of speculators, for the format written here
 
 Format = Literal["eagle", "speculators"]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHead:
-    """A head from a path (a folder, a `zoo:` name or a Hub id), in the dtype it is stored in, on the CPU.
+    """Load a head from a path (a folder, a `zoo:` name or a Hub id), in its stored dtype, on the CPU.
 
-    The tensors tell EAGLE-1 from EAGLE-3, config.json the rest. Where it does not say which layers of the target the head
-    reads, they are 2, L // 2 and L - 3. hub: how to download.
+    The tensor names distinguish EAGLE-1 from EAGLE-3; config.json gives the rest. If it does not list the tapped layers of the
+    target, they are 2, L // 2 and L - 3. hub: download options.
 
-    Raises ValueError for a head that was made for a target of other sizes, and, naming the tensor, for one that is missing,
-    too many or misshapen.
+    Raises ValueError for a head made for a target of other sizes, and for a missing, unknown or misshapen tensor, with its
+    name.
     """
     folder = find_folder(path, **hub)
     if not (folder / "config.json").is_file():
@@ -48,7 +48,7 @@ def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHe
 
 
 def _load(folder: Path, target: PreTrainedModel) -> EagleHead:
-    """Nothing is allocated before the sizes in config.json are known to be those of the tensors."""
+    """Check that the sizes in config.json are those of the tensors before allocating anything."""
     try:
         fields = fields_of(folder / "config.json")
     except ValueError as error:
@@ -88,7 +88,7 @@ def _load(folder: Path, target: PreTrainedModel) -> EagleHead:
 
 
 def _require_fields(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: Path) -> None:
-    """Refuse what config.json says of a layer where it cannot be. Raises ValueError that names the file and the field."""
+    """Check the values of a layer in config.json. Raises ValueError with the file and the field."""
 
     def refuse(name: str, expected: str) -> None:
         raise ValueError(f"draft: {where}: {name}: {fields[name]!r} is not {expected}")
@@ -96,7 +96,7 @@ def _require_fields(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
     if not isinstance(fields, dict):
         raise ValueError(f"draft: {where}: transformer_layer_config: {fields!r} is not an object")
     try:
-        # an EAGLE-1 head may hold nothing as wide as its vocabulary, which is compared with the target's
+        # an EAGLE-1 head may have no tensor of its vocabulary's size, which is compared with the target's
         vocabulary = {"vocab_size": fields.get("vocab_size")}
         require_sizes(vocabulary, {}, where, exact=True)
         require_sizes(
@@ -124,14 +124,14 @@ def _require_fields(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
 def save_eagle(
     head: EagleHead, folder: str | Path, format: Format = "eagle", target: PreTrainedModel | None = None
 ) -> None:
-    """Write config.json and model.safetensors into a folder, which `load_eagle` reads back unchanged.
+    """Write config.json and model.safetensors into a folder; `load_eagle` restores the same head.
 
-    format: "eagle", as EAGLE's authors publish heads, with the tapped layers as SpecForge writes them; "speculators", which
-        vLLM serves together with the target (EAGLE-3 only). It always holds an embedding.
-    target: the model that the head belongs to. The second format names it, unless it lies in a folder, and holds its embedding
-        where the head has none of its own.
+    format: "eagle", the format of EAGLE's authors, with the tapped layers as SpecForge writes them; or "speculators", which
+        vLLM serves together with the target (EAGLE-3 only). The latter always contains an embedding.
+    target: the head's target. "speculators" stores its name, unless that is a local folder, and its embedding if the head
+        has none.
 
-    Raises ValueError for what a format cannot hold.
+    Raises ValueError for a head that the format cannot represent.
     """
     folder = Path(folder)
     tensors = dict(head.state_dict())
@@ -143,11 +143,11 @@ def save_eagle(
             tensors = {_renamed(name, "layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     elif format == "speculators":
         if head.config.version != 3:
-            raise ValueError("format: 'speculators' holds EAGLE-3 heads; write an EAGLE-1 head as 'eagle'")
+            raise ValueError("format: 'speculators' supports only EAGLE-3 heads; write an EAGLE-1 head as 'eagle'")
         fields = _as_speculators(head, target)
         if "embed_tokens.weight" not in tensors:
             if target is None:
-                raise ValueError("target: give it, this format holds an embedding and the head has none of its own")
+                raise ValueError("target: required, because this format contains an embedding and the head has none")
             with torch.no_grad():
                 tensors["embed_tokens.weight"] = head.embed(torch.arange(head.config.vocab_size), target)
     else:
@@ -159,7 +159,7 @@ def save_eagle(
 
 
 def _of_eagle(fields: Mapping[str, Any], tensors: Shapes, target: PreTrainedModel) -> EagleConfig:
-    """What SafeAILab's and SpecForge's config.json says."""
+    """The config from SafeAILab's or SpecForge's config.json."""
     version = 3 if any(name.startswith("midlayer.") for name in tensors) else 1
     kind = "qwen3" if any(name.endswith(".q_norm.weight") for name in tensors) else "llama"
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -205,7 +205,7 @@ def _switches(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_layer(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The fields of an EagleConfig that describe its decoder layer; what is left out has the default of its kind.
+    """The fields of an EagleConfig for its decoder layer; missing values get the default of the kind.
 
     Raises ValueError for a kind of layer or a sliding window that a head cannot have.
     """
@@ -247,7 +247,7 @@ def _of_layer(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters in transformers' nested form, out of either form. A theta that is not there is 10000."""
+    """Rotary parameters in transformers' nested form, from either form. A missing theta is 10000."""
     values = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
     kind = values.pop("type", "default")
     theta = values.get("rope_theta", fields.get("rope_theta"))
@@ -280,7 +280,7 @@ def _as_eagle(head: EagleHead) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM" if config.version == 1 else "LlamaForCausalLMEagle3"],
         **_layer_fields(config),
         "qkv_bias": config.qkv_bias,
-        # flat, as EAGLE's own code reads it; transformers understands both forms
+        # flat, for EAGLE's own code; transformers reads both forms
         "rope_theta": config.rope["rope_theta"],
         "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
         "torch_dtype": str(head.dtype).removeprefix("torch."),
@@ -299,7 +299,7 @@ def _as_eagle(head: EagleHead) -> dict[str, Any]:
 def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str, Any]:
     config = head.config
     if config.qkv_bias != config.o_bias:
-        raise ValueError("format: 'speculators' holds no biases of queries, keys and values alone; take 'eagle'")
+        raise ValueError("format: 'speculators' supports no biases for queries, keys and values only; use 'eagle'")
     verifier: dict[str, Any] = {"name_or_path": None, "architectures": []}
     if target is not None:
         architectures = target.config.architectures or [type(target).__name__]
@@ -333,10 +333,10 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
 
 
 def _mask(head: EagleHead) -> torch.Tensor:
-    """[V] bool: which of the target's tokens the head can propose. Raises ValueError for a d2t that leads outside."""
+    """[V] bool: which of the target's tokens the head can draft. Raises ValueError for a d2t with ids out of range."""
     tokens, size = head.draft_tokens.cpu(), head.config.vocab_size
     if int(tokens.min()) < 0 or int(tokens.max()) >= size or len(tokens.unique()) != len(tokens):
-        raise ValueError(f"d2t: it does not lead to {len(tokens)} different tokens of the target's {size}")
+        raise ValueError(f"d2t: its ids are not {len(tokens)} different tokens of the target's {size}")
     return torch.zeros(size, dtype=torch.bool).index_fill(0, tokens, True)
 
 

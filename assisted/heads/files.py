@@ -1,6 +1,6 @@
-"""Checkpoint files of heads: where they lie, and reading their tensors strictly.
+"""Finds the checkpoint files of heads and reads their tensors strictly.
 
-Knows folders, names on the Hub and safetensors; nothing of what the tensors mean.
+Deals with folders, Hub ids and safetensors, not with the meaning of the tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "tok
 
 
 def find_folder(path: str | Path, **hub: Any) -> Path:
-    """The folder behind a path, a `zoo:` name or a Hub id (downloaded, with what `snapshot_download` knows of `hub`)."""
+    """The folder of a path, a `zoo:` name or a Hub id; that is downloaded, with `hub` options of `snapshot_download`."""
     found = Path(zoo.resolve(str(path)))
     if found.is_dir():
         return found
@@ -35,8 +35,8 @@ def find_folder(path: str | Path, **hub: Any) -> Path:
 
 
 def public_name(target: PreTrainedModel | None) -> str | None:
-    """What a checkpoint may call its target: a Hub id or a `zoo:` name. A folder's path means nothing on another machine, and
-    tells of this one."""
+    """The target's name for a checkpoint: a Hub id or a `zoo:` name. None for a folder, whose path is meaningless on another
+    machine and reveals details of this one."""
     name = "" if target is None else target.name_or_path or ""
     try:
         validate_repo_id(name.removeprefix("zoo:"))
@@ -46,9 +46,9 @@ def public_name(target: PreTrainedModel | None) -> str | None:
 
 
 def find_file(folder: Path, names: Sequence[str]) -> tuple[Path, dict[str, tuple[int, ...]]]:
-    """The first of these files that is there, and the shapes of its tensors, of which none is read.
+    """The first of these files that exists, and the shapes of its tensors, without reading the tensors.
 
-    Raises ValueError where the folder has none of them, and for a broken one.
+    Raises ValueError if none exists or the file is broken.
     """
     for name in names:
         if (folder / name).is_file():
@@ -69,8 +69,10 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 def require_tensors(
     found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], where: str | Path
 ) -> None:
-    """Refuse a checkpoint that has not exactly these tensors, in these shapes, with a ValueError that names the first that
-    is missing, too many or misshapen. found, expected: shapes by name."""
+    """Check that a checkpoint has exactly these tensors with these shapes. found, expected: shapes by name.
+
+    Raises ValueError with the name of the first tensor that is missing, unknown or misshapen.
+    """
     for problem, names in (
         ("lacks", expected.keys() - found.keys()),
         ("has an unknown", found.keys() - expected.keys()),

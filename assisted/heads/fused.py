@@ -1,6 +1,6 @@
-"""An EAGLE-3 head in fewer operations, for drafting: a step of so small a layer takes as long as calling its operations takes.
+"""An EAGLE-3 head with fewer operations. In so small a layer, launching operations takes most of the time of a step.
 
-Knows the head's parts and how layers are fused; nothing of drafting.
+Uses the head's parts and fused layers; independent of drafting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["fused_head", "source_of"]
 
 
 def source_of(head: EagleHead) -> Source:
-    """What a fused head is made from; one that was made from the same serves."""
+    """Everything a fused head is made from; it stays valid while this is the same."""
     on_host = head.device.type == "cpu"
     return Source(
         Modules.of(head.modules()), Weights.of(head.parameters(), on_host), Weights.of(head.buffers(), on_host)
@@ -30,8 +30,8 @@ def source_of(head: EagleHead) -> Source:
 
 
 def fused_head(head: EagleHead) -> Runnable:
-    """The same head in fewer operations, with the weights as they are now; as it is where it would not be the same, or where
-    no copies may be made. EAGLE-1 heads, whose output is the target's, are left alone.
+    """The same head with fewer operations and its current weights. Layers stay unfused if the output would differ or copies are
+    not allowed. EAGLE-1 heads, which use the target's output embedding, are not changed.
     """
     if head.config.version == 1:
         return Runnable(head)
@@ -53,7 +53,7 @@ def fused_head(head: EagleHead) -> Runnable:
 
 
 class _First(FusedLayer):
-    """EAGLE-3's first layer: attention looks at embedding and state side by side."""
+    """EAGLE-3's first layer, whose attention reads embedding and state, concatenated."""
 
     def __init__(self, layer: Any, shared: Shared):
         super().__init__(layer, shared, True)
@@ -68,7 +68,7 @@ class _First(FusedLayer):
 
 @torch.no_grad()
 def _agree(head: EagleHead, other: EagleHead) -> bool:
-    """Whether two heads make the same of a few columns, but for rounding."""
+    """Whether two heads give the same logits for a few columns, up to rounding."""
     generator = torch.Generator().manual_seed(0)
     embeddings, states = torch.randn(2, 1, 4, head.config.hidden_size, generator=generator).to(head.dtype)
     one, two = (part.logits(part(embeddings, states)).float() for part in (head, other))

@@ -1,6 +1,6 @@
-"""What kind of trained heads a checkpoint's folder holds, if any: its config.json tells, and the names of its tensors.
+"""Detects the kind of trained heads in a checkpoint folder from config.json and tensor names.
 
-Knows files; reads no weights into memory.
+Reads no weights into memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["kind_of"]
 
 
 def kind_of(path: str | Path) -> Literal["eagle", "medusa"] | None:
-    """The method of the heads at a path; None for anything else, and where nothing is found.
+    """The method of the heads at a path; None for anything else, or if nothing is found.
 
-    path: a folder, a `zoo:` name, or a Hub id, of which only what was downloaded before is looked at.
+    path: a folder, a `zoo:` name, or a Hub id, of which only the local copy is read.
 
-    EAGLE-1 heads come with the config of a Llama model of one layer: of such a model the names of the tensors are looked
-    at. Raises ValueError for a speculator of a kind that is not known.
+    EAGLE-1 heads have the config of a one-layer Llama model and are recognized by their tensor names. Raises ValueError for
+    an unknown kind of speculator.
     """
     folder = local_folder(zoo.resolve(str(path)))
     if folder is None:
@@ -42,7 +42,7 @@ def kind_of(path: str | Path) -> Literal["eagle", "medusa"] | None:
 
 
 def _names(folder: Path) -> set[str]:
-    """The names of a checkpoint's tensors, where they lie in one file. Raises ValueError for a broken one."""
+    """The tensor names of a single-file checkpoint. Raises ValueError if it is broken."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return set(shapes_of(folder / name))

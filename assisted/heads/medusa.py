@@ -1,7 +1,7 @@
-"""Medusa heads (2401.10774): the module, and the three formats its checkpoints come in.
+"""Medusa heads (2401.10774): the module and its three checkpoint formats.
 
 Head h reads the target's state after the final norm at token t and predicts token t + 2 + h; the target's own output
-predicts t + 1. Knows tensors and files; nothing of drafts.
+predicts t + 1. Deals with tensors and files, not with drafts.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ Format = Literal["medusa", "medusa-pt", "vllm"]
 
 
 class MedusaHeads(nn.Module):
-    """Several heads, computed together: each is `layers` blocks x + SiLU(Wx + b), then an output over the vocabulary.
+    """Several heads, computed together. Each has `layers` blocks x + SiLU(Wx + b), then an output over the vocabulary.
 
-    New blocks are the identity, so that training starts from what the output makes of the state itself.
+    New blocks are the identity, so training starts with the output of the unchanged state.
 
     Args:
         hidden_size: H, of the target's states.
-        vocab_size: V, of the output; fewer than the target's where `token_map` says which.
-        heads: how many. Each reaches one token further.
+        vocab_size: V, of the output; smaller than the target's with a `token_map`.
+        heads: number of heads. Each predicts one token further.
         layers: blocks in each head.
-        own_output: heads have output matrices of their own (zero until they are trained or copied); False uses the
-            target's, which keeps a head as small as its blocks.
-        shared_output: own, but one matrix for all heads.
+        own_output: the heads have their own output matrices (zero until trained or copied). False uses the target's, so a head
+            is only as large as its blocks.
+        shared_output: with own_output, one matrix for all heads.
         bias: blocks have b.
-        token_map: [V] int64, the target's token that each output stands for; None where they are the same.
+        token_map: [V] int64, the target's token of each output; None if they are the same.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class MedusaHeads(nn.Module):
     ) -> torch.Tensor:
         """Logits of the first `count` heads (None: all).
 
-        hidden: [..., H], the target's states after the final norm. output: the target's output embedding, called where the
-        heads have none of their own. Returns [heads, ..., V]: entry h, at the state of token t, is about token t + 2 + h.
+        hidden: [..., H], the target's states after the final norm. output: the target's output embedding, called if the heads
+        have none. Returns [heads, ..., V]; entry h, at the state of token t, predicts token t + 2 + h.
         """
         count = self.heads if count is None else min(count, self.heads)
         x = hidden.reshape(1, -1, self.hidden_size).expand(count, -1, -1).to(self.weight)
@@ -93,14 +93,14 @@ class MedusaHeads(nn.Module):
         return logits.view(count, *hidden.shape[:-1], -1)
 
     def tokens(self, columns: torch.Tensor) -> torch.Tensor:
-        """The target's tokens behind columns of the logits, int64 of any shape."""
+        """The target's tokens for indices of the logits, int64 of any shape."""
         return columns if self.token_map is None else self.token_map[columns]
 
     @classmethod
     def for_target(
         cls, target: PreTrainedModel, heads: int = 4, layers: int = 1, own_output: bool = False
     ) -> MedusaHeads:
-        """New heads, to be trained for a target, in float32 on its device; their outputs are copies of the target's."""
+        """New heads to train for a target, in float32 on its device. Own outputs are copies of the target's."""
         vocab_size, hidden_size = output_size(target)
         new = cls(hidden_size, vocab_size, heads, layers, own_output)
         if new.output is not None:
@@ -110,12 +110,12 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, target: PreTrainedModel | None = None, **hub: Any) -> MedusaHeads:
-        """Heads from a path (a folder, a `zoo:` name or a Hub id; hub: how to download), in the dtype they are stored in.
+        """Load heads from a path (a folder, a `zoo:` name or a Hub id), in their stored dtype. hub: download options.
 
-        The tensors say how many heads and layers there are: published configs are wrong about that. With a target, all
-        must have its sizes.
+        Numbers of heads and layers are taken from the tensors, because published configs have wrong ones. With a target, all
+        sizes must match it.
 
-        Raises ValueError, naming the tensor, for one that is missing, too many or misshapen.
+        Raises ValueError for a missing, unknown or misshapen tensor, with its name.
         """
         folder = find_folder(path, **hub)
         with loading("draft", folder):
@@ -142,8 +142,8 @@ class MedusaHeads(nn.Module):
         if token_map is not None:
             known = token_map.ndim == 1 and not token_map.is_floating_point() and len(token_map) > 0
             if not known or int(token_map.min()) < 0 or (target and int(token_map.max()) >= size):
-                raise ValueError(f"draft: {file} holds a token_map that does not lead to tokens of the target")
-            for name in outputs:  # some files keep the rows that are not used
+                raise ValueError(f"draft: {file} holds a token_map with ids that are no tokens of the target")
+            for name in outputs:  # some files keep unused rows
                 found[name] = found[name][token_map] if len(found[name]) == size else found[name]
             size = len(token_map)
         with torch.device("meta"):
@@ -166,14 +166,13 @@ class MedusaHeads(nn.Module):
         return new
 
     def save(self, folder: str | Path, format: Format = "medusa", target: PreTrainedModel | None = None) -> None:
-        """Write config.json and the tensors into a folder, which `load` reads back unchanged.
+        """Write config.json and the tensors into a folder; `load` restores the same heads.
 
-        format: "medusa", what the method's own trainer writes (version 2 where the heads use the target's output);
-            "medusa-pt", the pickled file of its first versions; "vllm", for vLLM up to 0.32.
-        target: the model that the heads belong to. Its name is written down; the last two formats hold its output where
-            the heads use it.
+        format: "medusa", the format of the method's trainer (version 2 if the heads use the target's output); "medusa-pt",
+            the pickled file of its first versions; "vllm", for vLLM up to 0.32.
+        target: the heads' target. Its name is stored; the last two formats also contain its output if the heads use it.
 
-        Raises ValueError for what a format cannot hold.
+        Raises ValueError for heads that the format cannot represent.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +181,7 @@ class MedusaHeads(nn.Module):
         if format == "vllm":
             whole = output_size(target)[0] if target is not None else self.vocab_size
             if self.token_map is not None and target is None:
-                raise ValueError("target: give it, the size of its vocabulary is written down beside a token_map")
+                raise ValueError("target: required, because a token_map is stored with the target's vocabulary size")
             config = {
                 "model_type": "medusa",
                 "architectures": ["MedusaModel"],
@@ -200,7 +199,7 @@ class MedusaHeads(nn.Module):
                 tensors["token_map"] = self.token_map
         else:
             if self.token_map is not None or self.bias is None:
-                raise ValueError(f"format: {format!r} holds no token_map and no blocks without bias; take 'vllm'")
+                raise ValueError(f"format: {format!r} supports no token_map and no blocks without bias; use 'vllm'")
             config = {
                 "medusa_num_heads": self.heads,
                 "medusa_num_layers": self.layers,
@@ -220,9 +219,9 @@ class MedusaHeads(nn.Module):
         """The same heads with a copy of the target's output, one for all of them."""
         module = None if target is None else target.get_output_embeddings()
         if module is None:
-            raise ValueError("target: give it, these heads use its output, and this format holds it")
+            raise ValueError("target: required, because these heads use its output and this format contains it")
         if getattr(module, "bias", None) is not None:
-            raise ValueError("format: the target's output has a bias, which only 'medusa' can leave to the target")
+            raise ValueError("format: the target's output has a bias, which this format can't hold; use 'medusa'")
         other = copy.copy(self)
         other._parameters = {**self._parameters, "output": nn.Parameter(module.weight.detach()[None])}
         return other
@@ -230,15 +229,15 @@ class MedusaHeads(nn.Module):
 
 @dataclass(frozen=True)
 class _Names:
-    """What a format calls the tensors. h: head, l: layer, n: number of layers."""
+    """The tensor names of a format. h: head, l: layer, n: number of layers."""
 
     weight: str
     bias: str
     output: str
-    repeats: bool  # an output that all heads share is written once for each
+    repeats: bool  # a shared output is stored once per head
 
     def of(self, heads: MedusaHeads) -> dict[str, torch.Tensor]:
-        """Every tensor by its name, as a view."""
+        """All tensors by name, as views."""
         found = {}
         for h in range(heads.heads):
             for l in range(heads.layers):
@@ -252,7 +251,7 @@ class _Names:
         return found
 
     def size(self, names: Iterable[str]) -> tuple[int, int]:
-        """Heads and layers that these names count up to."""
+        """Numbers of heads and layers, from the largest indices in these names."""
         pattern = re.escape(self.weight).replace(r"\{h\}", r"(\d+)").replace(r"\{l\}", r"(\d+)")
         places = [match.groups() for name in names if (match := re.fullmatch(pattern, name))]
         heads, layers = ({int(place[i]) for place in places} for i in (0, 1))
@@ -264,7 +263,7 @@ _VLLM = _Names("blocks.{h}.layers.{l}.weight", "blocks.{h}.layers.{l}.bias", "lm
 
 
 def output_size(target: PreTrainedModel) -> tuple[int, int]:
-    """V and H of a target's output embedding. Raises ValueError where it has none."""
+    """V and H of a target's output embedding. Raises ValueError if it has none."""
     module = target.get_output_embeddings()
     if module is None:
         raise ValueError(f"target: {type(target).__name__} has no output embedding that heads could use")

@@ -1,7 +1,6 @@
-"""An EAGLE head during one `generate`: its slots, its masks, its positions.
+"""Runs an EAGLE head during one `generate`: slots, masks and positions.
 
-Knows the head and slots; nothing of drafts or of the text. Column s of a row is the target's feature of one token with the
-token behind it.
+Independent of drafts and of the text. Each column combines the target's feature of one token with the next token.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ __all__ = ["HeadRunner", "Level"]
 
 
 class Level(NamedTuple):
-    """A level of a token tree as the head has read it.
+    """A level of a token tree after the head has read it.
 
-    states: [B, n, H], zeros for rows that don't run. seen: [B, n, S] bool, the slots that each column sees. positions: [B, 1]
-    int64, of the columns of the next level.
+    states: [B, n, H], zeros for rows that don't run. seen: [B, n, S] bool, the slots that each column attends to. positions:
+    [B, 1] int64, of the next level.
     """
 
     states: torch.Tensor
@@ -35,14 +34,14 @@ class Level(NamedTuple):
 
 
 class HeadRunner(Runner):
-    """A head and the slots of what it has read.
+    """A head with its slots.
 
     Args:
-        head: the head, or the form in which it is run; it is not changed.
-        target: whose embeddings it may share.
-        limit: the most slots that will be needed.
-        first: [B, 1] int64, position of each row's first column; negative where padding precedes the text.
-        attention_mask: [B, n] of the first n columns, 0 where a column is padding; None where none is.
+        head: the head, or its `Runnable`; it is not changed.
+        target: the model whose embeddings it may share.
+        limit: the largest number of slots needed.
+        first: [B, 1] int64, position of each row's first column; negative if padding precedes the text.
+        attention_mask: [B, n] for the first n columns, 0 at padding; None without padding.
     """
 
     kind = "head"
@@ -60,22 +59,22 @@ class HeadRunner(Runner):
         self.head: Any = runnable.module
         context = self.head.config.max_position_embeddings
         super().__init__(runnable, SlotCache(len(first), limit), self.head.device, context)
-        self.inject = Inject(None)  # holds the states that a step goes on from
+        self.inject = Inject(None)  # holds the input states of a step
         self.target = target
         self.first = first.to(self.device)
         self.cache.hide(attention_mask)
         before = (-first[:, 0]).tolist()
         self.cache.padding, self.cache.prompt_padding = before, list(before)
-        self._has_past = min(before) < 0  # which puts columns at positions that the slots do not tell
+        self._has_past = min(before) < 0  # then positions can't be derived from slots
 
     @property
     def is_capturable(self) -> bool:
         return not self._has_past
 
     def read(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Read, and keep, what became text: `counts[b]` columns of row b. Returns the states after them, [B, H].
+        """Read and keep committed text, `counts[b]` columns of row b. Returns the states after it, [B, H].
 
-        tokens: [B, n] int64. states: [B, n, H], from `EagleHead.fuse`. Rows with fewer columns are filled up on the right.
+        tokens: [B, n] int64. states: [B, n, H], from `EagleHead.fuse`. Rows with fewer columns are padded on the right.
         """
         if not self.cache.layers:
             return self._read_first(tokens, states, counts)
@@ -84,7 +83,7 @@ class HeadRunner(Runner):
         return _last(states, counts)
 
     def _read_first(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """The same of the first columns, most of them the prompt's: in passes over rows of similar length."""
+        """`read` for the first columns, mostly the prompt, in forward passes over rows of similar length."""
         cache, width = self.cache, tokens.shape[1]
 
         def read(rows: list[int], first: int) -> torch.Tensor:
@@ -93,7 +92,7 @@ class HeadRunner(Runner):
             if cache.visible is not None:
                 hidden = cache.visible[rows, first:].to(self.device)
                 seen = torch.nn.functional.pad(hidden, (0, len(columns) - hidden.shape[1]), value=True)[:, None]
-                # a column of padding sees itself: attention to nothing is not a number
+                # padding attends to itself: attention to nothing is NaN
                 own = columns == columns[:, None]
                 seen = None if bool(hidden.all()) else ((columns <= columns[:, None]) & seen) | own
             own_counts = [counts[row] - first for row in rows]
@@ -114,27 +113,27 @@ class HeadRunner(Runner):
         return state
 
     def __call__(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """A step over n columns behind each row's length, each seeing those before it; nothing is kept before `commit`.
+        """A causal step over n columns after each row's length. Only `commit` keeps any of them.
 
-        tokens: [B, n] int64. states: [B, n, H], from `EagleHead.fuse` or of an earlier step. Returns states [B, n, H], zeros
-        for rows that don't run.
+        tokens: [B, n] int64. states: [B, n, H], from `EagleHead.fuse` or an earlier step. Returns states [B, n, H], zeros for
+        rows that don't run.
         """
         self.inject.hidden = states
         return self.passes.run(self, tokens, None, None)
 
     def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
-        """The step itself, going on from the states in `inject`."""
+        """The step itself, from the states in `inject`."""
         cache, width = self.cache, ids.shape[1]
         cache.place(width, self.device)
         slots = cache.ends(self.device) + torch.arange(width, device=self.device)  # [rows, n]
         seen = None
-        # where all that is there is seen, the layer knows how
+        # if every slot is visible, or attention is purely causal, no mask is needed
         if cache.visible is not None or not (width == cache.top or width == len(slots) == 1):
             seen = torch.arange(cache.top, device=self.device) <= slots[:, :, None]
         if seen is not None and cache.visible is not None:
             hidden = min(cache.visible.shape[1], cache.top)
             seen[:, :, :hidden] &= cache.of_running(cache.visible)[:, None, :hidden].to(self.device)
-            # a column of padding sees itself: attention to nothing is not a number
+            # padding attends to itself: attention to nothing is NaN
             seen.scatter_(2, slots[:, :, None], True)
         states = self.head(
             self.head.embed(cache.of_running(ids), self.target),
@@ -153,7 +152,7 @@ class HeadRunner(Runner):
         parents: torch.Tensor | None,
         visible: torch.Tensor,
     ) -> torch.Tensor:
-        """As `Runner`, of a chain: parents is None."""
+        """As `Runner`, for chains only; parents is None."""
         cache, columns = self.cache, torch.arange(ids.shape[1], device=self.device)
         cache.place_at(known, len(columns), visible.shape[1])
         slots, own = torch.arange(cache.top, device=self.device), (known + columns)[:, :, None]
@@ -168,8 +167,8 @@ class HeadRunner(Runner):
         return states
 
     def root(self, state: torch.Tensor, room: int) -> Level:
-        """The committed text as what the first level of a token tree goes on from. state: [B, H], the head's after it. room:
-        the most columns that will be read of the tree."""
+        """The committed text as the level above the first one of a token tree. state: [B, H], the head's state after the
+        text. room: the largest number of columns read of the tree."""
         slots = torch.arange(max(self.cache.lengths) + room, device=self.device)
         known = on_device(self.cache.lengths, self.device)[:, None]
         seen = slots < known
@@ -179,14 +178,14 @@ class HeadRunner(Runner):
         return Level(state[:, None], seen[:, None], (known + self.first).clamp(min=0))
 
     def level(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], above: Level) -> Level:
-        """A step over one level of a token tree; nothing is kept before `commit`.
+        """A step over one level of a token tree. Only `commit` keeps any columns.
 
-        tokens: of the level's n columns, by row. parents: of each its place in the level above.
+        tokens: those of the level's n columns, by row. parents: for each column, the index of its parent in the level above.
         """
         cache, running = self.cache, self.cache.running
         rows, width, before = len(running), len(tokens[0]), above.states.shape[1]
         cache.place(width, self.device)
-        # all that the device has to be told, in one copy
+        # one copy of all indices to the device
         table = on_device(
             [
                 [tokens[row] for row in running],
@@ -196,7 +195,7 @@ class HeadRunner(Runner):
             self.device,
         )
         ids, parent, slots = table.unbind()
-        # a column sees what its parent sees, and itself
+        # a column attends to itself and to what its parent attends to
         seen = above.seen.flatten(0, 1).index_select(0, parent.flatten()).view(rows, width, -1)
         seen.scatter_(2, slots[:, :, None], True)
         states = self.head(
@@ -209,12 +208,12 @@ class HeadRunner(Runner):
         return Level(cache.spread(states), cache.spread(seen), above.positions + 1)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., Vd] over the draft vocabulary."""
+        """Logits [..., Vd] over the draft vocabulary."""
         return self.head.logits(states, self.target)
 
 
 def _last(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """[B, n, H] -> [B, H]: those of the last column that counts in each row."""
+    """[B, n, H] -> [B, H], the states of each row's column counts[b] - 1."""
     width = states.shape[1]
     last = [row * width + max(count - 1, 0) for row, count in enumerate(counts)]
     return states.flatten(0, 1).index_select(0, on_device(last, states.device))

@@ -44,7 +44,7 @@ class Outcome:
     Args:
         tokens: compared, of all rows. calls: that were compared. drafted, accepted: of the pair's reports.
         near_ties: first differences whose two tokens lie closer than rounding. refused: messages of ValueErrors of the pair
-            alone. both_raise: messages where the target alone raises, too. warned: what the pair said of decoding without drafts.
+            alone. both_raise: messages where the target alone raises, too. warned: what the pair said of going without drafts.
         failures: what differs.
     """
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from assisted.lengths.rates import Rates
 
-GUESSES = (0.7, 0.15)
+GUESSES = (0.75, 0.15)
 
 
 def test_guesses_are_taken_at_their_word_before_anything_is_seen():

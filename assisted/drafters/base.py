@@ -110,7 +110,7 @@ class Drafter:
         raise NotImplementedError
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
-        """Create the state of the draft length policy for one `generate`; combinations hold one for each member.
+        """Create the state of a draft length `policy` for one `generate`; combinations hold one for each member.
 
         earlier: the state after the last similar call, None if there was none.
         """
@@ -119,7 +119,7 @@ class Drafter:
     def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> CachedModel:
         """The runner of the target over the slots of `cache`. Drafters that use its layers or hidden states override this.
 
-        masks: the attention masks that the target understands.
+        model: the target, in the form to run. masks: the attention masks that it understands.
         """
         return target_runner(model, cache, masks)
 

@@ -36,8 +36,9 @@ import torch
 from transformers import DynamicCache
 
 from assisted import AssistedModelForCausalLM, Merged, acceptance, bench
-from assisted.drafters.trees import COLUMN, best_paths, top_nodes, worthwhile
+from assisted.drafters.trees import best_paths, top_nodes, worthwhile
 from assisted.drafts import Draft
+from assisted.lengths.costs import COLUMN
 from assisted.notebook import COLOURS, Picture, attempt, figure_style, show, table
 
 TARGET, DRAFT = "zoo:target", "zoo:draft"

@@ -37,12 +37,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, Eagle, zoo
-from assisted.engine.recurrent import runner_for, slots_for
+from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.runner import Masks
 from assisted.fast.fused import fused
 from assisted.heads.eagle import EagleHead
 from assisted.heads.eagle_formats import load_eagle, save_eagle
-from assisted.lengths import Length
+from assisted.lengths.policies import Never
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 from assisted.training.data import pack, tokenize
 from assisted.zoo import corpus
@@ -230,7 +230,7 @@ print(model.report.target_passes, "passes of a row; tokens per pass", round(mode
 def ready(network, rows):
     """A runner of the model that has read 64 tokens in each row."""
     masks = Masks.of(network)
-    run = runner_for(network)(fused(network), slots_for(network, None, rows, 96, masks), masks)
+    run = target_runner(fused(network), slots_for(network, None, rows, 96, masks), masks)
     run.prefill(text[:rows, :64], None)
     return run
 
@@ -292,16 +292,6 @@ print("tokens per pass by draft length:", {g: round(value, 2) for g, value in pe
 
 
 # %%
-class Nothing(Length):
-    def budget(self, unfinished):
-        return 0
-
-
-class Never:
-    def start(self, earlier=None):
-        return Nothing()
-
-
 def call_seconds(rows, length, new):
     ids = prompts[:rows]
     start = clock()

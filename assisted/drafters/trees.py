@@ -15,9 +15,9 @@ import torch
 
 from ..drafts import Draft
 from ..engine.host import on_device, padded
-from ..lengths.costs import COLUMN, UNMEASURED, Costs
+from ..lengths.costs import UNMEASURED, Costs
 
-__all__ = ["COLUMN", "Tree", "best_first", "best_paths", "drawn", "from_lists", "top_nodes", "worthwhile"]
+__all__ = ["Tree", "best_first", "best_paths", "drawn", "from_lists", "top_nodes", "worthwhile"]
 
 
 def top_nodes(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tensor, count: int | torch.Tensor) -> Draft:

@@ -183,6 +183,7 @@ def test_training_takes_the_name(file: Path, tmp_path: Path) -> None:
 # ---- the model itself
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(REAL is None, reason=f"needs {PACKAGED.package}: {PACKAGED.command}")
 def test_smollm2() -> None:
     pytest.importorskip("gguf", reason="needs the `gguf` extra")

@@ -179,7 +179,7 @@ def load_target(
         small = load_model(path, dtype=dtype or "auto")
         return grow(small, size, device=device), find_tokenizer(path)
     path = zoo.resolve(name)
-    placed = {} if str(device) == "cpu" else {"device_map": {"": device}}
+    placed: dict[str, Any] = {} if str(device) == "cpu" else {"device_map": {"": device}}
     return load_model(path, dtype=dtype or "auto", **placed), find_tokenizer(path)
 
 

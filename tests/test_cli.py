@@ -142,7 +142,7 @@ except SystemExit:
     [
         (["--draft-length", "often"], "draft_length: 'often' is not known"),
         (["--draft-length", "0"], "draft_length: 0 is not possible"),
-        (["--target", "zoo:nope"], "zoo:nope is not shipped"),
+        (["--target", "zoo:nope"], "zoo:nope is not in the zoo"),
         (["--target", "./nowhere", "--draft", "zoo:draft"], "nowhere"),
         (["--draft", "ngram:0"], "max_ngram: 0"),
         (["--draft", "zoo:draft", "--draft-quantization", "int99"], "int99"),
@@ -476,7 +476,7 @@ def test_pieces_join_to_the_text(pair: AssistedModelForCausalLM) -> None:
 
 def test_zoo_list(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = run_json(capsys, "zoo", "list")
-    assert [row["name"] for row in rows] == [f"zoo:{name}" for name in zoo.NAMES]
+    assert [row["name"] for row in rows] == [f"zoo:{name}" for name in (*zoo.NAMES, *zoo.PACKAGED)]
     assert rows[0]["folder"] == str(stand_ins / "target")
     assert rows[0]["bytes"] > 0
     assert main(["zoo", "list"]) == 0

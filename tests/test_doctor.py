@@ -447,7 +447,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["target"] == "zoo:target"
     assert main(["doctor", "zoo:nope"]) == 2
-    assert "zoo:nope is not shipped" in capsys.readouterr().err
+    assert "zoo:nope is not in the zoo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "options"), [("doctor", ("--draft", "--text")), ("grow", ("--size", "--out"))])

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .. import zoo
+from ..loading.gguf import load_model
 from ..loading.vocabulary import find_tokenizer
 
 __all__ = ["SHAPES", "Shape", "grow", "is_name", "is_shipped", "layer_positions", "load_target", "note", "save"]
@@ -164,8 +165,8 @@ def load_target(
     """A target by name, and its tokenizer.
 
     Args:
-        name: a Hub id, a folder, "zoo:NAME"; or "grown:SIZE", the shipped target grown to a size of SHAPES or to five numbers
-            (see `grow`), made in memory; "grown:SIZE:PATH" grows another Llama.
+        name: a Hub id, a folder, a GGUF file, "zoo:NAME"; or "grown:SIZE", the shipped target grown to a size of SHAPES or to
+            five numbers (see `grow`), made in memory; "grown:SIZE:PATH" grows another Llama.
         dtype: None takes the checkpoint's own.
         device: of the target.
 
@@ -175,11 +176,11 @@ def load_target(
         size, _, path = name.partition(":")[2].partition(":")
         parse(size)  # before anything is loaded
         path = zoo.resolve(path or "zoo:target")
-        small = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto")
+        small = load_model(path, dtype=dtype or "auto")
         return grow(small, size, device=device), find_tokenizer(path)
     path = zoo.resolve(name)
-    placed = {} if str(device) == "cpu" else {"device_map": {"": device}}
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", **placed), find_tokenizer(path)
+    placed: dict[str, Any] = {} if str(device) == "cpu" else {"device_map": {"": device}}
+    return load_model(path, dtype=dtype or "auto", **placed), find_tokenizer(path)
 
 
 def note(model: PreTrainedModel) -> str | None:

@@ -28,15 +28,15 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _grow(args: argparse.Namespace) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
 
     from .. import zoo
     from ..bench import grown
+    from ..loading.gguf import load_model
     from ..loading.vocabulary import find_tokenizer
 
     grown.parse(args.size)  # before anything is loaded
     path = zoo.resolve(args.model)
-    small = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    small = load_model(path, dtype=torch.float32)
     dtype = getattr(torch, args.dtype)
     model = grown.grow(small, args.size, device=device(args.device), dtype=dtype, seed=args.seed)
     grown.save(model, args.out, find_tokenizer(path))

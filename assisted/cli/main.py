@@ -149,12 +149,18 @@ def _zoo_list(args: argparse.Namespace) -> None:
     models: list[dict[str, Any]] = [
         {"name": f"zoo:{name}", "folder": zoo.folder(name), "bytes": _size(zoo.folder(name))} for name in zoo.NAMES
     ]
+    for name, packaged in zoo.PACKAGED.items():
+        file = packaged.file()
+        found = {} if file is None else {"folder": str(file.parent), "file": str(file), "bytes": file.stat().st_size}
+        row = {"name": f"zoo:{name}", "folder": None, "file": None, "bytes": 0, "install": packaged.command}
+        models.append(row | found)
     if args.json:
         print_json(models)
         return
     for model in models:
         size = f"{model['bytes'] / 2**20:.1f} MiB" if model["bytes"] else "missing"
-        print(f"{model['name']:<26} {size:>10}  {model['folder']}")
+        where = model.get("file") or model["folder"] or f"not installed: {model['install']}"
+        print(f"{model['name']:<26} {size:>10}  {where}")
 
 
 def _zoo_card(args: argparse.Namespace) -> None:
@@ -279,9 +285,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add(command)
     grow.add(command)
 
-    zoo = commands.add_parser("zoo", help="the shipped models", description="The shipped models.")
+    zoo = commands.add_parser("zoo", help="the models of zoo: names", description="The models of zoo: names.")
     actions = zoo.add_subparsers(required=True, metavar="ACTION")
-    command("list", _zoo_list, "names, sizes and folders", actions)
+    command("list", _zoo_list, "names, sizes and folders, and what is not installed", actions)
     card = command("card", _zoo_card, "measure a folder of models on held-out code and write its model card", actions)
     card.add_argument("--models", type=Path, required=True, help="the folder that zoo train wrote")
     train = command("train", _zoo_train, "train a shipped model again, from scratch or from its checkpoint", actions)

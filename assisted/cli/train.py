@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import DEFAULT, STORED, print_json, typed
+from .arguments import DEFAULT, STORED, print_json, require_tokenizer, typed
 
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
@@ -136,17 +136,19 @@ def _train(name: str, found: argparse.Namespace) -> None:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from .. import zoo
+    from ..loading.gguf import load_model
+    from ..loading.vocabulary import find_tokenizer
     from ..training.data import read_text
     from ..training.trainer import train
     from ..training.written import with_written
 
     path = zoo.resolve(args.target)
-    tokenizer = AutoTokenizer.from_pretrained(path)
     chosen = {} if args.attention is None else {"attn_implementation": args.attention}
-    target = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, **chosen)
+    target = load_model(path, dtype=args.dtype, **chosen)
+    tokenizer = find_tokenizer(path)
+    require_tokenizer(tokenizer, args.target)
     target.name_or_path = args.target  # heads may record it: the name that was given, not this machine's folder
     text = read_text(tokenizer, args.text or (), args.dataset, args.documents)
     if args.written:

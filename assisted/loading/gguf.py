@@ -19,7 +19,7 @@ from transformers.utils import cached_file, is_gguf_available
 
 from .files import loading
 
-__all__ = ["load_gguf", "named_in", "read_config", "unmarked"]
+__all__ = ["load_gguf", "load_model", "named_in", "read_config", "unmarked"]
 
 _HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 
@@ -51,6 +51,15 @@ def read_config(path: str, gguf_file: Any, config: PretrainedConfig | None = Non
     with _reading("target", path, gguf_file):
         found: PretrainedConfig = AutoConfig.from_pretrained(path, gguf_file=gguf_file, **hub)
     return found
+
+
+def load_model(path: str, role: str = "target", **kwargs: Any) -> PreTrainedModel:
+    """`AutoModelForCausalLM.from_pretrained`, where `path` may also be a GGUF file. role, kwargs: as for `load_gguf`."""
+    folder, gguf_file = named_in(path)
+    if gguf_file is not None:
+        return load_gguf(folder, gguf_file, role, **kwargs)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    return model
 
 
 def load_gguf(path: str, gguf_file: str, role: str, *model_args: Any, **kwargs: Any) -> PreTrainedModel:

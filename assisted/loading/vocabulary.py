@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .files import fields_of, loading
+from .gguf import named_in
 
 __all__ = ["Vocabulary", "find_tokenizer", "same_tokens", "shared_tokens"]
 
@@ -25,7 +26,7 @@ _CONTEXTS = ("x", "\n")  # to tokenize a text after other text: the first that f
 
 
 def find_tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a model's folder or Hub repository, None if there is none.
+    """The tokenizer in a model's folder, GGUF file or Hub repository, None if there is none.
 
     Warns, naming the file, and returns None if it cannot be read. `same_tokens` raises if it is needed.
     """
@@ -43,6 +44,9 @@ def _tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase | Non
     """Like `find_tokenizer`, but raises ValueError that names the file for a tokenizer that cannot be read."""
     if not path:
         return None
+    path, gguf_file = named_in(path)
+    if gguf_file is not None:
+        hub = {**hub, "gguf_file": gguf_file}
     folder = Path(path)
     present = [folder / name for name in _TOKENIZER_FILES if (folder / name).exists()]
     if folder.is_dir() and not present and "gguf_file" not in hub:

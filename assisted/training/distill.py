@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from .. import zoo
 from ..engine.parts import find_layers
+from ..loading.gguf import load_model
 from ..loading.vocabulary import find_tokenizer, same_tokens
 from .features import Features
 from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, rows_at_once
@@ -91,7 +92,7 @@ class Distillation(Method):
             self.student = first_draft(target, settings.layers or 1)
         else:
             path = zoo.resolve(settings.draft)
-            self.student = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            self.student = load_model(path, "draft", dtype=torch.float32)
             if not same_tokens(target, self.student, tokenizer, find_tokenizer(path)):
                 raise ValueError(
                     f"draft: {settings.draft} has another tokenizer than the target, whose distribution it can't learn"

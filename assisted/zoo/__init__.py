@@ -1,30 +1,56 @@
-"""The shipped models: a target that writes Python, and two drafts and two kinds of heads for it. No download needed.
+"""The zoo: models by the name `zoo:NAME`, which can stand wherever a path is taken. None needs the Hub.
 
-`zoo:NAME` can stand wherever a path is taken. `folder(NAME)` is the folder, which AutoModelForCausalLM loads like any other.
-Heads are not models by themselves; pass them as `draft=`.
+The shipped ones are a target that writes Python, and two drafts and two kinds of heads for it. Heads are not models by
+themselves; pass them as `draft=`. `zoo:smollm2`, a small instruct model, is in a package that is installed separately.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["HEADS", "MODELS", "NAMES", "folder", "resolve"]
+from .packages import PACKAGED
+
+__all__ = ["HEADS", "MODELS", "NAMES", "PACKAGED", "folder", "resolve"]
 
 MODELS = ("target", "draft", "draft-other-tokenizer")
 HEADS = ("eagle3", "medusa")
 """Trained heads for "target"."""
 NAMES = (*MODELS, *HEADS)
+"""What ships with this package."""
 _MODELS = Path(__file__).parent / "models"
 
 
 def folder(name: str) -> str:
-    """The folder of a shipped model or head. Raises ValueError for an unknown name."""
+    """The folder of a shipped model or head, which AutoModelForCausalLM and AutoTokenizer load like any other.
+
+    Raises ValueError for an unknown name and for a model of PACKAGED, which is one file: `resolve` gives its path.
+    """
+    if name in PACKAGED:
+        raise ValueError(
+            f"zoo:{name} is a GGUF file and not a folder; zoo.resolve('zoo:{name}') is its path, and "
+            f"AssistedModelForCausalLM.from_pretrained('zoo:{name}') loads it, with its tokenizer as model.tokenizer"
+        )
     if name not in NAMES:
-        raise ValueError(f"zoo:{name} is not shipped; one of {', '.join('zoo:' + known for known in NAMES)}")
+        known = ", ".join(f"zoo:{known}" for known in (*NAMES, *PACKAGED))
+        raise ValueError(f"zoo:{name} is not in the zoo; one of {known}")
     return str(_MODELS / name)
 
 
 def resolve(path: str) -> str:
-    """The folder of `zoo:NAME`; any other path unchanged."""
+    """The folder or the GGUF file of `zoo:NAME`; any other path unchanged.
+
+    Raises ValueError for an unknown name, ModuleNotFoundError for a model whose package is not installed.
+    """
     scheme, colon, name = path.partition(":")
-    return folder(name) if scheme == "zoo" and colon else path
+    if scheme != "zoo" or not colon:
+        return path
+    if name not in PACKAGED:
+        return folder(name)
+    packaged = PACKAGED[name]
+    file = packaged.file()
+    if file is None:
+        raise ModuleNotFoundError(
+            f"{path} needs the package {packaged.package}: {packaged.command}. The same model is on the Hub: "
+            f"{packaged.hub_id}"
+        )
+    return str(file)

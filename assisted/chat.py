@@ -48,6 +48,10 @@ class Conversation:
     Raises ValueError for a tokenizer without a chat template.
     """
 
+    messages: list[dict[str, str]]
+    ids: list[int]
+    written: list[str]  # the text of all ids but the last, and the text of all ids
+
     def __init__(self, model: AssistedModelForCausalLM, system: str | None = None):
         self.model = model
         self.tokenizer: Any = model.tokenizer
@@ -61,7 +65,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget everything but the system message."""
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self._forget_tokens()
 
     def say(self, message: str, max_new_tokens: int, **kwargs: Any) -> Reply:
@@ -118,8 +122,7 @@ class Conversation:
         return self.tokenizer(rendered, add_special_tokens=False).input_ids
 
     def _forget_tokens(self) -> None:
-        self.ids: list[int] = []
-        self.written: list[str] = []  # the text of all ids but the last, and the text of all ids
+        self.ids, self.written = [], []
         self.cache = DynamicCache(config=self.model.target.config)
 
     def _decode(self, ids: list[int]) -> str:

@@ -48,7 +48,7 @@ class Conversation:
     Raises ValueError for a tokenizer without a chat template.
     """
 
-    cache: DynamicCache
+    messages: list[dict[str, str]]
     ids: list[int]
     written: list[str]  # the text of all ids but the last, and the text of all ids
 
@@ -65,7 +65,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget everything but the system message."""
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self._forget_tokens()
 
     def say(self, message: str, max_new_tokens: int, **kwargs: Any) -> Reply:

@@ -1,6 +1,6 @@
 """The output of `assisted demo`: a pair completes code that it was not trained on, then a table shows the cost.
 
-Knows rich and the terminal. The model's rounds show what is drafted and accepted; bench/brief.py measures.
+Knows rich and the terminal. The model's rounds show what is drafted and accepted; bench/measure.py measures.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ def test_held_out_text_without_its_packages(monkeypatch, held_out):
 # ---- recipes
 
 
-def tiny(name="target", layers=2, **fields):
-    shape = Shape(hidden_size=64, intermediate_size=64, layers=layers, heads=1, kv_heads=1)
+def tiny(name="target", **fields):
+    shape = Shape(hidden_size=64, intermediate_size=64, layers=2, heads=1, kv_heads=1)
     rates = {"warmup": 0.5, "cooldown": 0.5}
     return Recipe(
         name, **({"vocab_size": 280, "shape": shape, "phases": (Phase(2, 2, 16), Phase(1, 1, 24))} | rates | fields)

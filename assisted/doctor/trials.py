@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
+from ..bench.clock import FirstToken, now
 from ..bench.contestants import plain
 from ..drafters import ModelDrafter
 from ..drafts import DraftingStopped
@@ -190,34 +190,12 @@ class Trials:
                 break
             for name in order:
                 torch.manual_seed(number)
-                clock = _Clock(self._now())
+                clock = FirstToken(self.target.device)
                 wrote[name].append(self.generate(ways[name], ids, streamer=clock))
-                seconds[name].append(self._now() - clock.started)
-                first[name].append(clock.first)
+                seconds[name].append(now(self.target.device) - clock.started)
+                first[name].append(clock.seconds)
             order = order[1:] + order[:1]
         return Race(seconds, first, wrote, min(plain_ways, key=lambda name: sum(seconds[name])))
-
-    def _now(self) -> float:
-        if self.target.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter()
-
-
-class _Clock(BaseStreamer):
-    """Records the time of the first new token; a streamer gets the prompt before it."""
-
-    def __init__(self, started: float):
-        self.started = started
-        self.first = 0.0
-        self.pieces = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.pieces += 1
-        if self.pieces == 2:
-            self.first = time.perf_counter() - self.started
-
-    def end(self) -> None:
-        pass
 
 
 def way(draft: str, length: int | str) -> str:

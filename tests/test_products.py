@@ -45,7 +45,7 @@ def test_products_are_the_modules_own(dtype, bias, wide, large, monkeypatch):
 def test_a_packed_module_is_the_module_in_everything_else():
     module = linear(512, 512, True)
     other = PackedLinear.of(module)
-    assert PackedLinear.pays(module) and not PackedLinear.pays(linear(8, 8)) and not PackedLinear.pays(other)
+    assert PackedLinear.gains(module) and not PackedLinear.gains(linear(8, 8)) and not PackedLinear.gains(other)
     assert isinstance(other, nn.Linear) and other.weight is module.weight and other.bias is module.bias
     assert (other.in_features, other.out_features) == (512, 512)
     with pytest.raises(RuntimeError, match="dtype"):  # torch's own words

@@ -256,8 +256,8 @@ class EagleDrafting(ChainDrafting):
         Rows with fewer unread tokens than others are padded on the right; the padding is not kept.
         """
         cache = runner.cache
-        features, behind = _joined(self.unread)
-        totals = [known + count + self.skipped + 1 for known, count in zip(cache.known, behind, strict=True)]
+        features, counts = _joined(self.unread)
+        totals = [known + count + self.skipped + 1 for known, count in zip(cache.known, counts, strict=True)]
         if totals != text.lengths:
             raise RuntimeError(f"there are features of {totals} tokens per row, but {text.lengths} were committed")
         width = features.shape[1]
@@ -265,7 +265,7 @@ class EagleDrafting(ChainDrafting):
         columns = starts + torch.arange(width, device=text.ids.device)
         tokens = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
         self.unread = []
-        return runner.read(tokens, runner.head.fuse(features), behind)
+        return runner.read(tokens, runner.head.fuse(features), counts)
 
     def _chain(self, runner: HeadRunner, text: Text, state: torch.Tensor, budget: int) -> Draft:
         device = text.ids.device

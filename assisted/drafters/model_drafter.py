@@ -129,19 +129,19 @@ class ModelDrafting(ChainDrafting):
         cache = runner.cache
         # the last token is always read, since its logits are needed; again, if a batch in lockstep kept a row's whole draft
         cache.rewind([min(known, total - 1) for total, known in zip(text.lengths, cache.known, strict=True)])
-        behind = [total - known for total, known in zip(text.lengths, cache.known, strict=True)]
-        width = max(behind)
+        unread = [total - known for total, known in zip(text.lengths, cache.known, strict=True)]
+        width = max(unread)
         if text.rows == 1:
             ids = text.ids[:, text.lengths[0] - width : text.lengths[0]]
         else:
             columns = on_device(cache.known, text.ids.device)[:, None] + torch.arange(width, device=text.ids.device)
             ids = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
-        used = [0 if ended else count for count, ended in zip(behind, text.ended, strict=True)]
+        used = [0 if ended else count for count, ended in zip(unread, text.ended, strict=True)]
         logits = runner(self._readable(ids), used=used)
-        cache.commit(behind)
+        cache.commit(unread)
         if text.rows == 1:
             return logits[:, -1]
-        last = on_device(behind, logits.device) - 1
+        last = on_device(unread, logits.device) - 1
         return logits[torch.arange(text.rows, device=logits.device), last]
 
     def _fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:

@@ -208,13 +208,13 @@ class TranslatedDrafting(ChainDrafting):
             new.append(tokens[common:])
             held[common:] = new[row]
             self.agreed[row] = min(translated.settled, len(tokens) - 1)
-        behind = [len(tokens) for tokens in new]
-        starts = zip(self.padding, self.held, behind, strict=True)
+        unread = [len(tokens) for tokens in new]
+        starts = zip(self.padding, self.held, unread, strict=True)
         cache.rewind([hidden + len(held) - count for hidden, held, count in starts])
-        used = [0 if ended else count for count, ended in zip(behind, text.ended, strict=True)]
+        used = [0 if ended else count for count, ended in zip(unread, text.ended, strict=True)]
         logits = runner(padded(new, "cpu"), used=used)
-        cache.commit(behind)
-        return logits[torch.arange(text.rows), torch.tensor(behind) - 1]
+        cache.commit(unread)
+        return logits[torch.arange(text.rows), torch.tensor(unread) - 1]
 
     def _read(self, tokens: torch.Tensor, text: Text) -> torch.Tensor:
         """Read one more draft token in every row, [B, 1] -> logits [B, V']."""

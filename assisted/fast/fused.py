@@ -123,7 +123,7 @@ def _way(model: PreTrainedModel) -> _Way | None:
         )
     if any(map(is_touched, looked_over(model)[0])):
         return None
-    wide = {name: module for name, module in model.named_modules() if PackedLinear.pays(module)}
+    wide = {name: module for name, module in model.named_modules() if PackedLinear.gains(module)}
     weights = [module.weight for module in wide.values()]
     if not wide or not may_copy(weights):
         return None

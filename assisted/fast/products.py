@@ -133,7 +133,7 @@ class Product:
         """[..., D] -> [..., sum of the modules' outputs]."""
         if self.packed is not None and torch.compiler.is_compiling():
             return self._for_compiler(inputs)
-        if self.packed is not None and _pays(inputs, self.wide, self.large):
+        if self.packed is not None and _is_faster(inputs, self.wide, self.large):
             return _times(inputs, self.packed, self.bias, self.large, self.outputs)
         if self.weight is not None:
             return F.linear(inputs, self.weight, self.bias)
@@ -147,7 +147,7 @@ class Product:
         return F.linear(inputs, torch.cat(weights) if len(weights) > 1 else weights[0], self.bias)
 
 
-def _pays(inputs: torch.Tensor, wide: bool, large: bool) -> bool:
+def _is_faster(inputs: torch.Tensor, wide: bool, large: bool) -> bool:
     """Whether oneDNN's layout is faster for these columns. wide, large: the weight has at least `_WIDE`, `_LARGE` entries.
 
     For one column of float32, or very many, torch's own layouts are faster.
@@ -178,7 +178,7 @@ class PackedLinear(nn.Linear):
         return other
 
     @staticmethod
-    def pays(module: nn.Module) -> bool:
+    def gains(module: nn.Module) -> bool:
         """Whether a module is wide enough to be faster."""
         return type(module) is nn.Linear and module.weight.numel() >= _WIDE
 
@@ -187,6 +187,6 @@ class PackedLinear(nn.Linear):
         # for another dtype, torch raises its error; a compiler packs weights itself
         if inputs.dtype != self.weight.dtype or torch.compiler.is_compiling():
             return super().forward(inputs)
-        if not _pays(inputs, True, self.large):
+        if not _is_faster(inputs, True, self.large):
             return super().forward(inputs) if self.turned is None else F.linear(inputs, self.turned, self.bias)
         return _times(inputs, self.packed, self.bias, self.large, self.out_features)

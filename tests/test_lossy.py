@@ -71,7 +71,7 @@ def test_nothing_is_typical_above_certainty():
     ("more", "message"),
     [
         ({"do_sample": False}, r"^lossy_typical: greedy decoding"),
-        ({"do_sample": True, "assisted": False}, r"^lossy_typical: plain decoding"),
+        ({"do_sample": True, "assisted": False}, r"^lossy_typical: has no effect without drafts"),
         (
             {"do_sample": True, "logits_processor": [lambda input_ids, scores: scores]},
             r"^lossy_typical: does not work with logits",

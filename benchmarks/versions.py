@@ -1,7 +1,7 @@
 """Two versions of this package on the shipped pair, in one run: whole calls alternate between two processes.
 
-    git worktree add /tmp/before COMMIT
-    python benchmarks/versions.py /tmp/before . --threads 1 --out benchmarks/versions.json
+    git worktree add ../before COMMIT
+    python benchmarks/versions.py ../before . --threads 1 --out benchmarks/versions.json
 
 Each process imports the package of its folder, and nothing else differs. The script asks both for the same call, one after the
 other, in changing order. The result is the seconds of the first version over those of the second, the median over prompts of

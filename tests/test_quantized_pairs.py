@@ -21,7 +21,7 @@ from assisted import AssistedModelForCausalLM, zoo
 from assisted.loading.quantization import NAMES, load_quantized, resolve
 
 DTYPES = [torch.float32, torch.bfloat16]
-STEPS = {"int8", "int8 of torchao, activations too"}  # activations are rounded to 8 bits: see `compare`
+STEPS = {"int8", "int4", "int8-bitsandbytes", "int8 of torchao, activations too"}  # round activations: see `compare`
 CALL: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 PROMPTS = [torch.arange(5, 12)[None], (torch.arange(13)[None] * 17 + 3) % 90, torch.tensor([[9]])]
 
@@ -71,8 +71,9 @@ def compare(
 ) -> None:
     """The pair writes what its target writes alone, from tokens that were drafted and accepted.
 
-    Where activations are rounded to 8 bits, a difference in the last bit of a float32 becomes one of 1/127: near-ties may fall
-    the other way, as in half precision. name: of the target's quantization. drafts: whether some must be accepted.
+    Where activations are rounded to bfloat16 or to 8 bits, a difference in the last bit of a float32 becomes one of 1/256 or
+    1/127: near-ties may fall the other way, as in half precision. name: of the target's quantization. drafts: whether some
+    must be accepted.
     """
     pair.reset_totals()
     for ids in prompts:

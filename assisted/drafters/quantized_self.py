@@ -1,12 +1,22 @@
-"""Drafting with a quantized copy of the target (2502.10424, 2503.13565): a similar distribution at a fraction of the bytes."""
+"""Drafting with a quantized copy of the target (2502.10424, 2503.13565): a similar distribution at a fraction of the bytes.
+
+The copy reads and writes the target's own KV slots, so it needs no cache of its own and never reads the prompt.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from transformers import PreTrainedModel
+
+from ..drafts import Draft
+from ..engine.runner import CachedModel, Runnable, is_rewindable
+from ..fast.fused import fused
 from ..loading.quantization import quantize_copy, require_runs
-from .base import Spec, Target
+from ..text import Text
+from .base import Call, Drafter, Drafting, Spec, Target
+from .chain import PartDrafting
 from .model_drafter import ModelDrafter
 
 __all__ = ["QuantizedSelf"]
@@ -14,9 +24,9 @@ __all__ = ["QuantizedSelf"]
 
 @dataclass(frozen=True)
 class QuantizedSelf(Spec):
-    """A quantized copy of the target drafts for it: `"self:nf4"`.
+    """A quantized copy of the target drafts for it: `"self:int8"`.
 
-    Worthwhile if memory bandwidth is the bottleneck and the low-bit kernels are fast; rarely on a CPU or for small models.
+    Worthwhile if memory bandwidth is the bottleneck and the low-bit kernels are fast: "int8" on a CPU, "nf4" on a GPU.
 
     Args:
         quantization: one of `assisted.loading.quantization.NAMES`, or a transformers quantization config. Default "nf4".
@@ -34,7 +44,7 @@ class QuantizedSelf(Spec):
         """The spec for `"self:nf4"`."""
         return cls(rest or "nf4")
 
-    def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
+    def load(self, target: Target, **kwargs: Any) -> Drafter:
         """Quantize a copy of the target in memory; the target itself is not changed.
 
         Raises ImportError that names the extra to install if the backend is missing; ValueError for an unknown name, and for a
@@ -42,4 +52,29 @@ class QuantizedSelf(Spec):
         """
         model = quantize_copy(target.model, self.quantization)
         require_runs(model, self.quantization)
-        return ModelDrafter(model)
+        return CopyDrafter(model) if is_rewindable(model) else ModelDrafter(model)
+
+
+class CopyDrafter(Drafter):
+    """A copy of the target that drafts in the target's slots. model: the copy, with the same shapes."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model: PreTrainedModel = model
+
+    def start(self, call: Call) -> Drafting:
+        return CopyDrafting(self, call)
+
+
+class CopyDrafting(PartDrafting):
+    """One `generate` with a copy of the target."""
+
+    def __init__(self, drafter: CopyDrafter, call: Call):
+        super().__init__(call)
+        self.drafter = drafter
+        self.runner: CachedModel | None = None
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        if self.runner is None:
+            model, call = self.drafter.model, self.call
+            self.runner = call.target.part(fused(model) if call.settings.fuses else Runnable(model), "copy")
+        return self.draft_with(self.runner, text, budget)

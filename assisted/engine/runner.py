@@ -272,10 +272,15 @@ class CachedModel(Runner):
         return self._forward(ids, {"position_ids": positions, "attention_mask": masks})
 
     def part(
-        self, model: PreTrainedModel, kind: Hashable, taps: Sequence[Tap] = (), inject: Inject | None = None
+        self,
+        model: PreTrainedModel | Runnable,
+        kind: Hashable,
+        taps: Sequence[Tap] = (),
+        inject: Inject | None = None,
     ) -> CachedModel:
-        """A part of the model over the same slots, run in the same way. kind: identifies the part."""
-        part = CachedModel(replace(self.runnable, module=model), self.cache, self.masks)
+        """A part of the model, or a copy, over the same slots, run in the same way. kind: identifies the part."""
+        runnable = model if isinstance(model, Runnable) else replace(self.runnable, module=model)
+        part = CachedModel(runnable, self.cache, self.masks)
         part.passes, part.settings = self.passes, self.settings
         part.kind, part.taps, part.inject = kind, taps, inject
         return part

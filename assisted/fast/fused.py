@@ -22,6 +22,7 @@ from ..engine.cache import SlotCache
 from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.parts import few_ids, with_children
 from ..engine.runner import CachedModel, Masks, Runnable
+from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .products import PackedLinear, Product, may_copy, packs
 from .sources import Modules, Source, Weights
 
@@ -48,6 +49,7 @@ def fused(model: PreTrainedModel) -> Runnable:
     made = _MADE.get(way.key)
     if made is None or not made.source.same(way.source):
         children = way.make()
+        way = _way(model) or way  # joined low-bit weights are other tensors now
         same = way.agrees(model, way.runnable(model, children))
         made = _MADE[way.key] = _Made(way.source, children if same else None)
     return Runnable(model) if made.children is None else way.runnable(model, made.children)
@@ -138,7 +140,9 @@ def _way(model: PreTrainedModel) -> _Way | None:
 
 def _source(model: Any, modules: list[nn.Module], parameters: list[torch.Tensor], copied: bool) -> Source:
     """The source of a faster model: these modules, and the code of the modules that call them."""
-    found = (buffer for module in modules for buffer in module._buffers.values() if buffer is not None)
+    low = [module for module in modules if isinstance(module, LowBitLinear)]  # joined, but not copied
+    others = (module for module in modules if not isinstance(module, LowBitLinear))
+    found = (buffer for module in others for buffer in module._buffers.values() if buffer is not None)
     # wrapper subclasses belong to modules that are called
     buffers = [buffer for buffer in found if not is_traceable_wrapper_subclass(buffer)]
     around = (type(model), type(model.base_model))
@@ -148,6 +152,7 @@ def _source(model: Any, modules: list[nn.Module], parameters: list[torch.Tensor]
         Weights.of(parameters, copied),
         # angles are tabulated on a CPU only
         Weights.of(buffers, all(buffer.device.type == "cpu" for buffer in buffers)),
+        Weights.of([tensor for module in low for tensor in (module.packed, module.scales)], False),
     )
 
 
@@ -330,14 +335,16 @@ class Norm:
         self.weight, self.epsilon = norm.weight, norm.variance_epsilon
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.dtype != torch.float32:
-            return self.weight * F.rms_norm(hidden.float(), self.weight.shape, None, self.epsilon).to(hidden.dtype)
+        precise = hidden.dtype == torch.float32
         if hidden.device.type != "cpu":
-            return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
+            if precise:
+                return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
+            return self.weight * F.rms_norm(hidden.float(), self.weight.shape, None, self.epsilon).to(hidden.dtype)
         # on a CPU, rms_norm is seven operations; these are six cheaper ones
-        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        wide = hidden if precise else hidden.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(hidden.shape[-1]).add_(self.epsilon).rsqrt_()
-        return (hidden * scale).mul_(self.weight)
+        return (wide * scale).to(hidden.dtype).mul_(self.weight)
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -366,17 +373,18 @@ def _agree_in_rounds(model: PreTrainedModel, other: Runnable) -> bool:
     """Compare them on a prompt and the forward pass after it."""
     ids, masks = few_ids(model, 8), Masks.of(model)
     runs = [CachedModel(m, SlotCache(1, 8), masks) for m in (model, other)]
-    return _near(*(torch.cat([run.prefill(ids[:, :4], None), run(ids[:, 4:])], 1) for run in runs))
+    return _near(model, *(torch.cat([run.prefill(ids[:, :4], None), run(ids[:, 4:])], 1) for run in runs))
 
 
 @torch.no_grad()
 def _agree_at_once(model: PreTrainedModel, other: Runnable) -> bool:
     """Compare them on a text."""
     ids = few_ids(model, 8)
-    return _near(*(m(input_ids=ids, use_cache=False, return_dict=True).logits for m in (model, other.module)))
+    return _near(model, *(m(input_ids=ids, use_cache=False, return_dict=True).logits for m in (model, other.module)))
 
 
-def _near(one: torch.Tensor, two: torch.Tensor) -> bool:
-    tolerance = TOLERANCE[one.dtype]
+def _near(model: PreTrainedModel, one: torch.Tensor, two: torch.Tensor) -> bool:
+    low = any(isinstance(module, LowBitLinear) for module in model.modules())
+    tolerance = TOLERANCE[LOW_BIT_DTYPE if low else one.dtype]
     one, two = one.float(), two.float()
     return bool((one - two).abs().max() <= tolerance * one.std())

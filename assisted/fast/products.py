@@ -1,12 +1,15 @@
 """Matrix products over a few columns on a CPU, from copies of the weights in a faster layout.
 
 Verification multiplies three to ten columns. For these, torch's own kernels are two to five times slower than memory
-bandwidth allows, so wide weights are also kept in oneDNN's layout. Deals with linear modules only.
+bandwidth allows, so wide weights are also kept in oneDNN's layout. On a processor without instructions for bfloat16, torch
+converts bfloat16 weights again for every column; there, the copies are of float32. Deals with linear modules only.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import platform
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["PackedLinear", "Product", "may_copy", "packs"]
+from .low_bit import joined
+
+__all__ = ["PackedLinear", "Product", "copied_in", "may_copy", "packs"]
 
 _WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout is faster at any number of columns
 _LARGE = 2**20  # entries from which a product costs more than padding its columns
@@ -27,15 +32,32 @@ _SOONER = 64  # the same for a matrix that is not large
 _MANY = 32  # columns from which the layout is faster for every matrix
 _HINT = 8  # columns that the layout is optimized for
 _TALL = 1.5  # outputs per input from which a copy for single columns is worthwhile
+_GIANT = 2**23  # entries from which float32 is faster than converting bfloat16, even for one column
 _ALWAYS = 2**30  # bytes of parameters that may always be copied; more only if they fit in a quarter of the free memory
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's products of this dtype are worth a copy on this machine: float32, and bfloat16 if the processor
-    supports it."""
+    """Whether oneDNN's products are worth a copy of weights of this dtype on this machine: of float32 and bfloat16."""
+    return copied_in(dtype) is not None
+
+
+@functools.cache
+def copied_in(dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of a copy of such weights: their own, but float32 for bfloat16 if the processor has no instructions for it.
+    None if no copy is faster."""
     if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return None
+    if dtype == torch.bfloat16:
+        return torch.bfloat16 if _multiplies_bfloat16() else torch.float32
+    return dtype if dtype == torch.float32 else None
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported
 
 
 def may_copy(parameters: Iterable[torch.Tensor]) -> bool:
@@ -46,7 +68,7 @@ def may_copy(parameters: Iterable[torch.Tensor]) -> bool:
     kinds = {(p.device.type, p.dtype) for p in held}
     if not all(device == "cpu" and packs(dtype) for device, dtype in kinds):
         return False
-    size = sum(p.nbytes for p in held)
+    size = sum(p.numel() * (copied_in(p.dtype) or p.dtype).itemsize for p in held)
     return size <= _ALWAYS or size <= _free_memory() // 4
 
 
@@ -59,8 +81,8 @@ def _free_memory() -> int:
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
-    """A weight, [out, in], in oneDNN's layout."""
-    made: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _HINT)
+    """A weight, [out, in], in oneDNN's layout and in the dtype of copies."""
+    made: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(copied_in(weight.dtype)), _HINT)
     return made
 
 
@@ -79,6 +101,9 @@ def _times(
     inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, filled: bool, outputs: int
 ) -> torch.Tensor:
     """[..., in] -> [..., outputs]. filled: compute at least `_FILLED` columns."""
+    if inputs.dtype != packed.dtype:
+        wide = None if bias is None else bias.to(packed.dtype)
+        return _times(inputs.to(packed.dtype), packed, wide, filled, outputs).to(inputs.dtype)
     columns = inputs.shape[:-1].numel()
     if columns > _MOST:
         parts = inputs.reshape(columns, inputs.shape[-1]).split(_MOST)
@@ -113,6 +138,10 @@ class Product:
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.packed: torch.Tensor | None = None
+        whole = joined(modules)
+        if whole is not None:
+            self.modules = [whole]
+            return
         linear = [module for module in modules if type(module) is nn.Linear]
         biases = [module.bias for module in linear if module.bias is not None]
         if not copied or len(linear) < len(modules) or len(biases) not in (0, len(linear)):
@@ -121,11 +150,11 @@ class Product:
         weight = linear[0].weight if len(linear) == 1 else torch.cat([module.weight.detach() for module in linear])
         if biases:
             self.bias = biases[0] if len(biases) == 1 else torch.cat([bias.detach() for bias in biases])
-        self.wide, self.large, self.outputs = weight.numel() >= _WIDE, weight.numel() >= _LARGE, len(weight)
+        self.entries, self.large, self.outputs = weight.numel(), weight.numel() >= _LARGE, len(weight)
         if packs(weight.dtype):
             self.packed = _packed(weight)
         # large products keep no second, joined copy; over one column, their modules run one by one
-        read = not self.wide or (weight.dtype == torch.float32 and not self.large)
+        read = weight.numel() < _WIDE or (weight.dtype == torch.float32 and not self.large)
         if read or self.packed is None:
             self.weight = _turned(weight) if len(linear) > 1 or _is_tall(weight) else weight
 
@@ -133,7 +162,7 @@ class Product:
         """[..., D] -> [..., sum of the modules' outputs]."""
         if self.packed is not None and torch.compiler.is_compiling():
             return self._for_compiler(inputs)
-        if self.packed is not None and _is_faster(inputs, self.wide, self.large):
+        if self.packed is not None and _is_faster(inputs, self.entries):
             return _times(inputs, self.packed, self.bias, self.large, self.outputs)
         if self.weight is not None:
             return F.linear(inputs, self.weight, self.bias)
@@ -147,15 +176,18 @@ class Product:
         return F.linear(inputs, torch.cat(weights) if len(weights) > 1 else weights[0], self.bias)
 
 
-def _is_faster(inputs: torch.Tensor, wide: bool, large: bool) -> bool:
-    """Whether oneDNN's layout is faster for these columns. wide, large: the weight has at least `_WIDE`, `_LARGE` entries.
+def _is_faster(inputs: torch.Tensor, entries: int) -> bool:
+    """Whether oneDNN's layout is faster for these columns. entries: of the weight.
 
-    For one column of float32, or very many, torch's own layouts are faster.
+    For one column of float32, or very many, torch's own layouts are faster; for one column, bfloat16 is read in half the time
+    of a copy in float32.
     """
     columns = inputs.shape[:-1].numel()
-    if columns < _MANY and not wide:
+    if columns < _MANY and entries < _WIDE:
         return False
-    return inputs.dtype != torch.float32 or 1 < columns <= (_MOST if large else _SOONER)
+    if inputs.dtype == torch.float32:
+        return 1 < columns <= (_MOST if entries >= _LARGE else _SOONER)
+    return columns > 1 or entries >= _GIANT or copied_in(inputs.dtype) == inputs.dtype
 
 
 class PackedLinear(nn.Linear):
@@ -163,7 +195,6 @@ class PackedLinear(nn.Linear):
 
     packed: torch.Tensor
     turned: torch.Tensor | None
-    large: bool
 
     @staticmethod
     def of(module: nn.Linear) -> PackedLinear:
@@ -172,7 +203,6 @@ class PackedLinear(nn.Linear):
         own = {
             "packed": _packed(weight),
             "turned": _turned(weight) if _is_tall(weight) else None,
-            "large": weight.numel() >= _LARGE,
         }
         other.__dict__ = {**module.__dict__, **own}
         return other
@@ -187,6 +217,7 @@ class PackedLinear(nn.Linear):
         # for another dtype, torch raises its error; a compiler packs weights itself
         if inputs.dtype != self.weight.dtype or torch.compiler.is_compiling():
             return super().forward(inputs)
-        if not _is_faster(inputs, True, self.large):
+        entries = self.weight.numel()
+        if not _is_faster(inputs, entries):
             return super().forward(inputs) if self.turned is None else F.linear(inputs, self.turned, self.bias)
-        return _times(inputs, self.packed, self.bias, self.large, self.out_features)
+        return _times(inputs, self.packed, self.bias, entries >= _LARGE, self.out_features)

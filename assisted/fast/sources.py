@@ -118,16 +118,21 @@ class Source:
         modules: the modules that were read.
         weights: their parameters.
         buffers: their buffers.
+        kept: tensors that it does not copy but uses themselves.
     """
 
     modules: Modules
     weights: Weights
     buffers: Weights
+    kept: Weights = Weights((), None)
 
     def same(self, other: Source) -> bool:
         """Whether a copy made from one is valid for the other."""
         return (
-            self.modules.same(other.modules) and self.buffers.same(other.buffers) and self.weights.same(other.weights)
+            self.modules.same(other.modules)
+            and self.kept.same(other.kept)
+            and self.buffers.same(other.buffers)
+            and self.weights.same(other.weights)
         )
 
 

@@ -38,6 +38,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..engine.parts import few_ids, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .gguf import unmarked
+from .packed import PackedConfig
 
 __all__ = [
     "NAMES",
@@ -79,23 +80,38 @@ def _torchao_int8(dtype: torch.dtype) -> QuantizationConfigMixin:
 _CONFIGS: dict[str, tuple[str, Callable[[torch.dtype], QuantizationConfigMixin]]] = {
     "nf4": ("bitsandbytes", _four_bit("nf4")),
     "fp4": ("bitsandbytes", _four_bit("fp4")),
-    "int8": ("bitsandbytes", lambda dtype: BitsAndBytesConfig(load_in_8bit=True)),
-    "int4": ("quanto", lambda dtype: QuantoConfig(weights="int4")),
+    "int8": ("assisted_packed", lambda dtype: PackedConfig(8)),
+    "int4": ("assisted_packed", lambda dtype: PackedConfig(4)),
+    "int8-bitsandbytes": ("bitsandbytes", lambda dtype: BitsAndBytesConfig(load_in_8bit=True)),
+    "int4-quanto": ("quanto", lambda dtype: QuantoConfig(weights="int4")),
     "int8-quanto": ("quanto", lambda dtype: QuantoConfig(weights="int8")),
     "int8-torchao": ("torchao", _torchao_int8),
 }
 NAMES: tuple[str, ...] = tuple(_CONFIGS)
+_ON_ACCELERATORS = {8: "int8-bitsandbytes", 4: "int4-quanto"}  # what packed weights, which are for CPUs, become there
 
 
-def resolve(quantization: Quantization | None, dtype: torch.dtype) -> QuantizationConfigMixin | None:
+def resolve(
+    quantization: Quantization | None, dtype: torch.dtype, device: str = "cpu"
+) -> QuantizationConfigMixin | None:
     """The transformers config for a name of `NAMES`; a config object or its dict is copied.
 
-    "nf4" and "fp4" are bitsandbytes' 4-bit formats. "int8" is its LLM.int8(), which also quantizes activations and casts them
-    to float16. "int4" and "int8-quanto" are optimum-quanto's, "int8-torchao" is torchao's; these quantize weights only. On a
-    CPU, "int8-torchao" is the best 8-bit choice: it is more accurate than "int8" and supports all shapes.
+    "int8" and "int4" are the fastest weights of that size that a device has: on a CPU `PackedConfig`, which needs no further
+    package; elsewhere "int8-bitsandbytes" (LLM.int8(), which also quantizes activations and casts them to float16) and
+    "int4-quanto". "nf4" and "fp4" are bitsandbytes' 4-bit formats, "int8-quanto" is optimum-quanto's and "int8-torchao"
+    torchao's; these quantize weights only.
 
-    dtype: that the model computes in. Raises ValueError for unknown names and types, ImportError if the backend is missing.
+    dtype: that the model computes in. device: the type of its device. Raises ValueError for unknown names and types,
+    ImportError if the backend is missing.
     """
+    method = _resolved(quantization, dtype)
+    if isinstance(method, PackedConfig) and device != "cpu":
+        return _resolved(_ON_ACCELERATORS[method.bits], dtype)
+    return method
+
+
+def _resolved(quantization: Quantization | None, dtype: torch.dtype) -> QuantizationConfigMixin | None:
+    """`resolve` for a CPU."""
     if quantization is None:
         return None
     if isinstance(quantization, str):
@@ -145,7 +161,7 @@ def load_quantized(
         raise ValueError(f"quantization: the model at {path!r} is quantized already; leave quantization out")
     if quantization is None:
         quantization = getattr(config, RECORD, None)
-    method = resolve(quantization, _computed_in(dtype, config))
+    method = resolve(quantization, _computed_in(dtype, config), _device_type(device_map))
     if method is not None:
         with torch.device("meta"):  # _guarded needs shapes only
             shapes = AutoModelForCausalLM.from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))
@@ -167,7 +183,7 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
         raise ValueError("quantization: the model is quantized already; quantize a copy of the original")
     if any(weight.is_meta for weight in model.parameters()):
         raise ValueError("quantization: part of the model is offloaded; load it into memory, or use another draft")
-    method = resolve(quantization, model.dtype)
+    method = resolve(quantization, model.dtype, model.device.type)
     if method is None:
         raise ValueError(f"quantization: None makes no quantized copy; use one of {', '.join(NAMES)}")
     # Not by way of a folder: save_pretrained would modify the config of the model that it saves.
@@ -321,6 +337,17 @@ def _require(method: Any) -> None:
 def _computed_in(dtype: torch.dtype | str | None, config: PretrainedConfig) -> torch.dtype:
     chosen = config.get_text_config(decoder=True).dtype if dtype in (None, "auto") else dtype
     return getattr(torch, chosen) if isinstance(chosen, str) else chosen or torch.float32
+
+
+def _device_type(device_map: Any) -> str:
+    """The type of the device that `from_pretrained` puts most of a model on."""
+    if device_map is None:
+        return torch.get_default_device().type
+    first = next(iter(device_map.values()), "cpu") if isinstance(device_map, dict) else device_map
+    if first in ("auto", "balanced", "balanced_low_0", "sequential") or isinstance(first, int):
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if found is None else found.type
+    return torch.device(first).type if first != "disk" else "cpu"
 
 
 def _guarded(method: QuantizationConfigMixin, model: PreTrainedModel) -> QuantizationConfigMixin:

@@ -1,0 +1,152 @@
+"""Linear modules with weights of 8 or 4 bits that are fast on a CPU, from products that torch itself brings.
+
+A matrix-vector product takes as long as reading the matrix, so half the bytes of bfloat16 take about half the time. Deals
+with linear modules only; `loading.quantization` chooses the modules of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+__all__ = ["FOUR_BIT_GROUP", "LOW_BIT_DTYPE", "LowBitLinear", "joined", "low_bit"]
+
+FOUR_BIT_GROUP = 32  # weights that share a scale and a zero point
+LOW_BIT_DTYPE = torch.bfloat16  # the only dtype with vectorized kernels
+_INPUTS, _OUTPUTS = (
+    {8: 16, 4: 32},
+    {8: 1, 4: 16},
+)  # multiples that the kernels need; with others they read beyond the end
+_TILE = {8: 1, 4: 64}  # outputs that lie together in the kernels' layouts
+_FEW = 32  # columns up to which a product from 8 bits is faster than converting the weight
+
+
+def low_bit(module: nn.Linear | Conv1D, bits: int) -> LowBitLinear:
+    """A module with the weight rounded to 8 or 4 bits, and the same bias.
+
+    8 bits: symmetric, with one scale per output (2208.07339, without its outliers). 4 bits: with a scale and a zero point per
+    group of `FOUR_BIT_GROUP` inputs.
+    """
+    weight = module.weight.detach().float()
+    weight = weight.t().contiguous() if isinstance(module, Conv1D) else weight
+    outputs, inputs = weight.shape
+    weight = F.pad(weight, (0, -inputs % _INPUTS[bits], 0, -outputs % _OUTPUTS[bits]))
+    packed, scales = (_eight_bits if bits == 8 else _four_bits)(weight)
+    return LowBitLinear(packed, scales, module.bias, inputs, outputs, bits)
+
+
+class LowBitLinear(nn.Module):
+    """A linear module whose weight has 8 or 4 bits. It computes in bfloat16, for inputs of any dtype.
+
+    Args:
+        packed: for 8 bits [out, in] int8; for 4 bits in the layout of torch's kernel, [out, in / 2] uint8. Inputs and outputs
+            are padded to multiples of what the kernel needs.
+        scales: [out] bfloat16; for 4 bits scales and zero points, [groups, out, 2] bfloat16.
+        bias: [out_features]; None if there is none.
+        in_features, out_features: without the padding.
+        bits: 8 or 4.
+    """
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(
+        self,
+        packed: torch.Tensor,
+        scales: torch.Tensor,
+        bias: nn.Parameter | None,
+        in_features: int,
+        out_features: int,
+        bits: int,
+    ):
+        super().__init__()
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales", scales)
+        self.bias = bias
+        self.in_features, self.out_features, self.bits = in_features, out_features, bits
+        self.padded = -in_features % _INPUTS[bits]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out], in the inputs' dtype."""
+        given = inputs.reshape(-1, self.in_features).to(LOW_BIT_DTYPE)
+        if self.padded:
+            given = F.pad(given, (0, self.padded))
+        made = self._product(given)
+        if made.shape[-1] != self.out_features:
+            made = made[:, : self.out_features]
+        made = made.to(inputs.dtype).view(*inputs.shape[:-1], self.out_features)
+        return made if self.bias is None else made + self.bias
+
+    def _product(self, given: torch.Tensor) -> torch.Tensor:
+        """[n, padded in] bfloat16 -> [n, padded out] bfloat16."""
+        on_cpu = given.device.type == "cpu"
+        if self.bits == 4:
+            if not on_cpu:
+                raise RuntimeError(
+                    f"these 4-bit weights are packed for a CPU and cannot run on {given.device}; load the model there instead"
+                )
+            if len(given) > given.shape[1]:  # converting the weight is a product with as many columns as it has inputs
+                given, whole = torch.eye(given.shape[1], dtype=LOW_BIT_DTYPE), given
+                return whole @ self._four_bits(given)
+            return self._four_bits(given)
+        if on_cpu and len(given) <= _FEW:
+            return torch._weight_int8pack_mm(given, self.packed, self.scales)
+        return F.linear(given, self.packed.to(LOW_BIT_DTYPE)) * self.scales
+
+    def _four_bits(self, given: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(given, self.packed, FOUR_BIT_GROUP, self.scales)
+        return made
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def joined(modules: Sequence[nn.Module]) -> LowBitLinear | None:
+    """Modules with the same inputs as a single one, with their outputs one after the other; None if they cannot be joined.
+
+    No weight is held twice: the modules then keep views of the joined weights.
+    """
+    low = [module for module in modules if isinstance(module, LowBitLinear)]
+    if not len(modules) == len(low) > 1 or len({(module.bits, module.in_features) for module in low}) > 1:
+        return None
+    if any(module.bias is not None or module.out_features % _TILE[module.bits] for module in low):
+        return None
+    bits, inputs, outputs = low[0].bits, low[0].in_features, [module.out_features for module in low]
+    packed = _together([module.packed for module in low])
+    for module, own in zip(low, packed.split(outputs), strict=True):
+        module.packed = own
+    scales = torch.cat([module.scales for module in low], 0 if bits == 8 else 1)
+    return LowBitLinear(packed, scales, None, inputs, sum(outputs), bits)
+
+
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The concatenation of matrices; themselves, without a copy, if they lie one after the other already."""
+    first = parts[0]
+    at = first.storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.storage_offset() != at:
+            return torch.cat(parts)
+        at += part.numel()
+    return first.as_strided((sum(map(len, parts)), first.shape[1]), first.stride(), first.storage_offset())
+
+
+def _eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = (weight.abs().amax(1) / 127).clamp(min=1e-30).to(LOW_BIT_DTYPE)
+    packed = (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return packed, scales
+
+
+def _four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = weight.view(len(weight), -1, FOUR_BIT_GROUP)
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) / 15).clamp(min=1e-30).to(LOW_BIT_DTYPE)
+    zeros = (low + 8 * scales.float()).to(LOW_BIT_DTYPE)
+    steps = ((groups - zeros.float()[..., None]) / scales.float()[..., None] + 8).round_().clamp_(0, 15)
+    packed = torch._convert_weight_to_int4pack_for_cpu(steps.to(torch.int32).view(weight.shape).contiguous(), 1)
+    return packed, torch.stack([scales.t(), zeros.t()], -1).contiguous()

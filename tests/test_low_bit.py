@@ -1,0 +1,189 @@
+"""Linear modules of 8 and 4 bits on a CPU: every shape and number of columns, joining, and models that hold them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import no_fallback
+from test_quantization import llama, logits
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
+
+from assisted import AssistedModelForCausalLM, zoo
+from assisted.drafters.quantized_self import CopyDrafter
+from assisted.fast.fused import FusedLayer, fused
+from assisted.fast.low_bit import LowBitLinear, joined, low_bit
+from assisted.loading import quantization
+from assisted.loading.packed import PackedConfig
+from assisted.loading.quantization import load_quantized, memory_bytes, quantize_copy, resolve
+
+ERROR = {8: 0.02, 4: 0.15}  # relative, of products with Gaussian weights and inputs
+SHAPES = [(1, 64), (17, 33), (30, 40), (48, 32), (64, 576), (100, 80), (129, 16)]
+CALL = {"max_new_tokens": 24, "do_sample": False}
+
+
+def linear(outputs: int, inputs: int, bias: bool = False) -> nn.Linear:
+    torch.manual_seed(outputs + inputs)
+    return nn.Linear(inputs, outputs, bias=bias)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@torch.no_grad()
+def test_every_shape_and_number_of_columns(bits: int, outputs: int, inputs: int) -> None:
+    """The kernels read beyond the end of other widths than they were written for; a thousand columns take another way."""
+    module = linear(outputs, inputs, bias=True)
+    made = low_bit(module, bits)
+    for shape in ((inputs,), (1, 1, inputs), (2, 3, inputs), (40, inputs), (1000, inputs)):
+        given = torch.randn(shape)
+        expected, found = module(given), made(given)
+        assert found.shape == expected.shape and found.dtype == torch.float32
+        assert (found - expected).norm() / expected.norm() < ERROR[bits] * (2 if outputs == 1 else 1)
+    half = torch.randn(3, inputs).bfloat16()
+    assert made.to(torch.bfloat16)(half).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.no_grad()
+def test_a_row_does_not_depend_on_the_others(bits: int) -> None:
+    made, given = low_bit(linear(96, 64), bits), torch.randn(9, 64)
+    assert torch.equal(made(given)[4:5], made(given[4:5]))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_of_zeros_and_transposed_weights(bits: int) -> None:
+    empty = linear(32, 32)
+    nn.init.zeros_(empty.weight)
+    assert torch.equal(low_bit(empty, bits)(torch.randn(2, 32)), torch.zeros(2, 32))
+    module = linear(48, 64, bias=True)
+    transposed = Conv1D(48, 64)
+    transposed.weight.data, transposed.bias.data = module.weight.data.t().contiguous(), module.bias.data
+    given = torch.randn(3, 64)
+    assert torch.equal(low_bit(transposed, bits)(given), low_bit(module, bits)(given))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.no_grad()
+def test_joined_modules_hold_no_weight_twice(bits: int) -> None:
+    parts = [low_bit(linear(rows, 64), bits) for rows in (128, 64, 64)]
+    given, before = torch.randn(2, 64), memory_bytes(*parts)
+    expected = torch.cat([part(given) for part in parts], -1)
+    whole = joined(parts)
+    assert whole is not None
+    assert torch.equal(whole(given), expected)
+    assert torch.equal(torch.cat([part(given) for part in parts], -1), expected)
+    scales = whole.scales.nbytes
+    assert memory_bytes(whole, *parts) == before + scales
+    again = joined(parts)
+    assert again is not None and again.packed.data_ptr() == whole.packed.data_ptr()
+
+
+def test_what_cannot_be_joined() -> None:
+    one = low_bit(linear(64, 64), 8)
+    for others in (
+        [low_bit(linear(64, 64), 4)],
+        [low_bit(linear(64, 32), 8)],
+        [low_bit(linear(64, 64, bias=True), 8)],
+        [linear(64, 64)],
+        [],
+    ):
+        assert joined([one, *others]) is None
+    assert joined([low_bit(linear(rows, 64), 4) for rows in (64, 40)]) is None
+
+
+def test_four_bits_name_the_remedy_on_other_devices() -> None:
+    with pytest.raises(RuntimeError, match=r"packed for a CPU.*load the model there instead"):
+        low_bit(linear(32, 32), 4)(torch.zeros(1, 32, device="meta"))
+
+
+# ---- models
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_fused_layers_hold_joined_products(bits: str, dtype: torch.dtype) -> None:
+    target = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=dtype)
+    model = quantize_copy(target, bits)
+    before = memory_bytes(model)
+    found = fused(model)
+    layer = found.module.model.layers[0]
+    assert isinstance(layer, FusedLayer)
+    assert isinstance(layer.heads.modules[0], LowBitLinear)
+    assert layer.heads.modules[0].out_features == sum(
+        getattr(model.model.layers[0].self_attn, f"{part}_proj").out_features for part in "qkv"
+    )
+    assert memory_bytes(model) <= before
+    assert fused(model).module.model.layers is found.module.model.layers  # kept for the next call
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.packed = torch.zeros_like(model.model.layers[0].mlp.up_proj.packed)
+    assert fused(model).module.model.layers is not found.module.model.layers
+
+
+@pytest.mark.parametrize("fast", ["auto", "eager"])
+@pytest.mark.parametrize("draft", ["self:int8", "self:int4"])
+def test_a_copy_drafts_in_the_targets_slots(draft: str, fast: str) -> None:
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", draft=draft, dtype=torch.float32, fast=fast)
+    assert isinstance(pair.drafter, CopyDrafter)
+    ids = torch.arange(200, 230)[None]
+    with no_fallback():
+        text = pair.generate(ids, draft_length=4, **CALL)
+    assert text.tolist() == pair.target.generate(ids, **CALL).tolist()
+    assert pair.report is not None
+    assert pair.report.acceptance_rate > (0.8 if draft == "self:int8" else 0.3)
+    for _ in range(2):  # a turn that continues from the cache of the one before
+        again = pair.generate(ids, assisted=True, draft_length=3, **CALL)
+        assert again.tolist() == text.tolist()
+
+
+def test_a_tied_embedding_stays_and_the_head_is_quantized(tmp_path: Path) -> None:
+    original = llama(tmp_path, tie=True)
+    model = load_quantized(str(tmp_path), "int8")
+    assert isinstance(model.lm_head, LowBitLinear)
+    assert torch.equal(model.get_input_embeddings().weight, original.get_input_embeddings().weight)
+    with torch.no_grad():
+        error = (logits(model) - logits(original)).norm() / logits(original).norm()
+    assert error < 0.05
+    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
+
+
+def test_models_with_transposed_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = {"n_layer": 1, "n_head": 2, "vocab_size": 96, "n_positions": 64}
+    original = GPT2LMHeadModel(GPT2Config(n_embd=64, n_inner=96, **shape)).eval()
+    original.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = load_quantized(str(tmp_path), "int8")
+    assert sum(isinstance(module, LowBitLinear) for module in model.modules()) == 5
+    assert (logits(model) - logits(original)).norm() / logits(original).norm() < 0.05
+
+
+def test_modules_can_be_left_out(tmp_path: Path) -> None:
+    llama(tmp_path)
+    model = load_quantized(str(tmp_path), PackedConfig(8, modules_to_not_convert=["lm_head", "down_proj"]))
+    assert type(model.lm_head) is nn.Linear and type(model.model.layers[0].mlp.down_proj) is nn.Linear
+    assert isinstance(model.model.layers[0].mlp.up_proj, LowBitLinear)
+
+
+def test_transformers_takes_the_config_for_any_model(tmp_path: Path) -> None:
+    llama(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=PackedConfig(4))
+    assert isinstance(model.lm_head, LowBitLinear) and model.lm_head.bits == 4
+
+
+def test_a_name_means_the_fastest_weights_of_a_device() -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("optimum.quanto")
+    for given in ("int8", PackedConfig(8), PackedConfig(8).to_dict()):
+        assert resolve(given, torch.bfloat16, "cuda").quant_method == "bitsandbytes"
+        assert isinstance(resolve(given, torch.bfloat16), PackedConfig)
+    assert resolve("int4", torch.bfloat16, "cuda").quant_method == "quanto"
+    for device_map, expected in ((None, "cpu"), ("cpu", "cpu"), ("cuda:1", "cuda"), ({"": "cuda"}, "cuda")):
+        assert quantization._device_type(device_map) == expected
+    with pytest.raises(ValueError, match="bits: 3 is not possible; use 8 or 4"):
+        PackedConfig(3)

@@ -37,7 +37,7 @@ from .generation import CALL, HookedCall, hooked
 from .loading.adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting
 from .loading.checkpoints import write_index
 from .loading.files import inside, loading, require_sound
-from .loading.gguf import load_gguf, named_in, read_config, unmarked
+from .loading.gguf import load_gguf, named_in, read_config, reading_once, unmarked
 from .loading.quantization import copy_shells, memory_bytes
 from .loading.vocabulary import find_tokenizer
 from .lossy import LossyTypical
@@ -105,6 +105,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         return other
 
     @classmethod
+    @reading_once()
     def from_pretrained(  # type: ignore[override]
         cls,
         pretrained_model_name_or_path: str | os.PathLike[str],

@@ -176,3 +176,23 @@ def test_nothing_is_said_of_what_is_as_it_should_be(one: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         AssistedModelForCausalLM.from_pretrained(one.parent, gguf_file=one.name)
+
+
+def test_a_file_is_parsed_once_and_only_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Config, weights and tokenizer need the same metadata, which takes a second for every 3,000 tokens of a vocabulary."""
+    import gguf
+
+    parsed, own = [], gguf.GGUFReader
+    build = own._build_fields
+    monkeypatch.setattr(own, "_build_fields", lambda *args: parsed.append(args) or build(*args))
+    pair = AssistedModelForCausalLM.from_pretrained(file)
+    assert pair.tokenizer is not None
+    assert len(parsed) == 1
+    assert gguf.GGUFReader is own
+    with pytest.raises(ValueError, match=r"gguf_file: .* is not a file"):
+        AssistedModelForCausalLM.from_pretrained(file.parent, gguf_file=3)
+    assert gguf.GGUFReader is own
+    again = file.with_name("again.gguf")
+    shutil.copy(file, again)  # another file of the same name later is read anew
+    AssistedModelForCausalLM.from_pretrained(again)
+    assert len(parsed) == 2

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .. import zoo
-from ..loading.gguf import load_model
+from ..loading.gguf import load_model, reading_once
 from ..loading.vocabulary import find_tokenizer
 
 __all__ = ["SHAPES", "Shape", "grow", "is_name", "is_shipped", "layer_positions", "load_target", "note", "save"]
@@ -159,6 +159,7 @@ def is_shipped(target: str) -> bool:
     return is_name(target) and target.count(":") == 1
 
 
+@reading_once()
 def load_target(
     name: str, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:

@@ -160,6 +160,15 @@ def measured_with(found: dict[str, Any], command: str) -> str:
     )
 
 
+def races(found: dict[str, Any], script: str, columns: Sequence[str], note: str = "", **more: Any) -> str:
+    """What a script writes into the docs. found: `about`, and races by their titles. note: ends the sentences above the
+    tables. columns, more: as for `table`."""
+    lines = [measured_with(found["about"], f"python benchmarks/{script}.py") + note]
+    for title, result in found.items():
+        lines += section(title, result, columns, **more) if title != "about" else []
+    return "\n".join(lines)
+
+
 def section(title: str, result: dict[str, Any], columns: Sequence[str], named: str = "", **more: Cell) -> list[str]:
     """A title and the table of a race. result: of `raced`, as a dictionary. The others: as for `table`."""
     (measured,) = Result.from_dict(result).points

@@ -9,6 +9,7 @@ import json
 import math
 import random
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,16 @@ def bits_per_byte(folder: Path) -> float:
     return bits / bytes_read
 
 
-def drafting(model: AssistedModelForCausalLM, draft_length: int, temperature: float) -> Drafting:
-    """Tokens per forward pass over held-out functions, with 48 new tokens each."""
+def drafting(
+    model: AssistedModelForCausalLM, draft_length: int, temperature: float, prompts: int = PROMPTS, top_p: float = 0.95
+) -> Drafting:
+    """Tokens per forward pass over held-out functions, with 48 new tokens each. top_p: above temperature 0."""
     model.reset_totals()
     torch.manual_seed(0)
     completions = []
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": 0.95} if temperature else {"do_sample": False}
-    prompts = [prompt for prompt, _ in zip(held_out_prompts(model.tokenizer), range(PROMPTS), strict=False)]
-    for prompt in tqdm(prompts, desc=f"drafting {draft_length} at temperature {temperature}", unit="prompt"):
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    work = list(islice(held_out_prompts(model.tokenizer), prompts))
+    for prompt in tqdm(work, desc=f"drafting {draft_length} at temperature {temperature}", unit="prompt"):
         out = model.generate(prompt.ids, max_new_tokens=NEW_TOKENS, draft_length=draft_length, **sampling)
         completions.append(out[0, prompt.ids.shape[1] :].tolist())
     totals = model.totals
@@ -175,7 +178,7 @@ def write(models: Path) -> Path:
 def _completions(pair: AssistedModelForCausalLM) -> list[dict[str, str]]:
     tokenizer: Any = pair.tokenizer
     shown = []
-    for prompt, _ in zip(held_out_prompts(pair.tokenizer), range(SHOWN), strict=False):
+    for prompt in islice(held_out_prompts(pair.tokenizer), SHOWN):
         out = pair.generate(prompt.ids, max_new_tokens=SHOWN_TOKENS, do_sample=False)
         text = tokenizer.decode(out[0, prompt.ids.shape[1] :], skip_special_tokens=True)
         shown.append({"source": prompt.source, "prompt": prompt.text, "completion": text})

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from ..engine.host import wait
+
 __all__ = ["FirstToken", "Progress", "now", "silent", "turns"]
 
 T = TypeVar("T")
@@ -51,8 +53,7 @@ def turns(
 
 def now(device: torch.device) -> float:
     """The clock, in seconds, after the device has finished all its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+    wait(device)
     return time.perf_counter()
 
 

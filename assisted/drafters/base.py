@@ -24,7 +24,7 @@ from ..lengths.base import DraftLength, Length
 from ..loading.files import inside
 from ..text import Text
 
-__all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Spec", "Target"]
+__all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Spec", "Target", "require_positive"]
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Spec:
     """The configuration of a method, as the caller writes it: a frozen dataclass.
 
     A saved pair stores its fields, except those with the metadata {"saved": False}. Three class variables describe the
-    method for the table in the documentation: `trained`, it must be trained for the target; `trees`, it can propose token
-    trees; `has_q`, sampled drafts come with q. None means that this depends on the combined methods.
+    method for the table in the documentation, where it differs: `trained`, it must be trained for the target; `trees`, it can
+    propose token trees; `has_q`, sampled drafts come with q. None means that this depends on the combined methods.
     """
 
     name: ClassVar[str]
@@ -167,6 +167,14 @@ class Spec:
 
         drafter: that `load` returned. path: the folder. tokenizer: the target's, None if there is none.
         """
+
+
+def require_positive(spec: Spec, *names: str) -> None:
+    """Raise ValueError for the first of these fields that is below 1; None is a default."""
+    for name in names:
+        value = getattr(spec, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: {value} is not possible; give 1 or more")
 
 
 class HeadSpec(Spec):

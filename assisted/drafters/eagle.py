@@ -29,7 +29,7 @@ from ..heads.fused import fused_head, source_of
 from ..heads.runner import HeadRunner
 from ..lengths.rates import Rates
 from ..text import Text
-from .base import Call, Drafter, HeadSpec, Target
+from .base import Call, Drafter, HeadSpec, Target, require_positive
 from .chain import ChainDrafting
 from .eagle_tree import Limits, Offers, grow, learn
 
@@ -66,10 +66,7 @@ class Eagle(HeadSpec):
     nodes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "nodes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: {value} is not possible; give 1 or more")
+        require_positive(self, "top_k", "nodes")
 
     @classmethod
     def named(cls, rest: str) -> Eagle:

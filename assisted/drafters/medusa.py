@@ -25,7 +25,7 @@ from ..heads.medusa import MedusaHeads, output_size
 from ..lengths.base import DraftLength, Length
 from ..lengths.rates import Rates
 from ..text import Text
-from .base import Call, Drafter, Drafting, HeadSpec, Target
+from .base import Call, Drafter, Drafting, HeadSpec, Target, require_positive
 from .trees import best_paths, from_lists, worthwhile
 
 __all__ = ["Medusa", "MedusaDrafter"]
@@ -50,7 +50,6 @@ class Medusa(HeadSpec):
     name: ClassVar[str] = "medusa"
     trained: ClassVar[bool | None] = True
     trees: ClassVar[bool | None] = True
-    has_q: ClassVar[bool | None] = False
 
     path: str | MedusaHeads
     tree: bool = True
@@ -58,10 +57,7 @@ class Medusa(HeadSpec):
     nodes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.candidates < 1:
-            raise ValueError(f"candidates: {self.candidates} is not possible; give 1 or more")
-        if self.nodes is not None and self.nodes < 1:
-            raise ValueError(f"nodes: {self.nodes} is not possible; give 1 or more")
+        require_positive(self, "candidates", "nodes")
 
     @classmethod
     def named(cls, rest: str) -> Medusa:
@@ -206,13 +202,10 @@ class MedusaDrafting(Drafting):
         """Compare each head whose earlier heads were right with the committed token. counts: committed tokens of each row."""
         if self.text is None or not self.guesses:
             return
-        ids = self.text.ids
-        starts = [length - count for length, count in zip(self.text.lengths, counts, strict=True)]
-        columns = ids.new_tensor(starts)[:, None] + torch.arange(max(counts), device=ids.device)
-        new = ids.gather(1, columns.clamp(max=ids.shape[1] - 1)).tolist()
+        new = self.text.since([length - count for length, count in zip(self.text.lengths, counts, strict=True)])
         outcomes = []
         for row, guesses in self.guesses.items():
-            for head, (guess, token) in enumerate(zip(guesses, new[row][: counts[row]], strict=False)):
+            for head, (guess, token) in enumerate(zip(guesses, new[row], strict=False)):
                 right = [guessed == token for guessed in guess.tokens]
                 outcomes.append((guess.sure, head, right))
                 if not any(right):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from .signatures import generate_passes, takes
 __all__ = [
     "CachedModel",
     "CallSettings",
+    "Inputs",
     "Masks",
     "Passes",
     "Runnable",
@@ -80,6 +81,21 @@ class Runnable:
     copied: Sequence[torch.Tensor] = ()
 
 
+class Inputs(NamedTuple):
+    """What a captured forward pass reads.
+
+    ids: [R, n] int64. known: [R, 1] int64, valid slots of each row. first: [R, 1] int64, position of column 0.
+    parents: [R, n - 1] int64 for a tree, None for chains. visible: [R, top] bool, False at a prompt's padding; `top` slots
+    are read, at least n more than the longest row has.
+    """
+
+    ids: torch.Tensor
+    known: torch.Tensor
+    first: torch.Tensor
+    parents: torch.Tensor | None
+    visible: torch.Tensor
+
+
 class Passes:
     """Runs forward passes eagerly, operation by operation. `fast.graphs.Graphs` replays captured ones instead."""
 
@@ -125,19 +141,10 @@ class Runner:
         """One forward pass, the reference for all other ways to run it; see `CachedModel.__call__`."""
         raise NotImplementedError
 
-    def static_forward(
-        self,
-        ids: torch.Tensor,
-        known: torch.Tensor,
-        first: torch.Tensor,
-        parents: torch.Tensor | None,
-        visible: torch.Tensor,
-    ) -> torch.Tensor:
+    def static_forward(self, inputs: Inputs) -> torch.Tensor:
         """The same forward pass as a function of tensors only; the host reads no value that changes between passes.
 
-        ids: [R, n] int64. known: [R, 1] int64, valid slots of each row. first: [R, 1] int64, position of column 0.
-        parents: [R, n - 1] int64 for a tree, None for chains. visible: [R, top] bool, False at a prompt's padding; `top` slots
-        are read, at least n more than the longest row has. Returns [R, n, V].
+        Returns [R, n, V].
         """
         raise NotImplementedError
 
@@ -255,14 +262,8 @@ class CachedModel(Runner):
             kwargs["attention_mask"] = self.masks.made(known, depths, draft, visible, cache.top, self.model.dtype)
         return cache.spread(self._forward(ids, kwargs))
 
-    def static_forward(
-        self,
-        ids: torch.Tensor,
-        known: torch.Tensor,
-        first: torch.Tensor,
-        parents: torch.Tensor | None,
-        visible: torch.Tensor,
-    ) -> torch.Tensor:
+    def static_forward(self, inputs: Inputs) -> torch.Tensor:
+        ids, known, first, parents, visible = inputs
         width, top = ids.shape[1], visible.shape[1]
         self.cache.place_at(known, width, top)
         draft = None if parents is None else Draft(ids[:, 1:], known[:, 0], parents=parents)

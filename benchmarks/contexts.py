@@ -397,29 +397,21 @@ def kept_up(by_context: dict[int, dict[str, Any]], drafts: Sequence[str]) -> lis
 
 
 def main() -> None:
-    parser = arguments(__doc__, prompts=3, repeats=3)
+    numbers = {
+        "--new-tokens": (64, "after each prompt"),
+        "--first-repeats": (3, "for the first token; 0 leaves it out"),
+        "--first-up-to": (16384, "longest prompt for the first token"),
+        # it reads prompts with a mask of P x P numbers
+        "--compiled-up-to": (4096, "longest prompt after which plain generate is also compiled"),
+    }
+    parser = arguments(__doc__, prompts=3, repeats=3, numbers=numbers)
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[512, 1024, 4096, 16384, 32768], help="tokens of prompts"
     )
     parser.add_argument("--contestants", nargs="+", choices=list(DRAFTS), default=list(DRAFTS), metavar="NAME")
-    parser.add_argument("--new-tokens", type=int, default=64, help="after each prompt (default: %(default)s)")
     parser.add_argument("--grown", metavar="SIZE", help="of the target, such as 0.25b; the shipped one when left out")
     parser.add_argument(
-        "--first-repeats", type=int, default=3, help="for the first token; 0 leaves it out (default: 3)"
-    )
-    parser.add_argument(
-        "--first-up-to", type=int, default=16384, metavar="P", help="longest prompt for the first token"
-    )
-    parser.add_argument(
         "--memory", type=int, nargs="*", default=[512, 16384], metavar="P", help="contexts of peak memory"
-    )
-    parser.add_argument(
-        "--compiled-up-to",
-        type=int,
-        default=4096,
-        metavar="P",
-        help="longest prompt after which plain generate is also compiled: it reads prompts with a mask of P x P numbers "
-        " (default: %(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="512 and 2048 tokens, little of everything")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -78,9 +78,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__, repeats=2)
-    parser.add_argument("--new-tokens", type=int, default=48, help="of each prompt (default: %(default)s)")
-    args = parser.parse_args()
+    args = arguments(__doc__, repeats=2, numbers={"--new-tokens": (48, "of each prompt")}).parse_args()
     publish(markdown(figures(args, measure)), args.docs, "heads")
 
 

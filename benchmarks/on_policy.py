@@ -46,10 +46,8 @@ def drafting(target: Any, draft: Any, tokenizer: Any, prompts: int) -> dict[str,
 
 
 def main() -> None:
-    parser = arguments(__doc__, ("--prompts", "--threads", "--out"), prompts=40, threads=1)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--context", type=int, default=256)
+    numbers = {"--steps": (200, "of each way"), "--batch": (8, "sequences"), "--context": (256, "tokens")}
+    parser = arguments(__doc__, ("--prompts", "--threads", "--out"), prompts=40, threads=1, numbers=numbers)
     parser.add_argument("--layers", type=int, help="begin with so many of the target's layers, not with zoo:draft")
     parser.add_argument("--lr", type=float, default=3e-4)
     args = parser.parse_args()

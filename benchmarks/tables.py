@@ -53,8 +53,12 @@ def arguments(
     prompts: int = 16,
     repeats: int = 3,
     threads: int | None = None,
+    numbers: Mapping[str, tuple[int, str]] | None = None,
 ) -> argparse.ArgumentParser:
-    """The common options of scripts. doc: the description. only: which of OPTIONS. The others: defaults."""
+    """The common options of scripts, and the script's own that are whole numbers.
+
+    doc: the description. only: which of OPTIONS. prompts, repeats, threads: defaults. numbers: default and text, by name.
+    """
     default = "(default: %(default)s)"
     own_choice = default if threads else "(default: torch's own choice)"
     options: dict[str, dict[str, Any]] = {
@@ -69,6 +73,8 @@ def arguments(
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in only:
         parser.add_argument(name, **options[name])
+    for name, (value, text) in (numbers or {}).items():
+        parser.add_argument(name, type=int, default=value, metavar="N", help=f"{text} {default}")
     return parser
 
 

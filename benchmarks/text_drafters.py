@@ -87,15 +87,9 @@ def measure(make: Callable[[Any], Any], ids: list[int], context: int, rounds: in
 
 
 def main() -> None:
-    parser = arguments(__doc__, ("--out",))
-    parser.add_argument(
-        "--contexts",
-        type=int,
-        nargs="+",
-        default=[1024, 2048, 4096, 8192, 16384, 32768],
-        help="tokens before the rounds",
-    )
-    parser.add_argument("--rounds", type=int, default=200, help="timed after each context (default: %(default)s)")
+    parser = arguments(__doc__, ("--out",), numbers={"--rounds": (200, "timed after each context")})
+    contexts = [1024, 2048, 4096, 8192, 16384, 32768]
+    parser.add_argument("--contexts", type=int, nargs="+", default=contexts, help="tokens before the rounds")
     parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), choices=list(DRAFTERS))
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=list(TEXTS))
     args = parser.parse_args()

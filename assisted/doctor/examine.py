@@ -16,18 +16,20 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench import grown
+from ..bench.clock import Progress, silent
 from ..bench.measure import pad_token
 from ..bench.prompts import held_out_prompts
 from ..bench.results import machine
 from ..bench.statistics import repeated_share, speedup
 from ..drafters.other_tokenizer import TranslatedDrafter
+from ..engine.runner import context_of
 from ..lengths.base import Costs
 from ..modeling import AssistedModelForCausalLM
 from .diagnosis import Check, Diagnosis, Examination, Settings
 from .forecast import Drafts, Expected, expect, half_as_wrong
 from .passes import memory
 from .recording import Step
-from .trials import UNDRAFTED, Found, Progress, Race, Trials, context_of, way
+from .trials import UNDRAFTED, Found, Race, Trials, way
 
 __all__ = ["examine", "read_prompts"]
 
@@ -45,7 +47,7 @@ def examine(
     settings: Settings | None = None,
     draft_quantization: Any = None,
     name: str = "target",
-    progress: Progress = lambda what, share: None,
+    progress: Progress = silent,
 ) -> Examination:
     """Measure a target and one draft or more.
 

@@ -34,6 +34,7 @@ __all__ = [
     "Passes",
     "Runnable",
     "Runner",
+    "context_of",
     "is_rewindable",
     "is_sum_of_parts",
     "require_decoder",
@@ -198,8 +199,7 @@ class CachedModel(Runner):
     def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks):
         runnable = model if isinstance(model, Runnable) else Runnable(model)
         self.model: Any = runnable.module
-        context = _context(self.model.config.get_text_config(decoder=True))
-        super().__init__(runnable, cache, device_of(self.model), context)
+        super().__init__(runnable, cache, device_of(self.model), context_of(self.model))
         self.last_only = runnable.last_only
         self.masks = masks
         self._takes_cache = "past_key_values" if takes(self.model, "past_key_values") else "cache_params"
@@ -369,8 +369,9 @@ def without_gradients(*models: nn.Module) -> AbstractContextManager[Any]:
     return torch.inference_mode()
 
 
-def _context(config: Any) -> int:
+def context_of(model: PreTrainedModel) -> int:
     """How many positions a model supports. MPT's config uses another name."""
+    config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or sys.maxsize
 
 

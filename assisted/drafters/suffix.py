@@ -16,7 +16,7 @@ from ..lengths.faded import Faded
 from ..text import Text
 from .base import Call, Drafter, Spec, Target, require_positive
 from .lookup import NOTHING, Lookup, Proposal
-from .suffix_tree import Continuation, Point, SuffixTree
+from .suffix_tree import Continuation, Point, SuffixTree, grown
 
 __all__ = ["Suffix", "SuffixDrafter"]
 
@@ -129,10 +129,7 @@ class SuffixDrafter(Drafter):
             return
         with self.lock:
             if len(self.past.text) > REMEMBERED:
-                fresh = SuffixTree(self.depth)
-                for token in self.past.text[-REMEMBERED // 2 :]:
-                    fresh.end() if token < 0 else fresh.append(token)
-                self.past = fresh
+                self.past = grown(self.depth, self.past.text[-REMEMBERED // 2 :])
             for tokens in outputs:
                 _add(self.past, tokens)
 

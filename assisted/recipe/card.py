@@ -24,7 +24,7 @@ from ..modeling import AssistedModelForCausalLM
 from ..zoo import HEADS, corpus
 from .shapes import RECIPES
 
-__all__ = ["Drafting", "Head", "Measured", "measure", "write"]
+__all__ = ["Drafting", "Head", "measure", "write"]
 
 WINDOW = 512  # tokens of context for the bits per byte
 WINDOWS = 60
@@ -33,21 +33,6 @@ CHAIN = 4  # tokens of a head's chain, as many as there are Medusa heads
 TREE_NODES, TREE_DEPTH = 32, 6
 SHOWN = 10
 SHOWN_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One model on held-out code.
-
-    Args:
-        name: of the recipe.
-        parameters: weights, with shared ones counted once.
-        bits_per_byte: cross-entropy per byte of held-out files.
-    """
-
-    name: str
-    parameters: int
-    bits_per_byte: float
 
 
 @dataclass(frozen=True)
@@ -153,13 +138,13 @@ def measure(models: Path) -> dict[str, Any]:
     measured = []
     for name in RECIPES:
         folder = models / name
-        parameters = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
-        measured.append(Measured(name, parameters, bits_per_byte(folder)))
+        parameters = AutoModelForCausalLM.from_pretrained(folder).num_parameters()  # shared ones are counted once
+        measured.append({"name": name, "parameters": parameters, "bits_per_byte": bits_per_byte(folder)})
     target = models / "target"
     pair = AssistedModelForCausalLM.from_pretrained(target, draft=str(models / "draft"), dtype=torch.float32)
     figures = [drafting(pair, length, temperature) for length, temperature in ((4, 0.0), (2, 0.0), (8, 0.0), (4, 0.8))]
     return {
-        "models": [asdict(m) for m in measured],
+        "models": measured,
         "drafting": [asdict(d) for d in figures],
         "heads": [asdict(head(models, name)) for name in HEADS if (models / name).is_dir()],
         "completions": _completions(pair),

@@ -180,6 +180,16 @@ def require_positive(spec: Spec, *names: str) -> None:
 class HeadSpec(Spec):
     """A method with trained heads at a path; a saved pair stores them in a subfolder."""
 
+    @classmethod
+    def named(cls, rest: str) -> Spec:
+        """The spec for `"eagle:DIR"` or `"medusa:DIR"`."""
+        if not rest:
+            raise ValueError(
+                f"draft: {cls.name!r} does not name a checkpoint; write '{cls.name}:DIR' with the folder or Hub id of heads"
+            )
+        spec: type[Any] = cls
+        return spec(rest)
+
     def written(self, folder: str) -> dict[str, Any]:
         return super().written(folder) | {"path": folder}
 

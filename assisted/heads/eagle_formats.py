@@ -161,7 +161,7 @@ def save_eagle(
 
 def _config_of(fields: Mapping[str, Any], tensors: Shapes, target: PreTrainedModel) -> EagleConfig:
     """The config from the config.json of SafeAILab, of SpecForge or of speculators."""
-    of_speculators = "speculators_model_type" in fields
+    of_speculators = fields.get("speculators_model_type") is not None
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
     embedding = "embed_tokens.weight" in tensors
     if of_speculators:

@@ -240,10 +240,9 @@ def _read_prompt(
             return read(list(range(len(input_ids))), 0)
         return target.by_groups(input_ids.shape[1], read)
     except IndexError as error:
-        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if limit is not None and input_ids.shape[1] > limit:
+        if input_ids.shape[1] > target.context:
             raise ValueError(
-                f"input_ids: the prompt has {input_ids.shape[1]} tokens, but the target's context ends at {limit}"
+                f"input_ids: the prompt has {input_ids.shape[1]} tokens, but the target's context ends at {target.context}"
             ) from error
         raise
 

@@ -6,6 +6,7 @@ that stops are dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,6 +112,25 @@ class Text:
         if self.rows == 1:
             return self.ids[:, self.lengths[0] - 1 : self.lengths[0]]
         return self.ids.gather(1, on_device(self.lengths, self.ids.device)[:, None] - 1)
+
+    def prompts(self, attention_mask: torch.Tensor | None) -> list[list[int]]:
+        """The tokens of each row's prompt, without padding. attention_mask: [B, P]; None if there is no padding."""
+        rows = self.ids[:, : self.prompt_length].tolist()
+        if attention_mask is None:
+            return rows
+        shown = attention_mask.bool().tolist()
+        return [
+            [token for token, is_text in zip(*row, strict=True) if is_text] for row in zip(rows, shown, strict=True)
+        ]
+
+    def since(self, starts: Sequence[int]) -> list[list[int]]:
+        """The tokens of each row from column `starts[b]` on. One transfer to the host, of the longest new part."""
+        if self.rows == 1:  # a slice is faster than the index needed for several rows
+            return self.ids[:, starts[0] : self.lengths[0]].tolist()
+        counts = [length - start for length, start in zip(self.lengths, starts, strict=True)]
+        columns = on_device(list(starts), self.ids.device)[:, None] + torch.arange(max(counts), device=self.ids.device)
+        new = self.ids.gather(1, columns.clamp(max=self.ids.shape[1] - 1)).tolist()
+        return [row[:count] for row, count in zip(new, counts, strict=True)]
 
     def extend(self, tokens: list[list[int]], scores: torch.Tensor | None, logits: torch.Tensor | None) -> list[int]:
         """Commit new tokens to the unfinished rows, each up to the first prefix that stops it.

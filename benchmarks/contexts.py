@@ -79,17 +79,6 @@ DRAFTS: dict[str, tuple[str, Any]] = {
 EAGER = ', fast="eager"'
 """After a name: without copies of weights. Peak memory is measured for these as well."""
 WARM_UP = 8  # tokens
-COLUMNS = (
-    "context",
-    "",
-    "times plain",
-    "ms per token",
-    "tokens per pass",
-    "accepted",
-    "a round, in plain tokens",
-    "drafting, of a round",
-    "drafting, µs a round",
-)
 
 
 def long_model(name: str, grown: str | None = None) -> Any:
@@ -316,6 +305,25 @@ def measure(args: Any) -> dict[str, Any]:
     return found
 
 
+def cell(name: str, form: str, otherwise: str = "") -> Callable[[dict[str, Any]], str]:
+    """How a field of a row is shown. otherwise: in rows without that field, those of plain decoding."""
+    return lambda row: form.format(row[name]) if name in row else otherwise
+
+
+CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "context": cell("context", "{}"),
+    "": cell("name", "{}"),
+    "times plain": lambda row: str(Interval(**row["speedup"])) if "speedup" in row else f"{1 / row['times']:.2f}",
+    "ms per token": cell("milliseconds_per_token", "{:.2f}"),
+    "tokens per pass": cell("tokens_per_pass", "{:.2f}", "1.00"),
+    "accepted": cell("acceptance_rate", "{:.0%}"),
+    "a round, in plain tokens": lambda row: f"{row.get('plain_tokens_per_round', row['times']):.2f}",
+    "drafting, of a round": cell("drafting_share", "{:.1%}"),
+    "drafting, µs a round": cell("drafting_microseconds", "{:.0f}"),
+}
+"""By the title of the column. A row's `times` are its milliseconds per token over those of plain decoding."""
+
+
 def markdown(found: dict[str, Any]) -> str:
     """The section as it stands in docs."""
     lines = [
@@ -328,7 +336,10 @@ def markdown(found: dict[str, Any]) -> str:
     for row in found["rows"]:
         by_context.setdefault(row["context"], {})[row["name"]] = row
     drafts = [name for name in dict.fromkeys(row["name"] for row in found["rows"]) if name in DRAFTS]
-    lines += markdown_table(COLUMNS, (_cells(row, by_context[row["context"]][PLAIN]) for row in found["rows"]))
+    for row in found["rows"]:
+        plainly = by_context[row["context"]][PLAIN]
+        row["times"] = row["milliseconds_per_token"] / plainly["milliseconds_per_token"]
+    lines += markdown_table(CELLS, ([show(row) for show in CELLS.values()] for row in found["rows"]))
     lines += kept_up(by_context, drafts)
     if found["first"]:
         rows = (
@@ -364,23 +375,6 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
-    """A row of the first table. plain: that of plain decoding at the same context."""
-    times = row["milliseconds_per_token"] / plain["milliseconds_per_token"]
-    shown = Interval(**row["speedup"]) if "speedup" in row else f"{1 / times:.2f}"
-    cells = [str(row["context"]), row["name"], str(shown), f"{row['milliseconds_per_token']:.2f}"]
-    if "tokens_per_pass" not in row:
-        return [*cells, "1.00", "", f"{times:.2f}", "", ""]
-    return [
-        *cells,
-        f"{row['tokens_per_pass']:.2f}",
-        f"{row['acceptance_rate']:.0%}",
-        f"{row['plain_tokens_per_round']:.2f}",
-        f"{row['drafting_share']:.1%}",
-        f"{row['drafting_microseconds']:.0f}",
-    ]
-
-
 def kept_up(by_context: dict[int, dict[str, Any]], drafts: Sequence[str]) -> list[str]:
     """How much of the speedup after the shortest context remains after the others."""
     (shortest, first), *others = by_context.items()
@@ -403,29 +397,21 @@ def kept_up(by_context: dict[int, dict[str, Any]], drafts: Sequence[str]) -> lis
 
 
 def main() -> None:
-    parser = arguments(__doc__, prompts=3, repeats=3)
+    numbers = {
+        "--new-tokens": (64, "after each prompt"),
+        "--first-repeats": (3, "for the first token; 0 leaves it out"),
+        "--first-up-to": (16384, "longest prompt for the first token"),
+        # it reads prompts with a mask of P x P numbers
+        "--compiled-up-to": (4096, "longest prompt after which plain generate is also compiled"),
+    }
+    parser = arguments(__doc__, prompts=3, repeats=3, numbers=numbers)
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[512, 1024, 4096, 16384, 32768], help="tokens of prompts"
     )
     parser.add_argument("--contestants", nargs="+", choices=list(DRAFTS), default=list(DRAFTS), metavar="NAME")
-    parser.add_argument("--new-tokens", type=int, default=64, help="after each prompt (default: %(default)s)")
     parser.add_argument("--grown", metavar="SIZE", help="of the target, such as 0.25b; the shipped one when left out")
     parser.add_argument(
-        "--first-repeats", type=int, default=3, help="for the first token; 0 leaves it out (default: 3)"
-    )
-    parser.add_argument(
-        "--first-up-to", type=int, default=16384, metavar="P", help="longest prompt for the first token"
-    )
-    parser.add_argument(
         "--memory", type=int, nargs="*", default=[512, 16384], metavar="P", help="contexts of peak memory"
-    )
-    parser.add_argument(
-        "--compiled-up-to",
-        type=int,
-        default=4096,
-        metavar="P",
-        help="longest prompt after which plain generate is also compiled: it reads prompts with a mask of P x P numbers "
-        " (default: %(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="512 and 2048 tokens, little of everything")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -141,8 +141,8 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, ("--prompts", "--repeats", "--threads", "--out", "--read"))
-    parser.add_argument("--tokens", type=int, default=256, help="new tokens of every call (default: %(default)s)")
+    numbers = {"--tokens": (256, "new tokens of every call")}
+    parser = arguments(__doc__, ("--prompts", "--repeats", "--threads", "--out", "--read"), numbers=numbers)
     parser.add_argument("--settings", nargs="+", choices=tuple(SETTINGS), default=list(SETTINGS), help="(default: all)")
     show(figures(parser.parse_args(), measure))
 

@@ -9,10 +9,9 @@ temperature 0, the default draft length.
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any
 
-from tables import arguments, figures, measured_with, publish, raced, section, shipped
+from tables import arguments, figures, publish, raced, races, shipped
 
 from assisted import Merged
 from assisted.bench import Row, Rules, assisted, read
@@ -48,21 +47,16 @@ def measure(args: Any) -> dict[str, Any]:
 
 def markdown(found: dict[str, Any]) -> str:
     """The tables as they stand in the docs."""
-    text = measured_with(found["about"], "python benchmarks/drafters.py")
-    lines = [f"{text} Draft cost: of one drafted token, in plain tokens."]
-    for title in KINDS:
-        (point,) = found[title]["points"]
-        plain = next(row["milliseconds_per_token"] for row in point["rows"] if row["name"] == point["baseline"])
-        cost = {"draft cost": partial(_cost, plain=plain)}
-        lines += section(title, found[title], COLUMNS, "`draft=`", **cost)
-    return "\n".join(lines)
+    note = " Draft cost: of one drafted token, in plain tokens."
+    return races(found, "drafters", COLUMNS, note, named="`draft=`", **{"draft cost": _cost})
 
 
-def _cost(row: Row, plain: float) -> str:
-    """The cost of one drafted token in plain tokens. plain: milliseconds of a plain token."""
-    if not row.draft or not row.drafted_per_pass:
+def _cost(row: Row) -> str:
+    """The cost of one drafted token in plain tokens."""
+    if not row.draft or not row.drafted_per_pass or row.speedup is None:
         return ""
-    return f"{row.draft * row.milliseconds_per_token * row.tokens_per_pass / row.drafted_per_pass / plain:.3f}"
+    # of the time of a forward pass and its draft, in plain tokens, the share spent drafting; by drafted tokens
+    return f"{row.draft * row.tokens_per_pass / row.speedup.ratio / row.drafted_per_pass:.3f}"
 
 
 def main() -> None:

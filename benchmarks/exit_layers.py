@@ -48,13 +48,12 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    numbers = {"--draft-length": (4, "tokens of every draft"), "--new-tokens": (48, "of each prompt")}
+    parser = arguments(__doc__, numbers=numbers)
     parser.add_argument(
         "--model", default="zoo:target", help="a folder, a Hub id or a zoo: name (default: %(default)s)"
     )
     parser.add_argument("--layers", type=int, nargs="*", help="exit layers to try (default: all)")
-    parser.add_argument("--draft-length", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=48, help="of each prompt (default: %(default)s)")
     args = parser.parse_args()
     publish(markdown(figures(args, measure)), args.docs)
 

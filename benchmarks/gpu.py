@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import assisted
 from assisted import DraftModel, zoo
-from assisted.bench import Contestant, Prompt, Row, Rules, peers
+from assisted.bench import Contestant, Prompt, Rules, peers
 from assisted.bench.clock import now
 from assisted.bench.grown import load_target
 from assisted.bench.table import markdown_table
@@ -122,47 +122,37 @@ def passes(target: PreTrainedModel, ids: torch.Tensor, modes: list[str], count: 
         bound = memory(target, 1 / several)
         found["weights_gb"] = round(bound.weight_bytes / 1e9, 3)
         found[mode] = {
-            "draft_step_ms": round(1e3 / step, 3),
-            "pass_over_1_ms": round(1e3 / one, 3),
-            f"pass_over_{VERIFIED}_ms": round(1e3 / several, 3),
-            "share_of_memory_bound": round(bound.share[0], 3),
+            "draft step, ms": round(1e3 / step, 3),
+            "pass over 1, ms": round(1e3 / one, 3),
+            f"pass over {VERIFIED}, ms": round(1e3 / several, 3),
+            "of the memory bound": round(bound.share[0], 3),
         }
     return found
 
 
 def tables(results: list[dict[str, Any]], modes: list[str]) -> str:
     """The results as Markdown."""
-    keys = {
-        "draft step, ms": "draft_step_ms",
-        "pass over 1, ms": "pass_over_1_ms",
-        f"pass over {VERIFIED}, ms": f"pass_over_{VERIFIED}_ms",
-    }
-    rows = []
-    for result in results:
-        for mode in modes:
-            row = result["passes"][mode]
-            times = [f"{row[key]:.2f}" for key in keys.values()]
-            rows.append([result["target"], mode, *times, f"{row['share_of_memory_bound']:.0%}"])
-    lines = markdown_table(["target", "passes", *keys, "of the memory bound"], rows)
+    rows = [
+        [result["target"], mode, *(f"{value:.2f}" for value in result["passes"][mode].values())]
+        for result in results
+        for mode in modes
+    ]
+    lines = markdown_table(["target", "passes", *results[0]["passes"][modes[0]]], rows)
+    per_second = {"tokens/s": lambda row: f"{1e3 / row.milliseconds_per_token:.0f}"}
     for result in results:
         columns = ("tokens/s", "times plain", "tokens per pass", "same tokens")
-        lines += section(result["target"], result["generate"]["result"], columns, **{"tokens/s": tokens_a_second})
+        lines += section(result["target"], result["generate"]["result"], columns, **per_second)
     return "\n".join(lines)
 
 
-def tokens_a_second(row: Row) -> str:
-    return f"{1e3 / row.milliseconds_per_token:.0f}"
-
-
 def main() -> None:
-    parser = arguments(__doc__, ("--prompts", "--repeats", "--out"), prompts=len(FILES))
+    numbers = {"--passes": (100, "forward passes of one timing"), "--new-tokens": (128, "tokens of one call")}
+    parser = arguments(__doc__, ("--prompts", "--repeats", "--out"), prompts=len(FILES), numbers=numbers)
     parser.add_argument("--json", action="store_true", help="print the results as JSON, not as tables")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), help="which (default: %(default)s)")
     parser.add_argument(
         "--compile", action="store_true", help="measure compiled forward passes as well (minutes of compiling)"
     )
-    parser.add_argument("--passes", type=int, default=100, help="forward passes of one timing (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens of one call (default: %(default)s)")
     parser.add_argument("--device", default="cuda", help="the device (default: %(default)s)")
     args = parser.parse_args()
     args.no_compile = not args.compile

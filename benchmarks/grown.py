@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from shipped_pair import COLUMNS
-from tables import arguments, figures, measured_with, paired, publish, raced, section, write_json
+from tables import arguments, figures, paired, publish, raced, races, write_json
 
 from assisted import AssistedModelForCausalLM, DraftModel, Eagle
 from assisted.bench import Contestant, Rules, load, lookups, read, transformers_assisted
@@ -70,10 +70,7 @@ def measure(args: Any) -> dict[str, Any]:
 
 def markdown(found: dict[str, Any]) -> str:
     """The tables as they stand in docs."""
-    lines = [measured_with(found["about"], "python benchmarks/grown.py")]
-    for title in filter(found.__contains__, CASES):
-        lines += section(title, found[title], COLUMNS)
-    return "\n".join(lines)
+    return races(found, "grown", COLUMNS)
 
 
 def main() -> None:

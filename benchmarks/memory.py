@@ -81,9 +81,8 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__, ("--threads", "--out", "--docs", "--read"))
-    parser.add_argument("--calls", type=int, default=1000, help="(default: %(default)s)")
-    parser.add_argument("--longest", type=int, default=64, help="prompt, in tokens (default: %(default)s)")
+    numbers = {"--calls": (1000, "of each kind"), "--longest": (64, "prompt, in tokens")}
+    parser = arguments(__doc__, ("--threads", "--out", "--docs", "--read"), numbers=numbers)
     parser.add_argument("--way", choices=list(WAYS), help="run this one here and print its readings as JSON")
     args = parser.parse_args()
     if args.way is None:

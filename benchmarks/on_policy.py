@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from itertools import islice
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,13 +21,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.bench import held_out_prompts
+from assisted.recipe import card
 from assisted.training.data import read_text
 from assisted.training.distill import Distillation, DistillSettings
 from assisted.training.plan import Plan
 from assisted.training.trainer import train
 
-DRAFT_LENGTH, NEW_TOKENS = 4, 48
+DRAFT_LENGTH = 4
 
 
 class OnText(Distillation):
@@ -41,27 +41,13 @@ class OnText(Distillation):
 def drafting(target: Any, draft: Any, tokenizer: Any, prompts: int) -> dict[str, Any]:
     """Tokens per pass and acceptance by position at both temperatures, over the same prompts."""
     model = AssistedModelForCausalLM.from_models(target, draft=draft, tokenizer=tokenizer)
-    figures: dict[str, Any] = {}
-    for temperature in (0, 1):
-        model.reset_totals()
-        torch.manual_seed(0)
-        for prompt in islice(held_out_prompts(tokenizer), prompts):
-            sampling = {"do_sample": True, "temperature": 1.0} if temperature else {"do_sample": False}
-            model.generate(prompt.ids, max_new_tokens=NEW_TOKENS, draft_length=DRAFT_LENGTH, **sampling)
-        totals = model.totals
-        figures[f"temperature {temperature}"] = {
-            "tokens_per_pass": round(totals.tokens_per_pass, 3),
-            "acceptance_by_position": [round(share, 3) for share in totals.acceptance_by_position],
-            "target_passes": totals.target_passes,
-        }
-    return figures
+    measured = (card.drafting(model, DRAFT_LENGTH, temperature, prompts, top_p=1.0) for temperature in (0.0, 1.0))
+    return {f"temperature {found.temperature:g}": asdict(found) for found in measured}
 
 
 def main() -> None:
-    parser = arguments(__doc__, ("--prompts", "--threads", "--out"), prompts=40, threads=1)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--context", type=int, default=256)
+    numbers = {"--steps": (200, "of each way"), "--batch": (8, "sequences"), "--context": (256, "tokens")}
+    parser = arguments(__doc__, ("--prompts", "--threads", "--out"), prompts=40, threads=1, numbers=numbers)
     parser.add_argument("--layers", type=int, help="begin with so many of the target's layers, not with zoo:draft")
     parser.add_argument("--lr", type=float, default=3e-4)
     args = parser.parse_args()
@@ -88,7 +74,7 @@ def main() -> None:
         "layers": args.layers,
         "ways": found,
     }
-    result["prompts"], result["new_tokens"], result["draft_length"] = args.prompts, NEW_TOKENS, DRAFT_LENGTH
+    result["prompts"], result["new_tokens"], result["draft_length"] = args.prompts, card.NEW_TOKENS, DRAFT_LENGTH
     write_json(args.out, result)
     print(json.dumps(result, indent=1))
 

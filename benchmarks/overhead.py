@@ -50,17 +50,19 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
     "EAGLE-3, Adaptive()": ("zoo:eagle3", Adaptive()),
 }
 """By name: the draft and its length."""
+PASSES: dict[tuple[Any, str], str | None] = {
+    (generation, "_read_prompt"): None,
+    (CachedModel, "prefill"): "prompt",
+    (CachedModel, "__call__"): "placed",
+    (HeadRunner, "_read_first"): "prompt",
+    (HeadRunner, "__call__"): "placed",
+    (HeadRunner, "level"): "placed",
+    (HeadRunner, "logits"): "alone",
+    (EagleHead, "fuse"): "alone",
+}
+"""The functions that run a model, and the method of `Passes` that makes the call which repeats it, if it is noted there."""
 CAUSES: dict[str, list[tuple[Any, str]]] = {
-    "passes": [
-        (generation, "_read_prompt"),
-        (CachedModel, "prefill"),
-        (CachedModel, "__call__"),
-        (HeadRunner, "_read_first"),
-        (HeadRunner, "__call__"),
-        (HeadRunner, "level"),
-        (HeadRunner, "logits"),
-        (EagleHead, "fuse"),
-    ],
+    "passes": list(PASSES),
     "looking for changed weights": [(opening, "fused")],
     "drafting around passes": [(ModelDrafting, "propose"), (EagleDrafting, "propose"), (Lookup, "propose")],
     "the chain of a draft": [(ChainDrafting, "draft_chain")],
@@ -88,20 +90,11 @@ class Passes:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Inside, every forward pass is noted."""
-        read_prompt, extend = generation._read_prompt, generation._extend
         with ExitStack() as stack:
-            for kind, name, again in (
-                (CachedModel, "__call__", self.placed),
-                (HeadRunner, "__call__", self.placed),
-                (HeadRunner, "level", self.placed),
-                (HeadRunner, "logits", partial),
-                (EagleHead, "fuse", partial),
-                (CachedModel, "prefill", self.prompt),
-                (HeadRunner, "_read_first", self.prompt),
-            ):
-                stack.enter_context(patch.object(kind, name, self.noting(getattr(kind, name), again)))
-            stack.enter_context(patch.object(generation, "_read_prompt", self.noting(read_prompt)))
-            stack.enter_context(patch.object(generation, "_extend", self.target(extend)))
+            for (owner, name), again in PASSES.items():
+                noting = self.noting(getattr(owner, name), None if again is None else getattr(self, again))
+                stack.enter_context(patch.object(owner, name, noting))
+            stack.enter_context(patch.object(generation, "_extend", self.target(generation._extend)))
             yield
 
     def noting(self, method: Callable[..., Any], again: Callable[..., Pass] | None = None) -> Callable[..., Any]:
@@ -116,6 +109,9 @@ class Passes:
             return found
 
         return run
+
+    def alone(self, method: Callable[..., Any], *args: Any) -> Pass:
+        return partial(method, *args)
 
     def placed(self, method: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Pass:
         cache, lengths = runner.cache, list(runner.cache.lengths)
@@ -316,9 +312,8 @@ def markdown(found: dict[str, Any]) -> str:
 
 def main() -> None:
     global now
-    parser = arguments(__doc__, prompts=6, repeats=5)
+    parser = arguments(__doc__, prompts=6, repeats=5, numbers={"--new-tokens": (96, "of each prompt")})
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), help="(default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=96, help="of each prompt (default: %(default)s)")
     parser.add_argument(
         "--cpu-time", action="store_true", help="the seconds of this process alone, where others keep the machine busy"
     )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tables import arguments, figures, measured_with, paired, raced, section, shipped, write_docs
+from tables import arguments, figures, paired, publish, raced, races, shipped, write_docs
 
 from assisted import AssistedModelForCausalLM, Eagle
 from assisted.bench import Contestant, Rules, lookups, read, transformers_assisted
@@ -73,18 +73,14 @@ def _short(length: Any) -> str:
 
 def markdown(found: dict[str, Any], titles: Sequence[str] = tuple(CASES)) -> str:
     """The tables as they stand in docs."""
-    lines = [measured_with(found["about"], "python benchmarks/shipped_pair.py")]
-    for title in titles:
-        lines += section(title, found[title], COLUMNS)
-    return "\n".join(lines)
+    return races({title: found[title] for title in ("about", *titles)}, "shipped_pair", COLUMNS)
 
 
 def main() -> None:
     args = arguments(__doc__).parse_args()
     found = figures(args, measure)
-    print(markdown(found))
-    for path in args.docs:
-        write_docs([path], markdown(found, IN_SHORT if path.name == "README.md" else tuple(CASES)))
+    publish(markdown(found), [path for path in args.docs if path.name != "README.md"])
+    write_docs([path for path in args.docs if path.name == "README.md"], markdown(found, IN_SHORT))
 
 
 if __name__ == "__main__":

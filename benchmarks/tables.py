@@ -53,8 +53,12 @@ def arguments(
     prompts: int = 16,
     repeats: int = 3,
     threads: int | None = None,
+    numbers: Mapping[str, tuple[int, str]] | None = None,
 ) -> argparse.ArgumentParser:
-    """The common options of scripts. doc: the description. only: which of OPTIONS. The others: defaults."""
+    """The common options of scripts, and the script's own that are whole numbers.
+
+    doc: the description. only: which of OPTIONS. prompts, repeats, threads: defaults. numbers: default and text, by name.
+    """
     default = "(default: %(default)s)"
     own_choice = default if threads else "(default: torch's own choice)"
     options: dict[str, dict[str, Any]] = {
@@ -69,6 +73,8 @@ def arguments(
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in only:
         parser.add_argument(name, **options[name])
+    for name, (value, text) in (numbers or {}).items():
+        parser.add_argument(name, type=int, default=value, metavar="N", help=f"{text} {default}")
     return parser
 
 
@@ -158,6 +164,15 @@ def measured_with(found: dict[str, Any], command: str) -> str:
         "the fastest plain mode, with a 95% bootstrap interval. Tokens per pass include the target's own token and the pass "
         "that reads the prompt. Repeated 4-grams: a small model loops, and loops flatter every drafter."
     )
+
+
+def races(found: dict[str, Any], script: str, columns: Sequence[str], note: str = "", **more: Any) -> str:
+    """What a script writes into the docs. found: `about`, and races by their titles. note: ends the sentences above the
+    tables. columns, more: as for `table`."""
+    lines = [measured_with(found["about"], f"python benchmarks/{script}.py") + note]
+    for title, result in found.items():
+        lines += section(title, result, columns, **more) if title != "about" else []
+    return "\n".join(lines)
 
 
 def section(title: str, result: dict[str, Any], columns: Sequence[str], named: str = "", **more: Cell) -> list[str]:

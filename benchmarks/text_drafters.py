@@ -25,6 +25,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 
 from assisted.drafters.ngram import NGram, NGramDrafting
 from assisted.drafters.suffix import Suffix, SuffixDrafter, SuffixDrafting
+from assisted.drafters.suffix_tree import Continuation
 from assisted.text import Text
 
 BUDGET = 8
@@ -70,7 +71,9 @@ def measure(make: Callable[[Any], Any], ids: list[int], context: int, rounds: in
         started = time.perf_counter()
         draft = drafting.propose(text, BUDGET)
         taken.append(time.perf_counter() - started)
-        right = matched(draft, ids[known : known + BUDGET])
+        tokens = draft.tokens[0].tolist()
+        parents = list(range(-1, len(tokens) - 1)) if draft.parents is None else draft.parents[0].tolist()
+        right = Continuation(tokens, parents, []).matches(ids[known : known + BUDGET])
         accepted += right
         text.extend([ids[known : known + right + 1]], None, None)
     return {
@@ -83,29 +86,10 @@ def measure(make: Callable[[Any], Any], ids: list[int], context: int, rounds: in
     }
 
 
-def matched(draft: Any, ids: list[int]) -> int:
-    """How many of the text's next tokens are on a path of the draft."""
-    tokens = draft.tokens[0].tolist()
-    parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents[0].tolist()
-    child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
-    node = -1
-    for depth, token in enumerate(ids):
-        if (node, token) not in child:
-            return depth
-        node = child[node, token]
-    return len(ids)
-
-
 def main() -> None:
-    parser = arguments(__doc__, ("--out",))
-    parser.add_argument(
-        "--contexts",
-        type=int,
-        nargs="+",
-        default=[1024, 2048, 4096, 8192, 16384, 32768],
-        help="tokens before the rounds",
-    )
-    parser.add_argument("--rounds", type=int, default=200, help="timed after each context (default: %(default)s)")
+    parser = arguments(__doc__, ("--out",), numbers={"--rounds": (200, "timed after each context")})
+    contexts = [1024, 2048, 4096, 8192, 16384, 32768]
+    parser.add_argument("--contexts", type=int, nargs="+", default=contexts, help="tokens before the rounds")
     parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), choices=list(DRAFTERS))
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=list(TEXTS))
     args = parser.parse_args()

@@ -298,3 +298,15 @@ def test_the_prompt_is_copied():
     ours = Text(prompt, StoppingCriteriaList([LENGTH]), None, None)
     ours.ids[:] = 4
     assert prompt.tolist() == [[2, 3]]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_reader_gets_the_prompt_without_padding_and_then_what_is_new(rows):
+    written, new = text(PROMPT[:rows], LENGTH, END), [[2, 3], [4], [3, EOS]][:rows]
+    mask = (torch.tensor(PROMPT[:rows]) != PAD).long()
+    assert written.prompts(mask) == [[token for token in row if token != PAD] for row in PROMPT[:rows]]
+    assert written.prompts(None) == PROMPT[:rows]
+    written.extend(new, None, None)
+    assert written.since([3] * rows) == new
+    assert written.since([4, 3, 5][:rows]) == [new[0][1:], [4], []][:rows]
+    assert written.since(written.lengths) == [[]] * rows

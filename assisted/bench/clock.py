@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from ..engine.host import wait
+
 __all__ = ["FirstToken", "Progress", "now", "silent", "turns"]
 
 T = TypeVar("T")
@@ -26,20 +28,21 @@ def turns(
     repeats: int = 1,
     seconds: float | None = None,
     progress: Callable[[float], Any] = lambda share: None,
+    least: int = 1,
 ) -> Iterator[tuple[T, int, int]]:
     """Yields whose turn it is: (contestant, prompt, repeat). Everybody takes a turn at each prompt; who begins changes.
 
     Args:
         prompts, repeats: how many.
-        seconds: a repeat begins only if it would end this long after the start, should it take as long as the last one. The
-            first repeat is always made.
+        seconds: a repeat begins only if it would end this long after the start, should it take as long as the last one.
         progress: called after each prompt with the share that is done.
+        least: number of repeats that are made in any case.
     """
     began, took = time.perf_counter(), 0.0
     order = list(contestants)
     for repeat in range(repeats):
         started = time.perf_counter()
-        if seconds is not None and repeat and started + took > began + seconds:
+        if seconds is not None and repeat >= least and started + took > began + seconds:
             return
         for prompt in range(prompts):
             for one in order:
@@ -51,8 +54,7 @@ def turns(
 
 def now(device: torch.device) -> float:
     """The clock, in seconds, after the device has finished all its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+    wait(device)
     return time.perf_counter()
 
 

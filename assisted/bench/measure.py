@@ -110,16 +110,20 @@ def point(
         plain: plain decoding in its modes; the fastest is 1.00.
         others: transformers' own drafting; only the fastest of each family takes part in the race.
         own: the other contestants.
-        prompts, rules, batch: the work; `batch` rows are decoded together.
+        prompts, rules, batch: the work; `batch` rows are decoded together. With a limit of `rules.seconds`, which is for
+            everything, nothing is streamed.
         progress: as for `race`.
     """
+    started = time.perf_counter()
     pad = pad_token(pair.tokenizer)
     batches = texts.batches(prompts, batch, pad)
     if not all(one.counted for one in plain):
         torch._dynamo.reset()  # code compiled for other shapes counts against a limit
     best, heat = _quickest(pair, plain[0], others, batches, rules, progress) if others else ([], ())
-    measured = race(pair.target, [*plain, *best, *own], batches, rules, pad, progress)
-    stream(pair.target, measured, batches, rules, pad, progress)
+    left = None if rules.seconds is None else rules.seconds - (time.perf_counter() - started)
+    measured = race(pair.target, [*plain, *best, *own], batches, replace(rules, seconds=left), pad, progress)
+    if left is None:
+        stream(pair.target, measured, batches, rules, pad, progress)
     baseline, rows = summed_up(measured, batches, rules.greedy)
     return Point(batch, None, baseline, rows, heat)
 
@@ -152,17 +156,13 @@ def brief(
     started = time.perf_counter()
     rules = Rules(new_tokens, repeats, seconds=seconds)
     found = texts.read(["code"], pair.tokenizer, prompts)
-    batches = texts.batches(found)
     plain = who.plain(pair.target, compiled=False)
     tried = transformers_assisted(pair) or who.lookups(pair.target)
-    best, heat = _quickest(pair, plain[0], tried, batches, rules, progress)
     own = [of_model("assisted", pair), *(of_model(name, model) for name, model in (also or {}).items())]
     left = replace(rules, seconds=seconds - (time.perf_counter() - started))
-    measured = race(pair.target, [*plain, *best, *own], batches, left, pad_token(pair.tokenizer), progress)
-    baseline, rows = summed_up(measured, batches, rules.greedy)
+    measured = point(pair, plain, tried, own, found, left, progress=progress)
     about = machine(pair.target.device, pair.target.dtype)
-    points = (Point(1, None, baseline, rows, heat),)
-    return Result(pair.target.name_or_path, None, rules, texts.sources(found), points, about)
+    return Result(pair.target.name_or_path, None, rules, texts.sources(found), (measured,), about)
 
 
 def _quickest(

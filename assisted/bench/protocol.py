@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..drafts import DraftingStopped
+from ..engine.runner import context_of
 from ..report import Report
 from .clock import FirstToken, Progress, now, silent, turns
 from .contestants import Contestant
@@ -171,8 +172,8 @@ def stream(
 
 def require_room(target: PreTrainedModel, longest: int, rules: Rules) -> None:
     """Raises ValueError if a prompt of `longest` tokens and the new tokens do not fit into the target's context."""
-    room = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if room is not None and longest + rules.new_tokens > room:
+    room = context_of(target)
+    if longest + rules.new_tokens > room:
         raise ValueError(
             f"context: prompts of up to {longest} tokens and {rules.new_tokens} new ones do not fit into the target's "
             f"context of {room}"

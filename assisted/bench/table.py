@@ -7,7 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from .results import Point, Result, Row, point_name
 from .statistics import Interval
 
-__all__ = ["CELLS", "by_category", "cells", "heading", "markdown", "markdown_table", "notes", "percent", "table"]
+__all__ = [
+    "CELLS",
+    "aligned",
+    "by_category",
+    "cells",
+    "heading",
+    "markdown",
+    "markdown_table",
+    "notes",
+    "percent",
+    "table",
+]
 
 CELLS: dict[str, Callable[[Row], str]] = {
     "": lambda row: row.name,
@@ -28,13 +39,13 @@ def table(result: Result) -> str:
     """A result for a terminal."""
     parts = ["\n".join(heading(result))]
     for point in result.points:
-        parts.append("\n".join([title(result, point), *_aligned([list(CELLS), *map(cells, point.ran)])]))
+        parts.append("\n".join([title(result, point), *aligned([list(CELLS), *map(cells, point.ran)])]))
         if len(result.prompts) > 1:
             split = [
                 [row.name, *(f"{interval.ratio:.2f}" for interval in by_category(row, result.prompts))]
                 for row in point.ran
             ]
-            parts.append("\n".join(_aligned([["times plain, by category", *result.prompts], *split])))
+            parts.append("\n".join(aligned([["times plain, by category", *result.prompts], *split])))
         if point.messages:
             parts.append("\n".join(point.messages))
     parts.append("\n".join(notes(result)))
@@ -115,7 +126,8 @@ def by_category(row: Row, categories: Iterable[str]) -> list[Interval]:
     return [row.by_category[category] for category in categories]
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table in columns: the first one on the left, the others on the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(

@@ -16,18 +16,21 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench import grown
+from ..bench.clock import Progress, silent
 from ..bench.measure import pad_token
 from ..bench.prompts import held_out_prompts
 from ..bench.results import machine
 from ..bench.statistics import repeated_share, speedup
 from ..drafters.other_tokenizer import TranslatedDrafter
+from ..engine.runner import context_of
 from ..lengths.base import Costs
 from ..modeling import AssistedModelForCausalLM
+from ..training.data import read_files
 from .diagnosis import Check, Diagnosis, Examination, Settings
 from .forecast import Drafts, Expected, expect, half_as_wrong
 from .passes import memory
 from .recording import Step
-from .trials import UNDRAFTED, Found, Progress, Race, Trials, context_of, way
+from .trials import UNDRAFTED, Found, Race, Trials, way
 
 __all__ = ["examine", "read_prompts"]
 
@@ -45,7 +48,7 @@ def examine(
     settings: Settings | None = None,
     draft_quantization: Any = None,
     name: str = "target",
-    progress: Progress = lambda what, share: None,
+    progress: Progress = silent,
 ) -> Examination:
     """Measure a target and one draft or more.
 
@@ -108,26 +111,14 @@ def read_prompts(text: str | None, tokenizer: Any, settings: Settings) -> list[t
     """Ids [P] of each prompt, cut from evenly spread positions of the text. text: as for `examine`."""
     if text in (None, "zoo"):
         return [prompt.ids[0] for prompt in islice(held_out_prompts(tokenizer), settings.prompts)]
-    pieces = list(_pieces(_read(Path(str(text))), settings.prompts))
+    if not Path(str(text)).exists():
+        raise ValueError(f"text: {text} does not exist; give a file, a folder, or zoo for held-out code")
+    pieces = _pieces("\n".join(read_files([str(text)])), settings.prompts)
     encoded = [tokenizer(piece, return_tensors="pt").input_ids[0, :PROMPT_TOKENS].long() for piece in pieces]
     long_enough = [ids for ids in encoded if len(ids) >= FEWEST_TOKENS]
     if not long_enough:
         raise ValueError(f"text: {text} is too little text for a prompt of {FEWEST_TOKENS} tokens; give more")
     return long_enough
-
-
-def _read(path: Path) -> str:
-    if not path.exists():
-        raise ValueError(f"text: {path} does not exist; give a file, a folder, or zoo for held-out code")
-    found = []
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        try:
-            if file.is_file():
-                found.append(file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            if file == path:
-                raise ValueError(f"text: {path} is not UTF-8 text") from None
-    return "\n".join(found)
 
 
 def _pieces(text: str, count: int) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 
 from ..bench.statistics import Interval
+from ..bench.table import aligned
 from .comparison import Comparison
 from .diagnosis import Diagnosis, Examination
 
@@ -267,12 +268,7 @@ def _times(interval: Interval) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append((indent + "  ".join(cells)).rstrip())
-    return "\n".join(lines)
+    return "\n".join(indent + line for line in aligned(rows))
 
 
 def _item(text: str) -> str:

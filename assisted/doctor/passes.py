@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..engine.recurrent import slots_for, target_runner
 from ..engine.runner import CallSettings, Masks
+from ..engine.split import timed
 from ..fast.graphs import Graphs
 from ..fast.runner import open_runner
 from ..loading.quantization import memory_bytes
@@ -125,15 +126,8 @@ def bandwidth(device: torch.device) -> Bandwidth:
     size = _COPIED.get(device.type, _COPIED_ELSEWHERE)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
-    rates = []
-    for number in range(_COPIES + 1):
-        copy[-1].item()  # waits for the device
-        started = time.perf_counter()
-        copy.copy_(source)
-        copy[-1].item()
-        if number:
-            rates.append(2 * size / (time.perf_counter() - started))
-    return Bandwidth(min(rates), max(rates))
+    _, *seconds = [timed(lambda: copy.copy_(source), device)[1] for _ in range(_COPIES + 1)]
+    return Bandwidth(2 * size / max(seconds), 2 * size / min(seconds))
 
 
 def memory(target: PreTrainedModel, seconds: float) -> Memory:

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..bench.clock import FirstToken, now
+from ..bench.clock import FirstToken, Progress, now, turns
 from ..bench.contestants import plain
+from ..bench.protocol import Rules
 from ..drafters import ModelDrafter
 from ..drafts import DraftingStopped
+from ..engine.runner import context_of
 from ..lengths.costs import COLUMN, Costs
 from ..lengths.estimates import Curve
 from ..lengths.policies import Never
@@ -30,7 +32,7 @@ from .forecast import Drafts, expect, marks, tree_columns
 from .passes import PassTimes, pass_times
 from .recording import Recorded, Step
 
-__all__ = ["UNDRAFTED", "Found", "Progress", "Race", "Trials", "context_of", "starts", "way"]
+__all__ = ["UNDRAFTED", "Found", "Race", "Trials", "starts", "way"]
 
 COLUMNS = tuple(range(1, 17))
 SOME_COLUMNS = (1, 2, 4, 8, 16)  # at longer contexts
@@ -39,13 +41,6 @@ UNDRAFTED = "assisted, no drafts"
 CHECKED = 2  # the fewest prompts that are decoded: a single one does not show how much they differ
 FOR_PASSES, FOR_RECORDS = 0.2, 0.35  # shares of the time; the rest is for the race
 WARM_UP = 8  # tokens
-Progress = Callable[[str, float], None]
-
-
-def context_of(target: PreTrainedModel) -> int:
-    """The context length of a target, in tokens."""
-    config = target.config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None) or 2**20
 
 
 @dataclass(frozen=True)
@@ -89,9 +84,7 @@ class Trials:
         self.target = target
         self.settings = settings
         self.prompts = prompts
-        self.call: dict[str, Any] = {"eos_token_id": None, "pad_token_id": pad, "do_sample": False}
-        if settings.temperature > 0:
-            self.call |= {"do_sample": True, "temperature": settings.temperature, "top_p": 1.0, "top_k": 0}
+        self.call = Rules(settings.new_tokens, temperature=settings.temperature).call(pad)
 
     def passes(self, progress: Progress) -> tuple[PassTimes, ...]:
         """Time forward passes: all widths after the prompts' context, some widths after longer ones."""
@@ -114,8 +107,7 @@ class Trials:
         return tuple(found)
 
     def generate(self, model: Any, ids: torch.Tensor, **more: Any) -> list[int]:
-        call = {"max_new_tokens": self.settings.new_tokens, **self.call, **more}
-        output = model(ids[None], attention_mask=torch.ones_like(ids)[None], **call)
+        output = model(ids[None], attention_mask=torch.ones_like(ids)[None], **(self.call | more))
         return output[0, len(ids) :].tolist()
 
     def record(self, draft: str, model: AssistedModelForCausalLM, passes: PassTimes, of: int) -> Found:
@@ -179,22 +171,17 @@ class Trials:
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         first: dict[str, list[float]] = {name: [] for name in ways}
         wrote: dict[str, list[list[int]]] = {name: [] for name in ways}
-        order = list(ways)
-        for name in order:  # adaptive lengths need longer to measure their costs
+        for name in ways:  # adaptive lengths need longer to measure their costs
             warm_up = self.settings.new_tokens // 2 if name.endswith("adaptive") else WARM_UP
             self.generate(ways[name], prompts[0], max_new_tokens=warm_up)
-        deadline = time.perf_counter() + self.settings.seconds * (1 - FOR_PASSES - FOR_RECORDS)
-        for number, ids in enumerate(prompts):
-            progress("checking", number / len(prompts))
-            if number >= CHECKED and time.perf_counter() > deadline:
-                break
-            for name in order:
-                torch.manual_seed(number)
-                clock = FirstToken(self.target.device)
-                wrote[name].append(self.generate(ways[name], ids, streamer=clock))
-                seconds[name].append(now(self.target.device) - clock.started)
-                first[name].append(clock.seconds)
-            order = order[1:] + order[:1]
+        left = self.settings.seconds * (1 - FOR_PASSES - FOR_RECORDS)
+        checking = partial(progress, "checking")
+        for name, _, number in turns(list(ways), 1, len(prompts), left, checking, least=CHECKED):
+            torch.manual_seed(number)
+            clock = FirstToken(self.target.device)
+            wrote[name].append(self.generate(ways[name], prompts[number], streamer=clock))
+            seconds[name].append(now(self.target.device) - clock.started)
+            first[name].append(clock.seconds)
         return Race(seconds, first, wrote, min(plain_ways, key=lambda name: sum(seconds[name])))
 
 

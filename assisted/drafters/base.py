@@ -24,7 +24,7 @@ from ..lengths.base import DraftLength, Length
 from ..loading.files import inside
 from ..text import Text
 
-__all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Spec", "Target"]
+__all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Spec", "Target", "require_positive"]
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Spec:
     """The configuration of a method, as the caller writes it: a frozen dataclass.
 
     A saved pair stores its fields, except those with the metadata {"saved": False}. Three class variables describe the
-    method for the table in the documentation: `trained`, it must be trained for the target; `trees`, it can propose token
-    trees; `has_q`, sampled drafts come with q. None means that this depends on the combined methods.
+    method for the table in the documentation, where it differs: `trained`, it must be trained for the target; `trees`, it can
+    propose token trees; `has_q`, sampled drafts come with q. None means that this depends on the combined methods.
     """
 
     name: ClassVar[str]
@@ -169,8 +169,26 @@ class Spec:
         """
 
 
+def require_positive(spec: Spec, *names: str) -> None:
+    """Raise ValueError for the first of these fields that is below 1; None is a default."""
+    for name in names:
+        value = getattr(spec, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: {value} is not possible; give 1 or more")
+
+
 class HeadSpec(Spec):
     """A method with trained heads at a path; a saved pair stores them in a subfolder."""
+
+    @classmethod
+    def named(cls, rest: str) -> Spec:
+        """The spec for `"eagle:DIR"` or `"medusa:DIR"`."""
+        if not rest:
+            raise ValueError(
+                f"draft: {cls.name!r} does not name a checkpoint; write '{cls.name}:DIR' with the folder or Hub id of heads"
+            )
+        spec: type[Any] = cls
+        return spec(rest)
 
     def written(self, folder: str) -> dict[str, Any]:
         return super().written(folder) | {"path": folder}

@@ -46,13 +46,14 @@ class Combined(Spec):
     trained: ClassVar[bool | None] = None
     trees: ClassVar[bool | None] = None
     has_q: ClassVar[bool | None] = None
+    too_few: ClassVar[str] = "is not a combination"
 
     drafters: tuple[Any, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drafters", tuple(self.drafters))
         if len(self.drafters) < 2:
-            raise ValueError(f"draft: {list(self.drafters)} is not a combination; name at least two drafters")
+            raise ValueError(f"draft: {list(self.drafters)} {self.too_few}; name at least two drafters")
 
     def parts(self) -> Sequence[Spec]:
         return [parse(draft) for draft in self.drafters]

@@ -29,7 +29,7 @@ from ..heads.fused import fused_head, source_of
 from ..heads.runner import HeadRunner
 from ..lengths.rates import Rates
 from ..text import Text
-from .base import Call, Drafter, HeadSpec, Target
+from .base import Call, Drafter, HeadSpec, Target, require_positive
 from .chain import ChainDrafting
 from .eagle_tree import Limits, Offers, grow, learn
 
@@ -66,19 +66,7 @@ class Eagle(HeadSpec):
     nodes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "nodes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: {value} is not possible; give 1 or more")
-
-    @classmethod
-    def named(cls, rest: str) -> Eagle:
-        """The spec for `"eagle:DIR"`."""
-        if not rest:
-            raise ValueError(
-                "draft: 'eagle' does not name a checkpoint; write 'eagle:DIR' with the folder or Hub id of a head"
-            )
-        return cls(rest)
+        require_positive(self, "top_k", "nodes")
 
     def load(self, target: Target, **kwargs: Any) -> EagleDrafter:
         """Load the head and locate the hidden states that it reads. kwargs: dtype, device_map, Hub arguments.
@@ -92,40 +80,20 @@ class Eagle(HeadSpec):
         if isinstance(self.path, str):
             output = model.get_output_embeddings()
             head.to(model.device if output is None else output.weight.device, model.dtype)
-        layers, final_norm = find_taps(model, head)
-        slow = model.device.type == "cpu"
-        return EagleDrafter(
-            head,
-            layers,
-            final_norm,
-            tree=self.tree,
-            top_k=self.top_k or (TOP_K_CPU if slow else TOP_K),
-            nodes=self.nodes,
-        )
+        return EagleDrafter(self, head, *find_taps(model, head))
 
 
 class EagleDrafter(Drafter):
     """A loaded head, and the location of the target's hidden states.
 
     Args:
+        spec: the options.
         head: not changed.
         layers, final_norm: of the target (`find_layers`, `find_final_norm`).
-        tree, top_k, nodes: see `Eagle`.
     """
 
-    def __init__(
-        self,
-        head: EagleHead,
-        layers: Layers,
-        final_norm: tuple[str, ...] = (),
-        tree: bool | None = None,
-        top_k: int = TOP_K,
-        nodes: int | None = None,
-    ):
-        self.head = head
-        self.layers = layers
-        self.final_norm = final_norm
-        self.tree, self.top_k, self.nodes = tree, top_k, nodes
+    def __init__(self, spec: Eagle, head: EagleHead, layers: Layers, final_norm: tuple[str, ...]):
+        self.spec, self.head, self.layers, self.final_norm = spec, head, layers, final_norm
         self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
         self._fused: tuple[Source, Runnable] | None = None
@@ -135,9 +103,14 @@ class EagleDrafter(Drafter):
         return {**self.__dict__, "_fused": None}
 
     @property
+    def top_k(self) -> int:
+        """Nodes of each level that the head reads."""
+        return self.spec.top_k or (TOP_K_CPU if self.head.device.type == "cpu" else TOP_K)
+
+    @property
     def most(self) -> int:
         """Maximum number of nodes in a tree."""
-        return self.nodes or (NODES_CPU if self.head.device.type == "cpu" else NODES)
+        return self.spec.nodes or (NODES_CPU if self.head.device.type == "cpu" else NODES)
 
     def fused(self, head: EagleHead) -> Runnable:
         """The head in fewer operations, created anew if its weights have changed."""
@@ -172,7 +145,7 @@ class EagleDrafting(ChainDrafting):
     def __init__(self, drafter: EagleDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
-        wanted = not call.distribution.do_sample if drafter.tree is None else drafter.tree
+        wanted = not call.distribution.do_sample if drafter.spec.tree is None else drafter.spec.tree
         self.trees = wanted and call.target.masks.trees
         self.runner: HeadRunner | None = None
         self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F], and their number per row
@@ -199,7 +172,7 @@ class EagleDrafting(ChainDrafting):
         known = runner.cache.known
         try:
             if self.trees:
-                limits = Limits(budget, drafter.top_k, drafter.most, drafter.nodes is None)
+                limits = Limits(budget, drafter.top_k, drafter.most, drafter.spec.nodes is None)
                 grown = grow(runner, self.call, text, state, self.rates, limits)
                 self.offers = grown.offers
                 return grown.draft

@@ -169,13 +169,11 @@ def learn(rates: Rates, offers: list[Offers], text: Text, counts: list[int]) -> 
 
     offers: from `grow`. text: including the tokens committed since then. counts: number of these tokens, by row.
     """
-    starts = [length - count for length, count in zip(text.lengths, counts, strict=True)]
-    first = min(starts)
-    ids = text.ids[:, first : max(text.lengths)].tolist()
+    new = text.since([length - count for length, count in zip(text.lengths, counts, strict=True)])
     outcomes = []
-    for row, offered in enumerate(offers):
+    for offered, tokens in zip(offers, new, strict=True):
         node = ROOT
-        for token in ids[row][starts[row] - first : text.lengths[row] - first]:
+        for token in tokens:
             if node not in offered.below:
                 break
             child, sure = offered.below[node]

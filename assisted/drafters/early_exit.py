@@ -42,8 +42,6 @@ class EarlyExit(Spec):
     """
 
     name: ClassVar[str] = "early-exit"
-    trained: ClassVar[bool | None] = False
-    trees: ClassVar[bool | None] = False
     has_q: ClassVar[bool | None] = True
 
     exit_layer: int | None = None

@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafts import Draft, Round
-from ..engine.parts import Layers, find_layers, unwrapped
+from ..engine.parts import Layers, find_layers, try_out, unwrapped
 from ..engine.runner import CachedModel, require_rewindable
-from ..engine.sublayers import Sublayer, find_sublayers, try_out, without
+from ..engine.sublayers import Sublayer, find_sublayers, without
 from ..text import Text
 from .base import Call, Drafter, Spec, Target
 from .chain import PartDrafting
@@ -42,8 +42,6 @@ class LayerSkip(Spec):
     """
 
     name: ClassVar[str] = "layer-skip"
-    trained: ClassVar[bool | None] = False
-    trees: ClassVar[bool | None] = False
     has_q: ClassVar[bool | None] = True
 
     skipped: float = 0.45

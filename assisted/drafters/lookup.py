@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from ..drafts import Draft
-from ..engine.host import on_device
 from ..text import Text
 from .base import Call, Drafting
 from .trees import from_lists
@@ -69,25 +68,11 @@ class Lookup(Drafting):
         """Read what was committed since the last call, with one transfer to the host."""
         if self.seen is None:
             self.seen = [text.prompt_length] * text.rows
-            mask = self.call.attention_mask
-            shown = None if mask is None or bool(mask.all()) else mask.bool().tolist()
-            for row, tokens in enumerate(text.ids[:, : text.prompt_length].tolist()):
-                if shown is not None:
-                    tokens = [token for token, visible in zip(tokens, shown[row], strict=True) if visible]
+            for row, tokens in enumerate(text.prompts(self.call.attention_mask)):
                 self.read(row, tokens)
-        if text.rows == 1:  # a slice is faster than the index needed for several rows
-            (seen,), (length,) = self.seen, text.lengths
-            if seen < length:
-                self.read(0, text.ids[0, seen:length].tolist())
-                self.seen = [length]
-            return
-        counts = [length - seen for length, seen in zip(text.lengths, self.seen, strict=True)]
-        start = on_device(self.seen, text.ids.device)[:, None]
-        columns = start + torch.arange(max(counts), device=text.ids.device)
-        new = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1)).tolist()
-        for row, count in enumerate(counts):
-            if count:
-                self.read(row, new[row][:count])
+        for row, tokens in enumerate(text.since(self.seen)):
+            if tokens:
+                self.read(row, tokens)
         self.seen = list(text.lengths)
 
 

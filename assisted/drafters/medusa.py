@@ -25,7 +25,7 @@ from ..heads.medusa import MedusaHeads, output_size
 from ..lengths.base import DraftLength, Length
 from ..lengths.rates import Rates
 from ..text import Text
-from .base import Call, Drafter, Drafting, HeadSpec, Target
+from .base import Call, Drafter, Drafting, HeadSpec, Target, require_positive
 from .trees import best_paths, from_lists, worthwhile
 
 __all__ = ["Medusa", "MedusaDrafter"]
@@ -50,7 +50,6 @@ class Medusa(HeadSpec):
     name: ClassVar[str] = "medusa"
     trained: ClassVar[bool | None] = True
     trees: ClassVar[bool | None] = True
-    has_q: ClassVar[bool | None] = False
 
     path: str | MedusaHeads
     tree: bool = True
@@ -58,17 +57,7 @@ class Medusa(HeadSpec):
     nodes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.candidates < 1:
-            raise ValueError(f"candidates: {self.candidates} is not possible; give 1 or more")
-        if self.nodes is not None and self.nodes < 1:
-            raise ValueError(f"nodes: {self.nodes} is not possible; give 1 or more")
-
-    @classmethod
-    def named(cls, rest: str) -> Medusa:
-        """The spec for `"medusa:DIR"`."""
-        if not rest:
-            raise ValueError("draft: 'medusa' does not name any heads; write 'medusa:DIR' with their folder or Hub id")
-        return cls(rest)
+        require_positive(self, "candidates", "nodes")
 
     def load(self, target: Target, **kwargs: Any) -> MedusaDrafter:
         """Load the heads and locate the hidden states that they read. kwargs: dtype, Hub arguments.
@@ -94,40 +83,30 @@ class Medusa(HeadSpec):
                 f"draft: these heads have hidden size {heads.hidden_size} and vocabulary size {heads.vocab_size}, the target "
                 f"{hidden_size} and {size}; heads work only with the model that they were trained for"
             )
-        return MedusaDrafter(heads.eval(), model, layers, final_norm, self.tree, self.candidates, self.nodes)
+        return MedusaDrafter(self, heads.eval(), model, layers, final_norm)
 
 
 class MedusaDrafter(Drafter):
     """Loaded heads, and statistics of how often they are right.
 
     Args:
+        spec: the options.
         heads: on the target's device; not changed.
         target: the target, whose output embedding the heads may share.
         layers, final_norm: of the target (`find_layers`, `find_final_norm`).
-        tree, candidates, nodes: see `Medusa`.
     """
 
     def __init__(
-        self,
-        heads: MedusaHeads,
-        target: PreTrainedModel,
-        layers: Layers,
-        final_norm: tuple[str, ...],
-        tree: bool = True,
-        candidates: int = 8,
-        nodes: int | None = None,
+        self, spec: Medusa, heads: MedusaHeads, target: PreTrainedModel, layers: Layers, final_norm: tuple[str, ...]
     ):
-        self.heads = heads
-        self.target = target
-        self.layers = layers
-        self.final_norm = final_norm
-        self.tree, self.candidates, self.nodes = tree, candidates, nodes
+        self.spec, self.heads, self.target = spec, heads, target
+        self.layers, self.final_norm = layers, final_norm
         self.rates = {do_sample: Rates(heads.heads) for do_sample in (False, True)}
 
     @property
     def makes_trees(self) -> bool:
         """Whether drafts are trees: requested by the spec, and the target can verify them."""
-        return self.tree and Masks.of(self.target).trees
+        return self.spec.tree and Masks.of(self.target).trees
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -206,13 +185,10 @@ class MedusaDrafting(Drafting):
         """Compare each head whose earlier heads were right with the committed token. counts: committed tokens of each row."""
         if self.text is None or not self.guesses:
             return
-        ids = self.text.ids
-        starts = [length - count for length, count in zip(self.text.lengths, counts, strict=True)]
-        columns = ids.new_tensor(starts)[:, None] + torch.arange(max(counts), device=ids.device)
-        new = ids.gather(1, columns.clamp(max=ids.shape[1] - 1)).tolist()
+        new = self.text.since([length - count for length, count in zip(self.text.lengths, counts, strict=True)])
         outcomes = []
         for row, guesses in self.guesses.items():
-            for head, (guess, token) in enumerate(zip(guesses, new[row][: counts[row]], strict=False)):
+            for head, (guess, token) in enumerate(zip(guesses, new[row], strict=False)):
                 right = [guessed == token for guessed in guess.tokens]
                 outcomes.append((guess.sure, head, right))
                 if not any(right):
@@ -223,12 +199,12 @@ class MedusaDrafting(Drafting):
 
     def _tree(self, text: Text, logits: torch.Tensor) -> Draft:
         """A tree of the most probable paths for each unfinished row, of a worthwhile size. logits: [D, B, V] float32."""
-        drafter, growing = self.drafter, text.unfinished
-        best, columns = logits.softmax(-1).topk(min(drafter.candidates, logits.shape[-1]))  # [D, B, k]
+        drafter, spec, growing = self.drafter, self.drafter.spec, text.unfinished
+        best, columns = logits.softmax(-1).topk(min(spec.candidates, logits.shape[-1]))  # [D, B, k]
         best = best.cpu()
         sure, tokens = best.tolist(), drafter.heads.tokens(columns).tolist()
         rates = self.rates.of(best, torch.arange(len(best))[:, None, None]).tolist()
-        limit = drafter.nodes or (NODES_CPU if logits.device.type == "cpu" else NODES)
+        limit = spec.nodes or (NODES_CPU if logits.device.type == "cpu" else NODES)
         trees = [best_paths([], 0)] * text.rows
         for row in growing:
             if math.isnan(sure[0][row][0]):
@@ -236,7 +212,7 @@ class MedusaDrafting(Drafting):
             self.guesses[row] = [Guesses(t[row], s[row]) for t, s in zip(tokens, sure, strict=True)]
             trees[row] = best_paths([level[row] for level in rates], limit)
         worth = [sum(of_rows) / len(growing) for of_rows in zip_longest(*(t.worth for t in trees), fillvalue=0.0)]
-        count = drafter.nodes or worthwhile(worth, self.call.length.costs, 1, limit)
+        count = spec.nodes or worthwhile(worth, self.call.length.costs, 1, limit)
         trees = [tree.cut(count) for tree in trees]
         chosen = [
             [tokens[depth - 1][row][rank] for depth, rank in zip(tree.depths, tree.ranks, strict=True)]

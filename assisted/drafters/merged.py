@@ -38,16 +38,8 @@ class Merged(Combined):
     """
 
     name: ClassVar[str] = "merged"
-    trained: ClassVar[bool | None] = None
     trees: ClassVar[bool | None] = True
-    has_q: ClassVar[bool | None] = None
-
-    drafters: tuple[Any, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "drafters", tuple(self.drafters))
-        if len(self.drafters) < 2:
-            raise ValueError(f"draft: {list(self.drafters)} cannot be merged; name at least two drafters")
+    too_few: ClassVar[str] = "cannot be merged"
 
     def load(self, target: Target, **kwargs: Any) -> MergedDrafter:
         """Load all drafters. Raises ValueError if one does not fit the target or another drafter."""

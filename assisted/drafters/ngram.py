@@ -34,9 +34,6 @@ class NGram(Spec):
     """
 
     name: ClassVar[str] = "ngram"
-    trained: ClassVar[bool | None] = False
-    trees: ClassVar[bool | None] = False
-    has_q: ClassVar[bool | None] = False
 
     max_ngram: int = 4
     min_ngram: int = 2

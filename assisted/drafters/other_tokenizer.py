@@ -162,7 +162,9 @@ class TranslatedDrafting(ChainDrafting):
     def _begin(self, text: Text) -> CachedModel:
         drafter = self.drafter
         self.rows = [TranslatedText(drafter.translation) for _ in text.lengths]
-        self.taken = [0] * text.rows
+        for row, tokens in zip(self.rows, text.prompts(self.call.attention_mask), strict=True):
+            row.extend(tokens)
+        self.taken = [text.prompt_length] * text.rows
         self.to_draft = drafter.translation.to_draft.to(text.ids.device)
         self.mute = drafter.translation.mute.to(text.ids.device)
         cache = SlotCache(text.rows, 4 * self.call.limit, right_aligned=not drafter.masks.trees)
@@ -171,17 +173,10 @@ class TranslatedDrafting(ChainDrafting):
 
     def _translate(self, text: Text) -> None:
         """Translate what was committed since the last round. This is the only transfer of the text to the host."""
-        rows = text.unfinished
-        first = min(self.taken[row] for row in rows)
-        table = text.ids[:, first : max(text.lengths[row] for row in rows)].tolist()
-        mask = self.call.attention_mask
-        seen = None if mask is None or first >= mask.shape[1] else mask[:, first:].tolist()
-        for row in rows:
-            new = table[row][self.taken[row] - first : text.lengths[row] - first]
-            if seen is not None and self.taken[row] == 0:
-                new = [token for token, kept in zip(new, seen[row], strict=False) if kept] + new[len(seen[row]) :]
-            self.rows[row].extend(new)
-            self.taken[row] = text.lengths[row]
+        for row, new in enumerate(text.since(self.taken)):
+            if not text.ended[row]:
+                self.rows[row].extend(new)
+        self.taken = list(text.lengths)
 
     def _read_prompt(self, runner: CachedModel) -> None:
         """Read the translated prompts; shorter rows are padded on the left."""

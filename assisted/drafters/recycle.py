@@ -14,7 +14,7 @@ import torch
 
 from ..drafts import Draft, Round
 from ..text import Text
-from .base import Call, Drafter, Drafting, Spec, Target
+from .base import Call, Drafter, Drafting, Spec, Target, require_positive
 from .trees import best_paths
 
 __all__ = ["RANKS", "RecyclingDrafter", "Shape", "TokenRecycling", "shape"]
@@ -41,16 +41,13 @@ class TokenRecycling(Spec):
     """
 
     name: ClassVar[str] = "recycle"
-    trained: ClassVar[bool | None] = False
     trees: ClassVar[bool | None] = True
-    has_q: ClassVar[bool | None] = False
 
     nodes: int | None = None
     successors: int = 8
 
     def __post_init__(self) -> None:
-        if self.nodes is not None and self.nodes < 1:
-            raise ValueError(f"nodes: {self.nodes} is not possible; give 1 or more")
+        require_positive(self, "nodes")
         if not 1 <= self.successors <= len(RANKS):
             raise ValueError(f"successors: {self.successors} is not possible; give 1 to {len(RANKS)}")
 
@@ -188,12 +185,8 @@ class RecyclingDrafting(Drafting):
 
     def _of_prompt(self, text: Text) -> torch.Tensor:
         """The initial table: actual successors in the prompt, most recent first, since the target computes no logits there."""
-        ids = text.ids[:, : text.prompt_length].tolist()
-        mask = self.call.attention_mask
-        shown = [[True] * text.prompt_length] * text.rows if mask is None else mask.bool().tolist()
         found: dict[int, dict[int, None]] = {}  # token -> successors, the most recent last
-        for row, visible in zip(ids, shown, strict=True):
-            tokens = [token for token, is_text in zip(row, visible, strict=True) if is_text]
+        for tokens in text.prompts(self.call.attention_mask):
             for token, successor in pairwise(tokens):
                 successors = found.setdefault(token, {})
                 successors.pop(successor, None)

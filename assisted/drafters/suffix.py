@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 from ..drafts import Draft, Round
 from ..lengths.faded import Faded
 from ..text import Text
-from .base import Call, Drafter, Spec, Target
+from .base import Call, Drafter, Spec, Target, require_positive
 from .lookup import NOTHING, Lookup, Proposal
-from .suffix_tree import Continuation, Point, SuffixTree
+from .suffix_tree import Continuation, Point, SuffixTree, grown
 
 __all__ = ["Suffix", "SuffixDrafter"]
 
@@ -50,9 +50,7 @@ class Suffix(Spec):
     """
 
     name: ClassVar[str] = "suffix"
-    trained: ClassVar[bool | None] = False
     trees: ClassVar[bool | None] = True
-    has_q: ClassVar[bool | None] = False
 
     max_match: int = 24
     min_probability: float = 0.1
@@ -69,8 +67,7 @@ class Suffix(Spec):
             raise ValueError(f"min_probability: {self.min_probability} is not possible; give more than 0, at most 1")
         if self.per_match <= 0:
             raise ValueError(f"per_match: {self.per_match} proposes nothing; give more than 0")
-        if self.nodes < 1:
-            raise ValueError(f"nodes: {self.nodes} is not possible; give 1 or more")
+        require_positive(self, "nodes")
         if isinstance(self.corpus, str):
             raise ValueError("corpus: got one string; give a list of texts")
 
@@ -132,10 +129,7 @@ class SuffixDrafter(Drafter):
             return
         with self.lock:
             if len(self.past.text) > REMEMBERED:
-                fresh = SuffixTree(self.depth)
-                for token in self.past.text[-REMEMBERED // 2 :]:
-                    fresh.end() if token < 0 else fresh.append(token)
-                self.past = fresh
+                self.past = grown(self.depth, self.past.text[-REMEMBERED // 2 :])
             for tokens in outputs:
                 _add(self.past, tokens)
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["END", "Continuation", "Point", "SuffixTree"]
+__all__ = ["END", "Continuation", "Point", "SuffixTree", "grown"]
 
 END = -1  # marks the end of a finished text; not a token
 ENDLESS = sys.maxsize  # length of an edge that grows with the text
@@ -119,7 +119,7 @@ class SuffixTree:
 
     def __reduce__(self) -> Any:
         """Copies are rebuilt from the text: copying the linked nodes would exceed Python's recursion limit."""
-        return _grown, (self.depth, list(self.text))
+        return grown, (self.depth, list(self.text))
 
     def append(self, token: int) -> None:
         """Append a token to the current text."""
@@ -230,7 +230,7 @@ class SuffixTree:
         return self.text[index] if index < len(self.text) else ahead[index - len(self.text)]
 
 
-def _grown(depth: int, text: list[int]) -> SuffixTree:
+def grown(depth: int, text: list[int]) -> SuffixTree:
     """The tree of these texts; each but the last ends with END."""
     tree = SuffixTree(depth)
     for token in text:

@@ -260,20 +260,25 @@ class SlotCache(Cache):
         """The layers that keep keys and values."""
         return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
+    @property
+    def stores(self) -> list[torch.Tensor]:
+        """Keys and values of all these layers, as far as they have any."""
+        layers = (layer for layer in self.slot_layers if layer.is_initialized)
+        return [store for layer in layers for store in (layer.keys, layer.values)]
+
     @contextmanager
     def borrowed(self, width: int) -> Iterator[None]:
         """A context in which the last `width` columns of every row may be overwritten. They are restored at its end."""
         low, high = min(self.lengths) - width, max(self.lengths)
-        filled = [layer for layer in self.slot_layers if layer.is_initialized]
-        before = [(layer.keys[:, :, low:high].clone(), layer.values[:, :, low:high].clone()) for layer in filled]
+        before = [store[:, :, low:high].clone() for store in self.stores]
         known = self.known
         self.rewind([count - width for count in known])
         try:
             yield
         finally:
             self.rewind(known)
-            for layer, (keys, values) in zip(filled, before, strict=True):
-                layer.keys[:, :, low:high], layer.values[:, :, low:high] = keys, values
+            for store, held in zip(self.stores, before, strict=True):  # a capture may have moved them
+                store[:, :, low:high] = held
 
     @property
     def known(self) -> list[int]:
@@ -335,33 +340,26 @@ class SlotCache(Cache):
             for to, column in enumerate(path[row][: counts[row]])
             if to != column
         ]
-        layers = [layer for layer in self.slot_layers if layer.is_initialized]
-        if moves and layers:
-            moved = on_device(list(zip(*moves, strict=True)), layers[0].keys.device)
-            for layer in layers:
-                place, target, source = moved.to(layer.keys.device)
-                layer.keys[place, :, target] = layer.keys[place, :, source]
-                layer.values[place, :, target] = layer.values[place, :, source]
+        if moves and (stores := self.stores):
+            moved = on_device(list(zip(*moves, strict=True)), stores[0].device)
+            for store in stores:
+                place, target, source = moved.to(store.device)
+                store[place, :, target] = store[place, :, source]
 
     def _swap(self, one: int, other: int) -> None:
         """Swap the rows at two indices."""
         self.order[one], self.order[other] = self.order[other], self.order[one]
         both, crossed, top = [one, other], [other, one], max(self.lengths)
-        for layer in self.slot_layers:
-            if layer.is_initialized:
-                for store in (layer.keys, layer.values):
-                    store[both, :, :top] = store[crossed, :, :top]
+        for store in self.stores:
+            store[both, :, :top] = store[crossed, :, :top]
 
     def _shift(self, by: list[int], end: int) -> None:
         """Move each row `by[b]` slots to the right (left if negative), to the same end. The slots it vacates become padding."""
         moved_from = torch.arange(end) - torch.tensor(by)[:, None]  # [B, end], negative in vacated slots
         source = moved_from.clamp(min=0)
-        for layer in self.slot_layers:
-            if not layer.is_initialized:
-                continue
-            slot = source.to(layer.keys.device)[:, None, :, None]
-            for store in (layer.keys, layer.values):
-                store[:, :, :end] = store.gather(2, slot.expand(-1, store.shape[1], -1, store.shape[3]))
+        for store in self.stores:
+            slot = source.to(store.device)[:, None, :, None]
+            store[:, :, :end] = store.gather(2, slot.expand(-1, store.shape[1], -1, store.shape[3]))
         visible = torch.ones(self.rows, max(end, *self.lengths), dtype=torch.bool)
         if self.visible is not None:
             hidden = min(visible.shape[1], self.visible.shape[1])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["filled", "on_device", "padded", "pinned"]
+__all__ = ["filled", "on_device", "padded", "pinned", "wait"]
 
 
 def on_device(values: Any, device: torch.device | str) -> torch.Tensor:
@@ -23,6 +23,12 @@ def on_device(values: Any, device: torch.device | str) -> torch.Tensor:
 def pinned(values: Any, device: torch.device | str) -> torch.Tensor:
     """The same values on the host, in memory that `copy_(..., non_blocking=True)` can copy without waiting."""
     return torch.tensor(values, pin_memory=torch.device(device).type == "cuda")
+
+
+def wait(device: torch.device) -> None:
+    """Wait until all work queued on the device is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device | str, filler: int = 0) -> torch.Tensor:

@@ -30,6 +30,7 @@ __all__ = [
     "front",
     "hidden_of",
     "tapped",
+    "try_out",
     "uncompiled",
     "unwrapped",
     "with_children",
@@ -93,11 +94,26 @@ def back(model: PreTrainedModel, layers: Layers, start: int) -> tuple[PreTrained
     return layers.replaced(model, [*passed, inject, *layers.of(model)[start:]]), inject
 
 
-def tapped(model: PreTrainedModel, layers: Layers, ends: Sequence[int]) -> tuple[PreTrainedModel, dict[int, Tap]]:
-    """The whole model; and for each of `ends` the tap that keeps the output states of layer end - 1."""
-    own = layers.of(model)
-    taps = {end: Tap(own[end - 1]) for end in ends}
-    return layers.replaced(model, [taps.get(place + 1, layer) for place, layer in enumerate(own)]), taps
+def tapped(
+    model: PreTrainedModel,
+    layers: Layers,
+    ends: Sequence[int],
+    final_norm: tuple[str, ...] = (),
+    own: Sequence[nn.Module] | None = None,
+) -> tuple[PreTrainedModel, dict[int, Tap]]:
+    """The whole model; and for each of `ends` the tap that keeps the output states of layer end - 1.
+
+    final_norm: path of the norm after the last layer; if it is given, end L stands for its output. own: the layers to run,
+    by default the model's own.
+    """
+    own = layers.of(model) if own is None else own
+    taps = {end: Tap(own[end - 1]) for end in ends if not final_norm or end < len(own)}
+    children: dict[tuple[str, ...], nn.Module] = {
+        layers.path: nn.ModuleList([taps.get(end, layer) for end, layer in enumerate(own, 1)])
+    }
+    if final_norm and len(own) in ends:
+        taps[len(own)] = children[final_norm] = Tap(model.get_submodule(".".join(final_norm)))
+    return with_children(model, children), taps
 
 
 class Pass(nn.Module):
@@ -215,8 +231,7 @@ def find_layers(model: PreTrainedModel) -> Layers:
         path = tuple(name.split("."))
         own = list(model.get_submodule(name).children())
         other = with_children(model, {path: nn.ModuleList(Recorder(m, n, seen) for n, m in enumerate(own))})
-        ids = few_ids(model)
-        other(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True)
+        try_out(other)
         if [number for number, _ in seen] == list(range(count)):
             return Layers(path, tuple(form for _, form in seen))
     raise ValueError(f"{type(model).__name__} does not run through a list of {count} layers, one after the other")
@@ -236,6 +251,13 @@ def few_ids(model: PreTrainedModel, count: int = 4) -> torch.Tensor:
     """A few tokens for a trial run of a model, [1, count] int64."""
     size = model.config.get_text_config(decoder=True).vocab_size
     return (size // 2 + torch.arange(count, device=device_of(model)))[None] % size
+
+
+@torch.no_grad()
+def try_out(model: Any, ids: torch.Tensor | None = None) -> Any:
+    """The output of a model or its base model over these tokens, by default a few. Errors of its forward are raised."""
+    ids = few_ids(model) if ids is None else ids
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True)
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

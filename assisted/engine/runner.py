@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,10 +29,12 @@ from .signatures import generate_passes, takes
 __all__ = [
     "CachedModel",
     "CallSettings",
+    "Inputs",
     "Masks",
     "Passes",
     "Runnable",
     "Runner",
+    "context_of",
     "is_rewindable",
     "is_sum_of_parts",
     "require_decoder",
@@ -80,6 +82,21 @@ class Runnable:
     copied: Sequence[torch.Tensor] = ()
 
 
+class Inputs(NamedTuple):
+    """What a captured forward pass reads.
+
+    ids: [R, n] int64. known: [R, 1] int64, valid slots of each row. first: [R, 1] int64, position of column 0.
+    parents: [R, n - 1] int64 for a tree, None for chains. visible: [R, top] bool, False at a prompt's padding; `top` slots
+    are read, at least n more than the longest row has.
+    """
+
+    ids: torch.Tensor
+    known: torch.Tensor
+    first: torch.Tensor
+    parents: torch.Tensor | None
+    visible: torch.Tensor
+
+
 class Passes:
     """Runs forward passes eagerly, operation by operation. `fast.graphs.Graphs` replays captured ones instead."""
 
@@ -125,19 +142,10 @@ class Runner:
         """One forward pass, the reference for all other ways to run it; see `CachedModel.__call__`."""
         raise NotImplementedError
 
-    def static_forward(
-        self,
-        ids: torch.Tensor,
-        known: torch.Tensor,
-        first: torch.Tensor,
-        parents: torch.Tensor | None,
-        visible: torch.Tensor,
-    ) -> torch.Tensor:
+    def static_forward(self, inputs: Inputs) -> torch.Tensor:
         """The same forward pass as a function of tensors only; the host reads no value that changes between passes.
 
-        ids: [R, n] int64. known: [R, 1] int64, valid slots of each row. first: [R, 1] int64, position of column 0.
-        parents: [R, n - 1] int64 for a tree, None for chains. visible: [R, top] bool, False at a prompt's padding; `top` slots
-        are read, at least n more than the longest row has. Returns [R, n, V].
+        Returns [R, n, V].
         """
         raise NotImplementedError
 
@@ -191,8 +199,7 @@ class CachedModel(Runner):
     def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks):
         runnable = model if isinstance(model, Runnable) else Runnable(model)
         self.model: Any = runnable.module
-        context = _context(self.model.config.get_text_config(decoder=True))
-        super().__init__(runnable, cache, device_of(self.model), context)
+        super().__init__(runnable, cache, device_of(self.model), context_of(self.model))
         self.last_only = runnable.last_only
         self.masks = masks
         self._takes_cache = "past_key_values" if takes(self.model, "past_key_values") else "cache_params"
@@ -255,14 +262,8 @@ class CachedModel(Runner):
             kwargs["attention_mask"] = self.masks.made(known, depths, draft, visible, cache.top, self.model.dtype)
         return cache.spread(self._forward(ids, kwargs))
 
-    def static_forward(
-        self,
-        ids: torch.Tensor,
-        known: torch.Tensor,
-        first: torch.Tensor,
-        parents: torch.Tensor | None,
-        visible: torch.Tensor,
-    ) -> torch.Tensor:
+    def static_forward(self, inputs: Inputs) -> torch.Tensor:
+        ids, known, first, parents, visible = inputs
         width, top = ids.shape[1], visible.shape[1]
         self.cache.place_at(known, width, top)
         draft = None if parents is None else Draft(ids[:, 1:], known[:, 0], parents=parents)
@@ -373,8 +374,9 @@ def without_gradients(*models: nn.Module) -> AbstractContextManager[Any]:
     return torch.inference_mode()
 
 
-def _context(config: Any) -> int:
+def context_of(model: PreTrainedModel) -> int:
     """How many positions a model supports. MPT's config uses another name."""
+    config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or sys.maxsize
 
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from ..drafts import Draft, DraftingStopped
 from .cache import SlotCache
-from .parts import Inject, Layers, Tap, back, few_ids, front, tapped
+from .host import wait
+from .parts import Inject, Layers, Tap, back, few_ids, front, tapped, try_out
 from .runner import CachedModel, Masks, Runnable
 
 __all__ = ["Begun", "SplitModel", "timed"]
@@ -120,19 +121,13 @@ class SplitModel(CachedModel):
         """[..., 1, n, D] hidden states of any layer -> [n, V], their logits through the final norm and the head."""
         model, inject = back(self.model, self.layers, len(self.layers))
         inject.hidden = states
-        ids = few_ids(model, states.shape[-2])  # their embeddings are not used
-        return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True).logits[0]
+        return try_out(model, few_ids(model, states.shape[-2])).logits[0]  # the tokens' embeddings are not used
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     """The result of `run`, and how many seconds it took. Waits for the device before and after."""
-    _wait(device)
+    wait(device)
     started = time.perf_counter()
     result = run()
-    _wait(device)
+    wait(device)
     return result, time.perf_counter() - started
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

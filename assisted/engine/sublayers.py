@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .parts import Form, Layers, Pass, Recorder, dressed, few_ids, hidden_of, with_children
+from .parts import Form, Layers, Pass, Recorder, dressed, hidden_of, try_out, with_children
 
-__all__ = ["Sublayer", "find_sublayers", "try_out", "without"]
+__all__ = ["Sublayer", "find_sublayers", "without"]
 
 Path = tuple[str, ...]
 UNCHANGED = 0.05  # relative to the norm of the hidden states: how much a layer without its sublayers may change them
@@ -105,13 +105,6 @@ def find_sublayers(model: PreTrainedModel, layers: Layers) -> list[Sublayer]:
         else:
             found.append(Sublayer(place, (), _weights(layer, active) / total))
     return found
-
-
-@torch.no_grad()
-def try_out(model: PreTrainedModel) -> None:
-    """Run a model on a few tokens; errors of its forward are raised."""
-    ids = few_ids(model)
-    model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True)
 
 
 def _attention(layer: nn.Module) -> list[Path]:

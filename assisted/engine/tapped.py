@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .cache import SlotCache
-from .parts import Layers, Tap, few_ids, with_children
+from .parts import Layers, Tap, few_ids, tapped, try_out, with_children
 from .runner import CachedModel, Masks, Runnable
 
 __all__ = ["TappedModel", "find_final_norm"]
@@ -39,15 +39,9 @@ class TappedModel(CachedModel):
         final_norm: tuple[str, ...] = (),
     ):
         runnable = model if isinstance(model, Runnable) else Runnable(model)
-        own = layers.of(runnable.module)
-        self._taps: dict[int, Tap] = {tap: Tap(own[tap - 1]) for tap in taps if tap < len(own)}
-        children: dict[tuple[str, ...], nn.Module] = {
-            layers.path: nn.ModuleList([self._taps.get(place + 1, layer) for place, layer in enumerate(own)])
-        }
-        if len(own) in taps:
-            self._taps[len(own)] = children[final_norm] = Tap(runnable.module.get_submodule(".".join(final_norm)))
-        super().__init__(replace(runnable, module=with_children(runnable.module, children)), cache, masks)
-        self.last_only = self.last_only and len(own) not in taps
+        module, self._taps = tapped(runnable.module, layers, taps, final_norm)
+        super().__init__(replace(runnable, module=module), cache, masks)
+        self.last_only = self.last_only and len(layers) not in taps
         self.taps = [self._taps[tap] for tap in sorted(self._taps)]
         self.kind = tuple(sorted(self._taps))
 
@@ -65,13 +59,12 @@ def find_final_norm(model: PreTrainedModel, layers: Layers) -> tuple[str, ...]:
     ids = few_ids(model)
     where = layers.path[:-1]
     base = model.get_submodule(".".join(where))
-    last = base(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True).last_hidden_state
+    last = try_out(base, ids).last_hidden_state
     for name, module in base.named_children():
         if isinstance(module, (nn.ModuleList, nn.Embedding)):
             continue
         tap = Tap(module)
-        other = with_children(model, {(*where, name): tap})
-        other(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True)
+        try_out(with_children(model, {(*where, name): tap}), ids)
         found = getattr(tap, "hidden", None)
         if isinstance(found, torch.Tensor) and found.shape == last.shape and torch.equal(found, last):
             return (*where, name)

@@ -29,7 +29,6 @@ __all__ = [
     "compiling",
     "distance",
     "fingerprint",
-    "wait",
 ]
 
 Pass = Callable[[], list[torch.Tensor]]
@@ -303,12 +302,6 @@ def fingerprint(model: nn.Module, run: nn.Module) -> tuple[Any, ...]:
         model.training,
         None if config is None else config._attn_implementation,
     )
-
-
-def wait(device: torch.device) -> None:
-    """Wait until all work queued on the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def distance(logits: torch.Tensor, expected: torch.Tensor, rows: list[int]) -> float:

@@ -16,10 +16,11 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from ..engine.cache import Paths, SlotCache
-from ..engine.runner import Passes, Runner
+from ..engine.runner import Inputs, Passes, Runner
 from ..engine.shapes import WIDTHS, columns_for, rows_for, slots_for
 from . import capture
 from .capture import CodeReplay, CudaReplay, Pass
+from .sources import identical
 from .static_buffers import StaticBuffers
 
 __all__ = ["Captures", "CompiledCode", "CudaGraphs", "Shape", "results"]
@@ -214,7 +215,7 @@ class Captures:
         ) -> list[torch.Tensor]:
             if states is not None:
                 twin.inject.hidden = states
-            logits = twin.static_forward(ids, numbers[:, :1], numbers[:, 1:2], parents, visible)
+            logits = twin.static_forward(Inputs(ids, numbers[:, :1], numbers[:, 1:2], parents, visible))
             return [logits, *(tap.hidden for tap in twin.taps)]
 
         if not self.compiled:
@@ -317,7 +318,7 @@ class CompiledCode(Captures):
         _renew(twin, runner, twin.cache)  # the model may be another of the same kind than in the last call
         with self._compiling():
             seen = see()
-        if not _identical(replay.ground, self._grounds.get(sort, ())):
+        if not identical(replay.ground, self._grounds.get(sort, ())):
             for key, other in self.passes.items():
                 alike = isinstance(key, Shape) and self.sort(key) == sort
                 if alike and isinstance(other, CodeReplay) and other is not replay:
@@ -365,7 +366,3 @@ def _renew(twin: Any, runner: Runner, slots: SlotCache) -> None:
     """Make `twin`, which runs over the buffers' slots, run the module of this runner."""
     vars(twin).update(vars(runner))
     twin.cache, twin.passes = slots, Passes()  # the buffers' lengths belong to no call
-
-
-def _identical(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
-    return len(one) == len(two) and all(a is b for a, b in zip(one, two, strict=True))

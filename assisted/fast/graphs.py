@@ -19,6 +19,7 @@ from torch import nn
 from ..drafts import Draft
 from ..engine.cache import Paths, SlotCache
 from ..engine.hooks import obstacle
+from ..engine.host import wait
 from ..engine.runner import CallSettings, Passes, Runner
 from . import capture
 from .captures import Captures, CompiledCode, CudaGraphs, results
@@ -136,10 +137,10 @@ class Graphs(Passes):
             captures.passes.move_to_end(shape)
             if expected is None:
                 return self._counted(results(captures.replay(shape, runner), runner, buffers, width))
-            capture.wait(buffers.device)
+            wait(buffers.device)
             replayed = time.perf_counter()
             logits = results(captures.replay(shape, runner), runner, buffers, width)
-            capture.wait(buffers.device)
+            wait(buffers.device)
         except Exception as error:  # third-party forwards may not support being captured
             self._spend(time.perf_counter() - started)
             self._give_up(f"{type(error).__name__}: {error}")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["Modules", "Source", "Weights"]
+__all__ = ["Modules", "Source", "Weights", "identical"]
 
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}  # parameters, submodules, hooks: compared separately
 
@@ -43,7 +43,7 @@ class Weights:
 
     def same(self, other: Weights) -> bool:
         """Whether a copy made from one is valid for the other."""
-        if not _identical(self.tensors, other.tensors) or (self.checksums is None) != (other.checksums is None):
+        if not identical(self.tensors, other.tensors) or (self.checksums is None) != (other.checksums is None):
             return False
         # `.data` may have been replaced by one of another shape
         return self.checksums is None or all(map(torch.equal, self.checksums, other.checksums or ()))
@@ -103,9 +103,9 @@ class Modules:
     def same(self, other: Modules) -> bool:
         """Whether a copy made from one is valid for the other."""
         return (
-            _identical(self.modules, other.modules)  # a module has one plain weak reference
-            and _identical(self.kinds, other.kinds)
-            and _identical(self.code, other.code)
+            identical(self.modules, other.modules)  # a module has one plain weak reference
+            and identical(self.kinds, other.kinds)
+            and identical(self.code, other.code)
             and all(map(_equal, self.attributes, other.attributes))
         )
 
@@ -162,7 +162,8 @@ def _names_in(function: Any) -> tuple[tuple[dict[str, Any], str], ...]:
     return tuple(found.values())
 
 
-def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+def identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two tuples hold the same objects."""
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 

@@ -119,10 +119,8 @@ class StaticBuffers:
         place = torch.arange(rows, device=self.device)[:, None]
         known = self.numbers[:rows, :1]
         target, source = known + torch.arange(columns, device=self.device), known + self.path[:rows, :columns]
-        for layer in self.slots.slot_layers:
-            if layer.is_initialized:
-                layer.keys[place, :, target] = layer.keys[place, :, source]
-                layer.values[place, :, target] = layer.values[place, :, source]
+        for store in self.slots.stores:
+            store[place, :, target] = store[place, :, source]
         return []
 
     def _count(self, cache: SlotCache, rows: int) -> None:

@@ -10,8 +10,21 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
-__all__ = ["EagleConfig", "default_taps"]
+__all__ = ["LAYER_FIELDS", "EagleConfig", "default_taps"]
 
+LAYER_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+"""The fields that have the same name and meaning in transformers' configs."""
 _CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 
@@ -120,16 +133,7 @@ class EagleConfig:
     def of_layer(self) -> LlamaConfig | Qwen3Config:
         """transformers' config of the decoder layers."""
         config = _CONFIGS[self.layer](
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            hidden_act=self.hidden_act,
-            rms_norm_eps=self.rms_norm_eps,
-            max_position_embeddings=self.max_position_embeddings,
+            **{name: getattr(self, name) for name in LAYER_FIELDS},
             rope_parameters=dict(self.rope),
             attention_bias=self.qkv_bias,
             tie_word_embeddings=False,

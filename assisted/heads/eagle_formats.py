@@ -17,7 +17,8 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.activations import ACT2FN
 
 from ..loading.files import fields_of, loading, require_sizes
-from .eagle import EagleConfig, EagleHead, default_taps
+from .eagle import EagleHead
+from .eagle_config import LAYER_FIELDS, EagleConfig, default_taps
 from .files import find_file, find_folder, public_name, read_tensors, require_tensors
 
 __all__ = ["load_eagle", "save_eagle"]
@@ -59,7 +60,7 @@ def _load(folder: Path, target: PreTrainedModel) -> EagleHead:
         raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}; only 'eagle3' can be read")
     _require_fields(fields, shapes, folder / "config.json")
     _require_fields(fields.get("transformer_layer_config") or {}, shapes, folder / "config.json")
-    config = (_of_eagle if kind is None else _of_speculators)(fields, shapes, target)
+    config = _config_of(fields, shapes, target)
     size = target.config.get_text_config(decoder=True).vocab_size
     if config.vocab_size != size:
         raise ValueError(f"draft: {folder} was made for a vocabulary of {config.vocab_size}; the target's has {size}")
@@ -158,50 +159,31 @@ def save_eagle(
     save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _of_eagle(fields: Mapping[str, Any], tensors: Shapes, target: PreTrainedModel) -> EagleConfig:
-    """The config from SafeAILab's or SpecForge's config.json."""
-    version = 3 if any(name.startswith("midlayer.") for name in tensors) else 1
-    kind = "qwen3" if any(name.endswith(".q_norm.weight") for name in tensors) else "llama"
+def _config_of(fields: Mapping[str, Any], tensors: Shapes, target: PreTrainedModel) -> EagleConfig:
+    """The config from the config.json of SafeAILab, of SpecForge or of speculators."""
+    of_speculators = fields.get("speculators_model_type") is not None
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    if version == 1:
-        return EagleConfig(
-            version=1,
-            taps=(layers,),
-            fc_bias=fields.get("bias", True),
-            own_embedding="embed_tokens.weight" in tensors,
-            **_of_layer(fields, kind),
-        )
-    inner = (fields.get("eagle_config") or {}).get(_TAPS)
-    taps = [place + 1 for place in inner] if inner is not None else fields.get(_TAPS)
+    embedding = "embed_tokens.weight" in tensors
+    if of_speculators:
+        inner = fields.get("transformer_layer_config") or {}
+        layer = _of_layer(inner, inner.get("model_type", "llama"))
+    else:
+        layer = _of_layer(fields, "qwen3" if any(name.endswith(".q_norm.weight") for name in tensors) else "llama")
+        if not any(name.startswith("midlayer.") for name in tensors):
+            return EagleConfig(1, taps=(layers,), fc_bias=fields.get("bias", True), own_embedding=embedding, **layer)
+    taps, counted = fields.get(_TAPS), (fields.get("eagle_config") or {}).get(_TAPS)
+    if counted is not None and not of_speculators:
+        taps = [place + 1 for place in counted]
+    switches: dict[str, Any] = {name: bool(fields.get(name, False)) for name in _SWITCHES}
     return EagleConfig(
         version=3,
         taps=tuple(default_taps(layers) if taps is None else taps),
         target_hidden_size=fields.get("target_hidden_size"),
-        draft_vocab_size=fields.get("draft_vocab_size"),
-        own_embedding="embed_tokens.weight" in tensors,
-        **_switches(fields),
-        **_of_layer(fields, kind),
+        draft_vocab_size=fields.get("draft_vocab_size", 32000 if of_speculators else None),
+        own_embedding=embedding,
+        **switches,
+        **layer,
     )
-
-
-def _of_speculators(fields: Mapping[str, Any], tensors: Shapes, target: PreTrainedModel) -> EagleConfig:
-    inner = fields.get("transformer_layer_config") or {}
-    kind = inner.get("model_type", "llama")
-    layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    taps = fields.get(_TAPS)
-    return EagleConfig(
-        version=3,
-        taps=tuple(default_taps(layers) if taps is None else taps),
-        target_hidden_size=fields.get("target_hidden_size"),
-        draft_vocab_size=fields.get("draft_vocab_size", 32000),
-        own_embedding="embed_tokens.weight" in tensors,
-        **_switches(fields),
-        **_of_layer(inner, kind),
-    )
-
-
-def _switches(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: bool(fields.get(name, False)) for name in _SWITCHES}
 
 
 def _of_layer(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -223,6 +205,7 @@ def _of_layer(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
     few = fields.get("num_key_value_heads") or (heads if kind == "llama" else defaults.num_key_value_heads)
     attention_bias = bool(fields.get("attention_bias", False))
     return {
+        **{name: value(name) for name in LAYER_FIELDS},
         "layer": kind,
         "head_dim": fields.get("head_dim") or (size // heads if kind == "llama" else defaults.head_dim),
         "num_key_value_heads": few,
@@ -231,18 +214,6 @@ def _of_layer(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "mlp_bias": bool(fields.get("mlp_bias", False)),
         "num_hidden_layers": fields.get("num_hidden_layers", 1),
         "rope": _rope(fields),
-        **{
-            name: value(name)
-            for name in (
-                "vocab_size",
-                "hidden_size",
-                "intermediate_size",
-                "num_attention_heads",
-                "hidden_act",
-                "rms_norm_eps",
-                "max_position_embeddings",
-            )
-        },
     }
 
 
@@ -257,16 +228,7 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _layer_fields(config: EagleConfig) -> dict[str, Any]:
     return {
         "model_type": config.layer,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
+        **{name: getattr(config, name) for name in LAYER_FIELDS},
         "attention_bias": config.o_bias,
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": False,

@@ -15,7 +15,7 @@ from ..drafts import Draft
 from ..engine.cache import SlotCache
 from ..engine.host import on_device
 from ..engine.parts import Inject
-from ..engine.runner import Runnable, Runner
+from ..engine.runner import Inputs, Runnable, Runner
 from .eagle import EagleHead
 
 __all__ = ["HeadRunner", "Level"]
@@ -144,15 +144,9 @@ class HeadRunner(Runner):
         )
         return cache.spread(states)
 
-    def static_forward(
-        self,
-        ids: torch.Tensor,
-        known: torch.Tensor,
-        first: torch.Tensor,
-        parents: torch.Tensor | None,
-        visible: torch.Tensor,
-    ) -> torch.Tensor:
-        """As `Runner`, for chains only; parents is None."""
+    def static_forward(self, inputs: Inputs) -> torch.Tensor:
+        """As `Runner`, for chains only."""
+        ids, known, first, _, visible = inputs
         cache, columns = self.cache, torch.arange(ids.shape[1], device=self.device)
         cache.place_at(known, len(columns), visible.shape[1])
         slots, own = torch.arange(cache.top, device=self.device), (known + columns)[:, :, None]

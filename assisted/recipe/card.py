@@ -9,6 +9,7 @@ import json
 import math
 import random
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..modeling import AssistedModelForCausalLM
 from ..zoo import HEADS, corpus
 from .shapes import RECIPES
 
-__all__ = ["Drafting", "Head", "Measured", "measure", "write"]
+__all__ = ["Drafting", "Head", "measure", "write"]
 
 WINDOW = 512  # tokens of context for the bits per byte
 WINDOWS = 60
@@ -32,21 +33,6 @@ CHAIN = 4  # tokens of a head's chain, as many as there are Medusa heads
 TREE_NODES, TREE_DEPTH = 32, 6
 SHOWN = 10
 SHOWN_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One model on held-out code.
-
-    Args:
-        name: of the recipe.
-        parameters: weights, with shared ones counted once.
-        bits_per_byte: cross-entropy per byte of held-out files.
-    """
-
-    name: str
-    parameters: int
-    bits_per_byte: float
 
 
 @dataclass(frozen=True)
@@ -108,14 +94,16 @@ def bits_per_byte(folder: Path) -> float:
     return bits / bytes_read
 
 
-def drafting(model: AssistedModelForCausalLM, draft_length: int, temperature: float) -> Drafting:
-    """Tokens per forward pass over held-out functions, with 48 new tokens each."""
+def drafting(
+    model: AssistedModelForCausalLM, draft_length: int, temperature: float, prompts: int = PROMPTS, top_p: float = 0.95
+) -> Drafting:
+    """Tokens per forward pass over held-out functions, with 48 new tokens each. top_p: above temperature 0."""
     model.reset_totals()
     torch.manual_seed(0)
     completions = []
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": 0.95} if temperature else {"do_sample": False}
-    prompts = [prompt for prompt, _ in zip(held_out_prompts(model.tokenizer), range(PROMPTS), strict=False)]
-    for prompt in tqdm(prompts, desc=f"drafting {draft_length} at temperature {temperature}", unit="prompt"):
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    work = list(islice(held_out_prompts(model.tokenizer), prompts))
+    for prompt in tqdm(work, desc=f"drafting {draft_length} at temperature {temperature}", unit="prompt"):
         out = model.generate(prompt.ids, max_new_tokens=NEW_TOKENS, draft_length=draft_length, **sampling)
         completions.append(out[0, prompt.ids.shape[1] :].tolist())
     totals = model.totals
@@ -150,13 +138,13 @@ def measure(models: Path) -> dict[str, Any]:
     measured = []
     for name in RECIPES:
         folder = models / name
-        parameters = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
-        measured.append(Measured(name, parameters, bits_per_byte(folder)))
+        parameters = AutoModelForCausalLM.from_pretrained(folder).num_parameters()  # shared ones are counted once
+        measured.append({"name": name, "parameters": parameters, "bits_per_byte": bits_per_byte(folder)})
     target = models / "target"
     pair = AssistedModelForCausalLM.from_pretrained(target, draft=str(models / "draft"), dtype=torch.float32)
     figures = [drafting(pair, length, temperature) for length, temperature in ((4, 0.0), (2, 0.0), (8, 0.0), (4, 0.8))]
     return {
-        "models": [asdict(m) for m in measured],
+        "models": measured,
         "drafting": [asdict(d) for d in figures],
         "heads": [asdict(head(models, name)) for name in HEADS if (models / name).is_dir()],
         "completions": _completions(pair),
@@ -175,7 +163,7 @@ def write(models: Path) -> Path:
 def _completions(pair: AssistedModelForCausalLM) -> list[dict[str, str]]:
     tokenizer: Any = pair.tokenizer
     shown = []
-    for prompt, _ in zip(held_out_prompts(pair.tokenizer), range(SHOWN), strict=False):
+    for prompt in islice(held_out_prompts(pair.tokenizer), SHOWN):
         out = pair.generate(prompt.ids, max_new_tokens=SHOWN_TOKENS, do_sample=False)
         text = tokenizer.decode(out[0, prompt.ids.shape[1] :], skip_special_tokens=True)
         shown.append({"source": prompt.source, "prompt": prompt.text, "completion": text})

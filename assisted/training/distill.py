@@ -82,8 +82,7 @@ class Distillation(Method):
         compiled: bool = False,
         student: PreTrainedModel | None = None,
     ):
-        self.about = settings
-        self.compiled = compiled
+        super().__init__(settings, target, compiled)
         self.tokenizer = tokenizer
         self._features = Features(target, compiled=compiled)
         if student is not None:
@@ -101,7 +100,6 @@ class Distillation(Method):
             for layer in find_layers(self.student).of(self.student):
                 layer.compile()
         self.frozen = (target,)
-        self.vocabulary = target.config.get_text_config(decoder=True).vocab_size
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         own = int(torch.binomial(torch.tensor(float(len(ids))), torch.tensor(self.about.on_policy)))

@@ -106,9 +106,8 @@ class EagleTraining(Method):
         seed: int = 0,
         compiled: bool = False,
     ):
-        self.about = settings
+        super().__init__(settings, target, compiled)
         self.target = target
-        self.compiled = compiled
         fields: dict[str, Any] = {"num_hidden_layers": settings.layers}
         if settings.version == 3:
             fields |= {"fc_norm": settings.norms, "norm_before_residual": settings.norms}
@@ -129,7 +128,6 @@ class EagleTraining(Method):
         self._start(head, target)
         self.student = head
         self.frozen = (target,)
-        self.vocabulary = target.config.get_text_config(decoder=True).vocab_size
         self.positions = range(1, settings.positions + 1)
         self._features = Features(target, config.taps, compiled)
         if compiled:

@@ -86,11 +86,10 @@ class EarlyExitTraining(Method):
         seed: int = 0,
         compiled: bool = False,
     ):
-        self.about = settings
+        super().__init__(settings, model, compiled)
         self.tokenizer = tokenizer
         self.seed = seed
         self.model = model
-        self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._layers = find_layers(model)
         count = len(self._layers)
         if count < 2:

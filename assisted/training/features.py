@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..engine.parts import Tap, find_layers, with_children
+from ..engine.parts import find_layers, tapped
 from ..engine.tapped import find_final_norm
 
 __all__ = ["Features", "Seen"]
@@ -53,14 +53,8 @@ class Features:
         own: list[Any] = layers.of(target)
         if compiled:
             own = [torch.compile(layer) for layer in own]
-        self._taps = {tap: Tap(own[tap - 1]) for tap in taps if tap < last}
-        children: dict[tuple[str, ...], nn.Module] = {
-            layers.path: nn.ModuleList([self._taps.get(number, layer) for number, layer in enumerate(own, 1)])
-        }
-        if last in taps:
-            norm = find_final_norm(target, layers)
-            self._taps[last] = children[norm] = Tap(target.get_submodule(".".join(norm)))
-        self._model = with_children(target, children)
+        norm = find_final_norm(target, layers) if last in taps else ()
+        self._model, self._taps = tapped(target, layers, taps, norm, own)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> Seen:

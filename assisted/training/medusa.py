@@ -60,8 +60,7 @@ class MedusaTraining(Method):
     student: MedusaHeads
 
     def __init__(self, target: PreTrainedModel, settings: MedusaSettings, seed: int = 0, compiled: bool = False):
-        self.about = settings
-        self.compiled = compiled
+        super().__init__(settings, target, compiled)
         self._last = len(find_layers(target))
         self._features = Features(target, [self._last], compiled)
         with torch.random.fork_rng():
@@ -69,7 +68,6 @@ class MedusaTraining(Method):
             self.student = MedusaHeads.for_target(target, settings.heads, settings.layers, settings.own_output)
         self.target = target
         self.frozen = (target,)
-        self.vocabulary = target.config.get_text_config(decoder=True).vocab_size
         self.positions = range(1, settings.heads + 1)
 
     def loss(self, ids: Tensor, step: int) -> Tensor:

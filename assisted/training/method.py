@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .losses import Agreement
 from .plan import Plan
@@ -39,6 +40,12 @@ class Method(ABC):
     axis: str = "position"
     positions: Sequence[int] = (1,)
     vocabulary: int
+
+    def __init__(self, about: Any, model: PreTrainedModel, compiled: bool = False):
+        """model: the target, or what is trained in its place. compiled: whether layers and losses are compiled."""
+        self.about = about
+        self.compiled = compiled
+        self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
 
     def settings(self) -> dict[str, Any]:
         """What decides the result besides the plan, ready for json. A checkpoint of other settings is not resumed."""

@@ -14,6 +14,7 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..engine.runner import context_of
 from .data import Text
 
 __all__ = ["with_written", "write"]
@@ -50,8 +51,7 @@ def write(target: PreTrainedModel, stream: np.ndarray, tokens: int, seed: int = 
 
     Returns [M] int32. Raises ValueError for a stream that is shorter than a prompt.
     """
-    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or _LENGTH
-    length = min(_LENGTH, context)
+    length = min(_LENGTH, context_of(target))
     prompt = min(_PROMPT, length // 2)
     if len(stream) <= prompt:
         raise ValueError(f"text: {len(stream)} tokens are too few for prompts of {prompt}; give more text")

@@ -49,7 +49,7 @@ def reading_once() -> Iterator[None]:
 
     class Reader(gguf.GGUFReader):
         def _build_fields(self, offs: int, count: int) -> int:
-            self.data = self.data.view(np.ndarray)  # each slice of a memory map sets up a memory map
+            self.data: Any = self.data.view(np.ndarray)  # each slice of a memory map sets up a memory map
             end: int = super()._build_fields(offs, count)
             return end
 

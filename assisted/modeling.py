@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import hashlib
+import json
 import os
 import threading
 import time
@@ -28,12 +31,14 @@ from .admission import MIXED, OTHER_MODES, require_own_drafting, warn_plain
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
 from .drafts import Round
+from .engine.host import processor
 from .engine.parts import device_of, uncompiled
 from .engine.runner import CallSettings
 from .engine.verifiable import require_verifiable
 from .fast.graphs import Graphs, require_mode
 from .forwarding import ForwardsToTarget
 from .generation import CALL, HookedCall, hooked
+from .lengths import remembered
 from .loading.adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting
 from .loading.checkpoints import write_index
 from .loading.files import inside, loading, require_sound
@@ -87,6 +92,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         self.length: lengths.Length | None = None
         self._lengths: list[tuple[Any, lengths.Length]] = []  # of earlier calls, latest last, with their measurements
         self._recorded = Recorder()
+        self._costs_keys: dict[Any, str] = {}
         self._overridden: set[str] = set()  # settings that were warned of
         self.watch: Callable[[Round], None] | None = None
         self.fast = "auto"
@@ -95,7 +101,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy: everything but the results of calls. A copy measures for itself."""
-        return {**self.__dict__, "length": None, "_lengths": [], "watch": None}
+        return {**self.__dict__, "length": None, "_lengths": [], "_costs_keys": {}, "watch": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AssistedModelForCausalLM:
         """A pair of copies, which share nothing with the originals."""
@@ -337,6 +343,9 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             self._recorded.add(recorder)
             for kind, length in lengths_started:
                 self._lengths = [*(entry for entry in self._lengths if entry[0] != kind), (kind, length)][-_KINDS:]
+        for kind, length in lengths_started:
+            if length.costs is not None:
+                remembered.remember(self._costs_key(kind), length.costs)
         self.report = recorder.report()
         return output
 
@@ -407,10 +416,24 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         It may continue from the measurements of the last finished call of its kind."""
         kind = (policy, rows, do_sample, self.target.device)
         found = next((entry for entry in self._lengths if entry[0] == kind), None)
+        if found is None and isinstance(policy, lengths.Adaptive) and policy.costs is None:
+            policy = dataclasses.replace(policy, costs=remembered.recall(self._costs_key(kind)))
         length = self.drafter.start_length(policy, None if found is None else found[1])
         started.append((kind, length))
         self.length = length
         return length
+
+    def _costs_key(self, kind: Any) -> str:
+        """Names everything that the costs of a kind of call depend on: the machine, the models and how they run."""
+        ran = (kind, self.fast, torch.get_num_threads())
+        if ran not in self._costs_keys:
+            policy, rows, do_sample, device = kind
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor()} {device.type}"
+            models = [self.target, *self.drafter.modules]
+            sizes = [(type(m).__name__, sum(p.numel() for p in m.parameters()), str(self.dtype)) for m in models]
+            about = [name, *ran[1:], sizes, repr(self.config.draft), repr(policy), rows, do_sample]
+            self._costs_keys[ran] = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+        return self._costs_keys[ran]
 
     def _warn_overridden(self, name: str, value: Any) -> None:
         """Warn once of a setting of the target's generation config that is not used here."""

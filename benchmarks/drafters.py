@@ -23,6 +23,7 @@ DRAFTS: dict[str, Any] = {
     '"early-exit"': "early-exit",
     '"layer-skip"': "layer-skip",
     '"self:int8"': "self:int8",
+    '"self:int8-bitsandbytes"': "self:int8-bitsandbytes",
     '"zoo:draft"': "zoo:draft",
     '"zoo:draft-other-tokenizer"': "zoo:draft-other-tokenizer",
     '"zoo:medusa"': "zoo:medusa",

@@ -218,7 +218,7 @@ def default_drafts(pair: AssistedModelForCausalLM, draft: str | None, target: st
     draft: the name of the pair's draft, None for no model. target: its name; the shipped heads fit the shipped one.
     """
     strings = [*_TEXT_ALONE, *_OWN_PARTS]
-    if any(map(_is_installed, _QUANTIZERS)):
+    if pair.target.device.type == "cpu" or any(map(_is_installed, _QUANTIZERS)):
         strings.append("self:int8")
     if target == "zoo:target":
         strings += [f"zoo:{name}" for name in zoo.HEADS]

@@ -17,7 +17,7 @@ import torch
 from ..zoo import corpus
 from . import held_out, questions
 
-__all__ = ["SETS", "Batch", "Prompt", "at_length", "batches", "held_out_prompts", "read", "sources"]
+__all__ = ["CHAT", "SETS", "Batch", "Prompt", "at_length", "batches", "held_out_prompts", "read", "sources"]
 
 SETS = {
     "code": held_out.functions,
@@ -26,6 +26,8 @@ SETS = {
     "prose": held_out.docstrings,
 }
 """The built-in sets, made from the sources of sympy and networkx."""
+CHAT = Path(__file__).parent / "chat.jsonl"
+"""The built-in set "chat": questions, edits, quotes and JSON for an instruct model, six of each."""
 PROMPT_TOKENS = (120, 200)
 _CHARACTERS = 8  # per token, at most on average: longer texts are skipped without being tokenized
 
@@ -70,8 +72,8 @@ def read(names: Sequence[str], tokenizer: Any, count: int, tokens: tuple[int, in
     """Prompts of every set, `count` of each category, always the same ones.
 
     Args:
-        names: of SETS; a file like Spec-Bench's `question.jsonl` (a JSON object a line with `category` and `turns`, the first
-            of which is asked); or a name for the `datasets` library, `NAME[:CONFIG][:SPLIT]`.
+        names: of SETS; "chat"; a file like Spec-Bench's `question.jsonl` (a JSON object a line with `category` and `turns`, the
+            first of which is asked); or a name for the `datasets` library, `NAME[:CONFIG][:SPLIT]`.
         tokenizer: the target's. Questions go through its chat template, if it has one.
         count: of each category.
         tokens: the least and the most of a prompt of SETS; prose may be shorter.
@@ -90,7 +92,7 @@ def read(names: Sequence[str], tokenizer: Any, count: int, tokens: tuple[int, in
             some = _questions(name, tokenizer, count)
         found += some
     if not found:
-        raise ValueError(f"prompts: none chosen; give some of {', '.join(SETS)}, a file or a dataset")
+        raise ValueError(f"prompts: none chosen; give some of {', '.join(SETS)}, chat, a file or a dataset")
     return found
 
 
@@ -162,8 +164,8 @@ def _of_set(name: str, tokenizer: Any, tokens: tuple[int, int]) -> Iterator[Prom
 
 def _questions(name: str, tokenizer: Any, count: int) -> list[Prompt]:
     """The first `count` questions of each category."""
-    path = Path(name)
-    known = f"{', '.join(SETS)}, a question file or a dataset"
+    path = CHAT if name == "chat" else Path(name)
+    known = f"{', '.join(SETS)}, chat, a question file or a dataset"
     if name.isdigit():
         raise ValueError(f"prompts: {name!r} is a number; give some of {known}, and say how many by --count")
     if path.suffix in (".jsonl", ".json") and not path.is_file():

@@ -8,13 +8,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import transformers
 
+from ..engine.host import processor
 from .prompts import Batch
 from .protocol import Measured, Rules
 from .statistics import Interval, repeated_share, speedup
@@ -228,7 +228,7 @@ def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     from .. import __version__
 
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
@@ -238,11 +238,3 @@ def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "assisted": __version__,
     }
-
-
-def _processor() -> str:
-    """The processor's name; on Linux, it stands only in a file."""
-    about = Path("/proc/cpuinfo")
-    lines = about.read_text().splitlines() if about.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())

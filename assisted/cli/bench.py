@@ -36,8 +36,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         nargs="+",
         default=["code", "edits", "json", "prose"],
         metavar="SET",
-        help="code, edits, json, prose, a question.jsonl of Spec-Bench, or a dataset NAME[:CONFIG][:SPLIT]; each is "
-        "reported by its categories (default: the first four)",
+        help="code, edits, json, prose; chat, for instruct models; a question.jsonl of Spec-Bench; or a dataset "
+        "NAME[:CONFIG][:SPLIT]. Each is reported by its categories (default: the first four)",
     )
     work.add_argument("--count", type=int, default=4, help="prompts per category, at least --batch" + DEFAULT)
     work.add_argument("--new-tokens", type=int, default=48, help="per prompt; end tokens are ignored" + DEFAULT)

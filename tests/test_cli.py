@@ -6,6 +6,7 @@ import argparse
 import inspect
 import io
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -329,6 +330,21 @@ def test_chat_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     streamed = capsys.readouterr()
     assert streamed.out == "".join(reply + "\n" for reply in replies)
     assert streamed.err.count("prompt tokens cached") == 2
+
+
+def test_chat_shows_what_was_drafted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same text, with colours around the tokens that were drafted and accepted."""
+    text, argv = "def first(a):\ndef second(b, c):\n", ["--draft-length", "3", "--draft", "zoo:draft"]
+    pipe(monkeypatch, text)
+    found = turns(capsys, *argv)
+    assert sum(turn["report"]["accepted"] for turn in found) > 0
+    pipe(monkeypatch, text)
+    assert main(["chat", "--max-new-tokens", "12", "--show-drafts", *argv]) == 0
+    streamed = capsys.readouterr()
+    assert re.sub("\x1b\\[[0-9]*m", "", streamed.out) == "".join(turn["reply"] + "\n" for turn in found)
+    coloured = streamed.out.count("\x1b[36m")
+    assert 0 < coloured <= sum(turn["report"]["accepted"] for turn in found)
+    assert coloured == streamed.out.count("\x1b[0m")
 
 
 def test_chat_goes_on_after_a_message_that_is_too_long(

@@ -123,7 +123,8 @@ def _chat(args: argparse.Namespace) -> None:
         if message == "/reset":
             conversation.reset()
             continue
-        streamer = None if args.json else _streamer(model)
+        streamer = None if args.json else _streamer(model, args.show_drafts)
+        model.watch = getattr(streamer, "see", None)
         try:
             reply = conversation.say(message, args.max_new_tokens, streamer=streamer, **sampling)
         except ContextFull as error:  # the conversation before this message still stands
@@ -131,16 +132,30 @@ def _chat(args: argparse.Namespace) -> None:
                 print_json({"message": message, "error": str(error)}, indent=None)
             print(f"assisted: error: {error}", file=sys.stderr)
             continue
+        finally:
+            model.watch = None
         report: Any = model.report
         if args.json:
             turn = {"message": message, "reply": reply.text, "prompt_tokens": reply.prompt_tokens}
             print_json({**turn, "cached_tokens": reply.cached_tokens, "report": report.to_dict()}, indent=None)
         elif not args.quiet:
             print(
-                f"[{report.new_tokens} tokens in {report.seconds:.2f} s, {report.tokens_per_pass:.2f} per forward pass, "
-                f"{reply.cached_tokens} of {reply.prompt_tokens} prompt tokens cached]",
+                f"[{_brought(model)}, {reply.cached_tokens} of {reply.prompt_tokens} prompt tokens cached]",
                 file=sys.stderr,
             )
+
+
+def _brought(model: Any) -> str:
+    """What drafting brought in the last call, against the measured time of forward passes without drafts."""
+    report = model.report
+    found = f"{report.new_tokens} tokens in {report.seconds:.2f} s, {report.tokens_per_pass:.2f} per forward pass"
+    costs = None if model.length is None else model.length.costs
+    took = report.draft_seconds + report.verify_seconds
+    alone = report.plain_seconds_per_token or (None if costs is None else costs.verify_seconds(1))
+    if alone is None or not report.target_passes or not took:
+        return found
+    decoded = report.tokens_per_pass * report.target_passes
+    return f"{found}, {decoded * alone / took:.2f} times as fast as without drafts ({alone * 1e3:.1f} ms per token)"
 
 
 def _zoo_list(args: argparse.Namespace) -> None:
@@ -210,9 +225,13 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     return {"do_sample": True, "temperature": args.temperature, **chosen, **common}
 
 
-def _streamer(model: Any) -> Any:
+def _streamer(model: Any, coloured: bool = False) -> Any:
     from transformers import TextStreamer
 
+    if coloured:
+        from .coloured import ColouredStreamer
+
+        return ColouredStreamer(model.tokenizer)
     return TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -278,6 +297,7 @@ def _parser() -> argparse.ArgumentParser:
 
     chat = command("chat", _chat, "talk to a pair, one line per turn; the answers are streamed")
     chat.add_argument("--system", help="a system message")
+    chat.add_argument("--show-drafts", action="store_true", help="colour the tokens that were drafted and accepted")
     _add_generation(chat)
 
     training.add(commands, command)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["FOUR_BIT_GROUP", "LOW_BIT_DTYPE", "LowBitLinear", "joined", "low_bit"]
+__all__ = ["FOUR_BIT_GROUP", "LOW_BIT_DTYPE", "FewColumns", "LowBitLinear", "joined", "low_bit"]
 
 FOUR_BIT_GROUP = 32  # weights that share a scale and a zero point
 LOW_BIT_DTYPE = torch.bfloat16  # the only dtype with vectorized kernels
@@ -72,14 +72,18 @@ class LowBitLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out], in the inputs' dtype."""
+        made = self.raw(inputs).to(inputs.dtype)
+        return made if self.bias is None else made + self.bias
+
+    def raw(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out] bfloat16, without the bias."""
         given = inputs.reshape(-1, self.in_features).to(LOW_BIT_DTYPE)
         if self.padded:
             given = F.pad(given, (0, self.padded))
         made = self._product(given)
         if made.shape[-1] != self.out_features:
             made = made[:, : self.out_features]
-        made = made.to(inputs.dtype).view(*inputs.shape[:-1], self.out_features)
-        return made if self.bias is None else made + self.bias
+        return made.view(*inputs.shape[:-1], self.out_features)
 
     def _product(self, given: torch.Tensor) -> torch.Tensor:
         """[n, padded in] bfloat16 -> [n, padded out] bfloat16."""
@@ -105,6 +109,32 @@ class LowBitLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
+class FewColumns:
+    """A `LowBitLinear` of 8 bits without padding and bias, over few columns of inputs on a CPU, with less work in Python.
+
+    Looking up a module's tensors and calling it takes as long as a small product. module: used for other inputs.
+    """
+
+    def __init__(self, module: LowBitLinear):
+        self.module = module
+        self.packed, self.scales = module.packed, module.scales
+        self.inputs, self.outputs = module.in_features, module.out_features
+
+    @staticmethod
+    def suits(module: LowBitLinear) -> bool:
+        """Whether the product alone is the module's result."""
+        return module.bits == 8 and module.bias is None and not module.padded and not module.packed.is_meta
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out] bfloat16."""
+        columns = inputs.numel() // self.inputs
+        if columns > _FEW or not inputs.is_cpu:
+            return self.module.raw(inputs)
+        given = inputs.reshape(columns, self.inputs).to(LOW_BIT_DTYPE)
+        made: torch.Tensor = torch._weight_int8pack_mm(given, self.packed, self.scales)
+        return made.view(*inputs.shape[:-1], self.outputs)
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def joined(modules: Sequence[nn.Module]) -> LowBitLinear | None:
@@ -113,6 +143,8 @@ def joined(modules: Sequence[nn.Module]) -> LowBitLinear | None:
     No weight is held twice: the modules then keep views of the joined weights.
     """
     low = [module for module in modules if isinstance(module, LowBitLinear)]
+    if len(modules) == len(low) == 1:
+        return low[0]
     if not len(modules) == len(low) > 1 or len({(module.bits, module.in_features) for module in low}) > 1:
         return None
     if any(module.bias is not None or module.out_features % _TILE[module.bits] for module in low):

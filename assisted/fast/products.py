@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .low_bit import joined
+from .low_bit import FewColumns, joined
 
 __all__ = ["PackedLinear", "Product", "copied_in", "may_copy", "packs"]
 
@@ -138,9 +138,11 @@ class Product:
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.packed: torch.Tensor | None = None
+        self.low: FewColumns | None = None
         whole = joined(modules)
         if whole is not None:
             self.modules = [whole]
+            self.low = FewColumns(whole) if FewColumns.suits(whole) else None
             return
         linear = [module for module in modules if type(module) is nn.Linear]
         biases = [module.bias for module in linear if module.bias is not None]
@@ -160,6 +162,13 @@ class Product:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., sum of the modules' outputs]."""
+        made = self.raw(inputs)
+        return made if made.dtype == inputs.dtype else made.to(inputs.dtype)
+
+    def raw(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The same, in the dtype that the product was computed in if that is another one."""
+        if self.low is not None:
+            return self.low(inputs)
         if self.packed is not None and torch.compiler.is_compiling():
             return self._for_compiler(inputs)
         if self.packed is not None and _is_faster(inputs, self.entries):

@@ -161,7 +161,8 @@ def load_quantized(
         raise ValueError(f"quantization: the model at {path!r} is quantized already; leave quantization out")
     if quantization is None:
         quantization = getattr(config, RECORD, None)
-    method = resolve(quantization, _computed_in(dtype, config), _device_type(device_map))
+    device = _device_type(device_map) if base == path else "adapter"  # PEFT adapts no packed layers
+    method = resolve(quantization, _computed_in(dtype, config), device)
     if method is not None:
         with torch.device("meta"):  # _guarded needs shapes only
             shapes = AutoModelForCausalLM.from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))

@@ -49,7 +49,8 @@ def measure(args: Any) -> dict[str, Any]:
     contestants = paired(pair.target, pair.tokenizer, chosen)
     prompts = read(["chat"], pair.tokenizer, args.prompts)
     rules = Rules(new_tokens=args.new_tokens, temperature=args.temperature, top_p=0.95 if args.temperature else 1.0)
-    result = raced(args, pair, contestants, prompts, rules, others=lookups(pair.target), target=TARGET).to_dict()
+    others = [] if args.without_transformers else lookups(pair.target)
+    result = raced(args, pair, contestants, prompts, rules, others=others, target=TARGET).to_dict()
     title = f"{args.dtype}, " + (f"temperature {args.temperature:g}, top-p 0.95" if args.temperature else "greedy")
     return {"about": about(pair, prompts=4 * args.prompts, repeats=args.repeats), title: result}
 
@@ -80,6 +81,9 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy; sampling also takes top-p 0.95")
+    parser.add_argument(
+        "--without-transformers", action="store_true", help="leave out its prompt lookup, which takes a heat"
+    )
     parser.add_argument("--only", nargs="+", choices=list(DRAFTS), metavar="NAME", help="these drafts alone")
     parser.add_argument("--read", type=Path, nargs="+", help="measure nothing, take the figures from these files")
     args = parser.parse_args()

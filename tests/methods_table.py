@@ -54,7 +54,7 @@ LINES = [
         "self",
         "Quantized copy of the target",
         "quantized-self.md",
-        '`"self:nf4"`',
+        '`"self:int8"`',
         "memory for the copy",
     ),
     Line("draft-model", "Draft model", "draft-model.md", "Hub id, folder", "a small relative", '"zoo:draft"'),

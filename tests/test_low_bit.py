@@ -44,8 +44,12 @@ def test_every_shape_and_number_of_columns(bits: int, outputs: int, inputs: int)
         expected, found = module(given), made(given)
         assert found.shape == expected.shape and found.dtype == torch.float32
         assert (found - expected).norm() / expected.norm() < ERROR[bits] * (2 if outputs == 1 else 1)
-    half = torch.randn(3, inputs).bfloat16()
-    assert made.to(torch.bfloat16)(half).dtype == torch.bfloat16
+    given = torch.randn(3, inputs)
+    expected = made(given)
+    for dtype in (torch.float16, torch.float64, torch.bfloat16, torch.float32):  # a cast of the model
+        found = made.to(dtype)(given.to(dtype))
+        assert found.dtype == dtype
+        assert (found - expected).norm() < 0.02 * expected.norm()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -90,9 +94,10 @@ def test_what_cannot_be_joined() -> None:
         [low_bit(linear(64, 32), 8)],
         [low_bit(linear(64, 64, bias=True), 8)],
         [linear(64, 64)],
-        [],
     ):
         assert joined([one, *others]) is None
+    assert joined([one]) is one
+    assert joined([linear(64, 64)]) is None
     assert joined([low_bit(linear(rows, 64), 4) for rows in (64, 40)]) is None
 
 

@@ -7,6 +7,7 @@ with linear modules only; `loading.quantization` chooses the modules of a model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,13 @@ class LowBitLinear(nn.Module):
         self.bias = bias
         self.in_features, self.out_features, self.bits = in_features, out_features, bits
         self.padded = -in_features % _INPUTS[bits]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LowBitLinear:
+        """Move with the model; a cast of the model does not cast the scales, whose dtype the kernels prescribe."""
+        scales = self.scales
+        super()._apply(fn, recurse)
+        self.scales = scales.to(self.packed.device)
+        return self
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out], in the inputs' dtype."""

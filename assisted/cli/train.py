@@ -74,7 +74,7 @@ def options(method: str) -> HfArgumentParser:
 
     parser = HfArgumentParser(
         prog=f"assisted train {method}",
-        usage="%(prog)s --target TARGET --out FOLDER (--text PATH ... | --dataset NAME) [options]",
+        usage="%(prog)s --target TARGET --out FOLDER (--text PATH ... | --dataset NAME | --chats N) [options]",
         description=METHODS[method].capitalize() + ".",
         formatter_class=argparse.HelpFormatter,
     )
@@ -96,6 +96,9 @@ def options(method: str) -> HfArgumentParser:
     text.add_argument("--documents", type=int, metavar="N", help="take at most N from the dataset")
     text.add_argument(
         "--written", type=int, metavar="N", help="add N tokens that the target generates, as continuations of the text"
+    )
+    text.add_argument(
+        "--chats", type=int, metavar="N", help="add N tokens of conversations that an instruct target has with itself"
     )
     for kind in (_method(method)[0], Plan):
         parser._add_dataclass_arguments(kind)
@@ -140,7 +143,8 @@ def _train(name: str, found: argparse.Namespace) -> None:
     from .. import zoo
     from ..loading.gguf import load_model
     from ..loading.vocabulary import find_tokenizer
-    from ..training.data import read_text
+    from ..training.chats import with_chats
+    from ..training.data import Text, read_text
     from ..training.trainer import train
     from ..training.written import with_written
 
@@ -150,7 +154,12 @@ def _train(name: str, found: argparse.Namespace) -> None:
     tokenizer = find_tokenizer(path)
     require_tokenizer(tokenizer, args.target)
     target.name_or_path = args.target  # heads may record it: the name that was given, not this machine's folder
-    text = read_text(tokenizer, args.text or (), args.dataset, args.documents)
+    if args.chats and not args.text and args.dataset is None:
+        text = Text.empty()
+    else:
+        text = read_text(tokenizer, args.text or (), args.dataset, args.documents)
+    if args.chats:
+        text = with_chats(target, tokenizer, text, args.chats, args.out, plan.seed)
     if args.written:
         text = with_written(target, text, args.written, args.out, plan.seed)
     folder = train(

@@ -41,6 +41,11 @@ class Text:
     held_out: np.ndarray
     source: str
 
+    @staticmethod
+    def empty() -> Text:
+        """No text, to which others are added."""
+        return Text(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32), "")
+
 
 class Windows:
     """Windows of a stream, `batch` per step: `windows[step]` is [batch, context] int64.
@@ -119,7 +124,9 @@ def read_text(
             tokenize(tokenizer, map(corpus.read, corpus.training_files())), tokenize(tokenizer, held_out), "zoo"
         )
     if not text and dataset is None:
-        raise ValueError("text: nothing to train on; give --text with files or folders, --text zoo, or --dataset")
+        raise ValueError(
+            "text: nothing to train on; give --text with files or folders, --text zoo, --dataset, or --chats"
+        )
     documents = [*read_files(text), *(read_dataset(dataset, limit) if dataset else ())]
     training, kept = _split(documents)
     source = ", ".join([*text, *([dataset] if dataset else [])])

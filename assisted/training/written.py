@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..engine.runner import context_of
 from .data import Text
 
-__all__ = ["with_written", "write"]
+__all__ = ["TEMPERATURES", "rows_of", "with_written", "write"]
 
 TEMPERATURES = (0.0, 0.7, 1.0)  # used in turn, as heads draft for all of them
 _PROMPT, _LENGTH = 64, 512  # tokens of a prompt, and of a prompt with its continuation
@@ -55,7 +55,7 @@ def write(target: PreTrainedModel, stream: np.ndarray, tokens: int, seed: int = 
     prompt = min(_PROMPT, length // 2)
     if len(stream) <= prompt:
         raise ValueError(f"text: {len(stream)} tokens are too few for prompts of {prompt}; give more text")
-    rows = _rows(target, length)
+    rows = rows_of(target, length)
     rounds = -(-tokens // (rows * length))
     rng = np.random.default_rng(seed)
     pieces = []
@@ -79,7 +79,7 @@ def write(target: PreTrainedModel, stream: np.ndarray, tokens: int, seed: int = 
     return np.concatenate(pieces)
 
 
-def _rows(target: PreTrainedModel, length: int) -> int:
+def rows_of(target: PreTrainedModel, length: int) -> int:
     """The batch size: as many rows as have room for their keys and values in a quarter of the free memory."""
     config = target.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)

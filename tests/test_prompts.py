@@ -123,13 +123,13 @@ def test_nobody_computes_padding_or_what_nobody_reads(name, _apart, monkeypatch)
     assert model is not target
     seen: dict[int, int] = {}
     for number, layer in enumerate(model.model.layers):
-        product = layer.gate_up
+        product = layer.gate_up.raw
 
         def counted(normed, number=number, product=product):
             seen[number] = seen.get(number, 0) + normed.shape[:-1].numel()
             return product(normed)
 
-        monkeypatch.setattr(layer, "gate_up", counted)
+        monkeypatch.setattr(layer.gate_up, "raw", counted)
     runner = CachedModel(form, SlotCache(4, 20), Masks.of(model))
     logits = runner.prefill(inputs["input_ids"], inputs["attention_mask"])
     last = len(model.model.layers) - 1

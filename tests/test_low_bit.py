@@ -185,9 +185,9 @@ def test_a_name_means_the_fastest_weights_of_a_device() -> None:
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("optimum.quanto")
     for given in ("int8", PackedConfig(8), PackedConfig(8).to_dict()):
-        assert resolve(given, torch.bfloat16, "cuda").quant_method == "bitsandbytes"
+        assert resolve(given, torch.bfloat16, packed=False).quant_method == "bitsandbytes"
         assert isinstance(resolve(given, torch.bfloat16), PackedConfig)
-    assert resolve("int4", torch.bfloat16, "cuda").quant_method == "quanto"
+    assert resolve("int4", torch.bfloat16, packed=False).quant_method == "quanto"
     for device_map, expected in ((None, "cpu"), ("cpu", "cpu"), ("cuda:1", "cuda"), ({"": "cuda"}, "cuda")):
         assert quantization._device_type(device_map) == expected
     with pytest.raises(ValueError, match="bits: 3 is not possible; use 8 or 4"):

@@ -18,10 +18,8 @@ __all__ = ["FOUR_BIT_GROUP", "LOW_BIT_DTYPE", "FewColumns", "LowBitLinear", "joi
 
 FOUR_BIT_GROUP = 32  # weights that share a scale and a zero point
 LOW_BIT_DTYPE = torch.bfloat16  # the only dtype with vectorized kernels
-_INPUTS, _OUTPUTS = (
-    {8: 16, 4: 32},
-    {8: 1, 4: 16},
-)  # multiples that the kernels need; with others they read beyond the end
+# By bits, the multiples that the kernels need; with other numbers of inputs they read beyond the end.
+_INPUTS, _OUTPUTS = {8: 16, 4: 32}, {8: 1, 4: 16}
 _TILE = {8: 1, 4: 64}  # outputs that lie together in the kernels' layouts
 _FEW = 32  # columns up to which a product from 8 bits is faster than converting the weight
 
@@ -101,9 +99,9 @@ class LowBitLinear(nn.Module):
                 raise RuntimeError(
                     f"these 4-bit weights are packed for a CPU and cannot run on {given.device}; load the model there instead"
                 )
-            if len(given) > given.shape[1]:  # converting the weight is a product with as many columns as it has inputs
-                given, whole = torch.eye(given.shape[1], dtype=LOW_BIT_DTYPE), given
-                return whole @ self._four_bits(given)
+            columns, inputs = given.shape
+            if columns > inputs:  # the weight itself is the product with as many columns as it has inputs
+                return given @ self._four_bits(torch.eye(inputs, dtype=LOW_BIT_DTYPE))
             return self._four_bits(given)
         if on_cpu and len(given) <= _FEW:
             return torch._weight_int8pack_mm(given, self.packed, self.scales)

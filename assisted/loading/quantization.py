@@ -88,11 +88,11 @@ _CONFIGS: dict[str, tuple[str, Callable[[torch.dtype], QuantizationConfigMixin]]
     "int8-torchao": ("torchao", _torchao_int8),
 }
 NAMES: tuple[str, ...] = tuple(_CONFIGS)
-_ON_ACCELERATORS = {8: "int8-bitsandbytes", 4: "int4-quanto"}  # what packed weights, which are for CPUs, become there
+_UNPACKED = {8: "int8-bitsandbytes", 4: "int4-quanto"}  # by bits, what replaces weights that are packed for a CPU
 
 
 def resolve(
-    quantization: Quantization | None, dtype: torch.dtype, device: str = "cpu"
+    quantization: Quantization | None, dtype: torch.dtype, packed: bool = True
 ) -> QuantizationConfigMixin | None:
     """The transformers config for a name of `NAMES`; a config object or its dict is copied.
 
@@ -101,17 +101,18 @@ def resolve(
     "int4-quanto". "nf4" and "fp4" are bitsandbytes' 4-bit formats, "int8-quanto" is optimum-quanto's and "int8-torchao"
     torchao's; these quantize weights only.
 
-    dtype: that the model computes in. device: the type of its device. Raises ValueError for unknown names and types,
-    ImportError if the backend is missing.
+    dtype: that the model computes in. packed: whether `PackedConfig` can be used, which is on a CPU.
+
+    Raises ValueError for unknown names and types, ImportError if the backend is missing.
     """
     method = _resolved(quantization, dtype)
-    if isinstance(method, PackedConfig) and device != "cpu":
-        return _resolved(_ON_ACCELERATORS[method.bits], dtype)
+    if isinstance(method, PackedConfig) and not packed:
+        return _resolved(_UNPACKED[method.bits], dtype)
     return method
 
 
 def _resolved(quantization: Quantization | None, dtype: torch.dtype) -> QuantizationConfigMixin | None:
-    """`resolve` for a CPU."""
+    """`resolve` with packed weights."""
     if quantization is None:
         return None
     if isinstance(quantization, str):
@@ -161,8 +162,8 @@ def load_quantized(
         raise ValueError(f"quantization: the model at {path!r} is quantized already; leave quantization out")
     if quantization is None:
         quantization = getattr(config, RECORD, None)
-    device = _device_type(device_map) if base == path else "adapter"  # PEFT adapts no packed layers
-    method = resolve(quantization, _computed_in(dtype, config), device)
+    packed = _device_type(device_map) == "cpu" and base == path  # PEFT adapts no packed layers
+    method = resolve(quantization, _computed_in(dtype, config), packed)
     if method is not None:
         with torch.device("meta"):  # _guarded needs shapes only
             shapes = AutoModelForCausalLM.from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))
@@ -184,7 +185,7 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
         raise ValueError("quantization: the model is quantized already; quantize a copy of the original")
     if any(weight.is_meta for weight in model.parameters()):
         raise ValueError("quantization: part of the model is offloaded; load it into memory, or use another draft")
-    method = resolve(quantization, model.dtype, model.device.type)
+    method = resolve(quantization, model.dtype, packed=model.device.type == "cpu")
     if method is None:
         raise ValueError(f"quantization: None makes no quantized copy; use one of {', '.join(NAMES)}")
     # Not by way of a folder: save_pretrained would modify the config of the model that it saves.

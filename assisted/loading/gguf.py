@@ -40,7 +40,7 @@ def reading_once() -> Iterator[None]:
 
     transformers parses it for the config, the weights and the tokenizer, each time with the package gguf, in Python, item by
     item, and makes the same table of names for every module. With a vocabulary of 49,152 tokens that takes a minute and a half;
-    read once, and through a plain array instead of a memory map, a tenth. May be nested.
+    read once, and through a plain array instead of a memory map, an eighth of that. May be nested.
     """
     gguf: Any = importlib.import_module("gguf") if _is_installed() else None
     if gguf is None or not isinstance(gguf.GGUFReader, type):  # an outer context has replaced it

@@ -211,6 +211,9 @@ def test_it_decides_from_distributions_before_a_token_is_drawn():
     """Two rounds whose distributions and history agree go the same way, whatever was drawn: only distributions and
     committed counts come in. A low distribution in one row does not stop the others."""
     length = learned(rows=3)
+    for position in range(3):
+        for _ in range(8):
+            length.known.reliability.see(confidence_bin(0.07), position, False)
     assert length.budget(range(3)) == 16
     assert length.go_on(0, distributions([0.9, 0.9, 0.9])).tolist() == [True] * 3
     assert length.another(1)
@@ -350,6 +353,18 @@ def test_reliability_leans_on_what_was_seen():
     assert reliability.chain(3) == pytest.approx(
         [0.97, 0.97, 0.97], abs=0.01
     )  # each position leans on the one before it
+
+
+def test_a_draft_that_is_right_where_it_is_unsure():
+    """A quantized copy is accepted whatever its confidence. This shows in the tokens of a few confidences, and counts for all."""
+    reliability = Reliability()
+    for _ in range(20):
+        reliability.see(confidence_bin(0.65), 0, True)
+    assert reliability.accept(confidence_bin(0.35), 1) > 0.9
+    assert reliability.following(confidence_bin(0.35)) > 0.9
+    for _ in range(20):  # as many rejections as the confidences predicted, in all
+        reliability.see(confidence_bin(0.65), 1, False)
+    assert reliability.accept(confidence_bin(0.35), 3) == pytest.approx(0.35)
 
 
 def test_on_models():

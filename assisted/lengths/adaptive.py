@@ -247,7 +247,7 @@ class _Adaptive(Length):
             rejected = accepted < depth and round.kept[row] > accepted
             for position in range(accepted + rejected):
                 if position < len(bins):
-                    reliability.see(bins[position], position, position < accepted)
+                    reliability.see(bins[position], position, position < accepted, self.drawn)
                 else:
                     reliability.see_chain(position, position < accepted)
 

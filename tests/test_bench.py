@@ -26,6 +26,7 @@ from assisted.bench.contestants import Contestant, of_model
 from assisted.bench.measure import default_drafts
 from assisted.bench.prompts import SETS
 from assisted.bench.protocol import Rules, race, stream
+from assisted.bench.ties import largest_gap
 from assisted.engine.hooks import obstacle
 
 RULES = Rules(new_tokens=24, repeats=2)
@@ -255,6 +256,27 @@ def test_passes_and_drafts_are_counted_alike(
     _, (_, row) = bench.summed_up([plain, ours], batches, greedy=True)
     assert row.tokens_per_pass == pytest.approx(24 * 3 / ours.passes)
     assert row.acceptance_rate == pytest.approx((24 * 3 - ours.passes) / ours.drafted)
+
+
+def test_how_close_the_tokens_are_where_texts_first_differ(pair: AssistedModelForCausalLM) -> None:
+    prompts = some_prompts(pair.tokenizer, ["add", "multiply", "sub"])
+    batches = bench.batches(prompts, rows=3)  # padded on the left
+    text = [prompt.ids[0] for prompt in prompts]
+    with torch.no_grad():
+        scores = [pair.target(ids[None]).logits[0, -1].sort(descending=True) for ids in text]
+    best = [[int(row.indices[0]), 1, 2] for row in scores]
+    second = [[int(scores[0].indices[1]), 3, 4], best[1], [int(scores[2].indices[2]), 1, 2]]
+    gaps = [
+        (scores[row].values[0] - scores[row].values[rank]) / scores[row].values.std() for row, rank in ((0, 1), (2, 2))
+    ]
+    assert largest_gap(pair.target, batches, best, second) == pytest.approx(float(max(gaps)), rel=1e-3)
+    assert largest_gap(pair.target, batches, best, best) is None
+    behind = [torch.cat([ids, torch.tensor(row[:2])]) for ids, row in zip(text, best, strict=True)]
+    with torch.no_grad():
+        logits = [pair.target(ids[None]).logits[0, -1] for ids in behind]
+    gaps = [(row.max() - row[[2, 3]].min()) / row.std() for row in logits]
+    one, two = ([[*row[:2], token] for row in best] for token in (2, 3))  # they differ at their third token
+    assert largest_gap(pair.target, batches, one, two) == pytest.approx(float(max(gaps)), rel=1e-3)
 
 
 def test_batches_are_counted_by_row(pair: AssistedModelForCausalLM) -> None:

@@ -356,7 +356,7 @@ def test_reliability_leans_on_what_was_seen():
 
 
 def test_a_draft_that_is_right_where_it_is_unsure():
-    """A quantized copy is accepted whatever its confidence. This shows in the tokens of a few confidences, and counts for all."""
+    """A quantized copy is accepted whatever its confidence. The tokens of one confidence show it, and it counts for all."""
     reliability = Reliability()
     for _ in range(20):
         reliability.see(confidence_bin(0.65), 0, True)

@@ -145,6 +145,26 @@ def test_sampling_follows_the_targets_distribution(draft):
     assert model.graphs.replays > 0
 
 
+@pytest.mark.parametrize("low_bits", [False, True])
+@torch.inference_mode()
+def test_low_bit_weights_round_to_half_precision(monkeypatch, low_bits):
+    """Two ways to run a float32 model with low-bit weights differ by the rounding of bfloat16, and both are right."""
+
+    def rounded(outputs):
+        logits = outputs[0]
+        return [logits + 0.03 * logits.std() * torch.randn_like(logits), *outputs[1:]]
+
+    monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, trusted: lambda: rounded(run()))
+    monkeypatch.setattr(opening, "fused", lambda model: Runnable(model, low_bits=low_bits))
+    model = build(BY_NAME["llama"]).requires_grad_(False)
+    runner, holder = served(model)
+    runner.prefill(random_ids(model, 1, 9), None)
+    for _ in range(4):
+        runner(random_ids(model, 1, 2))
+    assert (holder.reason is None) == low_bits
+    assert bool(holder.replays) == low_bits
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 @torch.inference_mode()
 def test_random_rounds_give_the_logits_of_the_eager_path(name):

@@ -28,6 +28,7 @@ from .grown_head import shipped_head
 from .prompts import Batch, Prompt
 from .protocol import Measured, Rules, race, require_room, stream
 from .results import Point, Result, Row, machine, point_name, summed_up
+from .ties import largest_gap
 
 __all__ = ["brief", "default_drafts", "fastest", "load", "measure", "pad_token", "point", "transformers_assisted"]
 
@@ -124,8 +125,17 @@ def point(
     measured = race(pair.target, [*plain, *best, *own], batches, replace(rules, seconds=left), pad, progress)
     if left is None:
         stream(pair.target, measured, batches, rules, pad, progress)
+    if rules.greedy:
+        _compare(pair.target, measured, batches)
     baseline, rows = summed_up(measured, batches, rules.greedy)
     return Point(batch, None, baseline, rows, heat)
+
+
+def _compare(target: PreTrainedModel, measured: Sequence[Measured], batches: Sequence[Batch]) -> None:
+    """Look up how close the tokens are at which texts differ from those of plain's first mode."""
+    reference, *others = [one for one in measured if one.error is None]
+    for one in others:
+        one.largest_gap = largest_gap(target, batches, reference.tokens, one.tokens)
 
 
 def brief(

@@ -87,6 +87,7 @@ class Measured:
         first_token: seconds until a streamer got the first token, batch by batch, in a repeat of its own.
         working_bytes: the most that a call allocated on top of what was allocated before; None where unknown.
         report: the package's own, over all timed repeats.
+        largest_gap: as of `Row`.
         warned: a warning, such as that a drafter failed and the rest was decoded without it.
         error: why it failed; all else is then empty.
     """
@@ -99,6 +100,7 @@ class Measured:
     first_token: list[float] = field(default_factory=list)
     working_bytes: int | None = None
     report: Report | None = None
+    largest_gap: float | None = None
     warned: str | None = None
     error: str | None = None
 

@@ -39,6 +39,8 @@ class Row:
         acceptance_rate: share of the drafted tokens that were accepted; None where nothing was drafted.
         acceptance_by_position: of the tokens drafted first, second, ...; only for this package's drafters.
         same: rows, out of `rows`, whose tokens are those of plain `generate`; None when sampled.
+        largest_gap: at the first differences of the other rows, how far the worse of the two tokens is behind the best, in
+            standard deviations of the target's logits: the largest (see `ties`). None where nothing differs or was compared.
         rows: how many were written.
         repeated_4grams: share of the written 4-grams that occurred before in the same row.
         draft, verify: share of the time for drafting, and for the target's forward passes; only for this package's drafters.
@@ -61,6 +63,7 @@ class Row:
     acceptance_rate: float | None = None
     acceptance_by_position: tuple[float, ...] = ()
     same: int | None = None
+    largest_gap: float | None = None
     rows: int = 0
     repeated_4grams: float | None = None
     draft: float | None = None
@@ -201,6 +204,7 @@ def _row(one: Measured, baseline: Measured, reference: Measured, batches: Sequen
         acceptance_rate=accepted / drafted if drafted else None,
         acceptance_by_position=() if report is None else report.acceptance_by_position,
         same=same if greedy else None,
+        largest_gap=one.largest_gap,
         rows=rows,
         repeated_4grams=repeated_share(one.tokens),
         draft=None if report is None else report.draft_seconds / report.seconds,

@@ -28,7 +28,7 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "accepted": lambda row: percent(row.acceptance_rate),
     "draft/verify/rest": lambda row: _shares(row),
     "first token": lambda row: "" if row.first_token_milliseconds is None else f"{row.first_token_milliseconds:.1f} ms",
-    "same": lambda row: "" if row.same is None else f"{row.same}/{row.rows}",
+    "same": lambda row: _same(row),
     "4-grams": lambda row: percent(row.repeated_4grams),
     "memory": lambda row: f"{(row.draft_bytes + (row.working_bytes_over_plain or 0)) / 2**20:+.1f} MiB",
 }
@@ -101,13 +101,22 @@ def notes(result: Result) -> list[str]:
         else "Memory: the draft's weights alone; what a call allocates is measured on CUDA only."
     )
     if result.rules.greedy and result.machine["dtype"] != "float32":
-        lines.append(f"Same: {result.machine['dtype']} texts may differ from plain's after a near-tie of the target.")
+        lines.append(
+            f"Same: {result.machine['dtype']} texts may differ from plain's after a near-tie of the target. In brackets, the "
+            "largest gap between the two tokens where texts first differ, in standard deviations of the logits."
+        )
     return lines
 
 
 def cells(row: Row) -> list[str]:
     """A row of the table, for a contestant that did not fail."""
     return [cell(row) for cell in CELLS.values()]
+
+
+def _same(row: Row) -> str:
+    if row.same is None:
+        return ""
+    return f"{row.same}/{row.rows}" + ("" if row.largest_gap is None else f" ({row.largest_gap:.2f})")
 
 
 def percent(share: float | None) -> str:

@@ -74,12 +74,14 @@ class Runnable:
             costs only speed.
         last_only: its layers can skip prompt positions whose output is not used.
         copied: the parameters that the module has copied. `fast.fused` checks them for changes in every call.
+        low_bits: products with low-bit weights round to bfloat16, whatever the module's dtype is.
     """
 
     module: Any
     through_parts: bool = False
     last_only: bool = False
     copied: Sequence[torch.Tensor] = ()
+    low_bits: bool = False
 
 
 class Inputs(NamedTuple):

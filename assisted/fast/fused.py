@@ -45,14 +45,16 @@ def fused(model: PreTrainedModel) -> Runnable:
     """
     way = _way(model)
     if way is None:
-        return Runnable(model)
+        return Runnable(model, low_bits=_has_low_bits(model))
     made = _MADE.get(way.key)
     if made is None or not made.source.same(way.source):
         children = way.make()
         way = _way(model) or way  # joined low-bit weights are other tensors now
         same = way.agrees(model, way.runnable(model, children))
         made = _MADE[way.key] = _Made(way.source, children if same else None)
-    return Runnable(model) if made.children is None else way.runnable(model, made.children)
+    if made.children is None:
+        return Runnable(model, low_bits=_has_low_bits(model))
+    return way.runnable(model, made.children)
 
 
 def fused_product(module: nn.Linear) -> nn.Module:
@@ -86,7 +88,8 @@ class _Way:
         """The model with its modules replaced by these."""
         weights = self.source.weights
         copied = () if weights.checksums is None else weights.tensors
-        return Runnable(with_children(model, children), self.is_family, self.is_family, copied)
+        made = with_children(model, children)
+        return Runnable(made, self.is_family, self.is_family, copied, low_bits=bool(self.source.kept.tensors))
 
 
 @dataclass(frozen=True)
@@ -372,6 +375,10 @@ def _is_replaced(base: Any, layers: nn.ModuleList) -> bool:
     return any(type(part).__module__.startswith("peft.") for name, part in parts if not name.endswith("_proj"))
 
 
+def _has_low_bits(model: nn.Module) -> bool:
+    return any(isinstance(module, LowBitLinear) for module in model.modules())
+
+
 @torch.no_grad()
 def _agree_in_rounds(model: PreTrainedModel, other: Runnable) -> bool:
     """Compare them on a prompt and the forward pass after it."""
@@ -388,7 +395,6 @@ def _agree_at_once(model: PreTrainedModel, other: Runnable) -> bool:
 
 
 def _near(model: PreTrainedModel, one: torch.Tensor, two: torch.Tensor) -> bool:
-    low = any(isinstance(module, LowBitLinear) for module in model.modules())
-    tolerance = TOLERANCE[LOW_BIT_DTYPE if low else one.dtype]
+    tolerance = TOLERANCE[LOW_BIT_DTYPE if _has_low_bits(model) else one.dtype]
     one, two = one.float(), two.float()
     return bool((one - two).abs().max() <= tolerance * one.std())

@@ -151,7 +151,8 @@ class Graphs(Passes):
         done = time.perf_counter()
         difference = capture.distance(logits, expected, cache.running)
         self._spend(time.perf_counter() - started - (done - replayed))
-        if difference <= _TOLERANCE.get(logits.dtype, _HALF_TOLERANCE):
+        rounded = torch.bfloat16 if runner.runnable.low_bits else logits.dtype
+        if difference <= _TOLERANCE.get(rounded, _HALF_TOLERANCE):
             captures.trust(shape, by_eager)
             return self._counted(logits)
         if known:  # the model has changed since the capture

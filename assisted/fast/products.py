@@ -189,8 +189,8 @@ class Product:
 def _is_faster(inputs: torch.Tensor, entries: int) -> bool:
     """Whether oneDNN's layout is faster for these columns. entries: of the weight.
 
-    For a few columns of float32, or very many, torch's own layouts are faster; for one column, bfloat16 is read in half the time
-    of a copy in float32.
+    For a few columns of float32, or very many, torch's own layouts are faster; for one column, bfloat16 is read in half the
+    time of a copy in float32.
     """
     columns = inputs.shape[:-1].numel()
     if columns < _MANY and entries < _WIDE:

@@ -152,8 +152,8 @@ class Reliability:
 
     A cell holds the share of accepted tokens and the round of its last change; the past fades with every round. A cell with
     few observations is combined with a more general one: (confidence, position) with the confidence, and the confidence with
-    a guess. The guess for a token that is not sampled is the confidence itself. If fewer tokens are rejected than that predicts,
-    it is raised at all confidences: a quantized copy of the target is nearly always right, even where it is unsure.
+    a guess. The guess for a token that is not sampled is the confidence itself. If fewer tokens are rejected than that
+    predicts, it is raised at all confidences: a quantized copy of the target is nearly always right, even where it is unsure.
     """
 
     def __init__(self) -> None:

@@ -32,6 +32,10 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
     '"layer-skip"': ("layer-skip", None),
 }
 COLUMNS = ("ms per token", "times plain", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
+TIES = (
+    "Same tokens, in brackets: the largest gap between two tokens where texts first differ, in standard deviations of the "
+    "target's logits."
+)
 KINDS = ("chat", "edit", "quote", "JSON")
 
 
@@ -59,7 +63,7 @@ def page(files: list[dict[str, Any]]) -> str:
     lines = []
     for found in files:
         processor = found["about"]["processor"]
-        lines += [measured_with(found["about"], "python benchmarks/smollm2.py") + f" Processor: {processor}."]
+        lines += [f"{measured_with(found['about'], 'python benchmarks/smollm2.py')} Processor: {processor}. {TIES}"]
         for title, result in found.items():
             if title == "about":
                 continue

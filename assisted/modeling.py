@@ -416,12 +416,23 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         It may continue from the measurements of the last finished call of its kind."""
         kind = (policy, rows, do_sample, self.target.device)
         found = next((entry for entry in self._lengths if entry[0] == kind), None)
-        if found is None and isinstance(policy, lengths.Adaptive) and policy.costs is None:
-            policy = dataclasses.replace(policy, costs=remembered.recall(self._costs_key(kind)))
+        if found is None and isinstance(policy, lengths.Adaptive):
+            costs = remembered.recall(self._costs_key(kind)) if policy.costs is None else policy.costs
+            share = self._share_of_weights() if policy.draft_cost is None else policy.draft_cost
+            policy = dataclasses.replace(policy, costs=costs, draft_cost=share)
         length = self.drafter.start_length(policy, None if found is None else found[1])
         started.append((kind, length))
         self.length = length
         return length
+
+    def _share_of_weights(self) -> float | None:
+        """Bytes of the draft's own weights as a share of the target's; None for a draft that has none.
+
+        Reading weights takes most of a forward pass, so this is a guess of a draft's cost before any is measured.
+        """
+        target = memory_bytes(self.target)
+        own = memory_bytes(self.target, *self.drafter.modules) - target
+        return own / target if own and target else None
 
     def _costs_key(self, kind: Any) -> str:
         """Names everything that the costs of a kind of call depend on: the machine, the models and how they run."""

@@ -174,6 +174,32 @@ def test_nothing_is_predicted_before_costs_are_known():
     assert length.budget(ONE) == 1
 
 
+@pytest.mark.parametrize(("share", "first"), [(0.05, 16), (0.9, 0)])
+def test_the_draft_costs_its_share_of_the_weights_until_it_is_measured(share, first):
+    """Once a pass over one token is known, a dear draft ends before its second token, a cheap one where it becomes unsure."""
+    length = Adaptive(draft_cost=share).start()
+    assert from_dict(json.loads(json.dumps(to_dict(length.policy)))) == length.policy
+    for _ in range(2):
+        length.observe(Round.counted([(0, 0, 1)], 0.0, 1.0))
+    length.budget(ONE)
+    assert length.go_on(0, distributions([0.8])).all()
+    drafted = 1
+    while drafted < 16 and length.another(drafted) and length.go_on(drafted, distributions([0.99])).all():
+        drafted += 1
+    assert drafted == (first or 1)
+
+
+def test_a_pair_knows_its_share_of_weights():
+    target = build(ARCHITECTURES[0])
+    pair = AssistedModelForCausalLM.from_models(target, draft=half_right(target))
+    assert pair._share_of_weights() == pytest.approx(1.0, rel=0.01)  # the same size
+    assert AssistedModelForCausalLM.from_models(target, draft="ngram")._share_of_weights() is None
+    call = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    pair.generate(random_ids(target, 1, 8), **call)
+    assert pair.length.policy.draft_cost == pytest.approx(1.0, rel=0.01)
+    assert pair.draft_length == Adaptive()  # the caller's stays as it is
+
+
 def test_costs_are_saved_with_the_policy():
     costs = simulate(Adaptive(), PAIRS[1], [text(Source())], 500).length.costs
     policy = Adaptive(costs=costs)

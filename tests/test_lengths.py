@@ -70,6 +70,10 @@ def test_what_is_not_known_is_refused(written):
         (lambda: Adaptive(maximum=0), "maximum: 0 is not possible; draft at least 1 token"),
         (lambda: Adaptive(margin=0.9), "margin: 0.9 would draft at a loss; give a speedup of at least 1"),
         (lambda: Adaptive(margin=float("nan")), "margin: nan would draft at a loss"),
+        (
+            lambda: Adaptive(draft_cost=-1.0),
+            "draft_cost: -1.0 is no cost; give a share of a forward pass of the target",
+        ),
         (lambda: Adaptive(probe_every=0), "probe_every: 0 is not possible; give a number of tokens, at least 1"),
         (
             lambda: Costs((), 0.1),

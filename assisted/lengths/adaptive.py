@@ -29,7 +29,9 @@ _STALE = 256  # rounds with a draft after which a round without one measures the
 _WARM_UP = (2, 4)  # rounds of a first call without a draft, which measure that cost
 _LOCAL = 0.9  # share of the past that remains after a round in the pace of a row: about ten rounds count
 _LOST = 0.02  # a row stops once its whole draft is accepted with no more than this probability
-_DRAFT = 0.15  # guess of a forward pass of the draft, in forward passes of the target, until one was measured
+_DRAFT = (
+    0.15  # guess of a forward pass of the draft, in forward passes of the target, where nothing is known of its weights
+)
 _FORWARD = 0.5  # guess of each further one, as a share of the first, which also reads the committed tokens
 
 
@@ -45,12 +47,15 @@ class Adaptive:
         probe_every: the most tokens without drafting before it is tried again, at least 1. Where a trial is cheap, it comes
             sooner.
         costs: measured earlier (`model.length.costs`). Used until those of this machine are measured.
+        draft_cost: a guess of a forward pass of the draft, in forward passes of the target over one token, used until both
+            are measured. None takes the share of the draft's weights in the target's bytes.
     """
 
     maximum: int = 16
     margin: float = 1.03
     probe_every: int = 50
     costs: Costs | None = None
+    draft_cost: float | None = None
 
     def __post_init__(self) -> None:
         if self.maximum < 1:
@@ -59,6 +64,8 @@ class Adaptive:
             raise ValueError(f"margin: {self.margin} would draft at a loss; give a speedup of at least 1")
         if self.probe_every < 1:
             raise ValueError(f"probe_every: {self.probe_every} is not possible; give a number of tokens, at least 1")
+        if self.draft_cost is not None and not self.draft_cost >= 0:
+            raise ValueError(f"draft_cost: {self.draft_cost} is no cost; give a share of a forward pass of the target")
         if isinstance(self.costs, dict):  # as config.json holds them
             object.__setattr__(self, "costs", Costs(**self.costs))
 
@@ -72,6 +79,7 @@ class _Adaptive(Length):
 
     def __init__(self, policy: Adaptive, earlier: _Adaptive | None):
         self.policy = policy
+        self.draft_cost = _DRAFT if policy.draft_cost is None else policy.draft_cost  # until one is measured
         costs = policy.costs
         self.known: Known = (
             Known(
@@ -312,7 +320,7 @@ class _Adaptive(Length):
         if not verify.seconds:
             return position < self._first_guess()
         draft = self.known.draft
-        forward = draft.step if draft.seconds else _DRAFT * verify.at(1)
+        forward = draft.step if draft.seconds else self.draft_cost * verify.at(1)
         # a forward pass advances all rows: time saved in one row counts for its share of the batch
         gain = sum(expected * self.prices[row] for row, expected in gains.items()) / len(self.prices)
         saved, cost, before = gain, forward if drafting else 0.0, verify.at(position + 1)

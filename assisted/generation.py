@@ -182,7 +182,7 @@ def _extend(
     logits = _read_prompt(target, input_ids, generation_config, model_kwargs, wanted)
     positions = model_kwargs.get("position_ids")  # autoregressive decoding continues from the last ones
     cache.begin_rounds(width, None if positions is None else _last_positions(positions, text.rows))
-    call.recorder.verify_seconds = time.perf_counter() - started
+    call.recorder.verify_seconds = call.recorder.prompt_seconds = time.perf_counter() - started
     own_mask = None
     if attention_mask is not None and input_ids.shape[1] <= attention_mask.shape[1]:
         own_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]

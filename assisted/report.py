@@ -30,6 +30,7 @@ class Report:
         draft_seconds: time spent drafting.
         verify_seconds: time spent in the target's forward passes, prompt included; 0 for a call with `assisted=False`, where
             they are not timed separately.
+        prompt_seconds: the part of that for the prompt.
         plain_seconds_per_token: mean time of the target's forward passes over one token; None if every pass had a draft, or
             none was timed.
         predicted_speedup: committed tokens per second relative to the baseline, from the costs that the draft length policy
@@ -46,6 +47,7 @@ class Report:
     seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    prompt_seconds: float = 0.0
     plain_seconds_per_token: float | None = None
     predicted_speedup: float | None = None
     assisted_share: float = 0.0
@@ -99,6 +101,7 @@ class Recorder:
     seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    prompt_seconds: float = 0.0
     plain_seconds: float = 0.0
     tokens: int = 0
     plain_tokens: int = 0
@@ -134,7 +137,7 @@ class Recorder:
 
     def add(self, other: Recorder) -> None:
         """Merge the counts of another call."""
-        seconds = ("seconds", "draft_seconds", "verify_seconds", "plain_seconds")
+        seconds = ("seconds", "draft_seconds", "verify_seconds", "prompt_seconds", "plain_seconds")
         for name in (*seconds, "tokens", "plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.row_tokens += other.row_tokens
@@ -154,6 +157,7 @@ class Recorder:
             seconds=self.seconds,
             draft_seconds=self.draft_seconds,
             verify_seconds=self.verify_seconds,
+            prompt_seconds=self.prompt_seconds,
             plain_seconds_per_token=self.plain_seconds / self.plain_tokens if self.plain_tokens else None,
             predicted_speedup=self.predicted_speedup,
             assisted_share=self.assisted_tokens / self.tokens if self.tokens else 0.0,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from assisted import AssistedModelForCausalLM, Suffix, chat, zoo
 from assisted.cli import main as cli
-from assisted.cli.main import main
+from assisted.cli.main import _brought, main
+from assisted.report import Report
 
 CONTEXT = 512
 PROMPT = "def add(self, other):\n    "
@@ -128,7 +130,8 @@ def test_runs_as_a_module() -> None:
 def test_help_imports_neither_torch_nor_transformers() -> None:
     code = """
 import sys
-from assisted.cli.main import main
+from assisted.cli.main import _brought, main
+from assisted.report import Report
 try:
     main(["--help"])
 except SystemExit:
@@ -330,6 +333,29 @@ def test_chat_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     streamed = capsys.readouterr()
     assert streamed.out == "".join(reply + "\n" for reply in replies)
     assert streamed.err.count("prompt tokens cached") == 2
+
+
+def test_chat_compares_with_the_same_turn_without_drafts() -> None:
+    """The prompt takes its time with and without drafts, so it counts for both."""
+    report = Report(
+        new_tokens=13,
+        target_passes=4,
+        seconds=9.0,
+        draft_seconds=1.0,
+        verify_seconds=5.0,
+        prompt_seconds=3.0,
+        plain_seconds_per_token=0.5,
+        row_tokens=(13,),
+    )
+    said = _brought(SimpleNamespace(report=report, length=None))
+    assert "1.50 times as fast as without drafts (500.0 ms per token)" in said  # (3 + 12 * 0.5) / 6
+
+
+def test_chat_is_prepared_without_a_trace(pair: AssistedModelForCausalLM) -> None:
+    alone, prepared = chat.Conversation(pair), chat.Conversation(pair)
+    prepared.prepare(do_sample=False)
+    assert (prepared.ids, prepared.messages) == ([], [])
+    assert prepared.say("a", 8, do_sample=False) == alone.say("a", 8, do_sample=False)
 
 
 def test_chat_shows_what_was_drafted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

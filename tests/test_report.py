@@ -19,7 +19,10 @@ def recorded():
 
 
 def test_counts():
-    report = recorded().report()
+    recorder = recorded()
+    recorder.prompt_seconds = 0.25
+    report = recorder.report()
+    assert report.prompt_seconds == 0.25
     assert report.new_tokens == 10
     assert report.target_passes == 5  # a row and a round each
     assert (report.drafted, report.accepted) == (6, 3)
@@ -87,7 +90,7 @@ def test_a_draft_that_came_to_nothing_is_assisted_and_a_plain_pass():
 
 def test_totals_add():
     """Merged counts are those of all rounds in one call, whichever drafted deeper."""
-    other = Recorder(row_tokens=[5], seconds=1.0)
+    other = Recorder(row_tokens=[5], seconds=1.0, prompt_seconds=0.5)
     other.see(Round.counted([(5, 4, 5)], 0.25, 0.25))
     merged = [Recorder(), Recorder()]
     for total, parts in zip(merged, ([recorded(), other], [other, recorded()]), strict=True):
@@ -95,6 +98,7 @@ def test_totals_add():
             total.add(part)
     for total in merged:
         report = total.report()
+        assert report.prompt_seconds == 0.5
         assert report.new_tokens == 15
         assert report.target_passes == 6
         assert (report.drafted, report.accepted) == (11, 7)

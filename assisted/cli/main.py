@@ -116,6 +116,7 @@ def _chat(args: argparse.Namespace) -> None:
     conversation = Conversation(model, args.system)
     sampling = _sampling(args)
     if sys.stdin.isatty():
+        conversation.prepare(**sampling)
         print("/reset starts a new conversation; /quit or Ctrl-D ends.", file=sys.stderr)
     for message in _lines():
         if message == "/quit":
@@ -146,7 +147,8 @@ def _chat(args: argparse.Namespace) -> None:
 
 
 def _brought(model: Any) -> str:
-    """What drafting brought in the last call, against the measured time of forward passes without drafts."""
+    """What drafting brought in the last call: its prompt and rounds, against the same prompt and, for every token, the
+    measured time of a forward pass without a draft."""
     report = model.report
     found = f"{report.new_tokens} tokens in {report.seconds:.2f} s, {report.tokens_per_pass:.2f} per forward pass"
     costs = None if model.length is None else model.length.costs
@@ -155,7 +157,8 @@ def _brought(model: Any) -> str:
     if alone is None or not report.target_passes or not took:
         return found
     decoded = report.tokens_per_pass * report.target_passes
-    return f"{found}, {decoded * alone / took:.2f} times as fast as without drafts ({alone * 1e3:.1f} ms per token)"
+    without = report.prompt_seconds + decoded * alone
+    return f"{found}, {without / took:.2f} times as fast as without drafts ({alone * 1e3:.1f} ms per token)"
 
 
 def _zoo_list(args: argparse.Namespace) -> None:

@@ -80,7 +80,7 @@ def heading(result: Result) -> list[str]:
     count = sum(map(len, result.prompts.values()))
     draft = "" if result.draft is None else f" with {result.draft}"
     return [
-        f"{result.target}{draft}, {about['dtype']}, {about['device']}, {about['threads']} threads; "
+        f"{result.target}{draft}, {about['dtype']}, {about['device']}, CPU threads: {about['threads']}; "
         f"{about['processor']}; torch {about['torch']}, transformers {about['transformers']}.",
         f"{count} prompts ({', '.join(result.prompts)}), {rules.new_tokens} new tokens each, {drawn}, {rules.repeats} repeats, "
         "all contestants in turns.",

@@ -172,7 +172,8 @@ def _diagnosis(one: Diagnosis, examination: Examination) -> Iterator[str]:
     rows = [["position", *(str(n + 1) for n in range(min(POSITIONS, len(one.acceptance_by_position))))]]
     rows.append(["accepted", *(f"{share:.0%}" for share in one.acceptance_by_position[:POSITIONS])])
     if one.comparison is not None:
-        rows.append(["at best", *(f"{share:.0%}" for share in one.comparison.best_by_position[: len(rows[0]) - 1])])
+        best = [f"{share:.0%}" for share in one.comparison.best_by_position[: len(rows[0]) - 1]]
+        rows.append(["at best", *best, *[""] * (len(rows[0]) - 1 - len(best))])
     yield _table(rows, "    ")
     if one.comparison is not None:
         yield from map(_item, _on_comparison(one.comparison, one))

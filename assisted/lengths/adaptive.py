@@ -29,9 +29,7 @@ _STALE = 256  # rounds with a draft after which a round without one measures the
 _WARM_UP = (2, 4)  # rounds of a first call without a draft, which measure that cost
 _LOCAL = 0.9  # share of the past that remains after a round in the pace of a row: about ten rounds count
 _LOST = 0.02  # a row stops once its whole draft is accepted with no more than this probability
-_DRAFT = (
-    0.15  # guess of a forward pass of the draft, in forward passes of the target, where nothing is known of its weights
-)
+_DRAFT = 0.15  # guess of a forward pass of the draft, in passes of the target, where `draft_cost` is not known
 _FORWARD = 0.5  # guess of each further one, as a share of the first, which also reads the committed tokens
 
 

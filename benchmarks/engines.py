@@ -40,7 +40,8 @@ def run_own(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
     torch.set_num_threads(job["threads"])
     draft = {None: "suffix", "none": "suffix", "both": ["suffix", "self:int8"]}.get(job["draft"], job["draft"])
     length = Never() if job["draft"] == "none" else None
-    pair = AssistedModelForCausalLM.from_pretrained(job["folder"], draft, length, dtype=getattr(torch, job["dtype"]))
+    dtype = getattr(torch, job["dtype"])
+    pair = AssistedModelForCausalLM.from_pretrained(job["folder"], draft=draft, draft_length=length, dtype=dtype)
     model: Any = pair.target if job["draft"] is None else pair
 
     def write(prompt: str) -> int:
@@ -158,17 +159,19 @@ def markdown(found: dict[str, Any]) -> str:
         return 1e3 * median(per_run)
 
     rows = [
-        [name, *(f"{milliseconds(runs, kind):.1f}" for kind in (None, *each)), runs[0]["version"]]
+        [name, *(f"{milliseconds(runs, kind):.1f}" for kind in (None, *each))]
         for name, runs in found["engines"].items()
     ]
+    others = "".join(f", {name} {runs[0]['version']}" for name, runs in found["engines"].items() if name not in OWN)
     return "\n".join(
         [
             f"`python benchmarks/engines.py`: {about['prompts']} requests, {about['new_tokens']} new tokens each, end tokens "
             f"ignored, {about['dtype']} except where 4 bits are named, CPU threads: {about['threads']}, {about['processor']}, "
-            f"torch {about['torch']}, transformers {about['transformers']}. Each contestant in a process of its own, one after "
-            f"the other, {about['repeats']} rounds, the median; reading the prompt included. Milliseconds a token:",
+            f"torch {about['torch']}, transformers {about['transformers']}{others}. "
+            "Each contestant in a process of its own, one after "
+            f"the other; rounds: {about['repeats']}, the median; reading the prompt included. Milliseconds a token:",
             "",
-            *markdown_table(["", "all", *each, "version"], rows),
+            *markdown_table(["", "all", *each], rows),
         ]
     )
 

@@ -14,6 +14,7 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 WITH_FIGURES = (
     "contexts",
     "drafters",
+    "engines",
     "exit_layers",
     "grown",
     "heads",

@@ -103,9 +103,13 @@ def work() -> None:
 def ran(python: str, job: dict[str, Any]) -> dict[str, Any]:
     """What `work` prints in another interpreter. Raises RuntimeError with the end of its messages if it fails."""
     threads = str(job["threads"])
-    quiet = {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    settings = {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     done = subprocess.run(
-        [python, __file__, "--work"], input=json.dumps(job), capture_output=True, text=True, env={**os.environ, **quiet}
+        [python, __file__, "--work"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **settings},
     )
     if done.returncode:
         raise RuntimeError(f"{job['engine']}: {done.stderr.strip()[-600:]}")

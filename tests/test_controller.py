@@ -174,9 +174,9 @@ def test_nothing_is_predicted_before_costs_are_known():
     assert length.budget(ONE) == 1
 
 
-@pytest.mark.parametrize(("share", "first"), [(0.05, 16), (0.9, 0)])
-def test_the_draft_costs_its_share_of_the_weights_until_it_is_measured(share, first):
-    """Once a pass over one token is known, a dear draft ends before its second token, a cheap one where it becomes unsure."""
+@pytest.mark.parametrize(("share", "tokens"), [(0.05, 16), (0.9, 1)])
+def test_the_draft_costs_its_share_of_the_weights_until_it_is_measured(share, tokens):
+    """Once a pass over one token is known, a dear draft ends before its second token, a cheap one goes on to the maximum."""
     length = Adaptive(draft_cost=share).start()
     assert from_dict(json.loads(json.dumps(to_dict(length.policy)))) == length.policy
     for _ in range(2):
@@ -186,7 +186,7 @@ def test_the_draft_costs_its_share_of_the_weights_until_it_is_measured(share, fi
     drafted = 1
     while drafted < 16 and length.another(drafted) and length.go_on(drafted, distributions([0.99])).all():
         drafted += 1
-    assert drafted == (first or 1)
+    assert drafted == tokens
 
 
 def test_a_pair_knows_its_share_of_weights():

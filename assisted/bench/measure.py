@@ -133,9 +133,9 @@ def point(
 
 def _compare(target: PreTrainedModel, measured: Sequence[Measured], batches: Sequence[Batch]) -> None:
     """Look up how close the tokens are at which texts differ from those of plain's first mode."""
-    reference, *others = [one for one in measured if one.error is None]
-    for one in others:
-        one.largest_gap = largest_gap(target, batches, reference.tokens, one.tokens)
+    ran = [one for one in measured if one.error is None]
+    for one in ran[1:]:
+        one.largest_gap = largest_gap(target, batches, ran[0].tokens, one.tokens)
 
 
 def brief(

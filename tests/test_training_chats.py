@@ -46,9 +46,13 @@ def loaded(folder: Path) -> tuple[LlamaForCausalLM, Any]:
     return LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
+def converse(*args: Any, **keywords: Any) -> np.ndarray:
+    return np.concatenate(list(chats.conversations(*args, **keywords)))
+
+
 def test_conversations_are_as_the_template_renders_them(loaded: tuple[Any, Any]) -> None:
     target, tokenizer = loaded
-    stream = chats.converse(target, tokenizer, 2000, seed=1)
+    stream = converse(target, tokenizer, 2000, seed=1)
     assert stream.dtype == np.int32
     assert 2000 <= len(stream) < 6000
     text = tokenizer.decode(stream)
@@ -57,8 +61,8 @@ def test_conversations_are_as_the_template_renders_them(loaded: tuple[Any, Any])
     assert text.count(opening) >= 3
     assert text.count("<assistant>") >= 3
     assert END in text  # answers end where the model ended them
-    assert np.array_equal(stream, chats.converse(target, tokenizer, 2000, seed=1))
-    assert not np.array_equal(stream[:500], chats.converse(target, tokenizer, 500, seed=2)[:500])
+    assert np.array_equal(stream, converse(target, tokenizer, 2000, seed=1))
+    assert not np.array_equal(stream[:500], converse(target, tokenizer, 500, seed=2)[:500])
 
 
 def test_answers_are_the_targets_own(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +72,7 @@ def test_answers_are_the_targets_own(loaded: tuple[Any, Any], monkeypatch: pytes
     monkeypatch.setattr(
         chats, "_continued", lambda *args, own=chats._continued: called.append((args, own(*args))) or called[-1][1]
     )
-    chats.converse(target, tokenizer, 2000, seed=0)
+    converse(target, tokenizer, 2000, seed=0)
     (_, _, prompts, most, sampling), answers = called[1]  # after the questions
     assert sampling == {"do_sample": False}
     assert len({len(prompt) for prompt in prompts}) > 1
@@ -83,10 +87,10 @@ def test_what_cannot_talk_is_named(loaded: tuple[Any, Any], monkeypatch: pytest.
     target, tokenizer = loaded
     monkeypatch.setattr(chats, "_continued", lambda *args: [[] for _ in args[2]])
     with pytest.raises(ValueError, match="chats: the target asks nothing"):
-        chats.converse(target, tokenizer, 10)
+        converse(target, tokenizer, 10)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chats: the target's tokenizer has no chat template"):
-        chats.converse(target, tokenizer, 10)
+        converse(target, tokenizer, 10)
 
 
 def test_some_are_held_out_and_all_are_kept(loaded: tuple[Any, Any], tmp_path: Path) -> None:
@@ -107,4 +111,35 @@ def test_the_command_needs_no_other_text(folder: Path, tmp_path: Path, capsys: p
     assert main([*argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["held_out"] is not None
     assert json.loads((out / "training.json").read_text())["draft_vocab"] == 300
-    assert (out / "chats.npy").is_file()
+    assert (out / "chats.npz").is_file()
+
+
+def test_an_interrupted_run_goes_on_with_the_next_batch(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    target, tokenizer = loaded
+    batches = chats.conversations(target, tokenizer, 4000, seed=3)
+    whole = [next(batches), next(batches)]
+    assert np.array_equal(next(chats.conversations(target, tokenizer, 4000, seed=3, first=1)), whole[1])
+    chats._write(tmp_path / "chats.npz", whole[:1])
+    tokens = len(whole[0]) + 1  # one more batch, which is smaller as less is missing
+    text = chats.with_chats(target, tokenizer, Text.empty(), tokens, tmp_path, 3)
+    assert np.array_equal(text.training[: len(whole[0]) // 2], whole[0][: len(whole[0]) // 2])
+    assert len(chats._read(tmp_path / "chats.npz")) == 2
+
+
+def test_half_are_about_the_documents(loaded: tuple[Any, Any]) -> None:
+    target, tokenizer = loaded
+    first, second = (tokenizer(text * 100).input_ids for text in ("one two three ", "def of(x): return x "))
+    about = [np.asarray(ids, dtype=np.int32) for ids in (first, second)]
+    batches = chats.conversations(target, tokenizer, 4000, about=about)
+    free, bound = tokenizer.decode(next(batches)), tokenizer.decode(next(batches))
+    requests = [request for request in chats._REQUESTS if request in bound]
+    assert requests and not any(request in free for request in requests)
+    assert "one two three" in bound and "def of(x)" in bound
+    with pytest.raises(ValueError, match="about: 10 tokens are too few"):
+        next(chats.conversations(target, tokenizer, 10, about=[about[0][:10]]))
+
+
+def test_about_needs_chats(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "eagle", "--target", str(folder), "--out", str(tmp_path), "--text", "zoo", "--about", "zoo"])
+    assert "--about: only with --chats" in capsys.readouterr().err

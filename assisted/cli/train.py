@@ -100,6 +100,12 @@ def options(method: str) -> HfArgumentParser:
     text.add_argument(
         "--chats", type=int, metavar="N", help="add N tokens of conversations that an instruct target has with itself"
     )
+    text.add_argument(
+        "--about",
+        nargs="+",
+        metavar="PATH",
+        help="let half of the chats be about pieces of these: files, folders, patterns; or zoo",
+    )
     for kind in (_method(method)[0], Plan):
         parser._add_dataclass_arguments(kind)
         parser.dataclass_types.append(kind)
@@ -158,8 +164,11 @@ def _train(name: str, found: argparse.Namespace) -> None:
         text = Text.empty()
     else:
         text = read_text(tokenizer, args.text or (), args.dataset, args.documents)
+    if args.about and not args.chats:
+        parser.error("--about: only with --chats")
     if args.chats:
-        text = with_chats(target, tokenizer, text, args.chats, args.out, plan.seed)
+        about = [read_text(tokenizer, [path]).training for path in args.about or ()]
+        text = with_chats(target, tokenizer, text, args.chats, args.out, plan.seed, about)
     if args.written:
         text = with_written(target, text, args.written, args.out, plan.seed)
     folder = train(

@@ -1,12 +1,15 @@
 """Conversations that a chat model has with itself: given the beginning of a user's turn, it writes question and answer.
 
 So a head for a chat model can be trained without a dataset of questions (Magpie, arXiv 2406.08464), on text that the target
-itself writes, which is what the head has to predict. Knows chat templates and `generate`.
+itself writes, which is what the head has to predict. Half of the conversations can be about pieces of given text, which the
+target is asked to edit, quote or explain. Knows chat templates and `generate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +21,34 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from .data import HELD_OUT, Text
-from .written import TEMPERATURES, rows_of
+from .written import TEMPERATURES, rows_of, writer_of
 
-__all__ = ["converse", "with_chats"]
+__all__ = ["conversations", "with_chats"]
 
 _QUESTION, _ANSWER = 96, 320  # new tokens, at most
+_PIECE = 160  # tokens of a document in a question
+_REQUESTS = (
+    "Repeat the following text word for word.",
+    "Repeat the following, and correct its mistakes.",
+    "Write the following again with better names and comments.",
+    "Explain the following, line by line.",
+    "Quote the most important sentence or line of the following, and say why you chose it.",
+    "Give the main points of the following as JSON.",
+    "Change the following as little as you can, so that a beginner understands it.",
+    "Continue the following.",
+)
 _MARK = "\N{WHITE SQUARE}\N{WHITE CIRCLE}\N{WHITE SQUARE}"  # stands for the user's message in the rendered template
 
 
-def with_chats(target: PreTrainedModel, tokenizer: Any, text: Text, tokens: int, folder: Path, seed: int) -> Text:
+def with_chats(
+    target: PreTrainedModel,
+    tokenizer: Any,
+    text: Text,
+    tokens: int,
+    folder: Path,
+    seed: int,
+    about: Sequence[np.ndarray] = (),
+) -> Text:
     """A text, followed by conversations of the target with itself; some of them are held out.
 
     Args:
@@ -34,64 +56,107 @@ def with_chats(target: PreTrainedModel, tokenizer: Any, text: Text, tokens: int,
         tokenizer: the target's, with a chat template.
         text: may be empty.
         tokens: how many the conversations have together, at least.
-        folder: keeps them in chats.npy, so that a resumed training does not generate them again.
-        seed: of sampling.
+        folder: keeps them in chats.npz, batch by batch, so that an interrupted run goes on where it stopped.
+        seed: of sampling, and of the pieces.
+        about: streams of documents, each [N]; half of the conversations are about pieces of them, as many of each.
 
     Raises ValueError for a tokenizer without a chat template, and for a target that asks nothing.
     """
-    kept = folder / "chats.npy"
+    kept = folder / "chats.npz"
     state = PartialState()
     with state.main_process_first():
-        if not kept.exists():
+        batches = _read(kept)
+        missing = tokens - sum(map(len, batches))
+        if missing > 0:
             target.to(state.device)
-            stream = converse(target, tokenizer, tokens, seed)
             folder.mkdir(parents=True, exist_ok=True)
-            np.save(kept, stream)
-    stream = np.load(kept)
+            for batch in conversations(target, tokenizer, missing, seed, about, len(batches)):
+                batches.append(batch)
+                _write(kept, batches)
+    stream = np.concatenate(_read(kept))
     cut = int(len(stream) * (1 - HELD_OUT))
     training, held_out = np.concatenate([text.training, stream[:cut]]), np.concatenate([text.held_out, stream[cut:]])
     return replace(text, training=training, held_out=held_out, source=", ".join(filter(None, [text.source, "chats"])))
 
 
 @torch.no_grad()
-def converse(target: PreTrainedModel, tokenizer: Any, tokens: int, seed: int = 0) -> np.ndarray:
-    """Conversations of one question and one answer, [M] int32, as the chat template renders them.
+def conversations(
+    target: PreTrainedModel,
+    tokenizer: Any,
+    tokens: int,
+    seed: int = 0,
+    about: Sequence[np.ndarray] = (),
+    first: int = 0,
+) -> Iterator[np.ndarray]:
+    """Batches of conversations of one question and one answer, each batch [M] int32, as the chat template renders them.
 
     Questions are sampled at temperature 1 within the nucleus of 0.95, answers a third greedy, a third each at temperature 0.7
-    and 1. Raises as `with_chats` does.
+    and 1. A batch is a function of the seed and its number alone; `first` is the first one's. Raises as `with_chats` does.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "chats: the target's tokenizer has no chat template; leave --chats out, or take an instruct model"
         )
-    opening = _rendered(tokenizer, _MARK).partition(_MARK)[0]
-    # a template that opens with the message itself: whatever follows an end of a text
-    begun = tokenizer(opening, add_special_tokens=False).input_ids or [tokenizer.eos_token_id]
-    rows = min(rows_of(target, len(begun) + _QUESTION + _ANSWER), max(1, tokens // _ANSWER))
-    pieces: list[int] = []
-    ask = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}
+    for stream in about:
+        if len(stream) <= _PIECE:
+            raise ValueError(f"about: {len(stream)} tokens are too few for pieces of {_PIECE}; give more text")
+    rows = min(rows_of(target, 2 * _PIECE + _ANSWER), max(1, tokens // _ANSWER))
+    writer = writer_of(target)
     with torch.random.fork_rng(), tqdm(total=tokens, desc="the target talks to itself", unit="token") as bar:
-        torch.manual_seed(seed)
-        number = 0
-        while len(pieces) < tokens:
-            asked = [
-                tokenizer.decode(ids, skip_special_tokens=True).strip()
-                for ids in _continued(target, tokenizer, [begun] * rows, _QUESTION, ask)
-            ]
+        for number in itertools.count(first):
+            if bar.n >= tokens:
+                return
+            torch.manual_seed(seed * 1_000_003 + number)
+            asked = (
+                _questions(writer, tokenizer, rows)
+                if number % 2 == 0 or not about
+                else _requests(tokenizer, about, rows, np.random.default_rng((seed, number)))
+            )
             prompts = [
                 tokenizer(_rendered(tokenizer, text), add_special_tokens=False).input_ids for text in asked if text
             ]
             if not prompts:
                 raise ValueError("chats: the target asks nothing where a user's turn begins; give --text or --dataset")
-            temperature = TEMPERATURES[number % len(TEMPERATURES)]
-            number += 1
+            temperature = TEMPERATURES[number // 2 % len(TEMPERATURES)]
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            answers = _continued(target, tokenizer, prompts, _ANSWER, sampling if temperature else {"do_sample": False})
-            before = len(pieces)
-            for prompt, answer in zip(prompts, answers, strict=True):
-                pieces += [*prompt, *answer]
-            bar.update(len(pieces) - before)
-    return np.asarray(pieces, dtype=np.int32)
+            answers = _continued(writer, tokenizer, prompts, _ANSWER, sampling if temperature else {"do_sample": False})
+            batch = [token for pair in zip(prompts, answers, strict=True) for ids in pair for token in ids]
+            bar.update(len(batch))
+            yield np.asarray(batch, dtype=np.int32)
+
+
+def _questions(writer: PreTrainedModel, tokenizer: Any, rows: int) -> list[str]:
+    """What the target asks where a user's turn begins."""
+    opening = _rendered(tokenizer, _MARK).partition(_MARK)[0]
+    # a template that opens with the message itself: whatever follows an end of a text
+    begun = tokenizer(opening, add_special_tokens=False).input_ids or [tokenizer.eos_token_id]
+    ask = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}
+    found = _continued(writer, tokenizer, [begun] * rows, _QUESTION, ask)
+    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in found]
+
+
+def _requests(tokenizer: Any, about: Sequence[np.ndarray], rows: int, rng: np.random.Generator) -> list[str]:
+    """Requests to do something with a piece of a document."""
+    found = []
+    for row in range(rows):
+        stream = about[row % len(about)]
+        start, length = rng.integers(len(stream) - _PIECE), rng.integers(_PIECE // 4, _PIECE)
+        piece = tokenizer.decode(stream[start : start + length], skip_special_tokens=True).strip()
+        found.append(f"{_REQUESTS[rng.integers(len(_REQUESTS))]}\n\n{piece}")
+    return found
+
+
+def _read(path: Path) -> list[np.ndarray]:
+    if not path.exists():
+        return []
+    with np.load(path) as file:
+        return [file[name] for name in file.files]
+
+
+def _write(path: Path, batches: list[np.ndarray]) -> None:
+    partial = path.with_name("chats.partial.npz")
+    np.savez(partial, *batches)
+    os.replace(partial, path)  # an interrupted write must not cost the batches before
 
 
 def _rendered(tokenizer: Any, message: str) -> str:
@@ -102,13 +167,13 @@ def _rendered(tokenizer: Any, message: str) -> str:
 
 
 def _continued(
-    target: PreTrainedModel, tokenizer: Any, prompts: Sequence[list[int]], tokens: int, sampling: dict[str, Any]
+    writer: PreTrainedModel, tokenizer: Any, prompts: Sequence[list[int]], tokens: int, sampling: dict[str, Any]
 ) -> list[list[int]]:
     """The new tokens of each prompt, up to its end token, which is included."""
     width, end = max(map(len, prompts)), tokenizer.eos_token_id
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=target.device)
-    found = target.generate(
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=writer.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=writer.device)
+    found = writer.generate(
         ids, attention_mask=mask, max_new_tokens=tokens, eos_token_id=end, pad_token_id=0, **sampling
     )
     rows = found[:, width:].tolist()

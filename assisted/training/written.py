@@ -1,6 +1,7 @@
-"""Text that the target generates itself, since that is what a draft has to predict. Knows the target's own `generate`.
+"""Text that the target generates itself, since that is what a draft has to predict. Knows `generate`.
 
-Heads trained on it do better than on text by others, for Medusa (arXiv 2401.10774) and EAGLE (arXiv 2401.15077).
+Written by this package's own loop, which is faster than the target's. Heads trained on such text do better than on text by
+others, for Medusa (arXiv 2401.10774) and EAGLE (arXiv 2401.15077).
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..engine.runner import context_of
+from ..lengths.policies import Never
+from ..modeling import AssistedModelForCausalLM
 from .data import Text
 
-__all__ = ["TEMPERATURES", "rows_of", "with_written", "write"]
+__all__ = ["TEMPERATURES", "rows_of", "with_written", "write", "writer_of"]
 
 TEMPERATURES = (0.0, 0.7, 1.0)  # used in turn, as heads draft for all of them
 _PROMPT, _LENGTH = 64, 512  # tokens of a prompt, and of a prompt with its continuation
 _ROWS = 2048  # of a batch, at most
+_MEMORY = 2**30  # bytes for the keys and values of a batch on a CPU
 
 
 def with_written(target: PreTrainedModel, text: Text, tokens: int, folder: Path, seed: int) -> Text:
@@ -56,6 +60,7 @@ def write(target: PreTrainedModel, stream: np.ndarray, tokens: int, seed: int = 
     if len(stream) <= prompt:
         raise ValueError(f"text: {len(stream)} tokens are too few for prompts of {prompt}; give more text")
     rows = rows_of(target, length)
+    writer = writer_of(target)
     rounds = -(-tokens // (rows * length))
     rng = np.random.default_rng(seed)
     pieces = []
@@ -67,7 +72,7 @@ def write(target: PreTrainedModel, stream: np.ndarray, tokens: int, seed: int = 
             ids = torch.from_numpy(begun).to(target.device)
             temperature = TEMPERATURES[number % len(TEMPERATURES)]
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            found = target.generate(
+            found = writer.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=length - prompt,
@@ -79,11 +84,16 @@ def write(target: PreTrainedModel, stream: np.ndarray, tokens: int, seed: int = 
     return np.concatenate(pieces)
 
 
+def writer_of(target: PreTrainedModel) -> PreTrainedModel:
+    """The target behind this package's loop. It never drafts: a seed then gives the same text, however fast the machine is."""
+    return AssistedModelForCausalLM.from_models(target, draft_length=Never())
+
+
 def rows_of(target: PreTrainedModel, length: int) -> int:
     """The batch size: as many rows as have room for their keys and values in a quarter of the free memory."""
     config = target.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
     width = getattr(config, "head_dim", None) or config.hidden_size // max(1, config.num_attention_heads)
     row = 2 * config.num_hidden_layers * heads * width * target.dtype.itemsize * length
-    free = torch.cuda.mem_get_info(target.device)[0] // 4 if target.device.type == "cuda" else 2**28
+    free = torch.cuda.mem_get_info(target.device)[0] // 4 if target.device.type == "cuda" else _MEMORY
     return min(_ROWS, max(1, free // row))

@@ -13,6 +13,7 @@ import torch
 from .distribution import Distribution
 from .drafters.base import Drafting
 from .drafts import Draft, DraftingStopped, Round
+from .engine.host import is_out_of_memory
 from .engine.runner import CachedModel, CallSettings
 from .lengths.base import Length
 from .report import Recorder
@@ -53,12 +54,17 @@ def decode(
         asked = drafting is not None and budget > 0
         draft, drafting = _propose(drafting, text, budget, logits.shape[-1])
         draft_seconds = stopwatch.lap()
-        verified, used = draft, None
-        if not in_lockstep:
-            used = [0 if ended else 1 + draft.width for ended in text.ended]
-        elif text.padded_rows:  # their KV includes the padding, as in autoregressive decoding
-            verified = draft.with_chains(text.padded_rows, text.padding)
-        logits = target(torch.cat([text.last_tokens(), verified.tokens], 1), verified, used).to(text.ids.device)
+        failed: Exception | None = None
+        try:
+            verified, logits = _verify(target, text, draft, in_lockstep)
+        except Exception as error:
+            if not target.is_repeatable or not is_out_of_memory(error):
+                raise
+            failed = error
+        if failed is not None:  # outside of the handler, whose traceback keeps the failed pass's tensors
+            _save_memory(target, failed)
+            draft, drafting = Draft.empty(text.rows, text.ids.device), None
+            verified, logits = _verify(target, text, draft, in_lockstep)
         outcome = rule(verified, logits, distribution, text)
         target.commit(outcome.kept, outcome.path)
         became = (outcome.drafted, outcome.depths, outcome.accepted, outcome.kept, outcome.path)
@@ -68,6 +74,27 @@ def decode(
         length.observe(round)
         if CHECK_INVARIANTS:
             _check(target, text, earlier)
+
+
+def _verify(target: CachedModel, text: Text, draft: Draft, in_lockstep: bool) -> tuple[Draft, torch.Tensor]:
+    """One forward pass of the target over each row's last token and the draft. Returns what was verified, and the logits."""
+    verified, used = draft, None
+    if not in_lockstep:
+        used = [0 if ended else 1 + draft.width for ended in text.ended]
+    elif text.padded_rows:  # their KV includes the padding, as in autoregressive decoding
+        verified = draft.with_chains(text.padded_rows, text.padding)
+    return verified, target(torch.cat([text.last_tokens(), verified.tokens], 1), verified, used).to(text.ids.device)
+
+
+def _save_memory(target: CachedModel, error: Exception) -> None:
+    """Prepare a target that ran out of memory to run again, without drafts."""
+    warnings.warn(
+        f"The target ran out of memory ({str(error).splitlines()[0]}); continuing without drafts, slowly and with less memory.",
+        DraftingStopped,
+        stacklevel=3,
+    )
+    error.__traceback__ = None
+    target.save_memory()
 
 
 class Stopwatch:

@@ -142,7 +142,7 @@ def test_a_layer_that_computes_something_else_is_found_out():
 @torch.no_grad()
 def test_large_models_run_from_their_own_weights(monkeypatch):
     monkeypatch.setattr(products, "_ALWAYS", 0)
-    monkeypatch.setattr(products, "_free_memory", lambda: 0)
+    monkeypatch.setattr(products, "free_memory", lambda: 0)
     model = build(BY_NAME["qwen2"])
     one, two = both(model, rows=1)
     ids = random_ids(model, 1, 8)

@@ -61,7 +61,7 @@ def test_what_is_not_copied():
 def test_copies_need_room(monkeypatch):
     monkeypatch.setattr(products, "_ALWAYS", 0)
     for free, fits in ((0, False), (4 * 64 - 1, False), (4 * 64, True)):
-        monkeypatch.setattr(products, "_free_memory", lambda free=free: free)
+        monkeypatch.setattr(products, "free_memory", lambda free=free: free)
         assert may_copy([torch.zeros(4, 4)]) == fits
 
 

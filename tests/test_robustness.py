@@ -25,6 +25,7 @@ from transformers import (
 
 from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, decoding
 from assisted.drafters.other_tokenizer import TranslatedDrafter
+from assisted.engine import cache as slots
 
 ROWS = [1, 4]
 CONTEXT = 32
@@ -58,14 +59,14 @@ def one_nan(output: Any) -> None:
 
 
 @contextmanager
-def failing(model: PreTrainedModel, how: Callable[[Any], None], first: int) -> Iterator[None]:
-    """From its forward number `first` on (0-based), something happens to the model's output."""
+def failing(model: PreTrainedModel, how: Callable[[Any], None], first: int, times: int = 10**6) -> Iterator[None]:
+    """From its forward number `first` on (0-based), something happens to the model's output, so many times."""
     calls = 0
 
     def hook(module: Any, args: Any, output: Any) -> None:
         nonlocal calls
         calls += 1
-        if calls > first:
+        if first < calls <= first + times:
             how(output)
 
     handle = model.register_forward_hook(hook)
@@ -124,6 +125,53 @@ def test_a_draft_that_fails_costs_no_token(how: str, first: int, rows: int) -> N
     assert ours.tolist() == plainly(**start).tolist()
     assert model.report.assisted_share < 1
     assert assistedly(**prompt(rows)).tolist() == ours.tolist()  # and the next call drafts again
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), RuntimeError("[enforce] DefaultCPUAllocator: no room")]
+)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("first", [1, 2, 4])
+def test_a_target_without_room_for_a_draft_goes_on_without_drafts(first: int, rows: int, error: Exception) -> None:
+    """first: the forward pass that fails, after the prompt's."""
+    target, model = pair()
+    start = prompt(rows)
+    expected = plainly(**start).tolist()
+    call = CALL | {"attention_mask": start["attention_mask"], "draft_length": 4}
+    with failing(target, raises(error), first, 1), one_warning("The target ran out of memory"):
+        ours = model.generate(start["ids"], **call)
+    assert ours.tolist() == expected
+    assert assistedly(**prompt(rows)).tolist() == expected  # and the next call drafts again
+
+
+def test_slots_that_cannot_double_grow_by_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer's growth fails once, so that the layers differ in size."""
+    model = AssistedModelForCausalLM.from_models(pair()[0], draft="ngram")
+    expected = plainly(**prompt()).tolist()
+    assert model.generate(prompt()["ids"], **CALL).tolist() == expected  # the fused layers are made and compared
+    grown, calls = slots._grown, []
+
+    def fails_once(store: torch.Tensor, capacity: int) -> torch.Tensor:
+        calls.append(capacity)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no room")
+        return grown(store, capacity)
+
+    monkeypatch.setattr(slots, "_grown", fails_once)
+    monkeypatch.setattr(slots, "_GROWTH", 1)
+    monkeypatch.setattr(slots, "_LEAST_GROWTH", 1)
+    with one_warning("The target ran out of memory"):
+        assert model.generate(prompt()["ids"], **(CALL | {"draft_length": 4})).tolist() == expected
+    assert max(calls[3:]) > max(calls[:3])  # it grew again afterwards
+
+
+def test_a_target_that_has_no_room_for_a_token_says_so() -> None:
+    target, model = pair()
+    with (
+        failing(target, raises(torch.OutOfMemoryError("no room")), 2),
+        pytest.raises(torch.OutOfMemoryError, match="no room"),
+    ):
+        model.generate(prompt()["ids"], **CALL)
 
 
 @pytest.mark.parametrize("how", FAILURES)

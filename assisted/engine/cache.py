@@ -21,6 +21,7 @@ Paths = Sequence[Sequence[int]]
 """For each row, the columns of a forward pass that lie on the accepted path of its tree, in order."""
 
 _GROWTH = 512  # slots; the first allocation for a text of unknown length, which then doubles
+_LEAST_GROWTH = 32  # where memory is short
 
 
 class SlotLayer(CacheLayerMixin):
@@ -117,6 +118,7 @@ class SlotCache(Cache):
         self.limit = limit
         self.right_aligned = right_aligned
         self.capacity = 0
+        self._is_short = False  # of memory
         self.lengths = [0] * rows
         self.order = list(range(rows))
         self.running = list(self.order)  # the rows that forward passes run over, in storage order
@@ -176,8 +178,16 @@ class SlotCache(Cache):
 
     def reserve(self, top: int) -> None:
         """Make room for `top` slots in every layer. Capacity at least doubles when it grows, up to `limit`."""
-        if top > self.capacity:
+        if top > self.capacity and self._is_short:
+            self.capacity = max(top, min(self.limit, top + _LEAST_GROWTH))
+        elif top > self.capacity:
             self.capacity = max(top, min(self.limit, max(2 * self.capacity, top + _GROWTH)))
+
+    def save_memory(self) -> None:
+        """Grow by few slots at a time from now on, even if the last growth failed halfway."""
+        self._is_short = True
+        held = [layer.keys.shape[2] for layer in self.slot_layers if layer.is_initialized]
+        self.capacity = min(held, default=0)
 
     def begin_rounds(self, read: int = 0, positions: Sequence[int] | None = None) -> None:
         """End the prompt; from now on each row has its own length.

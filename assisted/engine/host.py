@@ -1,4 +1,4 @@
-"""The host: copying numbers to a device without waiting for the device, and the name of the processor.
+"""The host: copying numbers to a device without waiting for the device, free memory, and the name of the processor.
 
 A copy from pageable memory to a CUDA device waits for all queued work; a copy from pinned memory does not.
 """
@@ -6,6 +6,7 @@ A copy from pageable memory to a CUDA device waits for all queued work; a copy f
 from __future__ import annotations
 
 import functools
+import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["filled", "on_device", "padded", "pinned", "processor", "wait"]
+__all__ = ["filled", "free_memory", "is_out_of_memory", "on_device", "padded", "pinned", "processor", "wait"]
 
 
 def on_device(values: Any, device: torch.device | str) -> torch.Tensor:
@@ -43,6 +44,25 @@ def filled(rows: Sequence[Sequence[int]], filler: int = 0) -> list[list[int]]:
     """The same as lists."""
     width = max(map(len, rows))
     return [[*row, *[filler] * (width - len(row))] for row in rows]
+
+
+def free_memory() -> int:
+    """Bytes of main memory that can be allocated, files that the system keeps in memory included; 0 if it does not report
+    them."""
+    about = Path("/proc/meminfo")
+    lines = about.read_text().splitlines() if about.is_file() else []
+    available = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    if available is not None:
+        return int(available) * 1024
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or main memory, has no room; torch has no class of its own for main memory."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 @functools.cache

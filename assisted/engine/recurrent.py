@@ -180,6 +180,7 @@ class RecurrentModel(CachedModel):
     """
 
     in_lockstep = True
+    is_repeatable = False  # some of its states have read the columns
     cache: RecurrentCache
 
     def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks):

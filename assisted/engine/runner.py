@@ -110,6 +110,9 @@ class Passes:
         """Move a tree's accepted columns together, as `SlotCache.commit` does. False leaves that to the cache."""
         return False
 
+    def release(self, reason: str) -> None:
+        """Free the memory of captured passes, and run eagerly from now on."""
+
 
 class Runner:
     """A module, its slots, and how its forward passes are run.
@@ -195,6 +198,7 @@ class CachedModel(Runner):
     """
 
     in_lockstep = False  # whether all rows of a batch must keep the same number of columns
+    is_repeatable = True  # whether a forward pass that failed can be run again
     change: Change | None = None  # of the rotary angles, if this call may reach it
     masks: Masks
 
@@ -300,6 +304,14 @@ class CachedModel(Runner):
             path = None
         moved = path is not None and self.passes.gather(self, path)
         self.cache.commit(counts, None if moved else path)
+
+    def save_memory(self) -> None:
+        """After an error: free what can be computed again, and take as little memory as possible from now on."""
+        self.passes.release("it ran out of memory")
+        self.passes = Passes()
+        self.cache.save_memory()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def catch_up(self) -> None:
         """Bring the cache up to date with all committed tokens. Slots always are."""

@@ -23,10 +23,10 @@ from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.parts import few_ids, with_children
 from ..engine.runner import CachedModel, Masks, Runnable
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
-from .products import PackedLinear, Product, may_copy, packs
+from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, size_of_copies
 from .sources import Modules, Source, Weights
 
-__all__ = ["TOLERANCE", "Angles", "FusedLayer", "Norm", "Shared", "fused", "fused_product"]
+__all__ = ["TOLERANCE", "Angles", "FusedLayer", "Norm", "Shared", "copy_bytes", "fused", "fused_product"]
 
 _FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _KNOWN = ("transformers.", "assisted.")  # packages whose rotary embeddings follow their `rope_type`
@@ -55,6 +55,35 @@ def fused(model: PreTrainedModel) -> Runnable:
     if made.children is None:
         return Runnable(model, low_bits=_has_low_bits(model))
     return way.runnable(model, made.children)
+
+
+def copy_bytes(model: PreTrainedModel, dtype: torch.dtype, memory: int | None = None) -> int:
+    """Bytes of the copies that `fused` keeps of a model on this CPU, from its shapes; it may be on the meta device.
+
+    dtype: of its weights. memory: free bytes; None for those of this machine. 0 if the copies would take too much.
+    """
+    kind = copied_in(dtype)
+    if kind is None:
+        return 0
+    numbers = sum({id(weight): weight.numel() for weight in model.parameters()}.values())
+    if not may_take(numbers * kind.itemsize, memory):
+        return 0
+    layers: Any = _layers(model)
+    if layers is None:
+        wide: list[Any] = [module for module in model.modules() if PackedLinear.gains(module)]
+        return sum(size_of_copies([module.weight.shape], dtype) for module in wide)
+    found = 0
+    for layer in layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for joined in (
+            [attention.q_proj, attention.k_proj, attention.v_proj],
+            [attention.o_proj],
+            [mlp.gate_proj, mlp.up_proj],
+            [mlp.down_proj],
+        ):
+            found += size_of_copies([module.weight.shape for module in joined], dtype)
+    head: Any = model.get_output_embeddings()
+    return found + size_of_copies([head.weight.shape], dtype)
 
 
 def fused_product(module: nn.Linear) -> nn.Module:

@@ -77,6 +77,11 @@ class Graphs(Passes):
         """The number of captured passes."""
         return 0 if self._captures is None else len(self._captures.passes)
 
+    def release(self, reason: str) -> None:
+        if self._captures is not None:
+            self._captures.clear()
+        self.reason = reason
+
     def serve(self, runner: Runner, model: nn.Module, settings: CallSettings) -> None:
         """Replay the forward passes of this runner, and of runners that share its slots, where possible.
 

@@ -8,7 +8,6 @@ converts bfloat16 weights again for every column; there, the copies are of float
 from __future__ import annotations
 
 import functools
-import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,9 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..engine.host import free_memory
 from .low_bit import FewColumns, joined
 
-__all__ = ["PackedLinear", "Product", "copied_in", "may_copy", "packs"]
+__all__ = ["PackedLinear", "Product", "copied_in", "may_copy", "may_take", "packs", "size_of_copies"]
 
 _WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout is faster at any number of columns
 _LARGE = 2**20  # entries from which a product costs more than padding its columns
@@ -69,16 +69,25 @@ def may_copy(parameters: Iterable[torch.Tensor]) -> bool:
     kinds = {(p.device.type, p.dtype) for p in held}
     if not all(device == "cpu" and packs(dtype) for device, dtype in kinds):
         return False
-    size = sum(p.numel() * (copied_in(p.dtype) or p.dtype).itemsize for p in held)
-    return size <= _ALWAYS or size <= _free_memory() // 4
+    return may_take(sum(p.numel() * (copied_in(p.dtype) or p.dtype).itemsize for p in held))
 
 
-def _free_memory() -> int:
-    """Bytes of free memory; 0 if the system does not report it."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
+def may_take(size: int, free: int | None = None) -> bool:
+    """Whether copies of this size may be kept. free: bytes of free memory; None for those of this machine."""
+    return size <= _ALWAYS or size <= (free_memory() if free is None else free) // 4
+
+
+def size_of_copies(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
+    """Bytes of what a `Product` of linear modules with these weights, [out, in] each, keeps beside the weights."""
+    numbers = sum(out * into for out, into in shapes)
+    kind = copied_in(dtype)
+    if kind is None:
         return 0
+    outputs, into = sum(out for out, _ in shapes), shapes[0][1]
+    found = numbers * kind.itemsize
+    if _keeps(numbers, dtype) and (len(shapes) > 1 or _is_tall(outputs, into, dtype)):
+        found += numbers * dtype.itemsize
+    return found
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
@@ -87,9 +96,14 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _is_tall(weight: torch.Tensor) -> bool:
+def _is_tall(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
     """Whether a separate copy of a weight for single columns is worthwhile."""
-    return weight.dtype == torch.float32 and _WIDE <= weight.numel() < _LARGE and len(weight) >= _TALL * weight.shape[1]
+    return dtype == torch.float32 and _WIDE <= outputs * inputs < _LARGE and outputs >= _TALL * inputs
+
+
+def _keeps(entries: int, dtype: torch.dtype) -> bool:
+    """Whether a product also keeps its weight as it is; large ones run their modules one by one over a single column."""
+    return entries < _WIDE or (dtype == torch.float32 and entries < _LARGE)
 
 
 def _turned(weight: torch.Tensor) -> torch.Tensor:
@@ -156,10 +170,9 @@ class Product:
         self.entries, self.large, self.outputs = weight.numel(), weight.numel() >= _LARGE, len(weight)
         if packs(weight.dtype):
             self.packed = _packed(weight)
-        # large products keep no second, joined copy; over one column, their modules run one by one
-        read = weight.numel() < _WIDE or (weight.dtype == torch.float32 and not self.large)
-        if read or self.packed is None:
-            self.weight = _turned(weight) if len(linear) > 1 or _is_tall(weight) else weight
+        if _keeps(self.entries, weight.dtype) or self.packed is None:
+            tall = _is_tall(len(weight), weight.shape[1], weight.dtype)
+            self.weight = _turned(weight) if len(linear) > 1 or tall else weight
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., sum of the modules' outputs]."""
@@ -240,7 +253,7 @@ class PackedLinear(nn.Linear):
         weight = module.weight
         own = {
             "packed": _packed(weight),
-            "turned": _turned(weight) if _is_tall(weight) else None,
+            "turned": _turned(weight) if _is_tall(len(weight), weight.shape[1], weight.dtype) else None,
         }
         other.__dict__ = {**module.__dict__, **own}
         return other

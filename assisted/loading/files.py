@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
-__all__ = ["fields_of", "inside", "loading", "local_folder", "require_sizes", "require_sound", "shapes_of"]
+__all__ = ["fields_of", "inside", "loading", "local_folder", "require_sizes", "require_sound", "shapes_of", "stored_in"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -68,6 +68,24 @@ def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise ValueError(f"{file}: expected a dict of tensors")
     return {name: tuple(tensor.shape) for name, tensor in found.items()}
+
+
+def stored_in(file: Path) -> dict[str, tuple[int, int]]:
+    """The bytes and the number of elements of each tensor in a safetensors file, from its header. Raises ValueError that names
+    a broken file."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > file.stat().st_size - 8:
+                raise ValueError(f"a header of {length} bytes")
+            header: dict[str, Any] = json.loads(opened.read(length))
+        return {
+            name: (entry["data_offsets"][1] - entry["data_offsets"][0], math.prod(entry["shape"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{file} is broken: its header cannot be read") from error
 
 
 def require_sizes(fields: Mapping[str, Any], shapes: Shapes, where: str | Path, exact: bool = False) -> None:

@@ -50,6 +50,7 @@ __all__ = [
     "resolve",
     "rounds_by_pass",
     "save_quantized",
+    "stored_bytes",
 ]
 
 Quantization: TypeAlias = str | dict[str, Any] | QuantizationConfigMixin
@@ -291,6 +292,54 @@ def _shell(tensor: Any, memo: dict[int, Any]) -> Any:
     names, how = tensor.__tensor_flatten__()
     inner = {name: _shell(getattr(tensor, name), memo) for name in names}
     return type(tensor).__tensor_unflatten__(inner, how, tensor.size(), tensor.stride())
+
+
+def stored_bytes(model: PreTrainedModel, quantization: str | None, dtype: torch.dtype, copy: bool = False) -> int:
+    """The bytes that the weights of a model take once they are loaded, from its shapes; it may be on the meta device.
+
+    quantization: a name of `NAMES`, or None. dtype: of weights that are not quantized. copy: count only what a quantized copy
+    does not share with its original. Raises ValueError for an unknown name and if no layer can be quantized.
+    """
+    shared = sum({id(weight): weight.numel() for weight in model.parameters()}.values()) * dtype.itemsize
+    if quantization is None:
+        return 0 if copy else shared
+    if quantization not in _BYTES:
+        raise ValueError(f"quantization: {quantization!r} is not known; use one of {', '.join(NAMES)}")
+    tied = {key.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for key in pair}
+    packs = quantization in ("int8", "int4")
+    skipped = [] if packs else [*get_keys_to_not_convert(model)]
+    needs_out, needs_in = (FOUR_BIT_OUT, FOUR_BIT_IN) if quantization in ("nf4", "fp4") else (1, 1)
+    needs_in = QUANTO_INT8_IN if quantization == "int8-quanto" else needs_in
+    replaced = made = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Linear, Conv1D)) or not should_convert_module(name, skipped):
+            continue
+        out, into = module.weight.shape[::-1] if isinstance(module, Conv1D) else module.weight.shape
+        if out % needs_out or into % needs_in:
+            continue
+        made += _BYTES[quantization](out, into, dtype.itemsize)
+        replaced += 0 if name in tied else out * into * dtype.itemsize  # an embedding stays beside its quantized head
+    if not made:
+        raise ValueError(
+            f"quantization: no layer of {type(model).__name__} has a shape that {quantization!r} can quantize"
+        )
+    return made if copy else shared - replaced + made
+
+
+def _blocks(number: int, of: int) -> int:
+    return -(-number // of)
+
+
+# Bytes of one weight, [out, in], by the size of a number that is not quantized.
+_BYTES: dict[str, Callable[[int, int, int], int]] = {
+    **dict.fromkeys(("nf4", "fp4"), lambda out, into, size: out * into // 2 + 4 * _blocks(out * into, 64) + 64),
+    "int8": lambda out, into, size: out * (16 * _blocks(into, 16) + 2),
+    "int4": lambda out, into, size: 16 * _blocks(out, 16) * _blocks(into, 32) * (16 + 4),
+    "int8-bitsandbytes": lambda out, into, size: out * (into + 4),
+    "int4-quanto": lambda out, into, size: out * into // 2 + 2 * size * _blocks(out * into, 128),
+    "int8-quanto": lambda out, into, size: out * (into + size),
+    "int8-torchao": lambda out, into, size: out * (into + size),
+}
 
 
 def memory_bytes(*models: nn.Module, buffers: bool = True) -> int:

@@ -1,0 +1,52 @@
+"""`assisted plan`: the arguments, and where the result goes. The counting is done elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from .arguments import DEFAULT, DTYPES, print_or_write
+
+__all__ = ["add"]
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Put `plan` into the parser. command: makes a parser with a function to run and a text."""
+    text = (
+        "count what a pair takes and what fits on a card, from the headers of its files, before anything is downloaded"
+    )
+    plan = command("plan", _plan, text, page="plan", file="the plan")
+    plan.add_argument("target", metavar="TARGET", help="Hub id, folder, zoo: name or GGUF file")
+    plan.add_argument("--draft", help="Hub id, folder, zoo: name, self:nf4, suffix, ... (default: suffix)")
+    plan.add_argument("--vram", metavar="SIZE", help="of the card, such as 12GB (default: what is free here)")
+    plan.add_argument("--card", metavar="NAME", help="such as 'RTX 4070': its memory and its bandwidth")
+    plan.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of prompt and answer" + DEFAULT)
+    plan.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once" + DEFAULT)
+    plan.add_argument("--quantization", metavar="NAME", help="of the target: nf4, int8, ... (default: whatever fits)")
+    plan.add_argument("--draft-quantization", metavar="NAME", help="of a draft model")
+    plan.add_argument("--draft-length", type=int, default=16, metavar="N", help="the longest draft" + DEFAULT)
+    plan.add_argument("--dtype", choices=DTYPES, help="(default: bfloat16 on a card, the checkpoint's on a CPU)")
+    plan.add_argument("--device", choices=("cuda", "cpu"), help="(default: a card if one is named, else what is here)")
+    plan.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a checkpoint")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    import torch
+
+    from ..plan import plan
+
+    found = plan(
+        args.target,
+        args.draft,
+        memory=args.vram,
+        card_name=args.card,
+        context=args.context,
+        rows=args.batch,
+        dtype=None if args.dtype in (None, "auto") else getattr(torch, args.dtype),
+        quantization=args.quantization,
+        draft_quantization=args.draft_quantization,
+        device=args.device,
+        drafted=args.draft_length,
+        trust_remote_code=args.trust_remote_code,
+    )
+    print_or_write(args.json, found.to_dict(), str(found))

@@ -1,0 +1,10 @@
+"""What fits on a card and how fast it will be, from a config and the headers of the weights: before anything is downloaded."""
+
+from __future__ import annotations
+
+from .choice import Candidate, Plan, plan
+from .devices import CARDS, Device
+from .shapes import Shapes
+from .sizes import Part, Use, parts
+
+__all__ = ["CARDS", "Candidate", "Device", "Part", "Plan", "Shapes", "Use", "parts", "plan"]

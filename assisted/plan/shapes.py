@@ -1,0 +1,187 @@
+"""A model without its weights: its modules on the meta device, and what the headers of its files say about them.
+
+Knows configs, safetensors headers and GGUF files; nothing of memory or of drafting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import get_safetensors_metadata
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+
+from .. import zoo
+from ..loading.files import stored_in
+from ..loading.gguf import named_in, read_config
+
+__all__ = ["Shapes"]
+
+_HUB = ("revision", "token")
+_TOLERANCE = 0.02  # parameters that a checkpoint may have more or fewer than its model: shared tensors, small buffers
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The modules of a causal LM without their weights.
+
+    Args:
+        name: as the caller gave it.
+        model: on the meta device, in the dtype of the checkpoint.
+        stored: bytes of the weights as they are stored, and so of the download; None if only the config is known.
+        quantized: the quantization method of the checkpoint; None if its weights are not quantized.
+        note: what the figures leave out; empty in most cases.
+    """
+
+    name: str
+    model: PreTrainedModel = field(repr=False)
+    stored: int | None
+    quantized: str | None = None
+    note: str = ""
+
+    @staticmethod
+    def read(path: str, role: str = "target", trust_remote_code: bool = False, **hub: Any) -> Shapes:
+        """Of a Hub id, a folder, a `zoo:` name or a GGUF file. Of a Hub id, the config and the headers are downloaded.
+
+        role: the argument that named it, for messages. hub: `revision` and `token`, for the Hub.
+
+        Raises ValueError where there are no weights, or none that fit the config, OSError for an unknown id and without a
+        connection.
+        """
+        hub = {name: hub[name] for name in _HUB if name in hub}
+        folder, gguf = named_in(zoo.resolve(path))
+        if gguf is not None:
+            return Shapes(
+                path, _on_meta(read_config(folder, gguf)), Path(gguf).stat().st_size, note="dequantized from GGUF"
+            )
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **hub)
+        except (OSError, ValueError) as error:
+            raise type(error)(f"{role}: {path!r} has no config that can be read: {_first_line(error)}") from error
+        if config.model_type == "assisted":
+            folder, config = str(Path(folder) / "target"), config.target
+        tensors = _headers(folder, path, role, hub)
+        model = _on_meta(config, trust_remote_code)
+        method = getattr(config, "quantization_config", None)
+        quantized = (
+            None if method is None else str(getattr(method, "quant_method", None) or dict(method).get("quant_method"))
+        )
+        stored, numbers = sum(size for size, _ in tensors.values()), sum(count for _, count in tensors.values())
+        expected = sum(weight.numel() for weight in model.parameters())
+        note = ""
+        if quantized is None and numbers < (1 - _TOLERANCE) * expected:
+            raise ValueError(
+                f"{role}: the weights of {path!r} have {numbers:,} numbers, but its config describes {expected:,}; a part of "
+                "the checkpoint is missing"
+            )
+        if quantized is None and numbers > (1 + _TOLERANCE) * expected:
+            note = f"{1 - expected / numbers:.0%} of the checkpoint is not part of the causal LM and is not loaded"
+        return Shapes(path, model, stored, quantized, note)
+
+    @staticmethod
+    def of_config(config: PretrainedConfig, name: str = "") -> Shapes:
+        """Of a config alone, without looking for weights."""
+        return Shapes(name or config.model_type, _on_meta(config), None)
+
+    @property
+    def config(self) -> Any:
+        """The config of the decoder."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def numbers(self) -> int:
+        """Parameters; tied ones count once."""
+        return sum(weight.numel() for weight in self.model.parameters())
+
+    def states(self) -> States:
+        """What the model's cache holds, as a forward pass over two tokens on the meta device shows."""
+        try:
+            with torch.no_grad():
+                cache = DynamicCache(config=self.model.config)
+                ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+                cache = self.model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
+            return _states(cache)
+        except Exception:  # models whose code reads values, such as some mixtures of experts
+            return self._states_by_config()
+
+    def _states_by_config(self) -> States:
+        config = self.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        each = 2 * heads * width
+        if getattr(config, "kv_lora_rank", None):  # latent attention is cached expanded
+            each = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+        return States(tuple(each for kind in kinds if "attention" in kind and kind != "linear_attention"), 0)
+
+
+@dataclass(frozen=True)
+class States:
+    """Numbers that a cache holds for one row.
+
+    Args:
+        per_token: keys and values of one token, for each layer that has any.
+        fixed: recurrent states of all layers, which do not grow with the text.
+    """
+
+    per_token: tuple[int, ...]
+    fixed: int
+
+
+def _states(cache: Any) -> States:
+    per_token, fixed = [], 0
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor):
+            per_token.append((keys.numel() + values.numel()) // 2)
+        for name in ("conv_states", "recurrent_states"):
+            found = getattr(layer, name, None)
+            fixed += found.numel() if isinstance(found, torch.Tensor) else 0
+    if not per_token and not fixed:
+        raise ValueError("the cache is empty")
+    return States(tuple(per_token), fixed)
+
+
+def _on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    text = config.get_text_config(decoder=True)
+    stored = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    dtype = getattr(torch, stored) if isinstance(stored, str) else stored
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    return model.eval()
+
+
+def _headers(folder: str, path: str, role: str, hub: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Bytes and numbers of each stored tensor."""
+    if Path(folder).is_dir():
+        files = sorted(Path(folder).glob("*.safetensors"))
+        if not files:
+            raise ValueError(
+                f"{role}: the folder {path!r} has a config but no *.safetensors files, and so no weights to count"
+            )
+        found: dict[str, tuple[int, int]] = {}
+        for file in files:
+            found |= stored_in(file)
+        return found
+    try:
+        metadata = get_safetensors_metadata(folder, **hub)
+    except NotASafetensorsRepoError as error:
+        raise ValueError(
+            f"{role}: {path!r} has no weights in safetensors files, whose headers tell the sizes"
+        ) from error
+    except HfHubHTTPError as error:
+        raise OSError(f"{role}: the headers of {path!r} cannot be read: {_first_line(error)}") from error
+    return {
+        name: (tensor.data_offsets[1] - tensor.data_offsets[0], math.prod(tensor.shape))
+        for file in metadata.files_metadata.values()
+        for name, tensor in file.tensors.items()
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,182 @@
+"""Bytes that a pair takes on a device, part by part, from shapes alone.
+
+Uses the same rules as loading, the slots and the fast path. Of the parts, weights, keys and values, copies and logits are
+counted; activations and libraries are estimates that were fitted to measured peaks (docs/howto/plan.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..drafters import DraftModel, Eagle, EarlyExit, Medusa, QuantizedSelf, TokenRecycling
+from ..drafters.base import Spec
+from ..engine.shapes import WIDTHS, slots_for
+from ..fast.fused import copy_bytes
+from ..heads.files import find_file, find_folder
+from ..loading.files import stored_in
+from ..loading.quantization import stored_bytes
+from .shapes import Shapes, States
+
+__all__ = ["Part", "Use", "head_bytes", "parts"]
+
+MIB = 2**20
+_LIBRARIES = {
+    "cpu": 90 * MIB,
+    "cuda": 600 * MIB,
+}  # code and workspaces that the first call loads; of CUDA: an assumption
+_GRAPHS = 12  # captured shapes of a call; an assumption
+_HEADS = ("model.safetensors", "medusa_lm_head.safetensors")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the memory.
+
+    Args:
+        name: what it is.
+        bytes: how much.
+        counted: True if it is counted from shapes, False if it is estimated.
+    """
+
+    name: str
+    bytes: int
+    counted: bool = True
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a pair is used.
+
+    Args:
+        context: tokens of prompt and answer together.
+        rows: sequences at once.
+        drafted: tokens of the longest draft.
+        dtype: in which the models compute; None takes the target's own.
+        device: "cuda" or "cpu".
+        quantization: of the target, a name of `assisted.loading.quantization.NAMES`; None keeps the checkpoint's weights.
+        draft_quantization: the same for a draft model.
+        fast: False counts no copies and no captured passes, as `fast="eager"`.
+    """
+
+    context: int = 8192
+    rows: int = 1
+    drafted: int = 16
+    dtype: torch.dtype | None = None
+    device: str = "cuda"
+    quantization: str | None = None
+    draft_quantization: str | None = None
+    fast: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("context", "rows", "drafted"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: {value!r} is not a number of 1 or more")
+        if self.device not in _LIBRARIES:
+            raise ValueError(f"device: {self.device!r} is not known; use {' or '.join(_LIBRARIES)}")
+
+
+def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, memory: int | None = None) -> list[Part]:
+    """What a call takes at its peak.
+
+    target: in its checkpoint's dtype unless `use` names another. spec: of the draft. draft: its shapes, if the spec is a draft
+    model. memory: bytes of the device; limits what may be copied on a CPU. Raises ValueError for a quantization that is unknown
+    or that no layer fits.
+    """
+    dtype = use.dtype or target.model.dtype
+    found = [Part("target: weights", weight_bytes(target, use.quantization, dtype))]
+    width = _widest(use)
+    found += _of_states("target", target.states(), use, dtype.itemsize, width)
+    found += _of_draft(target, spec, draft, use, dtype)
+    if use.fast and use.device == "cpu" and use.quantization is None and target.quantized is None:
+        copies = copy_bytes(target.model, dtype, memory)
+        found += [Part("copies of weights for fast products", copies)] if copies else []
+    words = target.config.vocab_size
+    # scores of the target and, where q is used, of the draft, in float32, and what processors make of them
+    found.append(Part("logits of a pass", 3 * 4 * use.rows * (use.drafted + 1) * words))
+    found.append(Part("activations of the prompt", _activations(target, use, dtype), False))
+    if use.fast and use.device == "cuda":
+        found.append(Part("captured passes", _GRAPHS * use.rows * WIDTHS[4] * _per_token(target, dtype), False))
+    found.append(Part("libraries", _LIBRARIES[use.device], False))
+    return found
+
+
+def weight_bytes(shapes: Shapes, quantization: str | None, dtype: torch.dtype) -> int:
+    """Bytes of a model's weights. Those of a quantized checkpoint stay as they are stored."""
+    if shapes.quantized is not None and shapes.stored is not None:
+        if quantization is not None:
+            raise ValueError(
+                f"quantization: {shapes.name!r} is quantized already ({shapes.quantized}); leave quantization out"
+            )
+        return shapes.stored
+    return stored_bytes(shapes.model, quantization, dtype)
+
+
+def head_bytes(path: str, dtype: torch.dtype) -> int:
+    """Bytes of trained heads on the device, from the header of their file."""
+    file, _ = find_file(find_folder(path), _HEADS)
+    return sum(count * dtype.itemsize for _, count in stored_in(file).values())
+
+
+def _widest(use: Use) -> int:
+    """Slots of each row: on a GPU rounded up, as captured passes read few numbers of slots."""
+    needed = use.context + use.drafted
+    if not (use.fast and use.device == "cuda"):
+        return needed
+    return slots_for(needed + WIDTHS[-1])
+
+
+def _of_states(who: str, states: States, use: Use, itemsize: int, slots: int) -> list[Part]:
+    """Keys and values, and recurrent states, of which there is one for every column of a pass."""
+    found = []
+    if states.per_token:
+        each = [use.rows * slots * itemsize * layer for layer in states.per_token]
+        found.append(Part(f"{who}: keys and values", sum(each)))
+    if states.fixed:
+        found.append(Part(f"{who}: recurrent states", use.rows * (use.drafted + 2) * itemsize * states.fixed))
+    return found
+
+
+def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype: torch.dtype) -> list[Part]:
+    """The parts of all methods in a spec."""
+    found: list[Part] = []
+    slots = _widest(use)
+    for one in spec.parts():
+        if isinstance(one, DraftModel) and draft is not None:
+            how = use.draft_quantization or (one.quantization if isinstance(one.quantization, str) else None)
+            found.append(Part("draft: weights", weight_bytes(draft, how, dtype)))
+            found += _of_states("draft", draft.states(), use, dtype.itemsize, slots)
+            if use.fast and use.device == "cpu" and how is None and draft.quantized is None:
+                copies = copy_bytes(draft.model, dtype, None)
+                found += [Part("draft: copies of weights", copies)] if copies else []
+        elif isinstance(one, QuantizedSelf):
+            found.append(Part("draft: quantized copy", stored_bytes(target.model, str(one.quantization), dtype, True)))
+        elif isinstance(one, Eagle) and isinstance(one.path, str):
+            found.append(Part("draft: EAGLE head", head_bytes(one.path, dtype)))
+            layers = target.states().per_token
+            if layers:
+                found.append(Part("draft: keys and values", use.rows * slots * dtype.itemsize * layers[-1]))
+        elif isinstance(one, Medusa) and isinstance(one.path, str):
+            found.append(Part("draft: Medusa heads", head_bytes(one.path, dtype)))
+        elif isinstance(one, TokenRecycling):
+            found.append(Part("draft: table of successors", 8 * 4 * target.config.vocab_size))
+        elif isinstance(one, EarlyExit):
+            continue
+    return found
+
+
+def _per_token(target: Shapes, dtype: torch.dtype) -> int:
+    """Bytes of the largest activations of a layer for one token."""
+    config = target.config
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    inner = max(inner) if isinstance(inner, (list, tuple)) else inner
+    heads = max(target.states().per_token, default=2 * config.hidden_size)
+    return int(dtype.itemsize * (4 * config.hidden_size + 3 * inner + 3 * heads))
+
+
+def _activations(target: Shapes, use: Use, dtype: torch.dtype) -> int:
+    """Of a prompt that fills the context: one layer's activations, and the mask where attention needs one."""
+    mask = use.context * use.context * (1 + dtype.itemsize) if use.device == "cpu" else 0
+    return use.rows * (use.context * _per_token(target, dtype) + mask)

@@ -1,0 +1,245 @@
+"""`assisted plan`: the bytes of weights, copies and states against real ones, what it chooses, and its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, build
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+
+from assisted import AssistedModelForCausalLM
+from assisted.cli.main import main
+from assisted.drafters import parse
+from assisted.fast.fused import copy_bytes, fused
+from assisted.fast.products import PackedLinear, Product, copied_in, packs
+from assisted.loading.quantization import NAMES, load_quantized, memory_bytes, quantize_copy, stored_bytes
+from assisted.plan import CARDS, Shapes, Use, parts, plan
+from assisted.plan.devices import bytes_of
+from assisted.plan.speed import expected_tokens, read_per_pass
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def llama(**fields: Any) -> LlamaConfig:
+    return LlamaConfig(**{**WIDE, "vocab_size": 512, "num_hidden_layers": 2, **fields})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("planned")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(llama(), dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantized_weights_are_counted_as_they_are_loaded(folder: Path, name: str) -> None:
+    pytest.importorskip({"n": "bitsandbytes", "f": "bitsandbytes"}.get(name[0], "torch"))
+    if "-" in name:
+        pytest.importorskip(
+            {"bitsandbytes": "bitsandbytes", "quanto": "optimum.quanto", "torchao": "torchao"}[name.split("-")[1]]
+        )
+    shapes = Shapes.read(str(folder))
+    loaded = load_quantized(str(folder), name, dtype=torch.bfloat16)
+    real = memory_bytes(loaded, buffers=name in ("int8", "int4"))
+    counted = stored_bytes(shapes.model, name, torch.bfloat16)
+    assert counted == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copy_is_counted_without_what_it_shares(tied: bool) -> None:
+    model = AutoModelForCausalLM.from_config(llama(tie_word_embeddings=tied), dtype=torch.float32).eval()
+    copied = quantize_copy(model, "int8")
+    both = memory_bytes(model, copied, buffers=True) - memory_bytes(model, buffers=True)
+    assert stored_bytes(model, "int8", torch.float32, copy=True) == pytest.approx(both, rel=0.01)
+    assert stored_bytes(model, None, torch.float32, copy=True) == 0
+    assert stored_bytes(model, None, torch.float32) == memory_bytes(model, buffers=False)
+
+
+def copied(module: nn.Module, original: nn.Module) -> int:
+    """The bytes of a faster model's tensors that are not the original's."""
+    own = {weight.untyped_storage().data_ptr() for weight in original.parameters()}
+    found: dict[int, int] = {}
+
+    def add(tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor) and tensor.is_mkldnn:
+            found[id(tensor)] = tensor.numel() * tensor.element_size()
+        elif isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in own:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+
+    for part in module.modules():
+        products = [value for value in vars(part).values() if isinstance(value, Product)]
+        for product in products:
+            add(product.packed)
+            add(product.weight)
+        if isinstance(part, PackedLinear):
+            add(part.packed)
+            add(part.turned)
+    return sum(found.values())
+
+
+@pytest.mark.skipif(not packs(torch.float32), reason="oneDNN is not here")
+@pytest.mark.parametrize(
+    "config", [llama(), GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=512)], ids=["llama", "gpt2"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_are_counted_as_they_are_made(config: Any, dtype: torch.dtype) -> None:
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    real = copied(fused(model).module, model)
+    assert copy_bytes(model, dtype) == real
+    assert real > 0 or dtype != torch.float32 or copied_in(dtype) is None
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    assert copy_bytes(shapes, dtype) == real
+    if real:
+        big = llama(hidden_size=8192, intermediate_size=32768, num_attention_heads=64)
+        with torch.device("meta"):
+            large = AutoModelForCausalLM.from_config(big, dtype=dtype)
+        assert copy_bytes(large, dtype, memory=2**30) == 0 < copy_bytes(large, dtype, memory=2**40)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_states_are_those_of_the_models_own_cache(name: str) -> None:
+    model = build(name)
+    ids = torch.tensor([[5, 6, 7]])
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    layers = [layer for layer in getattr(cache, "layers", []) if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+    if not layers:
+        pytest.skip("no keys and values")
+    real = [(layer.keys.numel() + layer.values.numel()) // layer.keys.shape[2] for layer in layers]
+    assert sorted(Shapes.of_config(model.config).states().per_token) == sorted(real)
+
+
+def test_published_figures() -> None:
+    """Qwen3-8B: 8.19 billion parameters, and 144 KiB of keys and values a token in 16 bits."""
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+    )
+    shapes = Shapes.of_config(config, "Qwen3-8B")
+    assert shapes.numbers == pytest.approx(8.19e9, rel=0.002)
+    assert sum(shapes.states().per_token) * 2 == 144 * 1024
+    assert shapes._states_by_config() == shapes.states()
+    found = {part.name: part.bytes for part in parts(shapes, parse("suffix"), Use(dtype=torch.bfloat16))}
+    assert found["target: weights"] == 2 * shapes.numbers
+    small = {p.name: p.bytes for p in parts(shapes, parse("suffix"), Use(dtype=torch.bfloat16, quantization="nf4"))}
+    assert small["target: weights"] == pytest.approx(6.4e9, rel=0.02)
+    twelve = plan(shapes, memory="12GB", context=8192)
+    assert twelve.best.quantization == "nf4" and twelve.best.fits and not twelve.candidates[0].fits
+    assert plan(shapes, card_name="rtx 3090").best.quantization is None
+
+
+def test_experts_that_are_not_chosen_are_not_read() -> None:
+    config = MixtralConfig(**WIDE, vocab_size=512, num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=2)
+    shapes = Shapes.of_config(config)
+    dense = Shapes.of_config(llama(tie_word_embeddings=True))
+    weights = 2 * shapes.numbers
+    assert 0 < read_per_pass(shapes, weights) < weights / 2
+    assert read_per_pass(dense, 2 * dense.numbers) == 2 * dense.numbers
+
+
+def test_what_does_not_fit_is_offloaded(folder: Path) -> None:
+    found = plan(str(folder), "self:nf4", memory="620MB", context=64)
+    assert not any(one.fits for one in found.candidates) and found.chosen == 0
+    assert found.best.offloaded > 0
+    assert 'device_map="auto", max_memory=' in found.line
+    assert "cross the bus" in str(found)
+    fits = plan(str(folder), "self:nf4", memory="2GB", context=64)
+    assert fits.best.fits and not fits.best.offloaded and fits.best.speed.plain[1] > found.best.speed.plain[1]
+    assert {part.name for part in fits.best.parts} >= {"target: weights", "draft: quantized copy", "logits of a pass"}
+
+
+def test_more_of_anything_takes_more(folder: Path) -> None:
+    def total(**asked: Any) -> int:
+        return plan(str(folder), asked.pop("draft", "suffix"), memory="8GB", **asked).candidates[0].bytes
+
+    assert total(context=64) < total(context=1024) < total(context=1024, rows=4)
+    assert total(quantization="nf4") < total(quantization="int8") < total()
+    assert total() < total(draft="recycle") and total() < total(draft=str(folder))
+    assert total(draft=str(folder), draft_quantization="nf4") < total(draft=str(folder))
+
+
+@pytest.mark.parametrize(
+    "draft", ["zoo:draft", "zoo:eagle3", "zoo:medusa", "self:int8", "early-exit", ["suffix", "zoo:draft"]]
+)
+def test_the_shipped_pair_takes_what_is_counted(draft: Any) -> None:
+    """Weights alone; peaks are measured by benchmarks/plan.py."""
+    found = plan("zoo:target", draft, device="cpu", context=256).candidates[0]
+    weights = sum(p.bytes for p in found.parts if "weights" in p.name or "head" in p.name or "copy" in p.name)
+    weights -= sum(p.bytes for p in found.parts if "copies" in p.name)
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", draft=draft)
+    assert weights == pytest.approx(pair.get_memory_footprint(), rel=0.02)
+
+
+def test_a_saved_pair_and_its_line(folder: Path, tmp_path: Path) -> None:
+    AssistedModelForCausalLM.from_pretrained(folder, draft="suffix").save_pretrained(tmp_path)
+    found = plan(str(tmp_path), device="cpu", context=128)
+    assert found.download is not None and found.best.fits
+    pair = eval(found.line, {"AssistedModelForCausalLM": AssistedModelForCausalLM, "torch": torch})
+    assert pair.dtype == torch.bfloat16
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder), "--vram", "12GB", "--context", "512"]) == 0
+    text = capsys.readouterr().out
+    assert "target: keys and values" in text and "from_pretrained(" in text and "assisted doctor" in text
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(folder), "--card", "RTX 4070", "--batch", "2", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["device"]["memory"] == 12 * 10**9 and found["batch"] == 2
+    best = found["candidates"][found["chosen"]]
+    assert best["bytes"] == sum(part["bytes"] for part in best["parts"])
+    assert 0 < best["plain_tokens_per_second"][0] < best["plain_tokens_per_second"][1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["nobody/nothing"], "target: 'nobody/nothing' has no config that can be read"),
+        (["FOLDER", "--context", "-5"], "context: -5 is not a number of 1 or more"),
+        (["FOLDER", "--batch", "0"], "rows: 0 is not a number of 1 or more"),
+        (["FOLDER", "--vram", "-3GB"], "memory: '-3GB' is not a size; write it as 12GB"),
+        (["FOLDER", "--vram", "much"], "memory: 'much' is not a size"),
+        (["FOLDER", "--card", "RTX 9999"], "card: 'RTX 9999' is not in the list"),
+        (["FOLDER", "--quantization", "int3"], "quantization: 'int3' is not known"),
+        (["FOLDER", "--draft", "EMPTY"], "draft: the folder"),
+    ],
+)
+def test_bad_input(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], says: str
+) -> None:
+    llama().save_pretrained(tmp_path)  # a config without weights
+    given = [{"FOLDER": str(folder), "EMPTY": str(tmp_path)}.get(word, word) for word in argv]
+    defaults = [] if {"--vram", "--card"} & set(argv) else ["--vram", "8GB"]
+    assert main(["plan", *given, *defaults]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+def test_broken_weights_are_named(folder: Path, tmp_path: Path) -> None:
+    llama(num_hidden_layers=9).save_pretrained(tmp_path)
+    weights = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match="a part of the checkpoint is missing"):
+        plan(str(tmp_path), memory="8GB")
+    for broken in (weights[:20], b"\xff" * 40, b""):
+        (tmp_path / "model.safetensors").write_bytes(broken)
+        with pytest.raises(ValueError, match=r"model\.safetensors is broken"):
+            plan(str(tmp_path), memory="8GB")
+
+
+def test_sizes_and_cards() -> None:
+    assert bytes_of("12GB") == 12 * 10**9 and bytes_of("1.5 GiB") == 3 * 2**29 and bytes_of(7) == 7
+    assert all(memory >= 8 and rate > 100 for memory, rate in CARDS.values())
+    assert expected_tokens(1.0, 3) == 4 and expected_tokens(0.5, 2) == 1.75 and expected_tokens(0.0, 5) == 1

@@ -115,8 +115,8 @@ class Shapes:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         each = 2 * heads * width
-        if getattr(config, "kv_lora_rank", None):  # latent attention is cached expanded
-            each = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+        if getattr(config, "kv_lora_rank", None):  # of latent attention, the latents are kept
+            each = config.kv_lora_rank + config.qk_rope_head_dim
         return States(tuple(each for kind in kinds if "attention" in kind and kind != "linear_attention"), 0)
 
 

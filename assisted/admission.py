@@ -102,7 +102,9 @@ def must_be_plain(
             if getattr(generation_config, name):
                 return f"{name}=True returns the states of one-token forward passes"
     for name, value in model_kwargs.items():
-        if name not in _TEXT_INPUTS and value is not None and not isinstance(value, bool):
+        # {}: for a model that reads images too, generate prepares their features, and finds none in text
+        nothing = value is None or isinstance(value, bool) or (isinstance(value, dict) and not value)
+        if name not in _TEXT_INPUTS and not nothing:
             return f"{name} is not text, and drafting supports text only"
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.ndim != 2:

@@ -63,9 +63,9 @@ def bytes_by_shapes(
 
     Nothing else is counted: no logits, no activations. The plan of a pair can replace this function.
     """
-    total = _weights(target, weights, expert_bits) + _states(target, context)
+    total = _weights(target, weights, expert_bits) + (_states(target, context) if context else 0)
     if draft is not None:
-        total += _weights(draft, "bf16", 16) + _states(draft, context)
+        total += _weights(draft, "bf16", 16) + (_states(draft, context) if context else 0)
     return round(total)
 
 
@@ -138,7 +138,7 @@ def _rows(data: Mapping[str, Any], target: Mapping[str, Any], sizes: Sizes) -> l
             shown += f" ({kinds[draft['kind']]['name']})"
         line = f'`from_pretrained("{name}", draft="{spec}")`'
         if "loads" in data["models"][name]:
-            line = "see below"
+            line = "none: see below"
         rows.append([f"`{name}`", shown, *_sizes(data["models"], name, draft, sizes), line])
     return rows
 
@@ -197,11 +197,9 @@ def _beside(data: Mapping[str, Any], family: Mapping[str, Any]) -> list[str]:
             names = ", ".join(f"[`{name}`]({source})" for name, source in found.items())
             lines.append(f"- {about['name']}, {about['says']}: {names}")
     lines = ["", "Also published, and not read by this package yet:", "", *lines] if lines else []
-    refused = {data["models"][t["id"]].get("loads"): t["id"] for t in family["targets"]}
-    names = [f"`{t['id']}`" for t in family["targets"] if "loads" in data["models"][t["id"]]]
-    reasons = [reason for reason in refused if reason]
-    if names:
-        lines += ["", f"{' and '.join(names)}: {reasons[0]}. Load it with its own class, and give its text model to `from_models`."]
+    refused = [(target["id"], data["models"][target["id"]].get("loads")) for target in family["targets"]]
+    for name, reason in refused:
+        lines += ["", f"There is no line for `{name}`: {reason}."] if reason else []
     return lines
 
 
@@ -209,7 +207,8 @@ def _figures(family: Mapping[str, Any]) -> list[str]:
     lines = []
     for target in family["targets"]:
         for figure in target["figures"]:
-            lines.append(f"- `{target['id']}` with `{figure['draft']}`: {figure['text']} ({_from(figure)})")
+            draft = "its own MTP layer" if figure["draft"] == target["id"] else f"`{figure['draft']}`"
+            lines.append(f"- `{target['id']}` with {draft}: {figure['text']} ({_from(figure)})")
     return ["", "Figures, and where they are from:", "", *lines] if lines else []
 
 
@@ -219,12 +218,15 @@ def _from(stated: Mapping[str, Any]) -> str:
 
 
 def _platforms(platforms: list[dict[str, Any]]) -> list[str]:
-    rows = [
-        [one["name"], one["tested"], "; ".join(f"{fact['topic']}: {fact['text']} ({_from(fact)})" for fact in one["facts"])]
-        for one in platforms
+    lines = [
+        "## Platforms",
+        "",
+        "What was not tested may work. What other projects say of their packages was not tried here.",
     ]
-    table = markdown_table(["platform", "tested by this project", "known"], rows)
-    return ["## Platforms", "", "What was not tested may work; what others say of their packages was not tried here.", "", *table]
+    for one in platforms:
+        lines += ["", f"**{one['name']}** ({one['tested']})", ""]
+        lines += [f"- {fact['topic']}: {fact['text']} ({_from(fact)})" for fact in one["facts"]]
+    return lines
 
 
 def main() -> None:

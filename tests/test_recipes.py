@@ -1,0 +1,142 @@
+"""assisted/plan/families.json and the page made from it: the configs describe the published models, and nothing lacks a source.
+
+No checkpoint is read. Of models that also read images or sound, the text model is compared with its published count.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from assisted.drafters import registry
+
+ROOT = Path(__file__).parent.parent
+DATA: dict[str, Any] = json.loads((ROOT / "assisted" / "plan" / "families.json").read_text())
+MODELS, KINDS = DATA["models"], DATA["kinds"]
+TARGETS = [target for family in DATA["families"] for target in family["targets"]]
+DRAFTS = [(target, draft) for target in TARGETS for draft in target["drafts"]]
+TOLERANCE = 0.015  # model cards round: 8.4 billion for 8.49
+
+TINY = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4,
+    "shared_expert_intermediate_size": 16, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "top_k_experts": 2, "q_lora_rank": 24,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipes() -> ModuleType:
+    pytest.importorskip("sympy")
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module("recipes")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_config_has_the_published_number_of_parameters(name: str, recipes: ModuleType) -> None:
+    counted = sum(weight.numel() for weight in recipes.model_of(MODELS[name]["fields"]).parameters())
+    assert counted == pytest.approx(MODELS[name]["parameters"]["count"], rel=TOLERANCE)
+
+
+def one_of_each_type() -> list[str]:
+    found: dict[str, str] = {}
+    for name, model in MODELS.items():
+        found.setdefault(name if "gemma-4" in name else model["fields"]["model_type"], name)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", one_of_each_type())
+def test_keys_and_values_are_those_of_a_run(name: str, recipes: ModuleType) -> None:
+    """A model with the same layers and heads, and less of everything else, stores as much for a token."""
+    fields = MODELS[name]["fields"]
+    small = {key: TINY.get(key, value) if value else value for key, value in fields.items()}
+    if small.get("hidden_size_per_layer_input"):
+        small |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
+    config = AutoConfig.for_model(**small, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    cache, tokens = DynamicCache(config=config), 5
+    with torch.no_grad():
+        model(input_ids=torch.arange(3, 3 + tokens)[None], past_key_values=cache, use_cache=True)
+    states = [
+        part
+        for layer in cache.layers
+        if getattr(layer, "keys", None) is not None
+        for part in (layer.keys, layer.values)
+    ]
+    stored = sum(part.numel() for part in states)
+    layers = range(fields["num_hidden_layers"])
+    counted = [
+        recipes._of_layer(fields, layer, 2 * tokens) - recipes._of_layer(fields, layer, tokens) for layer in layers
+    ]
+    assert sum(counted) == 2 * stored
+
+
+def test_the_page_is_what_the_data_gives(recipes: ModuleType) -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    _, _, rest = page.partition(f"<!-- {recipes.MARKER}:begin -->\n")
+    shown, end, _ = rest.partition(f"\n<!-- {recipes.MARKER}:end -->")
+    assert end
+    assert shown == recipes.markdown(DATA)
+
+
+def test_sizes_come_from_the_given_function(recipes: ModuleType) -> None:
+    def unknown(target: Any, draft: Any, context: int, weights: str = "bf16", expert_bits: float = 16) -> None:
+        return None
+
+    text = recipes.markdown(DATA, unknown)
+    assert '| `Qwen/Qwen3-8B` | `Qwen/Qwen3-0.6B` | ? | ? |  |  | ? | `from_pretrained("Qwen/Qwen3-8B"' in text
+
+
+def test_what_is_not_confirmed_is_not_shown() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    hidden = [draft["id"] for _, draft in DRAFTS if draft["status"] != "confirmed"]
+    assert {draft["status"] for _, draft in DRAFTS} <= {"confirmed", "unconfirmed"}
+    assert hidden
+    assert not [name for name in hidden if name in page]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target["id"])
+def test_every_draft_has_a_kind_and_a_source_or_shapes(target: dict[str, Any]) -> None:
+    assert target["id"] in MODELS
+    for draft in target["drafts"]:
+        assert draft["kind"] in KINDS
+        if draft["kind"] != "draft-model":
+            assert draft["source"].startswith("https://")
+        elif draft["status"] == "confirmed":
+            sizes = [MODELS[name]["fields"]["vocab_size"] for name in (target["id"], draft["id"])]
+            assert min(sizes) > 0.99 * max(sizes)  # one vocabulary, padded to different sizes
+            smaller, larger = (MODELS[name]["parameters"]["count"] for name in (draft["id"], target["id"]))
+            assert smaller < larger / 2
+
+
+def test_every_figure_says_where_it_is_from() -> None:
+    figures = [figure for target in TARGETS for figure in target["figures"]]
+    facts = [fact for platform in DATA["platforms"] for fact in platform["facts"]]
+    published = [model["parameters"] for model in MODELS.values()]
+    assert {figure["kind"] for figure in figures} <= {"ours measured", "published", "computed"}
+    assert {fact["kind"] for fact in facts} <= {"ours measured", "published", "code"}
+    for stated in (*figures, *facts, *published):
+        source = stated["source"]
+        assert re.match(r"https://[\w.-]+\.\w+/\S+$", source) or (ROOT / source).is_file(), source
+        if stated.get("kind", "published") != "published":
+            assert (ROOT / source).is_file()
+
+
+def test_the_lines_name_drafts_that_can_be_specified() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    lines = re.findall(r'`from_pretrained\("([^"]+)", draft="([^"]+)"\)`', page)
+    assert len(lines) > 30
+    for target, draft in lines:
+        assert "loads" not in MODELS[target]
+        registry.parse(draft)

@@ -1,4 +1,4 @@
-"""The command line: `assisted demo | generate | chat | train | bench | doctor | grow | plan | zoo`.
+"""The command line: `assisted demo | generate | chat | train | bench | doctor | grow | plan | handover | zoo`.
 
 Knows arguments, standard streams and exit codes. The work is done elsewhere, in modules that a command imports when it runs.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import bench, doctor, grow, plan
+from . import bench, doctor, grow, handover, plan
 from . import train as training
 from .arguments import (
     DEFAULT,
@@ -308,6 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add(command)
     grow.add(command)
     plan.add(command)
+    handover.add(command)
 
     zoo = commands.add_parser("zoo", help="the models of zoo: names", description="The models of zoo: names.")
     actions = zoo.add_subparsers(required=True, metavar="ACTION")

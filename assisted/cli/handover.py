@@ -1,0 +1,47 @@
+"""`assisted handover`: the arguments, and what is printed. The folder is written elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from .arguments import STORED, print_json
+
+__all__ = ["add"]
+
+ENGINES = ("vllm", "sglang", "trtllm", "llamacpp")  # those of assisted.handover, whose import takes seconds
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Put `handover` into the parser. command: makes a parser with a function to run and a text."""
+    text = "write a pair into a folder that a serving engine reads, with the command that starts the engine"
+    handover = command("handover", _handover, text)
+    handover.description = f"{handover.description} See docs/integrations/handover.md."
+    handover.add_argument("engine", choices=ENGINES, help="trtllm is TensorRT-LLM")
+    handover.add_argument("pair", metavar="PAIR", help="a saved pair; or a target: Hub id, folder, zoo: name")
+    handover.add_argument("--out", required=True, metavar="DIR", help="a new or empty folder")
+    handover.add_argument(
+        "--draft",
+        help="Hub id, folder, zoo: name, ngram, suffix, or mtp for the target's own multi-token prediction layers "
+        "(default: a saved pair's own, else suffix)",
+    )
+    handover.add_argument(
+        "--draft-length",
+        type=int,
+        metavar="N",
+        help="tokens that the engine drafts (default: the pair's if it is fixed, else one that suits the method)",
+    )
+    handover.add_argument("--dtype", choices=STORED, help="of the weights (default: the checkpoint's)")
+
+
+def _handover(args: argparse.Namespace) -> None:
+    from ..handover import hand_over
+
+    found = hand_over(args.engine, args.pair, args.out, args.draft, args.draft_length, args.dtype)
+    if args.json:
+        print_json(found.to_dict())
+        return
+    print(found)
+    for note in found.notes:
+        print(note, file=sys.stderr)

@@ -1,0 +1,218 @@
+"""What each serving engine takes: its drafting methods, its options, its command line.
+
+Pure functions of a `Job`; nothing is loaded or written here. Names and defaults follow the engines' own documentation: vLLM 0.32
+and 0.33, SGLang 0.5, TensorRT-LLM 1.3 and llama.cpp of October 2026.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["ENGINES", "Engine", "Job", "Launch", "Options"]
+
+Options = dict[str, Any]
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Switches of an EAGLE-3 head that not every engine reads. An engine that ignores one runs a different head, without an error."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A pair as an engine sees it.
+
+    Args:
+        kind: the drafting method: a key of `Engine.kinds`.
+        tokens: number of drafted tokens in each round, at least 1.
+        dtype: of the target, as in "float32".
+        settings: of drafts without a model: `max_ngram` and `min_ngram`; or `max_match`, `per_match`, `min_probability` and
+            `remember`.
+        taps: of an EAGLE head: the target layers after which it reads, counted from 0.
+        default_taps: they are those that an engine assumes.
+        translated: the draft model has another tokenizer.
+        model_type: of the target.
+    """
+
+    kind: str
+    tokens: int
+    dtype: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    taps: tuple[int, ...] = ()
+    default_taps: bool = True
+    translated: bool = False
+    model_type: str = ""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How an engine is started.
+
+    Args:
+        command: the words of the command line, to be run in the folder.
+        config: what the engine is configured with, by the engine's own names.
+        notes: sentences for the reader.
+        files: text files that the command refers to, by name.
+    """
+
+    command: tuple[str, ...]
+    config: Options
+    notes: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A serving engine.
+
+    Args:
+        title: its name in sentences.
+        launch: makes the command and the options.
+        kinds: the drafting methods that it has, with the number of tokens to draft if none is given.
+        layout: of the files: "folders" or "gguf".
+        eagle_format: the format of EAGLE heads that it reads.
+        norms: the switches of NORMS that its reader knows.
+        translates: it can draft with another tokenizer.
+    """
+
+    title: str
+    launch: Callable[[Job], Launch]
+    kinds: Mapping[str, int]
+    layout: str = "folders"
+    eagle_format: str = "eagle"
+    norms: tuple[str, ...] = ()
+    translates: bool = False
+
+
+def _vllm(job: Job) -> Launch:
+    config: Options = {"method": job.kind.replace("-", "_"), "num_speculative_tokens": job.tokens}
+    notes: list[str] = []
+    if job.kind in ("draft-model", "eagle3", "medusa"):
+        config["model"] = "./draft"
+    if job.translated:
+        config["use_heterogeneous_vocab"] = True
+        notes.append(
+            "The draft has another tokenizer. vLLM drafts only tokens that both vocabularies share, so it accepts fewer than "
+            "this package, which translates text."
+        )
+    if job.kind == "ngram":
+        config |= {
+            "prompt_lookup_min": job.settings["min_ngram"],
+            "prompt_lookup_max": job.settings["max_ngram"],
+        }
+    if job.kind == "suffix":
+        config |= {
+            "suffix_decoding_max_tree_depth": job.settings["max_match"],
+            "suffix_decoding_max_spec_factor": job.settings["per_match"],
+            "suffix_decoding_min_token_prob": job.settings["min_probability"],
+        }
+        if not job.settings["remember"]:
+            config["suffix_decoding_max_cached_requests"] = 0
+        notes.append("Suffix decoding in vLLM needs a package beside it: pip install arctic-inference.")
+    if job.kind == "medusa":
+        notes.append("Medusa needs vLLM 0.32 or earlier: version 0.33 has dropped it.")
+    command = ("vllm", "serve", "./target", "--dtype", job.dtype, "--speculative-config", json.dumps(config))
+    return Launch(command, config, tuple(notes))
+
+
+def _sglang(job: Job) -> Launch:
+    algorithm = {"draft-model": "STANDALONE", "eagle3": "EAGLE3", "mtp": "EAGLE", "ngram": "NGRAM"}[job.kind]
+    config: Options = {"speculative-algorithm": algorithm}
+    notes: list[str] = []
+    if job.kind in ("draft-model", "eagle3"):
+        config["speculative-draft-model-path"] = "./draft"
+    if job.kind == "ngram":
+        config["speculative-num-draft-tokens"] = job.tokens
+        notes.append("SGLang's n-gram cache also looks up other requests, and needs CUDA.")
+    else:  # all three together, or SGLang chooses them
+        config |= {
+            "speculative-num-steps": job.tokens,
+            "speculative-eagle-topk": 1,
+            "speculative-num-draft-tokens": job.tokens + 1,
+        }
+    options = [word for name, value in config.items() for word in (f"--{name}", str(value))]
+    command = ("python", "-m", "sglang.launch_server", "--model-path", "./target", "--dtype", job.dtype, *options)
+    return Launch(command, config, tuple(notes))
+
+
+def _trtllm(job: Job) -> Launch:
+    names = {"draft-model": "DraftTarget", "eagle3": "Eagle3", "ngram": "NGram", "suffix": "SA", "mtp": "MTP"}
+    if job.kind == "mtp" and not job.model_type.startswith("deepseek"):
+        raise ValueError(
+            f"draft: TensorRT-LLM documents MTP for DeepSeek targets only, not for {job.model_type!r}; hand over to vllm or "
+            "sglang, or use 'ngram'"
+        )
+    speculative: Options = {"decoding_type": names[job.kind], "max_draft_len": job.tokens}
+    if job.kind in ("draft-model", "eagle3"):
+        speculative["speculative_model"] = "./draft"
+    if job.kind == "ngram":
+        speculative |= {"max_matching_ngram_size": job.settings["max_ngram"], "is_public_pool": False}
+    if job.kind == "eagle3" and not job.default_taps:
+        speculative["eagle3_layers_to_capture"] = list(job.taps)
+    config: Options = {"speculative_config": speculative}
+    if job.kind in ("draft-model", "ngram"):
+        config["disable_overlap_scheduler"] = True
+    notes = ["Releases before 1.2 name the option --extra_llm_api_options instead of --config."]
+    if job.kind == "suffix":
+        notes.append("TensorRT-LLM's suffix automaton has its own matching; the options of the suffix draft are not used.")
+    command = ("trtllm-serve", "./target", "--config", "config.yaml")
+    return Launch(command, config, tuple(notes), {"config.yaml": _yaml(config)})
+
+
+def _llamacpp(job: Job) -> Launch:
+    config: Options = {"model": "target.gguf"}
+    notes: list[str] = []
+    if job.kind == "draft-model":
+        config |= {
+            "spec-draft-model": "draft.gguf",
+            "spec-type": "draft-simple",
+            "spec-draft-n-max": job.tokens,
+            "spec-draft-ngl": "all",
+        }
+    else:
+        config |= {
+            "spec-type": "ngram-simple",
+            "spec-draft-n-max": job.tokens,
+            "spec-ngram-simple-size-n": job.settings["max_ngram"],
+            "spec-ngram-simple-size-m": job.tokens,
+        }
+        notes.append("llama.cpp looks up matches of one length only: the longest that the draft has.")
+    if job.dtype == "float32":  # the KV cache is float16 by default
+        config |= {"flash-attn": "off", "cache-type-k": "f32", "cache-type-v": "f32"}
+        if job.kind == "draft-model":
+            config |= {"cache-type-k-draft": "f32", "cache-type-v-draft": "f32"}
+    options = [word for name, value in config.items() for word in (f"--{name}", str(value))]
+    return Launch(("llama-server", *options), config, tuple(notes))
+
+
+def _yaml(value: Options, indent: str = "") -> str:
+    """Nested dicts of strings, numbers, bools and lists as YAML; scalars are written as JSON, which YAML includes."""
+    lines = ""
+    for name, item in value.items():
+        lines += f"{indent}{name}:" + (f"\n{_yaml(item, indent + '  ')}" if isinstance(item, dict) else _scalar(item))
+    return lines
+
+
+def _scalar(value: Any) -> str:
+    return f" {json.dumps(value)}\n"
+
+
+ENGINES = {
+    "vllm": Engine(
+        "vLLM",
+        _vllm,
+        {"draft-model": 4, "eagle3": 3, "medusa": 4, "ngram": 4, "suffix": 32, "mtp": 1},
+        eagle_format="speculators",
+        norms=NORMS,
+        translates=True,
+    ),
+    "sglang": Engine("SGLang", _sglang, {"draft-model": 4, "eagle3": 3, "ngram": 12, "mtp": 1}),
+    "trtllm": Engine(
+        "TensorRT-LLM",
+        _trtllm,
+        {"draft-model": 4, "eagle3": 3, "ngram": 4, "suffix": 4, "mtp": 1},
+        norms=("fc_norm", "norm_output"),
+    ),
+    "llamacpp": Engine("llama.cpp", _llamacpp, {"draft-model": 4, "ngram": 4}, layout="gguf"),
+}
+"""By the name that `assisted handover` takes."""

@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo chat test test-all fuzz lint format docs site-check docs-serve notebooks notebooks-check clients-check clients-run clean
+.PHONY: help demo chat test test-all fuzz lint format docs site-check docs-serve notebooks notebooks-check clients-check clients-run handover-check clean
 
 help: ## this list
 	@echo "assisted: exact speculative decoding for Hugging Face models"
@@ -70,6 +70,9 @@ clients-run: $(VENV)/.clients
 	@status=0; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients --junitxml=build/clients.xml $(ARGS) tests/test_clients.py || status=$$?; \
 	$(BIN)/python tests/works_with.py build/clients.xml docs/integrations/works-with.md && exit $$status
+
+handover-check: $(VENV)/.test ## folders of `assisted handover` in vLLM and llama.cpp; ARGS="--vllm PYTHON --llamacpp LLAMA_SERVER"
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/handover.py $(ARGS)
 
 clean: ## remove the virtual environment and everything built
 	rm -rf $(VENV) .venv-clients site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

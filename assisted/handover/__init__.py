@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .engines import ENGINES
-from .package import Handover, hand_over
+from .package import hand_over
+from .readme import Handover
 
 __all__ = ["ENGINES", "Handover", "hand_over"]

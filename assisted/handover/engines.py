@@ -1,7 +1,7 @@
 """What each serving engine takes: its drafting methods, its options, its command line.
 
-Pure functions of a `Job`; nothing is loaded or written here. Names and defaults follow the engines' own documentation: vLLM 0.32
-and 0.33, SGLang 0.5, TensorRT-LLM 1.3 and llama.cpp of October 2026.
+Pure functions of a `Job`; nothing is loaded or written here. Names and defaults are those of the engines' own documentation:
+vLLM 0.32 and 0.33, SGLang 0.5, TensorRT-LLM 1.3 and llama.cpp of October 2026.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["ENGINES", "Engine", "Job", "Launch", "Options"]
 
 Options = dict[str, Any]
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Switches of an EAGLE-3 head that not every engine reads. An engine that ignores one runs a different head, without an error."""
+"""Switches of an EAGLE-3 head. An engine that ignores one that is set runs a different head, without an error."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,9 @@ def _trtllm(job: Job) -> Launch:
         config["disable_overlap_scheduler"] = True
     notes = ["Releases before 1.2 name the option --extra_llm_api_options instead of --config."]
     if job.kind == "suffix":
-        notes.append("TensorRT-LLM's suffix automaton has its own matching; the options of the suffix draft are not used.")
+        notes.append(
+            "TensorRT-LLM's suffix automaton has its own matching; the options of the suffix draft are not used."
+        )
     command = ("trtllm-serve", "./target", "--config", "config.yaml")
     return Launch(command, config, tuple(notes), {"config.yaml": _yaml(config)})
 

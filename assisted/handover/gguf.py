@@ -1,7 +1,7 @@
 """Writes a model and its tokenizer into a GGUF file for llama.cpp, and reads it back to compare.
 
-Knows the tensors of the Llama and Qwen families and byte-level BPE tokenizers. Anything else is refused: llama.cpp's own converter
-has the whole list. Needs the package gguf (the extra `gguf`).
+Knows the tensors of the Llama and Qwen families and byte-level BPE tokenizers. Anything else is refused: llama.cpp's own
+converter has the whole list. Needs the package gguf (the extra `gguf`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _PERMUTED = {"llama": True, "qwen2": False, "qwen3": False}
 _KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _SPLITS = ("llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o")
 _ELSE = "llama.cpp's own convert_hf_to_gguf.py may know it; or hand over to vllm or sglang"
-_SAMPLE = "def mean(values):\n    return sum(values) / len(values)  # 12.5 of 1234\n\n\tÜber 3 naïve cafés 東京 🙂 it's  x\n"
+_SAMPLE = (
+    "def mean(values):\n    return sum(values) / len(values)  # 12.5 of 1234\n\n\tÜber 3 naïve cafés 東京 🙂 it's  x\n"
+)
 
 
 def require_writable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, role: str) -> None:
@@ -49,7 +51,9 @@ def require_writable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase 
     if config.hidden_act != "silu":
         raise ValueError(f"{role}: llama.cpp computes this architecture with silu, not {config.hidden_act!r}; {_ELSE}")
     if model.dtype not in _KINDS:
-        raise ValueError(f"{role}: its dtype {model.dtype} is not written as GGUF; load it as float32, float16 or bfloat16")
+        raise ValueError(
+            f"{role}: its dtype {model.dtype} is not written as GGUF; load it as float32, float16 or bfloat16"
+        )
     _pre_tokenizer(_tokenizer_fields(tokenizer, role), role)
 
 
@@ -74,7 +78,9 @@ def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Pat
     kind = config.model_type
     writer = gguf.GGUFWriter(file, kind)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_file_type(gguf.LlamaFileType[{"F32": "ALL_F32"}.get(_KINDS[model.dtype], f"MOSTLY_{_KINDS[model.dtype]}")])
+    writer.add_file_type(
+        gguf.LlamaFileType[{"F32": "ALL_F32"}.get(_KINDS[model.dtype], f"MOSTLY_{_KINDS[model.dtype]}")]
+    )
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
@@ -171,8 +177,10 @@ def _add_tokenizer(writer: Any, tokenizer: Any, size: int, role: str) -> None:
 
 def _require_same(model: PreTrainedModel, tokenizer: Any, file: Path, role: str) -> None:
     """Read a file with transformers and compare weights and ids. Raises ValueError with the first difference."""
-    again = load_gguf(str(file.parent), str(file.absolute()), role, dtype=model.dtype)
-    read = again.state_dict()
+    try:
+        read = load_gguf(str(file.parent), str(file.absolute()), role, dtype=model.dtype).state_dict()
+    except ValueError as error:
+        raise ValueError(f"{role}: {file.name} cannot be read back ({error}); {_ELSE}") from error
     for name, tensor in model.state_dict().items():
         if name not in read or not torch.equal(read[name].cpu(), tensor.detach().cpu()):
             raise ValueError(f"{role}: {name} is not the same when {file.name} is read back; {_ELSE}")
@@ -186,4 +194,6 @@ def _gguf() -> Any:
     try:
         return importlib.import_module("gguf")
     except ImportError as error:
-        raise ImportError("handover: writing GGUF files needs the package gguf: pip install 'assisted[gguf]'") from error
+        raise ImportError(
+            "handover: writing GGUF files needs the package gguf: pip install 'assisted[gguf]'"
+        ) from error

@@ -2,7 +2,7 @@
 
     make handover-check ARGS="--vllm /path/to/venv/bin/python --llamacpp /path/to/llama-server"
 
-Every case writes a folder, starts the engine with the folder's own command, and sends the prompts as token ids, temperature 0.
+Every case writes a folder, starts the engine with the options of the folder's command, and sends prompts as ids, temperature 0.
 Tokenization, tokens and accepted drafts by position are compared with plain `generate` and the report of this package, all in
 float32. An engine that is not named, here or by HANDOVER_VLLM and HANDOVER_LLAMACPP, is skipped. The exit status is 1 if a
 token differs. Cases in the file of `--out` from the same machine are kept unless they are run again. vLLM: `pip install
@@ -30,6 +30,7 @@ from typing import Any
 from tables import about, arguments, figures, markdown_table, publish, write_json
 
 from assisted import AssistedModelForCausalLM, Eagle, Medusa
+from assisted.bench import read
 from assisted.drafts import Round
 from assisted.handover import ENGINES, hand_over
 
@@ -44,7 +45,7 @@ CASES: tuple[tuple[str, str, str, Any], ...] = (
 )
 """Engine, title, the draft that is handed over, and the draft here."""
 PROGRAMS = {"vllm": "a Python with vLLM", "llamacpp": "a llama-server, or a Python with xllamacpp"}
-START = 600.0  # seconds: on a busy CPU vLLM takes minutes
+START = 300.0  # seconds
 ANSWER = 300.0
 
 
@@ -65,63 +66,138 @@ class Counts:
                 self.accepted[place] += 1
 
 
-class Server:
-    """A running engine.
+@dataclass
+class Answer:
+    """What an engine made of the prompts.
 
     Args:
-        engine: its key in ENGINES.
-        program: the words that start it, without options.
-        url: of its HTTP interface.
-        process, log: the running program, and the file with its messages.
+        version: of the engine.
+        tokenized: ids of the prompts' texts, without special tokens.
+        answers: ids that follow the prompts at temperature 0, end tokens ignored.
+        counts: of all drafts.
     """
 
-    def __init__(self, engine: str, program: list[str], url: str, process: subprocess.Popen[bytes], log: Path):
-        self.engine, self.program, self.url, self.process, self.log = engine, program, url, process, log
+    version: str
+    tokenized: list[list[int]]
+    answers: list[list[int]]
+    counts: Counts
 
-    def wait(self) -> None:
-        """Return when the engine answers. Raises RuntimeError with the end of its messages if it does not."""
-        until = time.monotonic() + START
-        while time.monotonic() < until:
-            if self.process.poll() is not None:
-                break
-            try:
-                self._get("/health")
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(1)
-            else:
-                return
-        raise RuntimeError(f"{self.engine} did not start: {self.log.read_text(errors='replace')[-1500:]}")
 
-    def tokenize(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens."""
-        if self.engine == "vllm":
-            return self._post("/tokenize", model="./target", prompt=text, add_special_tokens=False)["tokens"]
-        return self._post("/tokenize", content=text, add_special=False)["tokens"]
+class Vllm:
+    """A process that runs folders in vLLM. program: a Python with vLLM."""
 
-    def complete(self, ids: Sequence[int], count: int) -> list[int]:
-        """The ids that follow a prompt at temperature 0, end tokens ignored."""
-        common = {"prompt": list(ids), "temperature": 0.0, "ignore_eos": True}
-        if self.engine == "vllm":
-            more = {"model": "./target", "max_tokens": count, "return_token_ids": True}
-            return self._post("/v1/completions", **common, **more)["choices"][0]["token_ids"]
-        return self._post("/completion", **common, n_predict=count, return_tokens=True, cache_prompt=False)["tokens"]
-
-    def version(self) -> str:
-        """What the engine calls itself."""
-        if self.engine == "vllm":
-            return json.loads(self._get("/version"))["version"]
-        found = subprocess.run([*self.program, "--version"], capture_output=True, text=True)
-        return re.findall(r"version: (.+)", found.stderr + found.stdout)[0]
-
-    def counts(self) -> Counts:
-        """Since the start. Both engines publish the same counters under their own prefix."""
-        text = self._get("/metrics")
-        drafts = re.search(r"^\w+:spec_decode_num_drafts_total(?:\{.*\})? ([\d.e+]+)$", text, re.M)
-        places = re.findall(
-            r"^\w+:spec_decode_num_accepted_tokens_per_pos_total\{.*?position=\"(\d+)\".*\} ([\d.e+]+)$", text, re.M
+    def __init__(self, program: str, threads: int):
+        settings = {
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # every process imports torch and vLLM again
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        script = Path(__file__).resolve().with_name("vllm_folders.py")
+        self.process = subprocess.Popen(
+            [program, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(Path(tempfile.gettempdir()) / "handover-vllm.log").open("w"),
+            text=True,
+            env={**os.environ, **settings, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
         )
-        accepted = [int(float(value)) for _, value in sorted(places, key=lambda place: int(place[0]))]
-        return Counts(int(float(drafts[1])) if drafts else 0, accepted)
+
+    def run(self, folder: Path, prompts: Sequence[Any], new_tokens: int) -> Answer:
+        """Raises RuntimeError with vLLM's error."""
+        job = {
+            "folder": str(folder),
+            "command": json.loads((folder / "handover.json").read_text())["command"],
+            "texts": [prompt.text for prompt in prompts],
+            "ids": [prompt.ids[0].tolist() for prompt in prompts],
+            "new_tokens": new_tokens,
+        }
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        found = json.loads(line) if line else {"error": "the process ended; see handover-vllm.log"}
+        if "error" in found:
+            raise RuntimeError(f"vLLM: {found['error']}")
+        return Answer(
+            found["version"], found["tokenized"], found["answers"], Counts(found["drafts"], found["accepted"])
+        )
+
+
+class LlamaCpp:
+    """Starts llama.cpp's server for each folder. program: a llama-server, or a Python with xllamacpp."""
+
+    def __init__(self, program: str, threads: int):
+        script = str(Path(__file__).resolve().with_name("llama_server.py"))
+        self.program = [program, script] if Path(program).name.startswith("python") else [program]
+        self.threads = threads
+        self.url = ""
+
+    def run(self, folder: Path, prompts: Sequence[Any], new_tokens: int) -> Answer:
+        """Raises RuntimeError with the end of the server's messages if it does not start."""
+        shown = subprocess.run([*self.program, "--version"], capture_output=True, text=True)
+        version = re.findall(r"version: (.+)", shown.stderr + shown.stdout)[0]
+        asked = {"n_predict": new_tokens, "temperature": 0.0, "ignore_eos": True, "return_tokens": True}
+        with self.started(folder):
+            tokenized = [
+                self._post("/tokenize", content=prompt.text, add_special=False)["tokens"] for prompt in prompts
+            ]
+            answers = [
+                self._post("/completion", prompt=prompt.ids[0].tolist(), cache_prompt=False, **asked)["tokens"]
+                for prompt in prompts
+            ]
+            return Answer(version, tokenized, answers, self._counts())
+
+    @contextmanager
+    def started(self, folder: Path) -> Iterator[None]:
+        """Start the server with the folder's command. Only its address and its number of threads are added."""
+        words = json.loads((folder / "handover.json").read_text())["command"]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        more = [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--metrics",
+            "--parallel",
+            "1",
+            "--threads",
+            str(self.threads),
+        ]
+        log = folder / "engine.log"
+        with log.open("wb") as messages:
+            process = subprocess.Popen(
+                [*self.program, *words[1:], *more], cwd=folder, stdout=messages, stderr=subprocess.STDOUT
+            )
+            try:
+                until = time.monotonic() + START
+                while not self._is_ready():
+                    if process.poll() is not None or time.monotonic() > until:
+                        raise RuntimeError(f"llama.cpp did not start: {log.read_text(errors='replace')[-1500:]}")
+                    time.sleep(0.5)
+                yield
+            finally:
+                process.terminate()
+                process.wait()
+
+    def _is_ready(self) -> bool:
+        try:
+            self._get("/health")
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+        return True
+
+    def _counts(self) -> Counts:
+        text = self._get("/metrics")
+        drafts = re.findall(r"^llamacpp:spec_decode_num_drafts_total (\d+)$", text, re.M)
+        places = re.findall(
+            r"^llamacpp:spec_decode_num_accepted_tokens_per_pos_total\{position=\"(\d+)\"\} (\d+)$", text, re.M
+        )
+        accepted = dict(sorted((int(place), int(count)) for place, count in places))
+        return Counts(int(drafts[0]), list(accepted.values()))
 
     def _get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=ANSWER) as answer:
@@ -135,67 +211,17 @@ class Server:
             return json.load(answer)
 
 
-@contextmanager
-def started(engine: str, program: str, folder: Path, threads: int) -> Iterator[Server]:
-    """Start an engine with the command in a folder's handover.json. Only its address and its number of threads are added."""
-    words = json.loads((folder / "handover.json").read_text())["command"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = ["--host", "127.0.0.1", "--port", str(port)]
-    if engine == "vllm":  # `vllm serve MODEL`, by the module that it runs: the CPU wheel's own script does not start
-        start = [program, "-m", "vllm.entrypoints.openai.api_server"]
-        command = [*start, "--model", *words[2:], *place, "--enforce-eager", "--max-num-seqs", "1"]
-    else:
-        start = llama_server(program)
-        command = [
-            *llama_server(program),
-            *words[1:],
-            *place,
-            "--metrics",
-            "--parallel",
-            "1",
-            "--threads",
-            str(threads),
-            "--offline",
-        ]
-    settings = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    log = folder / "engine.log"
-    with log.open("wb") as messages:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdout=messages,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **settings, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
-        )
-        try:
-            server = Server(engine, start, f"http://127.0.0.1:{port}", process, log)
-            server.wait()
-            yield server
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+RUNNERS: dict[str, Any] = {"vllm": Vllm, "llamacpp": LlamaCpp}
 
 
-def llama_server(program: str) -> list[str]:
-    """The words that stand for `llama-server`."""
-    script = str(Path(__file__).resolve().with_name("llama_server.py"))
-    return [program, script] if Path(program).name.startswith("python") else [program]
-
-
-def texts(pair: Any, count: int) -> list[Any]:
-    from assisted.bench import read
-
-    return read(["code"], pair.tokenizer, count)
+def equal(found: Sequence[list[int]], expected: Sequence[list[int]]) -> int:
+    """How many are."""
+    return sum(one == other for one, other in zip(found, expected, strict=True))
 
 
 def measure(args: Any) -> dict[str, Any]:
     target = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="suffix", fast="eager")
-    prompts = texts(target, args.prompts)
+    prompts = read(["code"], target.tokenizer, args.prompts)
     call: dict[str, Any] = {
         "max_new_tokens": args.new_tokens,
         "do_sample": False,
@@ -205,7 +231,7 @@ def measure(args: Any) -> dict[str, Any]:
     plain = [
         target.generate(prompt.ids, assisted=False, **call)[0, prompt.ids.shape[1] :].tolist() for prompt in prompts
     ]
-    programs = {engine: getattr(args, engine) for engine in PROGRAMS if getattr(args, engine)}
+    runners = {name: kind(getattr(args, name), args.threads) for name, kind in RUNNERS.items() if getattr(args, name)}
     known = json.loads(args.out.read_text()) if args.out and args.out.is_file() else {"versions": {}, "cases": []}
     machine = about(target, prompts=len(prompts), new_tokens=args.new_tokens)
     same_machine = known.get("about") == machine
@@ -214,17 +240,13 @@ def measure(args: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"about": machine, "versions": versions, "cases": list(done.values())}
     for engine, title, draft, own in CASES:
         name = ENGINES[engine].title, title
-        if engine not in programs or (args.missing and name in done):
+        if engine not in runners or (args.missing and name in done):
             continue
         print(f"{ENGINES[engine].title}, {title} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / "pair"
             written = hand_over(engine, "zoo:target", folder, draft)
-            with started(engine, programs[engine], folder, args.threads) as server:
-                ids = [prompt.ids[0].tolist() for prompt in prompts]
-                tokenized = sum(server.tokenize(p.text) == i for p, i in zip(prompts, ids, strict=True))
-                answers = [server.complete(i, args.new_tokens) for i in ids]
-                counts, versions[ENGINES[engine].title] = server.counts(), server.version()
+            answer = runners[engine].run(folder, prompts, args.new_tokens)
         here = AssistedModelForCausalLM.from_models(
             target.target, own, written.tokens, tokenizer=target.tokenizer, fast="eager"
         )
@@ -232,16 +254,17 @@ def measure(args: Any) -> dict[str, Any]:
         here.watch = ours.see
         for prompt in prompts:
             here.generate(prompt.ids, **call)
-        same = sum(answer == expected for answer, expected in zip(answers, plain, strict=True))
+        versions[ENGINES[engine].title] = answer.version
+        ids = [prompt.ids[0].tolist() for prompt in prompts]
         done[name] = {
             "engine": ENGINES[engine].title,
             "draft": title,
             "tokens": written.tokens,
             "command": list(written.command),
-            "same_tokenization": tokenized,
-            "same_tokens": same,
-            "drafts": counts.drafts,
-            "accepted": counts.accepted,
+            "same_tokenization": equal(answer.tokenized, ids),
+            "same_tokens": equal(answer.answers, plain),
+            "drafts": answer.counts.drafts,
+            "accepted": answer.counts.accepted,
             "drafts_here": ours.drafts,
             "accepted_here": ours.accepted,
         }

@@ -17,6 +17,7 @@ WITH_FIGURES = (
     "engines",
     "exit_layers",
     "grown",
+    "handover",
     "heads",
     "memory",
     "overhead",

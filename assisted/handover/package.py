@@ -88,19 +88,18 @@ def _loaded(engine: str, path: str | os.PathLike[str], draft: Any, dtype: str | 
         raise ValueError("pair: the path is empty; name a saved pair, or a target")
     found = zoo.resolve(str(path))
     spec, quantization = _spec(found, draft), None
-    kind = kind_of(engine, spec, draft)
+    if spec is not None:
+        kind_of(engine, spec, draft)
     if isinstance(spec, DraftModel) and spec.quantization is not None:
         quantization, spec = spec.quantization, dataclasses.replace(spec, quantization=None)
-    if isinstance(spec, Suffix) and spec.corpus:
-        notes.append("The texts that the suffix draft looked up here are not handed over.")
+    loaded = AssistedModelForCausalLM.from_pretrained(found, draft=spec, dtype=dtype or "auto")
     if quantization is not None:
         notes.append(
             f"The draft is quantized here ({_named(quantization)}) and handed over with its original weights: quantize it in "
             "the engine's own format if memory is short."
         )
-    loaded = AssistedModelForCausalLM.from_pretrained(found, draft=spec, dtype=dtype or "auto")
-    if kind in ("ngram", "suffix") and draft is None and not _is_saved(found):
-        notes.append("No draft was named, so the pair has the default one, suffix.")
+    if isinstance(loaded.spec, Suffix) and loaded.spec.corpus:
+        notes.append("The texts that the suffix draft looked up here are not handed over.")
     return loaded
 
 
@@ -108,22 +107,16 @@ def _named(quantization: Any) -> str:
     return quantization if isinstance(quantization, str) else type(quantization).__name__
 
 
-def _is_saved(path: str) -> bool:
-    try:
-        return isinstance(AutoConfig.from_pretrained(path), AssistedConfig)
-    except (OSError, ValueError):
-        return False
-
-
-def _spec(path: str, draft: Any) -> Spec:
-    """The spec of a draft that a caller names, or of a saved pair."""
-    if draft is None and Path(path).is_dir() and named_in(path)[1] is None:
-        require_sound(path, "target")
-        with loading("target", path):
-            config = AutoConfig.from_pretrained(path)
-        if isinstance(config, AssistedConfig):
-            return drafters.read(config.draft, Path(path))
-    return drafters.parse(draft)
+def _spec(path: str, draft: Any) -> Spec | None:
+    """The spec of a draft that a caller names, or of a saved pair; None if only loading shows it, as from the Hub."""
+    if draft is not None or named_in(path)[1] is not None:
+        return drafters.parse(draft)
+    if not Path(path).is_dir():
+        return None
+    require_sound(path, "target")
+    with loading("target", path):
+        config = AutoConfig.from_pretrained(path)
+    return drafters.read(config.draft, Path(path)) if isinstance(config, AssistedConfig) else drafters.parse(None)
 
 
 def _written(engine: str, pair: Any, folder: Path, length: int | None, notes: list[str]) -> Handover:

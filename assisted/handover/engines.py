@@ -92,8 +92,8 @@ def _vllm(job: Job) -> Launch:
     if job.translated:
         config["use_heterogeneous_vocab"] = True
         notes.append(
-            "The draft has another tokenizer. vLLM drafts only tokens that both vocabularies share, so it accepts fewer than "
-            "this package, which translates text."
+            "The draft has another tokenizer. vLLM shows it only the tokens that both vocabularies share, and this package "
+            "translates the text. Where few are shared, vLLM accepts next to nothing: check its metrics, or distill a draft."
         )
     if job.kind == "ngram":
         config |= {

@@ -2,7 +2,7 @@
 
     python benchmarks/recipes.py --docs docs/recipes.md
 
-Everything is read from assisted/plan/families.json and nothing is measured. Sizes come from one function that can be exchanged.
+Everything is read from assisted/plan/families.json and nothing is measured. Sizes are those of `assisted plan`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from tables import publish
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from assisted.bench.table import markdown_table
+from assisted.drafters import DraftModel, Suffix
+from assisted.plan import Shapes, Use, parts, weight_bytes
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "assisted" / "plan" / "families.json"
 MARKER = "recipes"
 
 CARDS = (8, 12, 16, 24)  # GB
-RESERVED = 1.0  # GB of a card that logits, captured passes and the driver take, as in docs/howto/consumer-gpu.md
 CONTEXTS = (2048, 8192)
-NF4 = 0.5 + 4 / 64  # bytes a number: 4 bits, and a float32 for each block of 64
 
 Fields = Mapping[str, Any]
 Sizes = Callable[..., int | None]
-"""(target's fields, draft's fields or None, context in tokens, weights="bf16" | "nf4" | "stored") -> bytes, None if unknown."""
+"""As `planned`; None if unknown."""
 
 
 def families() -> dict[str, Any]:
@@ -53,64 +53,48 @@ def _model(fields: str) -> PreTrainedModel:
     return model
 
 
-def bytes_by_shapes(
-    target: Fields, draft: Fields | None, context: int, weights: str = "bf16", expert_bits: float = 16
+def planned(
+    target: Fields,
+    draft: Fields | None,
+    context: int,
+    weights: str = "bf16",
+    expert_bits: float = 16,
+    whole: bool = False,
 ) -> int | None:
-    """Bytes of a pair's weights, and of its keys, values and states for `context` tokens in one row, by shapes alone.
+    """Bytes of a pair as `assisted plan` counts them, for `context` tokens in one row, in 16 bits.
 
-    weights: of the target. "bf16"; "nf4", which packs the matrices of its layers, but not the three-dimensional weights of
-        experts, as bitsandbytes does; "stored", where experts take `expert_bits` a number. A draft is in 16 bits.
-
-    Nothing else is counted: no logits, no activations. The plan of a pair can replace this function.
+    weights: of the target. "bf16"; "nf4", which packs linear layers, but not the three-dimensional weights of experts, as
+        bitsandbytes does; "stored", where experts take `expert_bits` a number. A draft is in 16 bits.
+    whole: all parts on a card; otherwise weights, keys, values and states alone.
     """
-    total = _weights(target, weights, expert_bits) + (_states(target, context) if context else 0)
-    if draft is not None:
-        total += _weights(draft, "bf16", 16) + (_states(draft, context) if context else 0)
-    return round(total)
-
-
-def _weights(fields: Fields, weights: str, expert_bits: float) -> float:
-    total = 0.0
-    for name, weight in model_of(fields).named_parameters():
-        each = 2.0
-        if weights == "nf4" and weight.ndim == 2 and ".layers." in name:
-            each = NF4
-        if weights == "stored" and weight.ndim == 3 and ".experts." in name:
-            each = expert_bits / 8
-        total += weight.numel() * each
+    shapes = [_shapes(json.dumps(fields, sort_keys=True)) for fields in (target, draft) if fields is not None]
+    use = Use(max(1, context), dtype=torch.bfloat16, quantization="nf4" if weights == "nf4" else None)
+    packed = _unpacked_bytes(shapes[0], expert_bits) if weights == "stored" else 0
+    if whole:
+        spec = DraftModel("draft") if draft is not None else Suffix()
+        return (
+            sum(part.bytes for part in parts(shapes[0], spec, use, shapes[1] if draft is not None else None)) - packed
+        )
+    total = -packed
+    for one, how in zip(shapes, (use.quantization, None), strict=False):
+        total += weight_bytes(one, how, torch.bfloat16)
+        if context:
+            total += 2 * context * sum(one.states.per_token) + 2 * one.states.fixed
     return total
 
 
-def _states(fields: Fields, context: int) -> int:
-    """Keys and values in 16 bits, in slots that hold all tokens: a sliding window saves none, since slots are kept."""
-    return sum(_of_layer(fields, layer, context) for layer in range(fields["num_hidden_layers"]))
+@cache
+def _shapes(fields: str) -> Shapes:
+    return Shapes.of_config(model_of(json.loads(fields)).config)
 
 
-def _of_layer(fields: Fields, layer: int, context: int) -> int:
-    if layer >= fields["num_hidden_layers"] - fields.get("num_kv_shared_layers", 0):
-        return 0  # reads those of an earlier layer
-    if "kv_lora_rank" in fields:
-        return 2 * context * int(fields["kv_lora_rank"] + fields["qk_rope_head_dim"])
-    kind = fields["layer_types"][layer] if "layer_types" in fields else "full_attention"
-    if kind == "linear_attention":
-        return 2 * _recurrent(fields)  # the state and the copy that a rejected draft returns to
-    heads, size = fields["num_key_value_heads"], fields["head_dim"]
-    if kind == "full_attention" and "global_head_dim" in fields:
-        size = fields["global_head_dim"]
-        if fields.get("attention_k_eq_v"):
-            heads = fields.get("num_global_key_value_heads", heads)
-    return 2 * 2 * context * int(heads * size)
+def _unpacked_bytes(shapes: Shapes, expert_bits: float) -> int:
+    """Bytes that experts take more in 16 bits than as they are stored."""
+    inside = (w.numel() for name, w in shapes.model.named_parameters() if w.ndim == 3 and ".experts." in name)
+    return round(sum(inside) * (2 - expert_bits / 8))
 
 
-def _recurrent(fields: Fields) -> int:
-    """Of a gated delta layer: a float32 matrix for each value head, and the last columns of its convolution."""
-    keys = fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
-    values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
-    convolution = 2 * fields["linear_conv_kernel_dim"] * (2 * keys + values)
-    return int(4 * fields["linear_key_head_dim"] * values + convolution)
-
-
-def markdown(data: Mapping[str, Any], sizes: Sizes = bytes_by_shapes) -> str:
+def markdown(data: Mapping[str, Any], sizes: Sizes = planned) -> str:
     """What stands between the markers of the page: a section for each family, then the platforms."""
     lines: list[str] = []
     for family in data["families"]:
@@ -164,7 +148,7 @@ def _sizes(models: Mapping[str, Any], name: str, draft: Mapping[str, Any] | None
         cells.append("" if with_text is None or without is None else _gb(with_text - without))
     cards = []
     for weights, label in formats.items():
-        card = _card(sizes(own["fields"], other, CONTEXTS[-1], weights=weights, **options))
+        card = _card(sizes(own["fields"], other, CONTEXTS[-1], weights=weights, whole=True, **options))
         cards.append(f"{card} in {label}" if label else card)
     same = len(set(card.split(" in ")[0] for card in cards)) == 1
     return [*cells, cards[0] if same else ", ".join(card for card in cards if not card.startswith("over"))]
@@ -177,7 +161,7 @@ def _gb(size: int | None) -> str:
 def _card(size: int | None) -> str:
     if size is None:
         return "?"
-    fits = [card for card in CARDS if size / 1e9 + RESERVED <= card]
+    fits = [card for card in CARDS if size / 1e9 <= card]
     return f"{fits[0]} GB" if fits else f"over {CARDS[-1]} GB"
 
 

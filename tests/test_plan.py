@@ -112,7 +112,7 @@ def test_states_are_those_of_the_models_own_cache(name: str) -> None:
     if not layers:
         pytest.skip("no keys and values")
     real = [(layer.keys.numel() + layer.values.numel()) // layer.keys.shape[2] for layer in layers]
-    assert sorted(Shapes.of_config(model.config).states().per_token) == sorted(real)
+    assert sorted(Shapes.of_config(model.config).states.per_token) == sorted(real)
 
 
 def test_published_figures() -> None:
@@ -129,8 +129,8 @@ def test_published_figures() -> None:
     )
     shapes = Shapes.of_config(config, "Qwen3-8B")
     assert shapes.numbers == pytest.approx(8.19e9, rel=0.002)
-    assert sum(shapes.states().per_token) * 2 == 144 * 1024
-    assert shapes._states_by_config() == shapes.states()
+    assert sum(shapes.states.per_token) * 2 == 144 * 1024
+    assert shapes._states_by_config() == shapes.states
     found = {part.name: part.bytes for part in parts(shapes, parse("suffix"), Use(dtype=torch.bfloat16))}
     assert found["target: weights"] == 2 * shapes.numbers
     small = {p.name: p.bytes for p in parts(shapes, parse("suffix"), Use(dtype=torch.bfloat16, quantization="nf4"))}

@@ -5,6 +5,6 @@ from __future__ import annotations
 from .choice import Candidate, Plan, plan
 from .devices import CARDS, Device
 from .shapes import Shapes
-from .sizes import Part, Use, parts
+from .sizes import Part, Use, parts, weight_bytes
 
-__all__ = ["CARDS", "Candidate", "Device", "Part", "Plan", "Shapes", "Use", "parts", "plan"]
+__all__ = ["CARDS", "Candidate", "Device", "Part", "Plan", "Shapes", "Use", "parts", "plan", "weight_bytes"]

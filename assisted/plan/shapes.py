@@ -5,6 +5,7 @@ Knows configs, safetensors headers and GGUF files; nothing of memory or of draft
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -98,6 +99,7 @@ class Shapes:
         """Parameters; tied ones count once."""
         return sum(weight.numel() for weight in self.model.parameters())
 
+    @functools.cached_property
     def states(self) -> States:
         """What the model's cache holds, as a forward pass over two tokens on the meta device shows."""
         try:
@@ -122,11 +124,11 @@ class Shapes:
 
 @dataclass(frozen=True)
 class States:
-    """Numbers that a cache holds for one row.
+    """What a cache holds for one row, in numbers unless it says bytes.
 
     Args:
         per_token: keys and values of one token, for each layer that has any.
-        fixed: recurrent states of all layers, which do not grow with the text.
+        fixed: bytes of the recurrent states of all layers, which do not grow with the text; often in float32.
     """
 
     per_token: tuple[int, ...]
@@ -141,7 +143,7 @@ def _states(cache: Any) -> States:
             per_token.append((keys.numel() + values.numel()) // 2)
         for name in ("conv_states", "recurrent_states"):
             found = getattr(layer, name, None)
-            fixed += found.numel() if isinstance(found, torch.Tensor) else 0
+            fixed += found.numel() * found.element_size() if isinstance(found, torch.Tensor) else 0
     if not per_token and not fixed:
         raise ValueError("the cache is empty")
     return States(tuple(per_token), fixed)

@@ -19,7 +19,7 @@ from ..loading.files import stored_in
 from ..loading.quantization import stored_bytes
 from .shapes import Shapes, States
 
-__all__ = ["Part", "Use", "head_bytes", "parts"]
+__all__ = ["Part", "Use", "parts", "weight_bytes"]
 
 MIB = 2**20
 _LIBRARIES = {
@@ -88,7 +88,7 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
     dtype = use.dtype or target.model.dtype
     found = [Part("target: weights", weight_bytes(target, use.quantization, dtype))]
     width = _widest(use)
-    found += _of_states("target", target.states(), use, dtype.itemsize, width)
+    found += _of_states("target", target.states, use, dtype.itemsize, width)
     found += _of_draft(target, spec, draft, use, dtype)
     if use.fast and use.device == "cpu" and use.quantization is None and target.quantized is None:
         copies = copy_bytes(target.model, dtype, memory)
@@ -114,7 +114,7 @@ def weight_bytes(shapes: Shapes, quantization: str | None, dtype: torch.dtype) -
     return stored_bytes(shapes.model, quantization, dtype)
 
 
-def head_bytes(path: str, dtype: torch.dtype) -> int:
+def _head_bytes(path: str, dtype: torch.dtype) -> int:
     """Bytes of trained heads on the device, from the header of their file."""
     file, _ = find_file(find_folder(path), _HEADS)
     return sum(count * dtype.itemsize for _, count in stored_in(file).values())
@@ -129,13 +129,13 @@ def _widest(use: Use) -> int:
 
 
 def _of_states(who: str, states: States, use: Use, itemsize: int, slots: int) -> list[Part]:
-    """Keys and values, and recurrent states, of which there is one for every column of a pass."""
+    """Keys and values, and recurrent states, each with the copy that a rejected draft returns to."""
     found = []
     if states.per_token:
         each = [use.rows * slots * itemsize * layer for layer in states.per_token]
         found.append(Part(f"{who}: keys and values", sum(each)))
     if states.fixed:
-        found.append(Part(f"{who}: recurrent states", use.rows * (use.drafted + 2) * itemsize * states.fixed))
+        found.append(Part(f"{who}: recurrent states", 2 * use.rows * states.fixed))
     return found
 
 
@@ -147,19 +147,19 @@ def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype:
         if isinstance(one, DraftModel) and draft is not None:
             how = use.draft_quantization or (one.quantization if isinstance(one.quantization, str) else None)
             found.append(Part("draft: weights", weight_bytes(draft, how, dtype)))
-            found += _of_states("draft", draft.states(), use, dtype.itemsize, slots)
+            found += _of_states("draft", draft.states, use, dtype.itemsize, slots)
             if use.fast and use.device == "cpu" and how is None and draft.quantized is None:
                 copies = copy_bytes(draft.model, dtype, None)
                 found += [Part("draft: copies of weights", copies)] if copies else []
         elif isinstance(one, QuantizedSelf):
             found.append(Part("draft: quantized copy", stored_bytes(target.model, str(one.quantization), dtype, True)))
         elif isinstance(one, Eagle) and isinstance(one.path, str):
-            found.append(Part("draft: EAGLE head", head_bytes(one.path, dtype)))
-            layers = target.states().per_token
+            found.append(Part("draft: EAGLE head", _head_bytes(one.path, dtype)))
+            layers = target.states.per_token
             if layers:
                 found.append(Part("draft: keys and values", use.rows * slots * dtype.itemsize * layers[-1]))
         elif isinstance(one, Medusa) and isinstance(one.path, str):
-            found.append(Part("draft: Medusa heads", head_bytes(one.path, dtype)))
+            found.append(Part("draft: Medusa heads", _head_bytes(one.path, dtype)))
         elif isinstance(one, TokenRecycling):
             found.append(Part("draft: table of successors", 8 * 4 * target.config.vocab_size))
         elif isinstance(one, EarlyExit):
@@ -172,7 +172,7 @@ def _per_token(target: Shapes, dtype: torch.dtype) -> int:
     config = target.config
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     inner = max(inner) if isinstance(inner, (list, tuple)) else inner
-    heads = max(target.states().per_token, default=2 * config.hidden_size)
+    heads = max(target.states.per_token, default=2 * config.hidden_size)
     return int(dtype.itemsize * (4 * config.hidden_size + 3 * inner + 3 * heads))
 
 

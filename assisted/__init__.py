@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .drafters import (
         Combined,
         DraftModel,
+        DraftTree,
         Eagle,
         EarlyExit,
         LayerSkip,
@@ -54,6 +55,7 @@ __all__ = [
     "AssistedModelForCausalLM",
     "Combined",
     "DraftModel",
+    "DraftTree",
     "Eagle",
     "EarlyExit",
     "LayerSkip",

@@ -129,12 +129,13 @@ class Draft:
         own = torch.eye(width, dtype=torch.bool, device=self.tokens.device)
         if self.parents is None:
             return torch.ones_like(own).tril().expand(rows, width, width)
-        above = torch.arange(width, device=self.tokens.device) == self.parents[:, :, None]
-        # each product doubles the path length covered: log2(n) operations instead of one per node
-        found = (above | own).float()
+        # entry 0 is the root, which is its own parent; each step doubles the path length covered: log2(n) steps, each O(n^2)
+        jump = torch.nn.functional.pad(self.parents + 1, (1, 0))
+        found = torch.nn.functional.pad(own, (0, 0, 1, 0)).expand(rows, -1, -1)
         for _ in range((width - 1).bit_length()):
-            found = (found @ found).clamp_(max=1)
-        return found > 0
+            found = found | found.gather(1, jump[:, :, None].expand(-1, -1, width))
+            jump = jump.gather(1, jump)
+        return found[:, 1:]
 
     def prefix(self, row: int, node: int) -> list[int]:
         """The tokens on the path to a node, its own included; empty for node -1."""

@@ -469,7 +469,7 @@ def _with_tokenizer(spec: Spec, tokenizer: Any, draft_tokenizer: Any) -> Spec:
             f"draft_tokenizer: {type(spec).__name__} is not a single model with a tokenizer; leave it out, or, in a list, "
             "write DraftModel(PATH, tokenizer=...)"
         )
-    return DraftModel(spec.model, spec.quantization, draft_tokenizer)
+    return dataclasses.replace(spec, tokenizer=draft_tokenizer)
 
 
 def _count_plain(recorder: Recorder, output: Any, prompt_length: int) -> None:

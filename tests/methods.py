@@ -15,7 +15,7 @@ from eagle_heads import random_head, trained_head
 from medusa_heads import knowing_what_follows
 from transformers import PreTrainedModel
 
-from assisted import Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
+from assisted import DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
 
 __all__ = ["METHODS", "Method"]
 
@@ -67,6 +67,7 @@ def eagle_3(target: PreTrainedModel) -> Eagle:
 
 METHODS = [
     Method("draft-model", half_right),
+    Method("draft-tree", lambda target: DraftTree(half_right(target), nodes=24, beam=4, candidates=4)),
     Method("merged", lambda target: Merged((half_right(target), half_right(target, 2)))),
     Method("early-exit", lambda target: "early-exit", refuses=shares_keys),
     Method("early-exit:1", lambda target: "early-exit:1", refuses=shares_keys),

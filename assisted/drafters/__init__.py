@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import Call, Drafter, Drafting, Spec, Target
 from .combined import Combined
 from .draft_model import DraftModel
+from .draft_tree import DraftTree
 from .eagle import Eagle
 from .early_exit import EarlyExit
 from .layer_skip import LayerSkip
@@ -22,6 +23,7 @@ __all__ = [
     "Call",
     "Combined",
     "DraftModel",
+    "DraftTree",
     "Drafter",
     "Drafting",
     "Eagle",
@@ -42,6 +44,7 @@ __all__ = [
 
 for _spec in (
     DraftModel,
+    DraftTree,
     QuantizedSelf,
     EarlyExit,
     LayerSkip,

@@ -1,6 +1,7 @@
 """Drafting with a small causal LM (2211.17192, 2302.01318): loading it, and checking whether it shares the target's tokenizer.
 
-Knows loading and vocabularies. The drafting itself is in model_drafter.py, or in other_tokenizer.py if tokens are translated.
+Knows loading and vocabularies. The drafting itself is in model_drafter.py and tree_drafter.py, and that with translated
+tokens in other_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..loading.vocabulary import find_tokenizer, same_tokens
 from .base import Spec, Target
 from .model_drafter import ModelDrafter
 from .other_tokenizer import TranslatedDrafter
+from .tree_drafter import TreeDrafter
 
 __all__ = ["DraftModel"]
 
@@ -30,6 +32,9 @@ __all__ = ["DraftModel"]
 @dataclass(frozen=True)
 class DraftModel(Spec):
     """A small causal LM drafts: `"Qwen/Qwen3-0.6B"`, a folder, `"zoo:draft"`, or a loaded model.
+
+    It drafts chains. For a target with weights on a disk or in main memory, it drafts token trees instead (`DraftTree`), of a
+    size that is chosen by measured costs.
 
     Args:
         model: Hub id, folder, GGUF file or `zoo:` name; or a PreTrainedModel, with or without a PEFT adapter.
@@ -97,7 +102,7 @@ class DraftModel(Spec):
         require_rewindable(model, "draft")
         same = same_tokens(target.model, model, target.tokenizer, tokenizer)
         if same or tokenizer is None or target.tokenizer is None:
-            return ModelDrafter(model, tokenizer)
+            return TreeDrafter(model, tokenizer, target.model, always=False)
         size = target.model.config.get_text_config(decoder=True).vocab_size
         return TranslatedDrafter(model, size, tokenizer, target.tokenizer)
 

@@ -31,7 +31,8 @@ from ..lengths.rates import Rates
 from ..text import Text
 from .base import Call, Drafter, HeadSpec, Target, require_positive
 from .chain import ChainDrafting
-from .eagle_tree import Limits, Offers, grow, learn
+from .eagle_tree import Limits, grow
+from .trees import Offers, learn
 
 __all__ = ["Eagle", "EagleDrafter", "find_taps"]
 

@@ -1,7 +1,6 @@
 """EAGLE-2's dynamic token tree (2406.16858): its shape follows the head's confidence.
 
-Knows the head's runner, the distribution of the call and the draft length. It also learns how often the head is right at a
-given confidence. Verification is left to the loop.
+Knows the head's runner, the distribution of the call and the draft length. Verification is left to the loop.
 
 The tree is built on the host, from the few best tokens of each level. For so few numbers, Python lists are faster than the
 many small tensor operations that would be needed otherwise, on CPUs and accelerators alike.
@@ -10,7 +9,7 @@ many small tensor operations that would be needed otherwise, on CPUs and acceler
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -23,11 +22,9 @@ from ..heads.runner import HeadRunner
 from ..lengths.rates import Rates
 from ..text import Text
 from .base import Call
-from .trees import drawn, worthwhile
+from .trees import ROOT, Offers, drawn, worthwhile
 
-__all__ = ["Grown", "Limits", "Offers", "grow", "learn"]
-
-ROOT = -1  # stands for the committed text, the parent of the first nodes
+__all__ = ["Grown", "Limits", "grow"]
 
 
 @dataclass(frozen=True)
@@ -45,42 +42,6 @@ class Limits:
     top_k: int
     nodes: int
     only_worthwhile: bool
-
-
-@dataclass
-class Offers:
-    """All candidates of one row, level by level.
-
-    Args:
-        tokens: of each node.
-        parents: of each node.
-        scores: log-probability of the path to each node.
-        best: the most probable nodes, best first, without those of probability 0.
-        below: for each node that the head read: its first child, and the head's probabilities of its children, best first.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    best: list[int] = field(default_factory=list)
-    below: dict[int, tuple[int, list[float]]] = field(default_factory=dict)
-
-    def add(self, parent: int, tokens: list[int], sure: list[float], rates: list[float]) -> None:
-        """Add children of a node, best first. sure: the head's probabilities. rates: how often it is right at these."""
-        self.below[parent] = len(self.tokens), sure
-        above = 0.0 if parent == ROOT else self.scores[parent]
-        self.tokens += tokens
-        self.parents += [parent] * len(tokens)
-        self.scores += [above + math.log(rate) if rate > 0 else -math.inf for rate in rates]
-
-    def to_read(self, first: int, limits: Limits) -> list[int]:
-        """The nodes of the last level that the head should read, best first. first: index of the level's first node.
-
-        Nodes outside `best` are not read, because none of their descendants can be in it.
-        """
-        self.best = [*self.best, *(node for node in range(first, len(self.scores)) if self.scores[node] > -math.inf)]
-        self.best = sorted(self.best, key=self.scores.__getitem__, reverse=True)[: limits.nodes]
-        return [node for node in self.best if node >= first][: limits.top_k]
 
 
 class Grown(NamedTuple):
@@ -133,7 +94,9 @@ def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates:
                 for node, its_tokens, its_sure in zip(reading[row], tokens[row], sure[row], strict=False):
                     offered.add(node, its_tokens, its_sure, rates.at(its_sure))
         above = reading
-        reading = [offered.to_read(first, limits) for offered, first in zip(offers, firsts, strict=True)]
+        reading = [
+            offered.to_read(limits.nodes, limits.top_k, first) for offered, first in zip(offers, firsts, strict=True)
+        ]
         width = max(map(len, reading))
         if width == 0 or levels == limits.depth or not length.another(levels):
             break
@@ -162,27 +125,6 @@ def grow(runner: HeadRunner, call: Call, text: Text, state: torch.Tensor, rates:
         text.ids.device,
     )
     return Grown(replace(draft, expected=sum(worth[:kept])), offers)
-
-
-def learn(rates: Rates, offers: list[Offers], text: Text, counts: list[int]) -> None:
-    """Update the rates with the candidates along the committed text.
-
-    offers: from `grow`. text: including the tokens committed since then. counts: number of these tokens, by row.
-    """
-    new = text.since([length - count for length, count in zip(text.lengths, counts, strict=True)])
-    outcomes = []
-    for offered, tokens in zip(offers, new, strict=True):
-        node = ROOT
-        for token in tokens:
-            if node not in offered.below:
-                break
-            child, sure = offered.below[node]
-            right = [found == token for found in offered.tokens[child : child + len(sure)]]
-            outcomes.append((sure, 0, right))
-            if not any(right):
-                break
-            node = child + right.index(True)
-    rates.learn(outcomes)
 
 
 def _distributions(

@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-__all__ = ["has_hooks", "is_touched", "is_untouched", "looked_over", "obstacle"]
+__all__ = ["has_hooks", "is_offloaded", "is_touched", "is_untouched", "looked_over", "obstacle", "offloading_hooks"]
 
 _RECORDS = "transformers.utils.output_capturing"  # its hooks return hidden states to calls that ask for them
 # hooks of these collect outputs that are not requested here, or silence backends
@@ -59,6 +59,23 @@ def is_untouched(model: PreTrainedModel) -> bool:
     """Whether calling a model runs its forward and nothing else: no hooks (offloading, counting), no replaced forward."""
     outer = (model, model.base_model)
     return not any(has_hooks(m) or "forward" in m.__dict__ for m in outer)
+
+
+def offloading_hooks(model: nn.Module) -> list[Any]:
+    """accelerate's hooks that fetch a module's weights from a disk or from main memory, in the order of the modules."""
+    found = []
+    for module in model.modules():
+        hook = module.__dict__.get("_hf_hook")
+        for part in (hook, *getattr(hook, "hooks", ())):  # a SequentialHook holds several
+            if getattr(part, "offload", False) and getattr(part, "weights_map", None) is not None:
+                found.append(part)
+    return found
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether a forward pass fetches weights from a disk or from main memory, so that it costs about as much for many
+    positions as for one."""
+    return bool(offloading_hooks(model))
 
 
 def obstacle(model: nn.Module, device: torch.device) -> str | None:

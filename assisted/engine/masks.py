@@ -80,6 +80,16 @@ class Masks:
             hidden = min(visible.shape[1], top)
             seen = seen.clone()
             seen[:, :, :hidden] &= visible[:, None, :hidden]
+        return self.dressed(seen, places, where, dtype)
+
+    def dressed(
+        self, seen: torch.Tensor, places: torch.Tensor, where: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The masks as the model takes them.
+
+        seen: [R, n, top] bool, the slots on each column's path. places: [top] or [R, 1, top], the index of each slot's token in
+        its row's text. where: [R, n], the same of each column.
+        """
         masks = {
             kind: self._dressed(seen if window is None else seen & (places > where[:, :, None] - window), dtype)
             for kind, window in self.windows.items()

@@ -207,7 +207,7 @@ class RecurrentModel(CachedModel):
         """Whether the rotary angles of the unread columns differ from those of the new ones."""
         if self.change is None:
             return False
-        new = max(self._first_positions())
+        new = max(self.first_positions())
         room = self.change.room(new - self.unread.shape[1])
         return room is not None and room <= self.unread.shape[1]
 

@@ -268,6 +268,12 @@ class CachedModel(Runner):
             kwargs["attention_mask"] = self.masks.made(known, depths, draft, visible, cache.top, self.model.dtype)
         return cache.spread(self._forward(ids, kwargs))
 
+    def placed(
+        self, ids: torch.Tensor, positions: torch.Tensor, masks: torch.Tensor | dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """A forward pass over columns that the cache has already placed, [R, n] of the running rows. Returns [R, n, V]."""
+        return self._forward(ids, {"position_ids": positions, "attention_mask": masks})
+
     def static_forward(self, inputs: Inputs) -> torch.Tensor:
         ids, known, first, parents, visible = inputs
         width, top = ids.shape[1], visible.shape[1]
@@ -322,17 +328,17 @@ class CachedModel(Runner):
         aligned = 0 if self.masks.trees else max(self.cache.lengths) + 1
         ahead = max(0, -min(self.cache.padding))  # positions ahead of slots, if the caller's began later
         room = self.context - max(*lengths, aligned) - ahead
-        own = None if self.change is None else self.change.room(max(self._first_positions()))
+        own = None if self.change is None else self.change.room(max(self.first_positions()))
         return room if own is None else min(room, own)
 
-    def _first_positions(self) -> list[int]:
+    def first_positions(self) -> list[int]:
         """Position of each running row's next token."""
         counts = self.cache.known if self._counts_padding else self.cache.unpadded
         return [counts[row] for row in self.cache.running]
 
     def _positions(self, depths: torch.Tensor, used: list[int] | None) -> torch.Tensor:
         """Positions of the forward pass just placed, [B, n]. Unused columns beyond the context get position 0."""
-        positions = on_device(self._first_positions(), self.device)[:, None] + depths
+        positions = on_device(self.first_positions(), self.device)[:, None] + depths
         if used is None or self.cache.top <= self.context:
             return positions
         return positions.masked_fill(depths >= on_device(used, self.device)[:, None], 0)

@@ -19,6 +19,8 @@ from .faded import Faded
 
 __all__ = ["Adaptive"]
 
+_LONGEST = 16  # tokens of a chain
+_DEEPEST = 64  # depth of a tree whose size the drafter chooses: a limit that is hardly ever reached
 _CREDIT = 6.0  # tokens per row that drafting may lose, counted from its best, before it pauses
 _COLD_CREDIT = 1.0  # the same at the start of a first call
 _PAUSE = 4.0  # length of the first pause in tokens; it doubles with every probe that fails
@@ -39,7 +41,7 @@ class Adaptive:
 
     Args:
         maximum: the most tokens of a round (of a tree: its depth), at least 1. A higher one helps only where the draft costs
-            next to nothing and is nearly always right.
+            next to nothing and is nearly always right. None (default) is 16, and 64 for a tree whose size the drafter chooses.
         margin: the speedup over the autoregressive baseline that drafting must reach to stay enabled, at least 1. A higher
             one disables it sooner.
         probe_every: the most tokens without drafting before it is tried again, at least 1. Where a trial is cheap, it comes
@@ -49,14 +51,14 @@ class Adaptive:
             are measured. None takes the share of the draft's weights in the target's bytes.
     """
 
-    maximum: int = 16
+    maximum: int | None = None
     margin: float = 1.03
     probe_every: int = 50
     costs: Costs | None = None
     draft_cost: float | None = None
 
     def __post_init__(self) -> None:
-        if self.maximum < 1:
+        if self.maximum is not None and self.maximum < 1:
             raise ValueError(f"maximum: {self.maximum} is not possible; draft at least 1 token")
         if not self.margin >= 1:
             raise ValueError(f"margin: {self.margin} would draft at a loss; give a speedup of at least 1")
@@ -78,11 +80,11 @@ class _Adaptive(Length):
     def __init__(self, policy: Adaptive, earlier: _Adaptive | None):
         self.policy = policy
         self.draft_cost = _DRAFT if policy.draft_cost is None else policy.draft_cost  # until one is measured
-        costs = policy.costs
+        costs, self.maximum = policy.costs, policy.maximum or _LONGEST
         self.known: Known = (
             Known(
-                verify=Curve(policy.maximum + 1, COLUMN, dict(costs.verify) if costs else None, one_apart=True),
-                draft=Curve(policy.maximum, _FORWARD, {1: costs.draft, 2: 2 * costs.draft} if costs else None),
+                verify=Curve(self.maximum + 1, COLUMN, dict(costs.verify) if costs else None, one_apart=True),
+                draft=Curve(self.maximum, _FORWARD, {1: costs.draft, 2: 2 * costs.draft} if costs else None),
                 credit=_COLD_CREDIT,
                 pause=_PAUSE,
             )
@@ -118,7 +120,7 @@ class _Adaptive(Length):
         return self.known.speedup()
 
     def leave_size(self) -> None:
-        self.sized_by_drafter = True
+        self.sized_by_drafter, self.needs_q = True, False
 
     def budget(self, unfinished: Sequence[int]) -> int:
         known = self.known
@@ -135,7 +137,9 @@ class _Adaptive(Length):
             return 0
         self.forwards = 1
         self.probing = known.credit <= 0
-        self.asked_for = self.policy.maximum
+        self.asked_for = self.maximum
+        if self.sized_by_drafter and self.policy.maximum is None:
+            self.asked_for = _DEEPEST
         if not self.sized_by_drafter and not known.asks:
             self.asked_for = self._first_guess() if known.asks is None else self._best_block()
         return self.asked_for
@@ -234,9 +238,9 @@ class _Adaptive(Length):
         known, reliability = self.known, self.known.reliability
         asks = self.asked or self.forwards > 1 or bool(known.asks)
         if known.asks is None and not asks:
-            known.draft = Curve(self.policy.maximum, 0.0)  # a block takes about as long for any number of tokens
+            known.draft = Curve(self.maximum, 0.0)  # a block takes about as long for any number of tokens
         known.asks = asks
-        if self.unread <= self.policy.maximum + 1:  # catching up with the text is no part of a token's cost
+        if self.unread <= self.maximum + 1:  # catching up with the text is no part of a token's cost
             known.draft.see(self._draft_count(), round.draft_seconds)
         self.unread = 0.0
         if drafted > self.asked_for:
@@ -322,7 +326,7 @@ class _Adaptive(Length):
         # a forward pass advances all rows: time saved in one row counts for its share of the batch
         gain = sum(expected * self.prices[row] for row, expected in gains.items()) / len(self.prices)
         saved, cost, before = gain, forward if drafting else 0.0, verify.at(position + 1)
-        for longer in verify.seconds[position + 2 : self.policy.maximum + 2]:
+        for longer in verify.seconds[position + 2 : self.maximum + 2]:
             if saved > cost + longer - before:
                 return True
             follow = self._following(gains) if follow is None else follow
@@ -333,11 +337,11 @@ class _Adaptive(Length):
 
     def _first_guess(self) -> int:
         """Tokens to draft while the costs are unknown."""
-        return min(1 if self.known.rounds == 1 else 2, self.policy.maximum)
+        return min(1 if self.known.rounds == 1 else 2, self.maximum)
 
     def _best_block(self) -> int:
         """Tokens to ask for, of a drafter that proposes a block at once."""
-        known, maximum = self.known, self.policy.maximum
+        known, maximum = self.known, self.maximum
         if not known.verify.seconds:
             return self._first_guess()
         rate = self._rate()

@@ -32,7 +32,8 @@ class Length:
 
     def leave_size(self) -> None:
         """Tell the policy that the drafter chooses the size of its trees by `costs`. The policy then decides only how deep
-        they may be, and whether to draft. Such drafters call it before the first round."""
+        they may be, and whether to draft; the drafter calls neither `go_on` nor `another` unless `needs_q` is still True. Such
+        drafters call it before the first round."""
 
     def budget(self, unfinished: Sequence[int]) -> int:
         """The most tokens to draft this round; 0 decodes one token without a draft. Called once, at the start of every round.

@@ -22,6 +22,7 @@ SAMPLES = 15  # timings that are kept of each count
 MEMORY = 0.99  # share of the past that remains after a round: about the last hundred rounds count
 _SAME = 0.01  # a relative change of a median below this does not change the curve
 _FORGOTTEN = 100  # forward passes after which a count that did not occur again is forgotten
+_MANY = 32  # counts between two measured ones from which their difference is relied on
 _BELIEVED = 0.5  # while the slope is a guess: share of the slope measured by a single forward pass that is trusted
 _EXPECTED = 1.0  # rejections that confidences must have predicted until the number of actual ones counts as much
 _EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -124,9 +125,12 @@ class Curve:
             seconds[i] = min(seconds[i], seconds[i + 1])
         first, last = counts[0], counts[-1]
         start = 1 if self.one_apart and first == 1 and len(counts) > 1 else 0
+        if last - counts[start] < _MANY <= last - first:
+            start = 0  # over so many, it matters little that one runs differently
         slope = self.slope * seconds[start]
         if last > counts[start]:
-            slope = max((seconds[-1] - seconds[start]) / (last - counts[start]), slope / 10)
+            least = 10 if last - counts[start] < _MANY else 100
+            slope = max((seconds[-1] - seconds[start]) / (last - counts[start]), slope / least)
         else:
             further = (
                 (seen[0] - seconds[start]) / (count - last) for count, seen in self.samples.items() if count > last

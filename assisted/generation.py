@@ -23,6 +23,7 @@ from .distribution import Distribution
 from .drafters import Call
 from .engine.cache import SlotCache
 from .engine.parts import unwrapped
+from .engine.prefetch import prefetching
 from .engine.recurrent import held, slots_for
 from .engine.rope import change_of
 from .engine.runner import CachedModel, CallSettings, Masks, without_gradients
@@ -106,7 +107,7 @@ class _GenerateHook:
         keeps = any(change_of(model) is not None for model in (self, *drafter.models))
         # results are copied outside of this mode, so that callers get ordinary tensors
         mode = torch.no_grad() if keeps else without_gradients(self, *drafter.modules)
-        with mode, self._optimize_model_for_decode():
+        with mode, self._optimize_model_for_decode(), prefetching(self):
             text, target = _extend(
                 self,
                 input_ids,

@@ -66,6 +66,14 @@ LINES = [
         "any small model",
         '"zoo:draft-other-tokenizer"',
     ),
+    Line(
+        "draft-tree",
+        "Draft model, large trees",
+        "../howto/offload.md",
+        '`"draft-tree:ID"`',
+        "a small relative; a target whose weights are offloaded, to pay off",
+        '"draft-tree:zoo:draft"',
+    ),
     Line("medusa", "Medusa heads", "medusa.md", '`"medusa:DIR"`', "heads for this target", '"zoo:medusa"'),
     Line("eagle", "EAGLE heads", "eagle.md", '`"eagle:DIR"`', "a head for this target", '"zoo:eagle3"'),
     Line(

@@ -51,3 +51,20 @@ def test_offloaded_targets(draft: str, place, tmp_path: Path) -> None:
     assert pair.generate(ids, **call).tolist() == fresh().generate(ids, **call).tolist()
     assert pair.report.drafted > 0
     assert pair.report.accepted > 0 or draft == "default"
+
+
+@pytest.mark.parametrize("place", [on_disk, beside, partly_on_disk], ids=lambda place: place.__name__)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_a_draft_model_drafts_trees_for_them(place, sampled: bool, tmp_path: Path) -> None:
+    """Without being asked, and of a size that follows from measured costs."""
+    ids = random_ids(fresh(), 2, 12, seed=1)
+    call = CALL | {"attention_mask": torch.ones_like(ids), "do_sample": sampled}
+    target = place(tmp_path)
+    pair = AssistedModelForCausalLM.from_models(target, draft=half_right(fresh(), noise=0.1))
+    trees = []
+    pair.watch = lambda round: trees.append(round.draft.parents is not None)
+    output = pair.generate(ids, **call)
+    assert any(trees)
+    assert pair.report.accepted > 0
+    if not sampled:
+        assert output.tolist() == fresh().generate(ids, **call).tolist()

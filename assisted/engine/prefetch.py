@@ -91,8 +91,7 @@ class Ahead:
             return found
         value = weights[key[1]]
         if key not in self.sizes:
-            # a weight in main memory is the same object every time, and there is nothing to read
-            on_disk = isinstance(value, torch.Tensor) and weights[key[1]] is not value
+            on_disk = isinstance(value, torch.Tensor) and not _in_memory(weights, key[1])
             with self.changed:
                 self.sources[key] = weights, for_cuda
                 self.sizes[key] = value.nbytes if on_disk else 0
@@ -165,6 +164,13 @@ class Ahead:
                     if read is not None:
                         self.ready[key] = read
                     self.changed.notify_all()
+
+
+def _in_memory(weights: Any, name: str) -> bool:
+    """Whether a weight lies in main memory, so that there is nothing to read."""
+    while hasattr(weights, "prefix"):  # accelerate's mappings: a part of all names, and of memory and files
+        name, weights = f"{weights.prefix}{name}", weights.dataset
+    return name in (weights if isinstance(weights, dict) else getattr(weights, "state_dict", {}))
 
 
 class _Wrapped(Mapping[str, Any]):

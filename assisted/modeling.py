@@ -31,6 +31,7 @@ from .admission import MIXED, OTHER_MODES, require_own_drafting, warn_plain
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
 from .drafts import Round
+from .engine.hooks import is_offloaded
 from .engine.host import processor
 from .engine.parts import device_of, uncompiled
 from .engine.runner import CallSettings
@@ -443,6 +444,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             models = [self.target, *self.drafter.modules]
             sizes = [(type(m).__name__, sum(p.numel() for p in m.parameters()), str(self.dtype)) for m in models]
             about = [name, *ran[1:], sizes, repr(self.config.draft), repr(policy), rows, do_sample]
+            if is_offloaded(self.target):
+                about.append("offloaded")
             self._costs_keys[ran] = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
         return self._costs_keys[ran]
 

@@ -17,10 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..distribution import probabilities
 from ..drafts import Draft, Round
 from ..engine.hooks import is_offloaded
+from ..engine.parts import unwrapped
 from ..engine.recurrent import is_recurrent
 from ..engine.runner import CachedModel, Masks
 from ..engine.tree_reader import TreeReader
 from ..lengths.base import DraftLength, Length
+from ..lengths.costs import Costs
 from ..lengths.faded import Faded
 from ..lengths.rates import Rates
 from ..text import Text
@@ -62,7 +64,8 @@ class TreeDrafter(ModelDrafter):
         always: bool = True,
     ):
         super().__init__(model, tokenizer)
-        self.target, self.nodes, self.beam, self.candidates, self.always = target, nodes, beam, candidates, always
+        self.target = unwrapped(target)
+        self.nodes, self.beam, self.candidates, self.always = nodes, beam, candidates, always
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
         self.largest = _FIRST // _GROWTH  # number of nodes of the largest tree so far
         self.seconds = Faded()  # of a forward pass of the draft over `beam` nodes, with the choice of the nodes
@@ -70,9 +73,9 @@ class TreeDrafter(ModelDrafter):
     @property
     def makes_trees(self) -> bool:
         """Whether it drafts trees for this target."""
-        if is_recurrent(self.model) or not self.masks.trees or not Masks.of(self.target).trees:
+        if not self.always and not is_offloaded(self.target):
             return False
-        return self.always or is_offloaded(self.target)
+        return not is_recurrent(self.model) and self.masks.trees and Masks.of(self.target).trees
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
         length = super().start_length(policy, earlier)
@@ -125,7 +128,8 @@ class TreeDrafting(ModelDrafting):
         Raises FloatingPointError if the logits after the text contain NaN.
         """
         drafter, length = self.drafter, self.call.length
-        most = self._most()
+        costs = length.costs  # made anew every time
+        most = self._most(costs)
         reader = TreeReader(runner, most + drafter.beam)
         offers = [Offers() for _ in text.ended]
         columns: list[dict[int, int]] = [{ROOT: -1} for _ in offers]  # by row: column of each node that was read
@@ -146,7 +150,7 @@ class TreeDrafting(ModelDrafting):
             width = max(map(len, reading))
             if width == 0 or reader.columns + width > most + drafter.beam:
                 break
-            if not self._is_worthwhile(text, offers, above, reading, forwards):
+            if not self._is_worthwhile(text, offers, above, reading, forwards, costs):
                 break
             for row, nodes in enumerate(reading):
                 columns[row] |= {node: reader.columns + place for place, node in enumerate(nodes)}
@@ -163,7 +167,7 @@ class TreeDrafting(ModelDrafting):
             drafter.seconds.add(time.perf_counter() - began, keep=_MEMORY)
         self.offers = offers
         worth = _worths(text, offers)
-        kept = self._size(worth, forwards)
+        kept = self._size(worth, forwards, costs)
         drafter.largest = max(drafter.largest, kept)
         if not kept:
             return Draft.empty(text.rows, text.ids.device)
@@ -175,12 +179,12 @@ class TreeDrafting(ModelDrafting):
         )
         return replace(draft, expected=sum(worth[:kept]))
 
-    def _most(self) -> int:
+    def _most(self, costs: Costs | None) -> int:
         """Maximum number of nodes of this round's tree."""
         drafter = self.drafter
         if drafter.nodes is not None:
             return drafter.nodes
-        if self.call.length.costs is None:
+        if costs is None:
             return _FIRST
         return min(LARGEST, _GROWTH * drafter.largest)
 
@@ -212,13 +216,14 @@ class TreeDrafting(ModelDrafting):
         above: list[list[int]],
         reading: list[list[int]],
         forwards: int,
+        costs: Costs | None,
     ) -> bool:
         """Whether reading these nodes is expected to gain more tokens per second than the tree has without them.
 
         A node that is read passes on to its children the share of its path probability that the nodes read last passed on.
         above: those nodes. forwards: of the draft so far.
         """
-        costs, seconds = self.call.length.costs, self.drafter.seconds.mean(strength=1e-9)
+        seconds = self.drafter.seconds.mean(strength=1e-9)
         if self.drafter.nodes is not None or costs is None or seconds == 0:
             return True
         worth = _worths(text, offers)
@@ -232,9 +237,9 @@ class TreeDrafting(ModelDrafting):
                 got += sum(math.exp(score) for score in offered.scores[first : first + len(sure)])
         return had > 0 and gain * got / had / len(text.unfinished) > rate * seconds
 
-    def _size(self, worth: list[float], forwards: int) -> int:
+    def _size(self, worth: list[float], forwards: int, costs: Costs | None) -> int:
         """How many nodes to propose. worth: path probabilities, best first. forwards: of the draft."""
-        drafter, costs = self.drafter, self.call.length.costs
+        drafter = self.drafter
         if drafter.nodes is not None or costs is None:
             return len(worth)
         return worthwhile_size(worth, costs, forwards * drafter.seconds.mean(strength=1e-9), SIZES)[0]

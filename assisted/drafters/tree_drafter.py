@@ -36,6 +36,7 @@ LARGEST = 1024  # nodes of a tree
 BEAM = 32  # nodes that the draft reads in a forward pass
 CANDIDATES = 16  # children of a node
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # few sizes, so that the costs of each are soon known
+_PASSES = 16  # forward passes of the draft that even a small tree may take
 _FIRST = 64  # nodes of a tree while the costs are unknown
 _GROWTH = 4  # a tree has at most this many times the nodes of the largest one before it
 _MEMORY = 0.9  # share of the past in the seconds of a forward pass
@@ -130,13 +131,14 @@ class TreeDrafting(ModelDrafting):
         drafter, length = self.drafter, self.call.length
         costs = length.costs  # made anew every time
         most = self._most(costs)
-        reader = TreeReader(runner, most + drafter.beam)
+        room = 2 * most + _PASSES * drafter.beam  # many nodes that were read are no longer among the best in the end
+        reader = TreeReader(runner, room)
         offers = [Offers() for _ in text.ended]
         columns: list[dict[int, int]] = [{ROOT: -1} for _ in offers]  # by row: column of each node that was read
         reading = [[] if ended else [ROOT] for ended in text.ended]
         if bool(logits.isnan().any()):
             raise FloatingPointError("the draft's logits are not a number")
-        for forwards in range(most + 1):
+        for forwards in range(room + 1):
             began = time.perf_counter()
             distributions = self._distributions(text, logits, reader)
             if length.needs_q:
@@ -148,7 +150,7 @@ class TreeDrafting(ModelDrafting):
             if length.needs_q:  # a row whose policy ended its draft reads no more
                 reading = [nodes if before else [] for nodes, before in zip(reading, above, strict=True)]
             width = max(map(len, reading))
-            if width == 0 or reader.columns + width > most + drafter.beam:
+            if width == 0 or reader.columns + width > room:
                 break
             if not self._is_worthwhile(text, offers, above, reading, forwards, costs):
                 break

@@ -20,6 +20,7 @@ WITH_FIGURES = (
     "handover",
     "heads",
     "memory",
+    "offload",
     "overhead",
     "products",
     "shipped_pair",

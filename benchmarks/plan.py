@@ -25,6 +25,7 @@ import assisted.zoo
 from assisted import AssistedModelForCausalLM
 from assisted.bench.results import machine
 from assisted.bench.table import markdown_table
+from assisted.loading.gguf import load_model, unmarked
 from assisted.plan import plan
 
 NEW = 32
@@ -82,7 +83,12 @@ def loads() -> list[dict[str, Any]]:
 
 
 def made(name: str | None, folder: Path) -> str | None:
-    """A folder with random weights of a shape; other names as they are."""
+    """A folder with random weights of a shape, or with SmolLM2's; other names as they are."""
+    if name == SMOL:  # reading GGUF leaves memory behind that has nothing to do with the model
+        path = folder / "smollm2"
+        if not path.exists():
+            unmarked(load_model(assisted.zoo.resolve(SMOL), dtype=torch.float32)).save_pretrained(path)
+        return str(path)
     if name not in SHAPES:
         return name
     path = folder / name.replace(" ", "-")

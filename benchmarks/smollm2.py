@@ -17,6 +17,7 @@ from tables import CELLS, about, arguments, measured_with, paired, publish, race
 
 from assisted import AssistedModelForCausalLM
 from assisted.bench import Result, Row, Rules, lookups, read
+from assisted.drafters import Eagle
 from assisted.lengths.policies import Never
 
 TARGET = "zoo:smollm2"
@@ -30,6 +31,9 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
     '["suffix", "self:int8"]': (["suffix", "self:int8"], None),
     '"self:int4"': ("self:int4", None),
     '"layer-skip"': ("layer-skip", None),
+    '"zoo:smollm2-eagle3"': ("zoo:smollm2-eagle3", None),
+    '"zoo:smollm2-eagle3", a chain': (Eagle("zoo:smollm2-eagle3", tree=False), None),
+    '["suffix", "zoo:smollm2-eagle3"]': (["suffix", "zoo:smollm2-eagle3"], None),
 }
 COLUMNS = ("ms per token", "times plain", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
 TIES = (

@@ -225,7 +225,7 @@ def load(target: str, draft: Any = None, **kwargs: Any) -> tuple[AssistedModelFo
 def default_drafts(pair: AssistedModelForCausalLM, draft: str | None, target: str = "") -> dict[str, Any]:
     """Every drafter that this target and draft allow, by the name of its row.
 
-    draft: the name of the pair's draft, None for no model. target: its name; the shipped heads fit the shipped one.
+    draft: the name of the pair's draft, None for no model. target: its name, which says which of the shipped heads fit.
     """
     strings = [*_TEXT_ALONE, *_OWN_PARTS]
     if pair.target.device.type == "cpu" or any(map(_is_installed, _QUANTIZERS)):
@@ -234,6 +234,7 @@ def default_drafts(pair: AssistedModelForCausalLM, draft: str | None, target: st
         strings += [f"zoo:{name}" for name in zoo.HEADS]
     elif grown.is_shipped(target):
         strings.append("zoo:eagle3")
+    strings += [f"zoo:{name}" for name in zoo.HEADS_OF_PACKAGED.get(target.removeprefix("zoo:"), ())]
     if draft is not None:
         both = [f"suffix+{draft}"] if isinstance(pair.spec, DraftModel) else []
         strings = [draft, *both, *(name for name in strings if name != draft)]

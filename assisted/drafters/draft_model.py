@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import zoo
+from ..engine.hooks import is_offloaded
 from ..engine.parts import uncompiled, unwrapped
 from ..engine.runner import require_rewindable
 from ..loading.adapters import base_path, require_in_layers, trusting
@@ -102,7 +103,8 @@ class DraftModel(Spec):
         require_rewindable(model, "draft")
         same = same_tokens(target.model, model, target.tokenizer, tokenizer)
         if same or tokenizer is None or target.tokenizer is None:
-            return TreeDrafter(model, tokenizer, target.model, always=False)
+            offloaded = is_offloaded(unwrapped(target.model))
+            return TreeDrafter(model, tokenizer, target.model) if offloaded else ModelDrafter(model, tokenizer)
         size = target.model.config.get_text_config(decoder=True).vocab_size
         return TranslatedDrafter(model, size, tokenizer, target.tokenizer)
 

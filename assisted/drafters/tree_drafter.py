@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distribution import probabilities
 from ..drafts import Draft, Round
-from ..engine.hooks import is_offloaded
 from ..engine.parts import unwrapped
 from ..engine.recurrent import is_recurrent
 from ..engine.runner import CachedModel, Masks
@@ -51,7 +50,6 @@ class TreeDrafter(ModelDrafter):
         nodes: a fixed number of nodes; None chooses it by measured costs, at most `LARGEST`.
         beam: nodes that the draft reads in a forward pass.
         candidates: children of a node.
-        always: whether it drafts trees for every target; otherwise only for an offloaded one.
     """
 
     def __init__(
@@ -62,20 +60,17 @@ class TreeDrafter(ModelDrafter):
         nodes: int | None = None,
         beam: int = BEAM,
         candidates: int = CANDIDATES,
-        always: bool = True,
     ):
         super().__init__(model, tokenizer)
         self.target = unwrapped(target)
-        self.nodes, self.beam, self.candidates, self.always = nodes, beam, candidates, always
+        self.nodes, self.beam, self.candidates = nodes, beam, candidates
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
         self.largest = _FIRST // _GROWTH  # number of nodes of the largest tree so far
         self.seconds = Faded()  # of a forward pass of the draft over `beam` nodes, with the choice of the nodes
 
     @property
     def makes_trees(self) -> bool:
-        """Whether it drafts trees for this target."""
-        if not self.always and not is_offloaded(self.target):
-            return False
+        """Whether both models take trees."""
         return not is_recurrent(self.model) and self.masks.trees and Masks.of(self.target).trees
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:

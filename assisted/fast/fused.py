@@ -189,13 +189,14 @@ def _source(model: Any, modules: list[nn.Module], parameters: list[torch.Tensor]
 
 
 def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Children:
+    head = _FusedHead(model.lm_head, copied)  # first: converting it takes as much again, which the layers use later
     shared = Shared()
     own = [FusedLayer(layer, shared, copied) for layer in layers]
     own[-1].is_last = True
     return {
         ("model", "layers"): nn.ModuleList(own),
         ("model", "rotary_emb"): Angles(model.model.rotary_emb, model.config, model.dtype),
-        ("lm_head",): _FusedHead(model.lm_head, copied),
+        ("lm_head",): head,
     }
 
 

@@ -108,9 +108,13 @@ def test_states_are_those_of_the_models_own_cache(name: str) -> None:
     model = build(name)
     ids = torch.tensor([[5, 6, 7]])
     cache = model(input_ids=ids, use_cache=True).past_key_values
-    layers = [layer for layer in getattr(cache, "layers", []) if isinstance(getattr(layer, "keys", None), torch.Tensor)]
-    if not layers:
-        pytest.skip("no keys and values")
+    every = getattr(cache, "layers", [])
+    layers = [layer for layer in every if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+    dicts = [getattr(layer, name, None) or {} for layer in every for name in ("conv_states", "recurrent_states")]
+    fixed = sum(state.nbytes for states in dicts for state in states.values() if state is not None)
+    if not layers and not fixed:
+        pytest.skip("neither keys and values nor states")
+    assert Shapes.of_config(model.config).states.fixed == fixed
     real = [(layer.keys.numel() + layer.values.numel()) // layer.keys.shape[2] for layer in layers]
     assert sorted(Shapes.of_config(model.config).states.per_token) == sorted(real)
 

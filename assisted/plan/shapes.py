@@ -142,8 +142,8 @@ def _states(cache: Any) -> States:
         if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor):
             per_token.append((keys.numel() + values.numel()) // 2)
         for name in ("conv_states", "recurrent_states"):
-            found = getattr(layer, name, None)
-            fixed += found.numel() * found.element_size() if isinstance(found, torch.Tensor) else 0
+            found = getattr(layer, name, None) or {}
+            fixed += sum(state.numel() * state.element_size() for state in found.values() if state is not None)
     if not per_token and not fixed:
         raise ValueError("the cache is empty")
     return States(tuple(per_token), fixed)

@@ -22,6 +22,7 @@ WITH_FIGURES = (
     "memory",
     "offload",
     "overhead",
+    "plan",
     "products",
     "shipped_pair",
 )

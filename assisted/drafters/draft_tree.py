@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from .base import Target, require_positive
 from .draft_model import DraftModel
 from .model_drafter import ModelDrafter
+from .other_tokenizer import TranslatedDrafter
 from .tree_drafter import BEAM, CANDIDATES, TreeDrafter
 
 __all__ = ["DraftTree"]
@@ -66,8 +67,8 @@ class DraftTree(DraftModel):
     def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
         """As `DraftModel`. Raises ValueError also for a draft with another tokenizer, whose tokens would be translated."""
         drafter = super().load(target, **kwargs)
-        if not isinstance(drafter, TreeDrafter):
+        if isinstance(drafter, TranslatedDrafter):
             raise ValueError(
                 "draft: this draft has another tokenizer than the target, so it drafts chains; use DraftModel"
             )
-        return TreeDrafter(drafter.model, drafter.tokenizer, drafter.target, self.nodes, self.beam, self.candidates)
+        return TreeDrafter(drafter.model, drafter.tokenizer, target.model, self.nodes, self.beam, self.candidates)

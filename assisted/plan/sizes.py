@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..drafters import DraftModel, Eagle, EarlyExit, Medusa, QuantizedSelf, TokenRecycling
+from ..drafters import DraftModel, Eagle, Medusa, QuantizedSelf, TokenRecycling
 from ..drafters.base import Spec
 from ..engine.shapes import WIDTHS, slots_for
 from ..fast.fused import copy_bytes
@@ -164,8 +164,6 @@ def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype:
             found.append(Part("draft: Medusa heads", _head_bytes(one.path, dtype)))
         elif isinstance(one, TokenRecycling):
             found.append(Part("draft: table of successors", 8 * 4 * target.config.vocab_size))
-        elif isinstance(one, EarlyExit):
-            continue
     return found
 
 

@@ -14,8 +14,9 @@ from .shapes import Shapes
 
 __all__ = ["ACCEPTANCE", "Speed", "expected_tokens", "predict", "read_per_pass"]
 
-# Share of drafted tokens that are accepted, low and high. Of draft models: 2211.17192 (table 2) measures 0.53 to 0.88; EAGLE-3:
-# 2503.01840; Medusa: 2401.10774; copies: this project's measurements of a SmolLM2-135M-Instruct in 8 bits.
+# Share of drafted tokens that are accepted, low and high. Rough: those of copies come from this project's measurements of
+# SmolLM2-135M-Instruct in 8 bits; the others are guesses, as acceptance depends on the text. 2211.17192, 2503.01840 and
+# 2401.10774 measure draft models, EAGLE-3 and Medusa.
 ACCEPTANCE: dict[type, tuple[float, float]] = {
     DraftModel: (0.5, 0.85),
     QuantizedSelf: (0.85, 0.97),

@@ -241,11 +241,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     columns = {
-        f"draft {pair.draft}, column {pair.column}": speedups(pair, source, args.tokens, range(args.seeds))
+        f"draft {pair.draft}, token {pair.column}": speedups(pair, source, args.tokens, range(args.seeds))
         for source in (Source(),)
         for pair in PAIRS
     }
-    columns["hopeless draft 0.3"] = speedups(PAIRS[1], HOPELESS, args.tokens, range(args.seeds))
+    columns[f"hopeless, draft {PAIRS[1].draft}, token {PAIRS[1].column}"] = speedups(
+        PAIRS[1], HOPELESS, args.tokens, range(args.seeds)
+    )
     print("| | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
     for name in (*POLICIES, "oracle"):

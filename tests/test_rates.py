@@ -1,5 +1,8 @@
 """Rates: what is learned of guesses that come with a probability."""
 
+import sys
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -72,3 +75,34 @@ def test_learned_in_inference_mode_and_out_of_it():
             rates.learn([(GUESSES, 0, (True, False))])
             rates.of(torch.tensor(GUESSES))
     assert rates.seen.sum() == pytest.approx(2 * (1 + 0.99))
+
+
+def test_rates_stay_probabilities_while_threads_learn() -> None:
+    rates = Rates()
+    found: list[float] = []
+
+    def learn() -> None:
+        for _ in range(300):
+            rates.learn([([0.97], 0, [True])] * 3)
+            base, slope = rates._fitted()
+            found.append(max(b + s for b, s in zip(base, slope, strict=True)))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=learn) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert max(found) <= 1 + 1e-12
+    assert rates.at([1.0, 0.97]) == [min(1.0, rate) for rate in rates.at([1.0, 0.97])]
+
+
+def test_a_rate_is_never_above_1_by_rounding() -> None:
+    rates = Rates()
+    for _ in range(200):
+        rates.learn([([1.0], 0, [True])])
+        assert rates.at([1.0])[0] <= 1

@@ -70,6 +70,9 @@ def check(target, model, draft_length=None):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=DraftingStopped)
         found = in_threads(work)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one  # with its own traceback
     assert found == [[text] * TURNS for text in plain]
     written = sum(len(text) * (len(text[0]) - ids.shape[1]) for ids, text in zip(prompts, plain, strict=True))
     assert model.totals.new_tokens == TURNS * written

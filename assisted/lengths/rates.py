@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -36,23 +37,24 @@ class Rates:
 
     def __init__(self, levels: int = 1):
         self.levels = levels
-        # by cell; the cells of a level are adjacent
-        self._right = [0.0] * (levels * _CELLS)
-        self._seen = [0.0] * (levels * _CELLS)
-        self._lines: tuple[list[float], list[float]] | None = None
+        # how many guesses were right, and how many were seen, by cell; the cells of a level are adjacent. Both lists are
+        # replaced at once: calls in several threads learn, and more right guesses than seen ones would be a rate above 1.
+        self._counts = [0.0] * (levels * _CELLS), [0.0] * (levels * _CELLS)
+        self._lines: tuple[Any, list[float], list[float]] | None = None  # of which counts, base and slope
 
     @property
     def seen(self) -> torch.Tensor:
         """How many guesses were observed, faded: [levels, cells], a cell for each rank and bin of probabilities."""
-        return torch.tensor(self._seen).view(self.levels, _CELLS)
+        return torch.tensor(self._counts[1]).view(self.levels, _CELLS)
 
     def at(self, probabilities: Sequence[float], level: int = 0) -> list[float]:
-        """The rate of each guess at one position, best first. It is 0 where the probability is 0 or not a number."""
+        """The rate of each guess at one position, best first. It is 0 where the probability is 0 or not a number. It is at
+        most 1: by rounding alone, a path could otherwise become more probable than its beginning."""
         base, slope = self._fitted()
         found = []
         for rank, probability in enumerate(probabilities):
             cell = _cell(probability, rank, level)
-            found.append(base[cell] + slope[cell] * probability if probability > 0 else 0.0)
+            found.append(min(1.0, base[cell] + slope[cell] * probability) if probability > 0 else 0.0)
         return found
 
     def of(self, probabilities: torch.Tensor, level: int | torch.Tensor = 0) -> torch.Tensor:
@@ -71,28 +73,27 @@ class Rates:
         outcomes: for each position that the text reached, the probabilities of the guesses, best first; the level; and which
         guesses were right.
         """
-        self._right = [count * MEMORY for count in self._right]
-        self._seen = [count * MEMORY for count in self._seen]
-        self._lines = None
+        right, seen = ([count * MEMORY for count in counts] for counts in self._counts)
         for probabilities, level, which in outcomes:
             for rank, (probability, was_right) in enumerate(zip(probabilities, which, strict=True)):
                 cell = _cell(probability, rank, level)
-                self._seen[cell] += 1
-                self._right[cell] += was_right
+                seen[cell] += 1
+                right[cell] += was_right
+        self._counts = right, seen
 
     def _fitted(self) -> tuple[list[float], list[float]]:
         """For each cell, base and slope of its rate as a function of the probability."""
-        lines = self._lines  # another thread may call `learn` meanwhile
-        if lines is None:
+        lines, counts = self._lines, self._counts  # another thread may call `learn` meanwhile
+        if lines is None or lines[0] is not counts:
             base, slope = [], []
-            of_all = [sum(self._right[cell::_CELLS]) for cell in range(_CELLS)]
-            seen_of_all = [sum(self._seen[cell::_CELLS]) + _POOLED for cell in range(_CELLS)]
-            for cell, (right, seen) in enumerate(zip(self._right, self._seen, strict=True)):
+            of_all = [sum(counts[0][cell::_CELLS]) for cell in range(_CELLS)]
+            seen_of_all = [sum(counts[1][cell::_CELLS]) + _POOLED for cell in range(_CELLS)]
+            for cell, (right, seen) in enumerate(zip(*counts, strict=True)):
                 lean = _OWN / seen_of_all[cell % _CELLS] / (seen + _OWN)
                 base.append(right / (seen + _OWN) + lean * of_all[cell % _CELLS])
                 slope.append(lean * _POOLED)
-            lines = self._lines = base, slope
-        return lines
+            lines = self._lines = counts, base, slope
+        return lines[1:]
 
 
 def _cell(probability: float, rank: int, level: int) -> int:

@@ -14,6 +14,7 @@ from .distribution import Distribution
 from .drafters.base import Drafting
 from .drafts import Draft, DraftingStopped, Round
 from .engine.host import is_out_of_memory
+from .engine.ranks import Ranks, fingerprint
 from .engine.runner import CachedModel, CallSettings
 from .lengths.base import Length
 from .report import Recorder
@@ -42,7 +43,8 @@ def decode(
     in_lockstep = distribution.in_order or text.in_lockstep or (target.in_lockstep and text.rows > 1)
     rule = judge_in_lockstep if in_lockstep else judge
     earlier = target.cache.known[0] - text.lengths[0]  # columns of a past that the text does not contain
-    stopwatch = Stopwatch(target.settings)
+    stopwatch, ranks = Stopwatch(target.settings), target.settings.ranks
+    agreed = list(text.lengths)  # tokens of each row that all processes have
     rule(Draft.empty(text.rows, text.ids.device), logits, distribution, text)
     while not text.done:
         unfinished = text.unfinished
@@ -52,13 +54,16 @@ def decode(
         room = target.room([text.lengths[row] + earlier for row in unfinished])
         budget = min(length.budget(unfinished), text.room - 1, room - 1)
         asked = drafting is not None and budget > 0
-        draft, drafting = _propose(drafting, text, budget, logits.shape[-1])
+        draft, drafting = _propose(drafting, text, budget, logits.shape[-1], ranks)
+        if ranks.several:
+            draft, drafting = _agree(ranks, draft, drafting, text, agreed, distribution.do_sample)
+            agreed = list(text.lengths)
         draft_seconds = stopwatch.lap()
         failed: Exception | None = None
         try:
             verified, logits = _verify(target, text, draft, in_lockstep)
         except Exception as error:
-            if not target.is_repeatable or not is_out_of_memory(error):
+            if not target.is_repeatable or not is_out_of_memory(error) or not ranks.may_go_on(error):
                 raise
             failed = error
         if failed is not None:  # outside of the handler, whose traceback keeps the failed pass's tensors
@@ -68,7 +73,7 @@ def decode(
         outcome = rule(verified, logits, distribution, text)
         target.commit(outcome.kept, outcome.path)
         became = (outcome.drafted, outcome.depths, outcome.accepted, outcome.kept, outcome.path)
-        round = Round(draft, logits, unfinished, asked, *became, draft_seconds, stopwatch.lap())
+        round = Round(draft, logits, unfinished, asked, *became, *ranks.largest([draft_seconds, stopwatch.lap()]))
         drafting = _learn(drafting, round)
         recorder.see(round)
         length.observe(round)
@@ -118,7 +123,9 @@ class Stopwatch:
         return self.began - before
 
 
-def _propose(drafting: Drafting | None, text: Text, budget: int, vocabulary: int) -> tuple[Draft, Drafting | None]:
+def _propose(
+    drafting: Drafting | None, text: Text, budget: int, vocabulary: int, ranks: Ranks
+) -> tuple[Draft, Drafting | None]:
     """The next draft. A drafter that fails costs only speed: decoding continues without drafts.
 
     Drafts of other packages' drafters are checked. This package's own drafters are tested instead, because reading values waits
@@ -133,9 +140,39 @@ def _propose(drafting: Drafting | None, text: Text, budget: int, vocabulary: int
                 draft = draft.checked(text.rows, vocabulary, text.ids.device)
             return draft, drafting
         except Exception as error:
+            if not ranks.may_go_on(error):
+                raise
             # Drafters run third-party models on any device; whatever they raise, the target can continue.
             _give_up(error)
             drafting = None
+    return Draft.empty(text.rows, text.ids.device), drafting
+
+
+def _agree(
+    ranks: Ranks, draft: Draft, drafting: Drafting | None, text: Text, agreed: list[int], do_sample: bool
+) -> tuple[Draft, Drafting | None]:
+    """The draft, if all processes have the same one; otherwise none, as their forward passes of the target must match.
+
+    Drafts of a model that each process holds whole can differ by rounding. agreed: lengths of the rows at the last call.
+
+    Raises RuntimeError if the processes have different texts.
+    """
+    of_text = fingerprint(text.lengths, text.ended, text.since(agreed) if agreed != text.lengths else ())
+    parents = None if draft.parents is None else draft.parents.tolist()
+    of_draft = fingerprint(draft.tokens.tolist(), draft.lengths.tolist(), parents, draft.q is None, draft.member)
+    same_text, same_draft, same_state = ranks.agree(of_text, of_draft, int(drafting is None))
+    if not same_text:
+        raise RuntimeError(
+            "the processes among which the target is divided have written different texts; give them the same prompt, "
+            "arguments, logits processors and stopping criteria"
+        )
+    if not same_state and drafting is not None:
+        warnings.warn("Drafting failed in another process; continuing without drafts.", DraftingStopped, stacklevel=3)
+        drafting = None
+    if same_draft:
+        return draft, drafting
+    if do_sample:  # they may have drawn different numbers of tokens
+        ranks.share_generator(text.ids.device)
     return Draft.empty(text.rows, text.ids.device), drafting
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,6 +17,13 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from .admission import SET_MODES, cache_name, must_be_plain, require_prompt, require_rows, warn_plain
 from .decoding import decode
@@ -24,6 +32,7 @@ from .drafters import Call
 from .engine.cache import SlotCache
 from .engine.parts import unwrapped
 from .engine.prefetch import prefetching
+from .engine.ranks import Ranks, fingerprint
 from .engine.recurrent import held, slots_for
 from .engine.rope import change_of
 from .engine.runner import CachedModel, CallSettings, Masks, without_gradients
@@ -94,6 +103,8 @@ class _GenerateHook:
         call.reached = True
         require_prompt(input_ids, model_kwargs)
         reason = must_be_plain(self, input_ids, generation_config, model_kwargs)
+        if synced_gpus:  # fully sharded data parallel: every process has another text
+            reason = "every process must run as many forward passes as the others"
         if reason is not None:
             warn_plain(reason)
             return super()._sample(  # type: ignore[misc]
@@ -155,6 +166,9 @@ def _extend(
     masks = Masks.of(model)
     attention_mask = model_kwargs.get("attention_mask")
     distribution = Distribution(logits_processor, generation_config.do_sample, call.lossy)
+    ranks = call.settings.ranks
+    if ranks.several:
+        stopping_criteria = _shared_call(ranks, input_ids, stopping_criteria, distribution.do_sample)
     pad = generation_config._pad_token_tensor
     details = generation_config.return_dict_in_generate
     text = Text(
@@ -192,6 +206,38 @@ def _extend(
     call.recorder.row_tokens = list(text.row_tokens)
     call.recorder.predicted_speedup = length.predicted_speedup
     return text, target
+
+
+def _shared_call(ranks: Ranks, input_ids: torch.Tensor, criteria: Any, do_sample: bool) -> Any:
+    """Check that all processes have the same prompt, and let them draw the same numbers and stop at the same token.
+
+    Returns the stopping criteria. Raises ValueError for different prompts.
+    """
+    if not all(ranks.agree(fingerprint(input_ids.tolist(), do_sample))):
+        raise ValueError(
+            f"input_ids: each of {ranks.size} processes has a part of the target, and they were given different prompts or "
+            "different values of do_sample; give all of them the same"
+        )
+    if do_sample and ranks.share_generator(input_ids.device):
+        warnings.warn(
+            "The processes' random generators had different states; all of them use that of the first one. The target's own "
+            "`generate` needs equal states: call torch.manual_seed or transformers.set_seed in every process.",
+            stacklevel=2,
+        )
+    known = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)  # they depend on the text alone
+    return StoppingCriteriaList([c if isinstance(c, known) else _AnyRank(c, ranks) for c in criteria])
+
+
+class _AnyRank(StoppingCriteria):
+    """A criterion that may look at a clock: a row stops once it stops in any process."""
+
+    def __init__(self, criterion: Any, ranks: Ranks):
+        self.criterion, self.ranks = criterion, ranks
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        own = self.criterion(input_ids, scores, **kwargs)
+        stopped = torch.as_tensor(own, device=input_ids.device).expand(len(input_ids))
+        return torch.tensor(self.ranks.largest(stopped.tolist()), device=input_ids.device).bool()
 
 
 def hooked(target: PreTrainedModel) -> Any:

@@ -31,9 +31,11 @@ from .admission import MIXED, OTHER_MODES, require_own_drafting, warn_plain
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
 from .drafts import Round
+from .engine.experts import experts_of, growth
 from .engine.hooks import is_offloaded
 from .engine.host import processor
-from .engine.parts import device_of, uncompiled
+from .engine.parts import device_of, uncompiled, unwrapped
+from .engine.ranks import Ranks, ranks_of
 from .engine.runner import CallSettings
 from .engine.verifiable import require_verifiable
 from .fast.graphs import Graphs, require_mode
@@ -51,6 +53,7 @@ from .report import Recorder, Report
 
 __all__ = ["AssistedModelForCausalLM"]
 
+_FEW = 4  # drafted tokens, over which the cost of a further position is averaged until it is measured
 _KINDS = 16  # kinds of calls whose measurements are kept
 _BOOKS = threading.Lock()  # guards what calls in several threads write to a model
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
@@ -318,9 +321,9 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             warn_plain(MIXED)
             assisted = False
         recorder = Recorder(self.watch)
-        settings = CallSettings(require_mode(self.fast))
+        settings = CallSettings(require_mode(self.fast), ranks=ranks_of(self.target, *self.drafter.modules))
         lengths_started: list[tuple[Any, lengths.Length]] = []
-        start_length = functools.partial(self._start_length, policy, lengths_started)
+        start_length = functools.partial(self._start_length, policy, lengths_started, settings.ranks)
         call = HookedCall(self, start_length, self._warn_overridden, recorder, settings, lossy_typical)
         started = time.perf_counter()
         if assisted:
@@ -345,8 +348,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             for kind, length in lengths_started:
                 self._lengths = [*(entry for entry in self._lengths if entry[0] != kind), (kind, length)][-_KINDS:]
         for kind, length in lengths_started:
-            if length.costs is not None:
-                remembered.remember(self._costs_key(kind), length.costs)
+            if length.costs is not None and settings.ranks.is_first:
+                remembered.remember(self._costs_key(kind, settings.ranks), length.costs)
         self.report = recorder.report()
         return output
 
@@ -410,17 +413,20 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         self,
         policy: lengths.DraftLength,
         started: list[tuple[Any, lengths.Length]],
+        ranks: Ranks,
         rows: int,
         do_sample: bool,
     ) -> lengths.Length:
         """The policy's state for a call, added to `started` with the kind of the call: policy, rows, greedy or sampled, device.
         It may continue from the measurements of the last finished call of its kind."""
-        kind = (policy, rows, do_sample, self.target.device)
+        kind = (policy, rows, do_sample, device_of(self.target))
         found = next((entry for entry in self._lengths if entry[0] == kind), None)
         if found is None and isinstance(policy, lengths.Adaptive):
-            costs = remembered.recall(self._costs_key(kind)) if policy.costs is None else policy.costs
+            costs = remembered.recall(self._costs_key(kind, ranks)) if policy.costs is None else policy.costs
             share = self._share_of_weights() if policy.draft_cost is None else policy.draft_cost
-            policy = dataclasses.replace(policy, costs=costs, draft_cost=share)
+            costs, share = ranks.first((costs, share))  # files and parts of the weights may differ between processes
+            further = self._share_of_position(rows) if policy.position_cost is None else policy.position_cost
+            policy = dataclasses.replace(policy, costs=costs, draft_cost=share, position_cost=further)
         length = self.drafter.start_length(policy, None if found is None else found[1])
         started.append((kind, length))
         self.length = length
@@ -435,7 +441,18 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         own = memory_bytes(self.target, *self.drafter.modules) - target
         return own / target if own and target else None
 
-    def _costs_key(self, kind: Any) -> str:
+    def _share_of_position(self, rows: int) -> float | None:
+        """What one more position of each row should add to a forward pass of a mixture of experts, as a share of a forward pass
+        over one position; None for other targets.
+
+        The mean over the first few positions. Of an offloaded layer, accelerate fetches all experts in any case.
+        """
+        target: Any = unwrapped(self.target)
+        if experts_of(target.config.get_text_config(decoder=True)) is None or is_offloaded(target):
+            return None
+        return lengths.COLUMN + (growth(target, rows * (1 + _FEW), rows) - 1) / _FEW
+
+    def _costs_key(self, kind: Any, ranks: Ranks) -> str:
         """Names everything that the costs of a kind of call depend on: the machine, the models and how they run."""
         ran = (kind, self.fast, torch.get_num_threads())
         if ran not in self._costs_keys:
@@ -444,8 +461,13 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             models = [self.target, *self.drafter.modules]
             sizes = [(type(m).__name__, sum(p.numel() for p in m.parameters()), str(self.dtype)) for m in models]
             about = [name, *ran[1:], sizes, repr(self.config.draft), repr(policy), rows, do_sample]
+            places = {str(place) for place in getattr(self.target, "hf_device_map", {}).values()}
+            if len(places) > 1:
+                about.append(sorted(places))
             if is_offloaded(self.target):
                 about.append("offloaded")
+            if ranks.several:
+                about.append(f"{ranks.size} processes")
             self._costs_keys[ran] = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
         return self._costs_keys[ran]
 

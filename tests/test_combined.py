@@ -7,7 +7,7 @@ import torch
 from architectures import build, half_right, random_ids
 from pairs import BY_NAME, CALL, prompt, tokenizer
 
-from assisted import AssistedModelForCausalLM, Combined, DraftModel, Merged, QuantizedSelf, decoding
+from assisted import AssistedModelForCausalLM, Combined, DraftModel, Eagle, Merged, QuantizedSelf, decoding
 from assisted.drafters import parse, read
 from assisted.drafters.base import Drafting
 from assisted.drafters.combined import CombinedDrafting, CombinedLength, Member
@@ -67,6 +67,19 @@ def rounds(both, accepted, count=1, verify_seconds=1.0):
         length.observe(round)
         widths.append(draft.width)
     return widths
+
+
+def test_a_plus_combines(tmp_path, monkeypatch) -> None:
+    assert parse("suffix+self:int8") == parse(["suffix", "self:int8"])
+    assert parse("self:int8+somewhere", "nf4") == parse(["self:int8", "somewhere"], "nf4")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a+b").mkdir()
+    (tmp_path / "draft").mkdir()  # has nothing to do with zoo:draft
+    assert parse("suffix+zoo:draft") == parse(["suffix", "zoo:draft"])
+    assert parse("a+b") == DraftModel("a+b")
+    assert parse(f"eagle:{tmp_path}/a+b") == Eagle(f"{tmp_path}/a+b")
+    with pytest.raises(ValueError, match="draft: 'suffix\\+' names"):
+        parse("suffix+")
 
 
 def test_a_confident_copy_goes_first_and_the_model_is_not_asked():

@@ -74,6 +74,7 @@ def test_what_is_not_known_is_refused(written):
             lambda: Adaptive(draft_cost=-1.0),
             "draft_cost: -1.0 is no cost; give a share of a forward pass of the target",
         ),
+        (lambda: Adaptive(position_cost=float("nan")), "position_cost: nan is no cost"),
         (lambda: Adaptive(probe_every=0), "probe_every: 0 is not possible; give a number of tokens, at least 1"),
         (
             lambda: Costs((), 0.1),

@@ -421,11 +421,11 @@ def outcome(architecture):
         require_verifiable(build(architecture))
     except ValueError as error:
         reasons = {
-            "over several tokens differs": "its pass over several tokens is not that over one token at a time",
-            "in its own modules": "its state lies in its modules, not in the cache",
-            "a cache of its own kind": "a cache of its own kind",
-            "Indexed": "keys of an indexer, which slots don't hold",
-            "keeps a recurrent state, which": "a cache of its own kind",
+            "over several tokens differs": "its forward pass over several tokens differs from those over one token at a time",
+            "in its own modules": "its state is in its modules, not in the cache",
+            "a cache of its own kind": "a cache class of its own",
+            "Indexed": "keys of an indexer, which the slots do not store",
+            "keeps a recurrent state, which": "a cache class of its own",
         }
         reason = next(told for found, told in reasons.items() if found in str(error))
         return f"refused: {reason}"

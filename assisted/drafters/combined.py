@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..drafts import Draft, DraftingStopped, Round
 from ..engine.cache import SlotCache
+from ..engine.ranks import ALONE, Ranks
 from ..engine.runner import CachedModel, Masks, Runnable
 from ..lengths.base import DraftLength, Length
 from ..text import Text
@@ -108,7 +109,7 @@ class CombinedDrafter(Drafter):
             drafter.start(replace(call, length=member.length))
             for member, drafter in zip(length.members, self.members, strict=True)
         ]
-        return CombinedDrafting(length.members, draftings)
+        return CombinedDrafting(length.members, draftings, call.settings.ranks)
 
     def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> CachedModel:
         """Run the target as the member requires that overrides `run_target`, if there is one."""
@@ -196,10 +197,11 @@ class CombinedLength(Length):
 
 
 class CombinedDrafting(Drafting):
-    """Chooses the drafter of each round. members: the statistics of each drafter. draftings: in the same order."""
+    """Chooses the drafter of each round. members: the statistics of each drafter. draftings: in the same order. ranks: the
+    processes that must choose alike."""
 
-    def __init__(self, members: list[Member], draftings: list[Drafting]):
-        self.members = members
+    def __init__(self, members: list[Member], draftings: list[Drafting], ranks: Ranks = ALONE):
+        self.members, self.ranks = members, ranks
         self.draftings = dict(enumerate(draftings))  # those that have not failed
 
     def propose(self, text: Text, budget: int) -> Draft:
@@ -225,8 +227,8 @@ class CombinedDrafting(Drafting):
             drafting.observe(round)
 
     def _lose(self, number: int, error: Exception) -> None:
-        """Remove a drafter that failed. If no other is left, raise the error for the loop to report."""
-        if len(self.draftings) == 1:
+        """Remove a drafter that failed. If no other is left, or other processes wait for it, raise the error."""
+        if len(self.draftings) == 1 or not self.ranks.may_go_on(error):
             raise error
         name = type(self.draftings.pop(number)).__name__
         warnings.warn(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.host import on_device, padded
-from ..engine.parts import Layers, few_ids, find_layers, unwrapped
+from ..engine.parts import Layers, device_of, few_ids, find_layers, unwrapped
 from ..engine.runner import Masks, Runnable, require_rewindable
 from ..engine.tapped import TappedModel, find_final_norm
 from ..fast.graphs import Graphs
@@ -80,7 +80,7 @@ class Eagle(HeadSpec):
         head = load_eagle(self.path, model, **kwargs) if isinstance(self.path, str) else self.path
         if isinstance(self.path, str):
             output = model.get_output_embeddings()
-            head.to(model.device if output is None else output.weight.device, model.dtype)
+            head.to(device_of(model if output is None else output), model.dtype)
         return EagleDrafter(self, head, *find_taps(model, head))
 
 
@@ -214,7 +214,7 @@ class EagleDrafting(ChainDrafting):
             self.runner = open_runner(
                 drafter.head,
                 lambda form: HeadRunner(form, call.target.model, call.limit + drafter.most, first, mask),
-                call.settings,
+                call.settings.of_heads,
                 drafter.graphs,
                 drafter.fused,
             )

@@ -152,7 +152,8 @@ class ExitDrafting(PartDrafting):
         for row in round.unfinished:
             choice.learn(self.end, accepted[row], min(accepted[row] + 1, round.drafted[row]))
         if target.states:
-            choice.learn_cost(self.end, self.seconds / target.seconds)
+            (cost,) = self.call.settings.ranks.largest([self.seconds / target.seconds])
+            choice.learn_cost(self.end, cost)
             self._measure(target, round)
             target.states = {}
         choice.decide(round.draft.width, self.budget)

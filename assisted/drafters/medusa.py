@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.host import on_device
-from ..engine.parts import Layers, find_layers, unwrapped
+from ..engine.parts import Layers, device_of, find_layers, unwrapped
 from ..engine.runner import Masks, Runnable, require_rewindable
 from ..engine.tapped import TappedModel, find_final_norm
 from ..heads.medusa import MedusaHeads, output_size
@@ -75,8 +75,7 @@ class Medusa(HeadSpec):
         size, hidden_size = output_size(model)
         heads = self.path
         if isinstance(heads, str):
-            output = model.get_output_embeddings().weight
-            device = model.device if output.is_meta else output.device  # the device of the last hidden states
+            device = device_of(model.get_output_embeddings())  # that of the last hidden states
             heads = MedusaHeads.load(heads, model, **kwargs).to(device, kwargs.get("dtype", model.dtype))
         if heads.hidden_size != hidden_size or (heads.token_map is None and heads.vocab_size not in (0, size)):
             raise ValueError(

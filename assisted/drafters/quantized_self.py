@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel
 
 from ..drafts import Draft
+from ..engine.ranks import ranks_of
 from ..engine.runner import CachedModel, is_rewindable
 from ..fast.runner import form
 from ..loading.quantization import quantize_copy, require_runs
@@ -48,8 +49,13 @@ class QuantizedSelf(Spec):
         """Quantize a copy of the target in memory; the target itself is not changed.
 
         Raises ImportError that names the extra to install if the backend is missing; ValueError for an unknown name, and for a
-        target that does not run in this quantization.
+        target that does not run in this quantization, or whose weights are divided among processes.
         """
+        if ranks_of(target.model).several:
+            raise ValueError(
+                f"draft: 'self:{self.quantization}' copies the target's weights, and each process has only a part of them "
+                "(tensor parallel); use a draft model, or a draft without weights such as 'suffix'"
+            )
         model = quantize_copy(target.model, self.quantization)
         require_runs(model, self.quantization)
         return CopyDrafter(model) if is_rewindable(model) else ModelDrafter(model)

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 
 from ..drafts import Draft, Round
+from ..engine.parts import device_of
 from ..text import Text
 from .base import Call, Drafter, Drafting, Spec, Target, require_positive
 from .trees import best_paths
@@ -62,7 +63,7 @@ class TokenRecycling(Spec):
 
     def load(self, target: Target, **kwargs: object) -> RecyclingDrafter:
         """Nothing to load."""
-        nodes = self.nodes or (NODES_CPU if target.model.device.type == "cpu" else NODES)
+        nodes = self.nodes or (NODES_CPU if device_of(target.model).type == "cpu" else NODES)
         return RecyclingDrafter(nodes, self.successors)
 
 

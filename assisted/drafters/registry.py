@@ -30,7 +30,7 @@ def parse(draft: Any, quantization: Any = None) -> Spec:
     """The spec for a caller's `draft`.
 
     draft: a Hub id, a folder, "zoo:NAME", "METHOD" or "METHOD:DETAILS", a spec, a causal LM with or without a PEFT adapter,
-        or a list of these. None is "suffix", which needs no second model.
+        or a list of these; "ONE+ANOTHER" is the list of the two. None is "suffix", which needs no second model.
     quantization: of a draft model that is given by path.
 
     Raises ValueError for unknown names and for a quantization that does not apply, TypeError for other types.
@@ -63,7 +63,13 @@ def _parse(draft: Any, quantization: Any) -> Spec:
             + ", ".join(method.__name__ for method in METHODS.values())
         )
     method, _, rest = draft.partition(":")
-    if hasattr(METHODS.get(method), "named"):
+    has_method = hasattr(METHODS.get(method), "named")
+    parts = draft.split("+")
+    if len(parts) > 1 and not Path(rest if has_method else draft).exists():  # a Hub id has no "+"
+        if not all(parts):
+            raise ValueError(f"draft: {draft!r} names nothing before or after a +; write it as suffix+zoo:draft")
+        return METHODS["combined"](tuple(_parse(part, quantization) for part in parts))
+    if has_method:
         return METHODS[method].named(rest)
     return _at_path(DraftModel(draft, quantization))
 

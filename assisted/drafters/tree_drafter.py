@@ -93,9 +93,10 @@ class TreeDrafting(ModelDrafting):
         self.rates = drafter.rates[call.distribution.do_sample]
         self.text: Text | None = None
         self.offers: list[Offers] = []  # of the proposed tree, until it is verified
+        self.took: list[float] = []  # seconds of the draft's forward passes of this round
 
     def propose(self, text: Text, budget: int) -> Draft:
-        self.text, self.offers = text, []
+        self.text, self.offers, self.took = text, [], []
         runner = self._catch_up_prompt(text)
         runner.run_only(text.unfinished)
         budget = min(budget, runner.room([text.lengths[row] for row in text.unfinished]) - 1)
@@ -109,7 +110,10 @@ class TreeDrafting(ModelDrafting):
             runner.cache.rewind(known)
 
     def observe(self, round: Round) -> None:
-        """Learn how often the draft is right. Its slots hold committed text only."""
+        """Learn how often the draft is right, and what it costs. Its slots hold committed text only."""
+        seconds, passes = self.call.settings.ranks.largest([sum(self.took), len(self.took)])
+        self.drafter.seconds.add(seconds, passes, keep=_MEMORY**passes)
+        self.took = []
         if self.text is not None and self.offers:
             learn(self.rates, self.offers, self.text, round.kept)
             self.offers = []
@@ -161,7 +165,7 @@ class TreeDrafting(ModelDrafting):
             )
             if logits.device.type != "cpu":
                 logits[0, 0, 0].item()  # the clock waits for the device
-            drafter.seconds.add(time.perf_counter() - began, keep=_MEMORY)
+            self.took.append(time.perf_counter() - began)
         self.offers = offers
         worth = _worths(text, offers)
         kept = self._size(worth, forwards, costs)

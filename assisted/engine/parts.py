@@ -237,12 +237,13 @@ def find_layers(model: PreTrainedModel) -> Layers:
     raise ValueError(f"{type(model).__name__} does not run through a list of {count} layers, one after the other")
 
 
-def device_of(model: PreTrainedModel) -> torch.device:
-    """The device a model computes on. accelerate keeps offloaded weights on the meta device; its hooks have the real one."""
-    device: torch.device = model.device
+def device_of(module: nn.Module) -> torch.device:
+    """The device a model, or a part of one, computes on; a model on several devices starts there. accelerate keeps offloaded
+    weights on the meta device; its hooks have the real one."""
+    device: torch.device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
     if device.type != "meta":
         return device
-    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
     found = (getattr(hook, "execution_device", None) for hook in hooks)
     return next((torch.device(place) for place in found if place is not None), device)
 

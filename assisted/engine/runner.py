@@ -22,6 +22,7 @@ from .host import on_device
 from .masks import Masks, column_depths
 from .parts import Inject, Tap, device_of
 from .prefill import Group, groups
+from .ranks import ALONE, Ranks
 from .rope import Change, change_of
 from .shapes import WIDTHS
 from .signatures import generate_passes, takes
@@ -51,16 +52,23 @@ class CallSettings:
         mode: one of `fast.graphs.MODES`.
         over: the call has returned, so the next one may use the captured forward passes.
         spent_once: seconds that the call has spent so far on one-time work, mainly captures.
+        ranks: the processes that must decide alike, because each holds a part of the weights.
     """
 
     mode: str = "eager"
     over: bool = False
     spent_once: float = 0.0
+    ranks: Ranks = ALONE
 
     @property
     def fuses(self) -> bool:
         """Whether models may run with fused operations or from copies of their weights."""
         return self.mode != "eager"
+
+    @property
+    def of_heads(self) -> CallSettings:
+        """The settings for heads that call modules of the target: eager if each process holds a part of these."""
+        return replace(self, mode="eager") if self.ranks.several else self
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ class SplitModel(CachedModel):
                 return self._measure(measured, ids, draft, used)
             return self.finish(begun, ids, draft, used)
         except Exception as error:
+            if not self.settings.ranks.may_go_on(error):
+                raise
             name = type(error).__name__
             warnings.warn(
                 f"Finishing the drafted tokens failed ({name}: {error}); reading them with the whole model.",

@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from ..engine.parts import device_of
 from .eagle_config import EagleConfig, default_taps
 
 __all__ = ["EagleConfig", "EagleHead", "default_taps", "unrolled_mask"]
@@ -102,7 +103,8 @@ class EagleHead(nn.Module):
     def embed(self, ids: torch.Tensor, target: PreTrainedModel) -> torch.Tensor:
         """Embeddings [..., H] of the target's ids [...]. A head without its own embedding uses the target's."""
         own = self.embed_tokens if self.config.own_embedding else target.get_input_embeddings()
-        return own(ids.to(own.weight.device)).to(self.device, self.dtype)
+        device = device_of(own) if own.weight.is_meta else own.weight.device
+        return own(ids.to(device)).to(self.device, self.dtype)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """The head's input states, [..., H], from the target's hidden states.
@@ -165,7 +167,8 @@ class EagleHead(nn.Module):
             raise ValueError("target: None given; an EAGLE-1 head predicts tokens with its target's output embedding")
         output = target.get_output_embeddings()
         weight = getattr(output, "weight", states)  # a fused one has no weight
-        return output(states.to(weight.device, weight.dtype)).to(states.device)
+        device = device_of(output) if weight.is_meta else weight.device
+        return output(states.to(device, weight.dtype)).to(states.device)
 
     def over_all(self, logits: torch.Tensor) -> torch.Tensor:
         """[..., Vd] -> [..., V], minus infinity for tokens that the head cannot draft."""

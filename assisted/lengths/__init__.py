@@ -2,11 +2,12 @@
 
 from .adaptive import Adaptive
 from .base import DraftLength, Length
-from .costs import Costs
+from .costs import COLUMN, Costs
 from .policies import AdaEDL, Confidence, Fixed, Heuristic
 from .registry import from_dict, policies, resolve, to_dict
 
 __all__ = [
+    "COLUMN",
     "AdaEDL",
     "Adaptive",
     "Confidence",

@@ -49,6 +49,8 @@ class Adaptive:
         costs: measured earlier (`model.length.costs`). Used until those of this machine are measured.
         draft_cost: a guess of a forward pass of the draft, in forward passes of the target over one token, used until both
             are measured. None takes the share of the draft's weights in the target's bytes.
+        position_cost: a guess of what one more position adds to a forward pass of the target, in forward passes over one
+            token, used until it is measured. None takes 0.02, and more for a mixture of experts, which reads more experts.
     """
 
     maximum: int | None = None
@@ -56,6 +58,7 @@ class Adaptive:
     probe_every: int = 50
     costs: Costs | None = None
     draft_cost: float | None = None
+    position_cost: float | None = None
 
     def __post_init__(self) -> None:
         if self.maximum is not None and self.maximum < 1:
@@ -64,8 +67,10 @@ class Adaptive:
             raise ValueError(f"margin: {self.margin} would draft at a loss; give a speedup of at least 1")
         if self.probe_every < 1:
             raise ValueError(f"probe_every: {self.probe_every} is not possible; give a number of tokens, at least 1")
-        if self.draft_cost is not None and not self.draft_cost >= 0:
-            raise ValueError(f"draft_cost: {self.draft_cost} is no cost; give a share of a forward pass of the target")
+        for name in ("draft_cost", "position_cost"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name}: {value} is no cost; give a share of a forward pass of the target")
         if isinstance(self.costs, dict):  # as config.json holds them
             object.__setattr__(self, "costs", Costs(**self.costs))
 
@@ -80,10 +85,11 @@ class _Adaptive(Length):
     def __init__(self, policy: Adaptive, earlier: _Adaptive | None):
         self.policy = policy
         self.draft_cost = _DRAFT if policy.draft_cost is None else policy.draft_cost  # until one is measured
+        column = COLUMN if policy.position_cost is None else policy.position_cost  # the same
         costs, self.maximum = policy.costs, policy.maximum or _LONGEST
         self.known: Known = (
             Known(
-                verify=Curve(self.maximum + 1, COLUMN, dict(costs.verify) if costs else None, one_apart=True),
+                verify=Curve(self.maximum + 1, column, dict(costs.verify) if costs else None, one_apart=True),
                 draft=Curve(self.maximum, _FORWARD, {1: costs.draft, 2: 2 * costs.draft} if costs else None),
                 credit=_COLD_CREDIT,
                 pause=_PAUSE,

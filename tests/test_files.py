@@ -135,6 +135,18 @@ def test_sizes_of_a_model_are_bounded_by_its_tensors(name, role, target, tmp_pat
                 AssistedModelForCausalLM.from_models(target, draft=str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["../outside.safetensors", "ABSOLUTE"])
+def test_shards_stay_inside(name, target, tmp_path):
+    folder = tmp_path / "model"
+    target.save_pretrained(folder)
+    outside = (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    name = str(outside) if name == "ABSOLUTE" else name
+    names = dict.fromkeys(target.state_dict(), name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    with pytest.raises(ValueError, match=r"^target: .*weight_map: .* is outside the folder"):
+        AssistedModelForCausalLM.from_pretrained(folder)
+
+
 # --- a saved pair's folder
 
 

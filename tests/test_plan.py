@@ -190,8 +190,19 @@ def test_a_saved_pair_and_its_line(folder: Path, tmp_path: Path) -> None:
     AssistedModelForCausalLM.from_pretrained(folder, draft="suffix").save_pretrained(tmp_path)
     found = plan(str(tmp_path), device="cpu", context=128)
     assert found.download is not None and found.best.fits
-    pair = eval(found.line, {"AssistedModelForCausalLM": AssistedModelForCausalLM, "torch": torch})
-    assert pair.dtype == torch.bfloat16
+    names: dict[str, Any] = {}
+    exec("\n".join([*found.imports, f"pair = {found.line}"]), names)
+    assert names["pair"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_the_line_of_a_quantized_target_has_its_imports(folder: Path, quantization: str) -> None:
+    for device in ("cuda", "cpu") if quantization == "int8" else ("cuda",):
+        found = plan(str(folder), memory="2GB", device=device, context=64, quantization=quantization)
+        names: dict[str, Any] = {}
+        exec("\n".join(found.imports), names)
+        config = "PackedConfig" if device == "cpu" else "BitsAndBytesConfig"
+        assert config in names and config in found.line
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,9 +223,9 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     [
         (["nobody/nothing"], "target: 'nobody/nothing' has no config that can be read"),
         (["FOLDER", "--context", "-5"], "context: -5 is not a number of 1 or more"),
-        (["FOLDER", "--batch", "0"], "rows: 0 is not a number of 1 or more"),
-        (["FOLDER", "--vram=-3GB"], "memory: '-3GB' is not a size; write it as 12GB"),
-        (["FOLDER", "--vram", "much"], "memory: 'much' is not a size"),
+        (["FOLDER", "--batch", "0"], "batch: 0 is not a number of 1 or more"),
+        (["FOLDER", "--vram=-3GB"], "vram: '-3GB' is not a size; write it as 12GB"),
+        (["FOLDER", "--vram", "much"], "vram: 'much' is not a size"),
         (["FOLDER", "--card", "RTX 9999"], "card: 'RTX 9999' is not in the list"),
         (["FOLDER", "--quantization", "int3"], "quantization: 'int3' is not known"),
         (["FOLDER", "--draft", "EMPTY"], "draft: the folder"),

@@ -465,3 +465,10 @@ def test_int8_is_quiet_and_other_int8_models_are_not(tmp_path: Path, caplog: pyt
         with torch.no_grad():
             foreign(torch.randn(1, 64))
         assert "cast" in caplog.text
+
+
+def test_offloaded_weights_count_once_each():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+        model.append(model[0])
+    assert memory_bytes(model) == 2 * 8 * 8 * 4

@@ -29,7 +29,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--draft",
         action="append",
         metavar="DRAFT",
-        help="Hub id, folder, zoo: name, self:nf4, suffix, ...; several times to compare (default: suffix)",
+        help="Hub id, folder, zoo: name, self:nf4, suffix, suffix+zoo:draft, ...; several times to compare (default: suffix)",
     )
     doctor.add_argument(
         "--text", metavar="PATH", help="a file or folder whose text the target continues (default: held-out code)"

@@ -330,7 +330,8 @@ def _add_pair(parser: argparse.ArgumentParser, draft: str = "suffix", **defaults
     parser.add_argument("--target", default="zoo:target", help="Hub id, folder or zoo: name" + DEFAULT)
     parser.add_argument(
         "--draft",
-        help=f"Hub id, folder, zoo: name, self:nf4, suffix, ngram, recycle, ... (default: {draft}; a saved pair's own)",
+        help=f"Hub id, folder, zoo: name, self:nf4, suffix, ngram, ..., or several as in suffix+zoo:draft "
+        f"(default: {draft}; a saved pair's own)",
     )
     add_loading(parser, **defaults)
 

@@ -9,6 +9,9 @@ from .arguments import DEFAULT, DTYPES, print_or_write
 
 __all__ = ["add"]
 
+_OPTIONS = {"memory": "vram", "rows": "batch", "drafted": "draft-length"}
+"""The command's names for arguments that have other names in Python."""
+
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `plan` into the parser. command: makes a parser with a function to run and a text."""
@@ -17,7 +20,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     plan = command("plan", _plan, text, page="plan", file="the plan")
     plan.add_argument("target", metavar="TARGET", help="Hub id, folder, zoo: name or GGUF file")
-    plan.add_argument("--draft", help="Hub id, folder, zoo: name, self:nf4, suffix, ... (default: suffix)")
+    plan.add_argument(
+        "--draft", help="Hub id, folder, zoo: name, self:nf4, suffix, suffix+self:nf4, ... (default: suffix)"
+    )
     plan.add_argument("--vram", metavar="SIZE", help="of the card, such as 12GB (default: what is free here)")
     plan.add_argument("--card", metavar="NAME", help="such as 'RTX 4070': its memory and its bandwidth")
     plan.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of prompt and answer" + DEFAULT)
@@ -35,18 +40,24 @@ def _plan(args: argparse.Namespace) -> None:
 
     from ..plan import plan
 
-    found = plan(
-        args.target,
-        args.draft,
-        memory=args.vram,
-        card_name=args.card,
-        context=args.context,
-        rows=args.batch,
-        dtype=None if args.dtype in (None, "auto") else getattr(torch, args.dtype),
-        quantization=args.quantization,
-        draft_quantization=args.draft_quantization,
-        device=args.device,
-        drafted=args.draft_length,
-        trust_remote_code=args.trust_remote_code,
-    )
+    try:
+        found = plan(
+            args.target,
+            args.draft,
+            memory=args.vram,
+            card_name=args.card,
+            context=args.context,
+            rows=args.batch,
+            dtype=None if args.dtype in (None, "auto") else getattr(torch, args.dtype),
+            quantization=args.quantization,
+            draft_quantization=args.draft_quantization,
+            device=args.device,
+            drafted=args.draft_length,
+            trust_remote_code=args.trust_remote_code,
+        )
+    except ValueError as error:
+        name, _, text = str(error).partition(":")
+        if name not in _OPTIONS:
+            raise
+        raise ValueError(f"{_OPTIONS[name]}:{text}") from error
     print_or_write(args.json, found.to_dict(), str(found))

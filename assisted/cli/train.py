@@ -50,6 +50,8 @@ class _Option(argparse.Action):
         **more: Any,
     ):
         default = more.get("default")
+        if const is False:  # the complement that HfArgumentParser adds to a flag that is on, with the flag's own text
+            help, default = f"turn --{dest.replace('_', '-')} off", None
         help += "" if default is None or default is False else DEFAULT
         super().__init__(option_strings[-1:], dest, 0 if nargs == "?" else nargs, const, help=help, **more)
 

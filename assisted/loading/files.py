@@ -154,6 +154,8 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{index}: weight_map: expected a file name for each tensor")
     shapes: dict[str, tuple[int, ...]] = {}
     for name in sorted(set(names.values())):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{index}: weight_map: {name} is outside the folder; a checkpoint's files are in it")
         if not (folder / name).is_file():
             if _is_downloaded(folder):
                 return {}  # it may not have been downloaded yet

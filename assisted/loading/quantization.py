@@ -358,7 +358,8 @@ def memory_bytes(*models: nn.Module, buffers: bool = True) -> int:
         )
         for storage in _storages(owner)
     )
-    return sum({(storage.device, storage.data_ptr()): storage.nbytes() for storage in found}.values())
+    # meta tensors (weights that are offloaded) all have the address 0
+    return sum({(one.device, one.data_ptr() or one._cdata): one.nbytes() for one in found}.values())
 
 
 def _storages(owner: Any) -> Iterator[torch.UntypedStorage]:

@@ -100,6 +100,18 @@ class Plan:
             given.append('device_map="cuda"')
         return f"AssistedModelForCausalLM.from_pretrained({', '.join(given)})"
 
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """What `line` needs, a statement each."""
+        line = self.line
+        found = ["import torch"]
+        if "BitsAndBytesConfig" in line:
+            found.append("from transformers import BitsAndBytesConfig")
+        found.append("from assisted import AssistedModelForCausalLM")
+        if "PackedConfig" in line:
+            found.append("from assisted.loading.packed import PackedConfig")
+        return tuple(found)
+
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON. Bytes, seconds, tokens per second."""
 
@@ -126,6 +138,7 @@ class Plan:
             "download": self.download,
             "candidates": [told(one) for one in self.candidates],
             "chosen": self.chosen,
+            "imports": list(self.imports),
             "line": self.line,
             "notes": list(self.notes),
         }
@@ -167,7 +180,8 @@ class Plan:
             lines += ["", "A quantized target says what the quantized model says, with and without a draft."]
         lines += [
             "",
-            f"  {self.line}",
+            *(f"  {statement}" for statement in self.imports),
+            f"  model = {self.line}",
             "",
             "Speeds are computed from bandwidths and usual acceptance, not measured: `assisted doctor`",
         ]

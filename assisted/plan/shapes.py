@@ -47,9 +47,13 @@ class Shapes:
 
     @staticmethod
     def read(path: str, role: str = "target", trust_remote_code: bool = False, **hub: Any) -> Shapes:
-        """Of a Hub id, a folder, a `zoo:` name or a GGUF file. Of a Hub id, the config and the headers are downloaded.
+        """The shapes of a model that is named.
 
-        role: the argument that named it, for messages. hub: `revision` and `token`, for the Hub.
+        Args:
+            path: a Hub id, a folder, a `zoo:` name or a GGUF file. Of a Hub id, the config and the headers are downloaded.
+            role: the argument that named it, for messages.
+            trust_remote_code: run code that comes with the checkpoint to build its modules.
+            hub: `revision` and `token`, for the Hub.
 
         Raises ValueError where there are no weights, or none that fit the config, OSError for an unknown id and without a
         connection.

@@ -1,4 +1,5 @@
 """How fast a pair should be: reading the weights takes a pass's time, acceptance says how many passes are saved.
+A pass that verifies a draft reads more experts of a mixture than one over a single token.
 
 Ranges, because acceptance depends on the text and passes reach only a share of the memory's bandwidth. `assisted doctor`
 measures both.
@@ -6,10 +7,13 @@ measures both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..drafters import DraftModel, Eagle, EarlyExit, LayerSkip, Medusa, NGram, QuantizedSelf, Suffix, TokenRecycling
 from ..drafters.base import Spec
+from ..engine.experts import numbers_read
+from ..lengths.cost_model import expected_tokens, speedup
 from .shapes import Shapes
 
 __all__ = ["ACCEPTANCE", "Speed", "expected_tokens", "predict", "read_per_pass"]
@@ -55,12 +59,6 @@ class Speed:
         return self.plain[0] * self.times[0], self.plain[1] * self.times[1]
 
 
-def expected_tokens(acceptance: float, length: int) -> float:
-    """Tokens per pass of a chain, the target's own included, if each drafted token is accepted with this probability
-    (2211.17192)."""
-    return float(length + 1) if acceptance >= 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
-
-
 def predict(
     target: Shapes,
     spec: Spec,
@@ -76,38 +74,30 @@ def predict(
     weights, drafts, states: bytes of the target's weights, of the draft's, and of the keys and values at half of the context.
     bandwidth: bytes per second. offloaded: bytes of the weights that cross the bus in each pass, and the bus's bandwidth.
     """
-    read = read_per_pass(target, weights) + states
-    resident = max(0, read - offloaded)
-    seconds = [resident / rate + offloaded / way for rate, way in zip(bandwidth, bus, strict=True)]
+    reads = [read_per_pass(target, weights, 1 + length) + states for length in range(_LONGEST + 1)]
+
+    def taken(side: int) -> list[float]:
+        """Seconds of a pass by draft length. Of offloaded layers, all experts cross the bus: they are one tensor."""
+        return [max(0, read - offloaded) / bandwidth[side] + offloaded / bus[side] for read in reads]
+
+    low_rate, high_rate = taken(0), taken(1)
+    seconds = low_rate[0], high_rate[0]
     draft_share = drafts / bandwidth[1] / seconds[1]
     kinds = [kind for one in spec.parts() for kind in ACCEPTANCE if isinstance(one, kind)]
     low, high = [max((ACCEPTANCE[kind][side] for kind in kinds), default=0.0) for side in (0, 1)]
     cost = draft_share + (_LAUNCH if drafts else _LEAST_COST) * (0.2 if offloaded else 1)
-    slow = _best(low, 1.5 * cost, 0.0 if offloaded else _WIDER[1])
-    fast = _best(high, cost, 0.0 if offloaded else _WIDER[0])
-    return Speed((1 / seconds[0], 1 / seconds[1]), (max(_LOOP, slow), max(1.0, fast)), read)
+    slow = _best(low, 1.5 * cost, 0.0 if offloaded else _WIDER[1], [took / seconds[0] for took in low_rate])
+    fast = _best(high, cost, 0.0 if offloaded else _WIDER[0], [took / seconds[1] for took in high_rate])
+    return Speed((1 / seconds[0], 1 / seconds[1]), (max(_LOOP, slow), max(1.0, fast)), reads[0])
 
 
-def read_per_pass(target: Shapes, weights: int) -> int:
-    """Bytes of the weights that a pass over one token reads: not an untied embedding, and of experts only those chosen."""
-    config, total = target.config, target.numbers
-    words, output = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-    unread = 0 if output is None or output.weight is words.weight else words.weight.numel()
-    experts = next(
-        (
-            getattr(config, name, None)
-            for name in ("num_experts", "num_local_experts", "n_routed_experts")
-            if getattr(config, name, None)
-        ),
-        None,
-    )
-    chosen = getattr(config, "num_experts_per_tok", None)
-    if isinstance(experts, int) and isinstance(chosen, int) and 0 < chosen < experts:
-        inside = sum(weight.numel() for name, weight in target.model.named_parameters() if ".experts." in name)
-        unread += int(inside * (1 - chosen / experts))
-    return int(weights * (1 - unread / total))
+def read_per_pass(target: Shapes, weights: int, positions: int = 1) -> int:
+    """Bytes of the weights that a pass reads: not an untied embedding, and of experts only those that are expected to be chosen
+    by one of the positions."""
+    return int(weights * (numbers_read(target.model, positions) / target.numbers))
 
 
-def _best(acceptance: float, cost: float, wider: float) -> float:
-    lengths = range(_LONGEST + 1)
-    return max(expected_tokens(acceptance, length) / (1 + length * (cost + wider)) for length in lengths)
+def _best(acceptance: float, cost: float, wider: float, passes: Sequence[float]) -> float:
+    """The speedup at the best draft length. passes: by draft length from 0, the cost of reading the weights for the pass that
+    verifies it; wider: what each position adds besides."""
+    return max(speedup(acceptance, cost, length, verify + wider * length) for length, verify in enumerate(passes))

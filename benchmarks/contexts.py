@@ -1,6 +1,6 @@
 """Long contexts: seconds of tokens and rounds, the first token, and peak memory, by context length.
 
-    python benchmarks/contexts.py --out benchmarks/contexts.json --docs docs/benchmarks.md
+    python benchmarks/contexts.py --out benchmarks/contexts.json --docs docs/benchmarks/long-contexts.md
 
 The shipped pair (or a grown target) has YaRN angles for 40,960 positions instead of 1,024. Prompts are filled up with held-out
 code; greedy, float32, one row. Acceptance changes with the length as well, so the cost of a round in tokens of plain `generate`
@@ -17,6 +17,7 @@ import argparse
 import copy
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -81,27 +82,34 @@ EAGER = ', fast="eager"'
 WARM_UP = 8  # tokens
 
 
-def long_model(name: str, grown: str | None = None) -> Any:
-    """A shipped model that reads `POSITIONS` tokens."""
+def long_model(
+    name: str,
+    grown: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """A shipped model that reads `POSITIONS` tokens. grown: a size to grow it to."""
     folder = zoo.folder(name)
     config = AutoConfig.from_pretrained(folder)
     config.max_position_embeddings, config.rope_parameters = POSITIONS, dict(YARN)
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
-    return model if grown is None else grow(model, grown)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+    return model.to(device) if grown is None else grow(model, grown, device=device)
 
 
 def contestants(target: Any, names: Sequence[str], fast: str = "auto") -> list[Contestant]:
     """Those of DRAFTS that are named; one draft model for all."""
     specs = {name: DRAFTS[name] for name in names}
     if any(spec == "zoo:draft" for spec, _ in specs.values()):
-        draft = DraftModel(long_model("draft"))
+        draft = DraftModel(long_model("draft", dtype=target.dtype, device=target.device))
         specs = {name: (draft if spec == "zoo:draft" else spec, length) for name, (spec, length) in specs.items()}
     return paired(target, find_tokenizer(zoo.folder("target")), specs, fast)
 
 
-def prompts_of(count: int, context: int) -> list[Prompt]:
+def prompts_of(count: int, context: int, device: torch.device | str = "cpu") -> list[Prompt]:
+    """Held-out code of a length, on a device."""
     tokenizer = find_tokenizer(zoo.folder("target"))
-    return at_length(read(["code"], tokenizer, count), tokenizer, context)
+    found = at_length(read(["code"], tokenizer, count), tokenizer, context)
+    return [replace(prompt, ids=prompt.ids.to(device)) for prompt in found]
 
 
 def call_of(new_tokens: int) -> dict[str, Any]:
@@ -156,7 +164,7 @@ def measure_context(
     target: Any, own: Sequence[Contestant], context: int, args: Any, bars: Bars
 ) -> list[dict[str, Any]]:
     """All contestants after prompts of one length, in turns."""
-    call, prompts = call_of(args.new_tokens), prompts_of(args.prompts, context)
+    call, prompts = call_of(args.new_tokens), prompts_of(args.prompts, context, target.device)
     names = [PLAIN, *(one.name for one in own)]
     found: dict[str, list[list[Any]]] = {name: [[] for _ in range(args.repeats)] for name in names}
     wrote: dict[str, list[list[int]]] = {name: [] for name in names}
@@ -328,8 +336,8 @@ def markdown(found: dict[str, Any]) -> str:
     """The section as it stands in docs."""
     lines = [
         measured_with(found["about"], "python benchmarks/contexts.py").partition(" Times plain")[0]
-        + f" Target: `{found['about']['target']}`, YaRN angles, {found['about']['new_tokens']} tokens after each prompt; 1.00 "
-        "is plain `generate`, not compiled. Drafting: in the rounds after the first one.",
+        + f" Target: `{found['about']['target']}`, YaRN angles, {found['about']['new_tokens']} tokens after each prompt. "
+        "1.00 is plain `generate`, not compiled. Drafting is measured in the rounds after the first one.",
         "",
     ]
     by_context: dict[int, dict[str, Any]] = {}
@@ -348,7 +356,7 @@ def markdown(found: dict[str, Any]) -> str:
         )
         lines += [
             "",
-            "Until the first token, over plain:",
+            "Time until the first token, relative to that of plain `generate`:",
             "",
             *markdown_table(["context", "plain, ms", *drafts], rows),
         ]
@@ -356,12 +364,17 @@ def markdown(found: dict[str, Any]) -> str:
             [context, *(f"{rows[name]['first_drafting_milliseconds']:.1f}" for name in drafts)]
             for context, rows in by_context.items()
         )
-        lines += ["", "After the first token, a drafter also reads the prompt, once per call. Milliseconds:", ""]
+        lines += [
+            "",
+            "After the first token, a drafter also reads the prompt, once per call. This takes, in milliseconds:",
+            "",
+        ]
         lines += markdown_table(["context", *drafts], reading)
     if found["memory"]:
         lines += [
             "",
-            "Peak memory (resident set) beyond plain's in MiB; the draft's weights and slots; these and 5% of plain's:",
+            "Peak memory (resident set) in MiB: that of plain `generate`, the excess over it, the draft's weights and slots, "
+            "and these plus 5% of plain's peak:",
             "",
         ]
         sizes = (
@@ -390,7 +403,7 @@ def kept_up(by_context: dict[int, dict[str, Any]], drafts: Sequence[str]) -> lis
         table.append([context, *cells])
     return [
         "",
-        f"Speedup relative to that after {shortest} tokens; in brackets, at equal tokens per pass:",
+        f"Speedup relative to that after {shortest} tokens. In brackets: what it would be at equal tokens per pass.",
         "",
         *markdown_table(["context", *drafts], table),
     ]

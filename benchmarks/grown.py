@@ -1,6 +1,6 @@
 """Grown targets in bfloat16: the shipped target's text and acceptance at the cost of 0.25 or 1 billion parameters.
 
-    python benchmarks/grown.py --threads 1 --out benchmarks/grown.json --docs docs/benchmarks.md
+    python benchmarks/grown.py --threads 1 --out benchmarks/grown.json --docs docs/benchmarks/larger-targets.md
 
 The draft and the head are the shipped ones. Next to a target of this size they cost almost nothing, like a draft of a
 thousandth of the target's size. The vocabulary of 4096 makes the target's output layer cheaper than a real one's. So the tables

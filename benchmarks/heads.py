@@ -1,6 +1,7 @@
 """The shipped heads, EAGLE-3 and Medusa, against the shipped draft, in chains and in trees, interleaved in one run.
 
-    python benchmarks/heads.py --out benchmarks/heads.json --docs docs/methods/{eagle,medusa,specinfer}.md docs/benchmarks.md
+    python benchmarks/heads.py --out benchmarks/heads.json --docs docs/methods/{eagle,medusa,specinfer}.md \\
+        docs/benchmarks/which-draft.md
     python benchmarks/heads.py --read benchmarks/heads.json --docs docs/methods/eagle.md      # the tables again, nothing run
 
 Held-out functions, cut in the middle; float32; the same number of new tokens for all (end tokens ignored); temperature 0 and
@@ -73,7 +74,7 @@ def markdown(found: dict[str, Any]) -> str:
         "drafted": lambda row: f"{row.drafted_per_pass:.1f}",
         "drafting": lambda row: percent(row.draft),
     }
-    note = " Drafted: tokens that a pass checks, mean. Drafting: its share of the time."
+    note = " Drafted is the mean number of tokens that a pass checks. Drafting is its share of the time."
     return races(found, "heads", COLUMNS, note, **cells)
 
 

@@ -1,6 +1,6 @@
 """Resident memory of one process over many calls of changing shapes: plain `generate`, this package, and its `fast="eager"`.
 
-    python benchmarks/memory.py --out benchmarks/memory.json --docs docs/benchmarks.md
+    python benchmarks/memory.py --out benchmarks/memory.json --docs docs/benchmarks/memory.md
 
 Each runs in a process of its own and makes the same calls, with random prompt lengths, batch sizes, draft lengths and numbers
 of new tokens. The shipped target, float32, greedy, with the default draft, "suffix".
@@ -67,9 +67,9 @@ def markdown(found: dict[str, Any]) -> str:
     last = about["calls"] // about["every"]
     shown = sorted({0, 1, *(last * tenth // 10 for tenth in (1, 2, 4, 5, 6, 8, 10))})
     lines = [
-        f"`python benchmarks/memory.py`: {about['calls']} calls of the shipped target, prompts of 2 to {about['longest']} "
-        "tokens, 1 to 4 rows, 2 to 5 new tokens, draft lengths 2, 4, 7 and adaptive, all drawn at random; float32, threads: "
-        f"{about['threads']}, torch {about['torch']}, {about['processor']}. Resident set, MiB.",
+        f"`python benchmarks/memory.py`: {about['calls']} calls of the shipped target, float32, threads: {about['threads']}, "
+        f"torch {about['torch']}, {about['processor']}. Prompts of 2 to {about['longest']} tokens, 1 to 4 rows, 2 to 5 new "
+        "tokens and draft lengths of 2, 4, 7 and adaptive are drawn at random. The table shows the resident set in MiB.",
         "",
     ]
     rows = (

@@ -1,6 +1,6 @@
 """The overhead of a `generate` over the forward passes of its models, as a share of the call, and by cause.
 
-    python benchmarks/overhead.py --out benchmarks/overhead.json --docs docs/benchmarks.md
+    python benchmarks/overhead.py --out benchmarks/overhead.json --docs docs/benchmarks/the-loop.md
 
 After every call, its forward passes run again alone: the same passes of target and draft, in the same order, over the same
 tokens and slots, by the same runners, including those over the prompts. The difference is overhead: preparing the call,
@@ -274,19 +274,22 @@ def measure(args: Any) -> dict[str, Any]:
 def markdown(found: dict[str, Any]) -> str:
     """The section as it stands in docs."""
     about, rows = found["about"], found["rows"]
+    targets = list(dict.fromkeys(one["target"] for one in rows))
+    names = [one["name"] if len(targets) == 1 else f"{one['target']}, {one['name']}" for one in rows]
     lines = [
-        f"`python benchmarks/overhead.py`: {about['prompts']} prompts, {about['new_tokens']} tokens each, temperature 0, "
-        f"{about['repeats']} repeats, {about['clock']}, float32, CPU threads: {about['threads']}, torch {about['torch']}, "
-        f"transformers {about['transformers']}. Overhead: what a call takes longer than its own passes, run again alone right "
-        "after it, prompts included; and what it takes longer than its passes took in the call itself. Median over "
-        "repeats, 95% bootstrap interval. A round: of the second kind, all of a call's overhead by its rounds.",
+        f"`python benchmarks/overhead.py`: {', '.join(f'`{target}`' for target in targets)}, {about['prompts']} prompts, "
+        f"{about['new_tokens']} tokens each, temperature 0, {about['repeats']} repeats, {about['clock']}, float32, CPU "
+        f"threads: {about['threads']}, {about['processor']}, torch {about['torch']}, transformers {about['transformers']}. "
+        "Overhead is the time of a call beyond that of its forward passes, as a share of the call. The first column takes the "
+        "time of the passes, the prompt's included, from running them again alone right after the call. The second one takes "
+        "it from the call itself. Both are medians over repeats, with a 95% bootstrap interval. The overhead of a round is "
+        "that of the second column divided by the rounds.",
         "",
     ]
-    header = ["target", "draft", "overhead, run again", "overhead, in the call", "a round", "ms per token"]
+    header = ["draft", "overhead, run again", "overhead, in the call", "a round", "ms per token"]
     table = [
         [
-            f"`{one['target']}`",
-            one["name"],
+            name,
             *(
                 f"{share['ratio']:.1%} [{share['low']:.1%}, {share['high']:.1%}]"
                 for share in (one["overhead"], one["overhead_within"])
@@ -295,18 +298,18 @@ def markdown(found: dict[str, Any]) -> str:
             f"{one['milliseconds_per_token']:.2f}",
             f"{one['tokens_per_pass']:.2f}",
         ]
-        for one in rows
+        for name, one in zip(names, rows, strict=True)
     ]
     lines += markdown_table([*header, "tokens per pass"], table)
     lines += [
         "",
-        "By cause, as shares of a call, from runs with clocks in them, without what a cause calls of the others; the rest are "
-        "passes.",
+        "This table shows the causes, as shares of a call. They come from runs with clocks inside, which take a little longer. "
+        "A cause does not include the time of another cause that it calls.",
         "",
     ]
     causes = [cause for cause in rows[0]["causes"] if cause != "passes"]
     shares = ([cause, *(f"{one['causes'][cause]:.1%}" for one in rows)] for cause in causes)
-    lines += markdown_table(["", *(f"{one['target']}, {one['name']}" for one in rows)], shares)
+    lines += markdown_table(["", *names], shares)
     return "\n".join(lines)
 
 

@@ -101,7 +101,7 @@ def markdown(data: Mapping[str, Any], sizes: Sizes = planned) -> str:
         lines += ["", f"## {family['name']}", "", family["note"], ""]
         rows = [row for target in family["targets"] for row in _rows(data, target, sizes)]
         head = ["target", "draft", "weights, GB", "in nf4", *(f"at {c // 1024}k" for c in CONTEXTS), "smallest card"]
-        lines += markdown_table([*head, "line"], rows)
+        lines += markdown_table(head, rows)
         lines += _beside(data, family) + _figures(family)
     return "\n".join([*lines[1:], "", *_platforms(data["platforms"])])
 
@@ -117,13 +117,8 @@ def _rows(data: Mapping[str, Any], target: Mapping[str, Any], sizes: Sizes) -> l
     rows = []
     for draft in read or [None]:
         spec = "suffix" if draft is None else kinds[draft["kind"]]["line"].format(id=draft["id"])
-        shown = "copying" if draft is None else f"`{draft['id']}`"
-        if draft is not None and draft["kind"] != "draft-model":
-            shown += f" ({kinds[draft['kind']]['name']})"
-        line = f'`from_pretrained("{name}", draft="{spec}")`'
-        if "loads" in data["models"][name]:
-            line = "none: see below"
-        rows.append([f"`{name}`", shown, *_sizes(data["models"], name, draft, sizes), line])
+        shown = "see below" if "loads" in data["models"][name] else f"`{spec}`"
+        rows.append([f"`{name}`", shown, *_sizes(data["models"], name, draft, sizes)])
     return rows
 
 
@@ -183,7 +178,7 @@ def _beside(data: Mapping[str, Any], family: Mapping[str, Any]) -> list[str]:
     lines = ["", "Also published, and not read by this package yet:", "", *lines] if lines else []
     refused = [(target["id"], data["models"][target["id"]].get("loads")) for target in family["targets"]]
     for name, reason in refused:
-        lines += ["", f"There is no line for `{name}`: {reason}."] if reason else []
+        lines += ["", f"`from_pretrained` does not load `{name}`: {reason}."] if reason else []
     return lines
 
 

@@ -1,6 +1,7 @@
 """The shipped pair against plain `generate` and transformers' own drafting, by the protocol of `assisted bench`.
 
-    python benchmarks/shipped_pair.py --out benchmarks/shipped_pair.json --docs docs/benchmarks.md
+    python benchmarks/shipped_pair.py --out benchmarks/shipped_pair.json \\
+        --docs docs/benchmarks/{which-draft,batches}.md
 
 Held-out functions cut in the middle: greedy, sampled, eight at a time; float32 and bfloat16. The contestants are the pair at
 several draft lengths, the shipped EAGLE head, the suffix drafter, and this package's loop without drafts, which shows the gain
@@ -33,6 +34,11 @@ CASES = {
     "bfloat16, batch 8, greedy, 48 tokens": (Rules(new_tokens=48), 8, torch.bfloat16),
     "bfloat16, batch 8, temperature 0.8, top-p 0.95, 128 tokens": (SAMPLED, 8, torch.bfloat16),
 }
+PARTS = {
+    "single": [title for title, (_, rows, _) in CASES.items() if rows == 1],
+    "batches": [title for title, (_, rows, _) in CASES.items() if rows > 1],
+}
+"""The sections of the docs, by their marker."""
 COLUMNS = ("times plain", "ms per token", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
 
 
@@ -78,7 +84,9 @@ def markdown(found: dict[str, Any], titles: Sequence[str] = tuple(CASES)) -> str
 def main() -> None:
     args = arguments(__doc__).parse_args()
     found = figures(args, measure)
-    publish(markdown(found), args.docs)
+    for part, titles in PARTS.items():
+        pages = [page for page in args.docs if f"<!-- {part}:begin -->" in page.read_text()]
+        publish(markdown(found, titles), pages, part)
 
 
 if __name__ == "__main__":

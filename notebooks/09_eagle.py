@@ -19,11 +19,14 @@
 # and [08](08_medusa.ipynb).*
 
 # %% tags=["colab"]
-# On Colab or Kaggle, run this first:  %pip install "assisted[notebooks]"
+# On Colab or Kaggle, install the package from a clone first. REPOSITORY is the address of its repository:
+# !git clone --depth 1 REPOSITORY repository
+# %pip install -q "./repository[notebooks]"
 
 # %% tags=["setup"]
 import copy
 import itertools
+import random
 from itertools import islice
 from pathlib import Path
 
@@ -48,14 +51,13 @@ figure_style()
 # %% [markdown]
 # ## Question
 #
-# A draft model reads the tokens of the text and computes everything from the beginning. But the target has read the
-# same text and computed much more. Its results are in its **hidden states**, the vectors that each layer passes to the
-# next, one for each token. In this notebook, such a vector is called the **feature** of its token.
+# The heads of [notebook 08](08_medusa.ipynb) read the target's newest **hidden state**. They do not read the token that
+# the target has chosen since, so their guesses are often wrong. A draft model ([notebook 03](03_choosing_a_draft.ipynb))
+# does the opposite. It reads all tokens and computes everything again from the beginning, although the target has
+# already computed much more.
 #
-# A Medusa head (notebook 08) reads only the newest feature. It has no access to the token that the target has chosen
-# since.
-#
-# So there are three ways to guess a token. A draft can read
+# The hidden states of the target are vectors, one for each token, that each layer passes to the next. In this notebook,
+# such a vector is called the **feature** of its token. So there are three ways to guess a token. A draft can read
 #
 # 1. the **tokens** of the text, like any language model;
 # 2. the **features** of the target;
@@ -74,9 +76,11 @@ figure_style()
 #
 # ## Your prediction
 #
-# The draft is one transformer layer. It reads only tokens, only features, or both, and is otherwise the same. How many
-# of 100 guesses are the token that the target itself chooses? Write down three numbers. Then a fourth one: when the
-# head continues from its own guesses, how much worse is its fifth guess than its first?
+# Take three new drafts of one transformer layer. They have the same weights at the start and the same sixty steps of
+# training, and differ only in their input: tokens, features, or both. In which order will they end? How far apart?
+#
+# Then consider a head that was trained for long. When it continues from its own guesses, how much worse is its fifth
+# guess than its first?
 
 # %% [markdown]
 # ## By hand
@@ -95,7 +99,7 @@ figure_style()
 #
 # - **Token only.** Suppose the token is `x`. Two rows remain, `=` and `]`. The best guess is right one time in two.
 # - **Feature only.** Suppose the bracket is `(`. Two rows remain, `=` and `)`. The best guess is again right one time
-#   in two. Training cannot change this, because the result of the coin toss is not in the feature.
+#   in two. Training cannot change this, because the feature does not contain the result of the coin toss.
 # - **Both.** One row remains, and the guess is always right.
 #
 # There is a difference between the first two. The bracket *is* in the text. A draft that reads all tokens can find it
@@ -103,8 +107,8 @@ figure_style()
 #
 # ### The same with the real target
 #
-# We append two different tokens to one text. The features of the text are the same in both cases, apart from rounding.
-# The target's choices after the two tokens differ.
+# We append two different tokens to one text. The features of the text are the same in both cases, apart from rounding
+# errors. The target's choices after the two tokens differ.
 
 # %%
 model = AssistedModelForCausalLM.from_pretrained(TARGET, draft=Eagle(DRAFT, tree=False), draft_length=4)
@@ -195,8 +199,8 @@ def top1(states):
 
 # %% [markdown]
 # To draft, we pair every token with the feature of the token before it, and run the layer. The last position predicts
-# the next token. For the token after that, the feature is missing, because the target has not run there yet. So the
-# head uses **its own state instead of the feature** and continues.
+# the next token. For the token after that, there is no feature, because the target has not run there yet. So the head
+# uses **its own state instead of the feature** and continues.
 
 
 # %%
@@ -257,28 +261,25 @@ if model.dtype == torch.float32:
     assert error < 1e-4 and output[0].tolist() == ours and model.report.target_passes == passes
 
 # %% [markdown]
-# By default (`draft="zoo:eagle3"`), the library drafts trees in greedy decoding. They are wide where the head is
-# uncertain and deep where it is confident (EAGLE-2). Notebook 08 introduced trees. Notebook [10](10_trees.ipynb) asks
-# how large they should be.
+# By default (`draft="zoo:eagle3"`), the library drafts trees in greedy decoding, wide where the head is uncertain and
+# deep where it is confident (EAGLE-2). Notebook [10](10_trees.ipynb) asks how large they should be.
 #
 # ## The picture
 #
-# ### Three ways
+# ### Three ways, with equal training
 #
-# We want to compare what the three kinds of drafts can learn. We take the shipped head, which was trained on both
-# inputs for a long time, and remove one input by replacing it with zeros. Without this input, the head is helpless at
-# first. So we train it to do without, for sixty steps on a few modules of the standard library. The head with both
-# inputs is trained for the same sixty steps on the same text.
-#
-# First we prepare the data: windows of 128 tokens with the target's features, and held-out functions for measuring.
+# To compare the three inputs fairly, everything else must be equal. So we make three copies of the head with new
+# weights. All three begin with the same random layer and with the target's own output layer. A missing input is
+# replaced by zeros. Each copy is trained for the same sixty steps on the same windows of 128 tokens from the standard
+# library. We measure on held-out functions.
 
-# %%
+# %% tags=["measured"]
 NAMES = "argparse ast collections/__init__ dataclasses difflib http/client logging/__init__ statistics textwrap unittest/mock".split()
 library = Path(copy.__file__).parent
 source = "\n".join((library / f"{name}.py").read_text(encoding="utf-8") for name in NAMES)
 code = tokenizer(source, return_tensors="pt", verbose=False).input_ids[0]
 windows = code[: len(code) // 128 * 128].view(-1, 128)
-order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))[:160]
+order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))[:240]
 windows = windows[order].to(model.device)
 with torch.no_grad():
     out = [target(rows, output_hidden_states=True, use_cache=False).hidden_states for rows in windows.split(24)]
@@ -290,61 +291,94 @@ held_logits, held_features = see(held)
 choice = held_logits.argmax(-1)  # at position t: the target's top-1 token after token t
 print(f"{windows.numel()} tokens for training, {held.numel()} for measuring")
 
+# %% [markdown]
+# `unrolled` runs a head over all positions at once. It can run several steps of a draft: in step k, a position may attend to
+# the true features up to itself, and to its own earlier steps. It has the same view in drafting. For now, one step is
+# enough.
+
+
 # %%
-WAYS = ("token", "feature", "both")
+WAYS, STEPS = ("token", "feature", "both"), 60
 
 
-def reads(way, head, ids, features):
-    """The head's input: embeddings of token i + 1 and fused features i. One of them may be replaced by zeros."""
-    embeddings, states = head.embed(ids[:, 1:], target), head.fuse(features)[:, :-1]
-    return embeddings * (way != "feature"), states * (way != "token")
+def unrolled(head, ids, features, deep=1, way="both", own=True):
+    """The head's states after 1, 2, ... `deep` steps, [B, n, H] each. Position i of step k (from 0) is for token i + 2 + k."""
+    n, cache = ids.shape[1] - deep - 1, DynamicCache()
+    embeddings = head.embed(ids[:, 1:], target) * (way != "feature")
+    true = states = head.fuse(features)[:, :n] * (way != "token")
+    positions = torch.arange(n, device=ids.device)[None]
+    for k in range(deep):
+        out = head(embeddings[:, k : k + n], states, positions + k, unrolled_mask(n, k, ids.device), cache)
+        yield out
+        states = out if own else true  # own: its state replaces the feature; otherwise the last true feature stays
 
 
 @torch.no_grad()
-def right(way, head):
-    """Share of held-out positions where the head's guess is the target's choice. Position i guesses token i + 2."""
-    guess = head.draft_tokens[head.logits(head(*reads(way, head, held, held_features))).argmax(-1)]
-    return (guess[:, :-1] == choice[:, 1:-1]).float().mean().item()
+def right(head, deep=1, way="both", own=True):
+    """By step, the share of held-out positions where the head's guess is the target's choice."""
+    shares = []
+    for k, states in enumerate(unrolled(head, held, held_features, deep, way, own)):
+        guess = head.draft_tokens[head.logits(states).argmax(-1)]
+        shares.append((guess == choice[:, 1 + k : 1 + k + guess.shape[1]]).float().mean().item())
+    return shares
 
 
 # %%
-def learn(way, steps=60, rows=4):
-    """Trains a copy of the shipped head on the given inputs. Returns the copy and its scores during training."""
+def new_head():
+    """The shipped head with new weights, the same in every call, and with the target's output layer."""
+    torch.manual_seed(0)
     student = copy.deepcopy(head).float().train()
-    student.lm_head.requires_grad_(False)
-    trained = [weight for weight in student.parameters() if weight.requires_grad]
-    optimizer, curve = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95)), {0: right(way, student)}
-    for n in range(steps):
-        at = torch.arange(n * rows, (n + 1) * rows) % len(windows)
-        with torch.no_grad():
-            distribution = (
-                target.get_output_embeddings()(last[at, 1:])[..., student.draft_tokens].float().log_softmax(-1)
+    for name, weight in student.named_parameters():
+        if "lm_head" not in name and "embed" not in name:
+            small = 0.1 if "o_proj" in name or "down_proj" in name else 1.0
+            torch.nn.init.ones_(weight) if weight.ndim == 1 else torch.nn.init.normal_(
+                weight, std=small * weight.shape[1] ** -0.5
             )
-        optimizer.param_groups[0]["lr"] = 1e-3 * min(1, (n + 1) / 10, (steps - n) / 40)  # warm-up, then decay
-        predicted = student.logits(student(*reads(way, student, windows[at], features[at]))).log_softmax(-1)
-        loss = kl_div(predicted.flatten(0, 1), distribution.flatten(0, 1), log_target=True, reduction="batchmean")
+    student.lm_head.weight.data = target.get_output_embeddings().weight[student.draft_tokens].detach().float()
+    student.lm_head.requires_grad_(False)
+    return student
+
+
+def learn(way="both", deep=1, rows=4, rate=2e-3):
+    """Trains a new head on each of its first `deep` steps. Returns the head and its scores during training."""
+    student = new_head()
+    trained = [weight for weight in student.parameters() if weight.requires_grad]
+    optimizer, curve = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95)), {0: right(student, 1, way)[0]}
+    for n in range(STEPS):
+        at, loss = torch.arange(n * rows, (n + 1) * rows) % len(windows), 0
+        with torch.no_grad():
+            aim = target.get_output_embeddings()(last[at])[..., student.draft_tokens].float().log_softmax(-1)
+        for k, states in enumerate(unrolled(student, windows[at], features[at].float(), deep, way)):
+            guess = student.logits(states).log_softmax(-1).flatten(0, 1)
+            wanted = aim[:, 1 + k : 1 + k + states.shape[1]].flatten(0, 1)
+            loss = loss + kl_div(guess, wanted, log_target=True, reduction="batchmean") / deep
+        optimizer.param_groups[0]["lr"] = rate * min(1, (n + 1) / 10, 2 * (STEPS - n) / STEPS)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if (n + 1) % 20 == 0:
-            curve[n + 1] = right(way, student)
+            curve[n + 1] = right(student, 1, way)[0]
     return student, curve
 
 
+# %% tags=["measured"]
 students, curves = {}, {}
 for way in WAYS:
     students[way], curves[way] = learn(way)
 rows = [[way, *curves[way].values()] for way in WAYS]
 show(table(["input", *(f"after {n} steps" for n in curves["both"])], rows))
-assert curves["both"][60] > 2 * max(curves["token"][60], curves["feature"][60])
+assert curves["both"][STEPS] > max(curves["token"][STEPS], curves["feature"][STEPS])
 
 # %% [markdown]
-# Each input alone gives much less than the two together. But be careful with these numbers. Sixty steps are few, and
-# the steps become smaller towards the end. How far could the first two get? The package contains two more drafts for
-# this target, both trained on millions of tokens. Each reads one of the two inputs. Medusa's head 1 reads only a
-# feature. The draft model reads only tokens, and has two layers instead of one.
+# This is the first answer. With equal training, the draft that reads both is ahead. The draft that reads features is
+# second, because the target has done most of the work for it. The draft that reads tokens is far behind: one layer has
+# to learn from sixty steps what the target computes in sixteen layers.
+#
+# Sixty steps are few. How far does each input get? The package contains three drafts for this target that were trained
+# on millions of tokens, and each reads one of the three inputs. **The next comparison is not fair**, because these
+# drafts differ in shape and training, too. It only shows what each input makes possible.
 
-# %%
+# %% tags=["measured"]
 longer = {}
 if TARGET.startswith("zoo:"):
     with torch.no_grad():
@@ -354,112 +388,55 @@ if TARGET.startswith("zoo:"):
         longer["feature"] = (guess[:, :-1] == choice[:, 1:]).float().mean().item()
         small = AutoModelForCausalLM.from_pretrained(zoo.folder("draft")).to(model.device)
         longer["token"] = (small(held).logits.argmax(-1)[:, 1:] == choice[:, 1:]).float().mean().item()
-        longer["both"] = right("both", head)
+        longer["both"] = right(head)[0]
     rows = [
-        [way, curves[way][60], longer[way], who]
+        [way, curves[way][STEPS], longer[way], who]
         for way, who in zip(WAYS, ("draft model, two layers", "Medusa, head 1", "EAGLE-3, one layer"))
     ]
-    show(table(["input", "one layer, after 60 steps", "trained for long", "which draft"], rows))
+    show(table(["input", f"new layer, {STEPS} steps", "trained for long", "which draft"], rows))
     assert longer["feature"] < 0.5 * longer["token"] < longer["both"]
 
 # %% [markdown]
-# This is the toy table again. **Feature only** stays low however long it is trained, because the sampled token is
-# missing. **Token only** gets far with more layers and much training, because the features themselves were computed
-# from tokens. **Both** gets there with one layer, because the target has done most of the work.
+# The toy table explains the difference. **Feature only** stays low however long it is trained, because the sampled
+# token is missing. **Token only** gets far with more layers and much training, because the features themselves were
+# computed from tokens. **Both** gets furthest, with one layer.
 #
 # ### Drift
 #
 # The second guess uses the head's own state instead of a feature. The third uses a state that was computed from such a
-# state. If each is a little worse than the one before, the guesses get worse along the draft. This is called **drift**.
-# To measure drift alone, we give the head the right tokens of held-out text at each step, so that only the states are
-# its own. Then we count how often step 1, 2, 3, … is right.
-#
-# Here the keys and values of all steps are side by side. In step k, a position may attend to the true features up to
-# itself, and to its own earlier steps. It has the same view in drafting.
+# state. If each state is a little worse than the one before, the guesses get worse along the draft. This is called
+# **drift**. To measure drift alone, we give the head the right tokens of held-out text at each step, so that only the
+# states are its own. Then we count how often step 1, 2, 3, … is right.
 
 # %%
 DEEP = 6
-
-
-def unrolled(head, ids, features, deep, own=True):
-    """The head's states after 1, 2, ... `deep` steps, [B, n, H] each. Position i of step k (from 0) is for token i + 2 + k."""
-    n, cache = ids.shape[1] - deep - 1, DynamicCache()
-    embeddings, true = head.embed(ids[:, 1:], target), head.fuse(features)[:, :n]
-    positions, states = torch.arange(n, device=ids.device)[None], true
-    for k in range(deep):
-        out = head(embeddings[:, k : k + n], states, positions + k, unrolled_mask(n, k, ids.device), cache)
-        yield out
-        states = (
-            out if own else true
-        )  # own: the head's state replaces the feature; otherwise the last true feature stays
-
-
-@torch.no_grad()
-def by_step(head, own=True):
-    shares = []
-    for k, states in enumerate(unrolled(head, held, held_features, DEEP, own)):
-        guess = head.draft_tokens[head.logits(states).argmax(-1)]
-        shares.append((guess == choice[:, 1 + k : 1 + k + guess.shape[1]]).float().mean().item())
-    return shares
-
-
-drift = {"its own states": by_step(head), "the last true feature": by_step(head, own=False)}
+drift = {"its own states": right(head, DEEP), "the last true feature": right(head, DEEP, own=False)}
 show(table(["shipped head continues from", *"123456"], [[name, *shares] for name, shares in drift.items()]))
 assert drift["its own states"][5] > 0.9 * drift["its own states"][0] > 1.5 * drift["the last true feature"][5]
 
 # %% [markdown]
-# This is the fourth answer: the shipped head's fifth guess is as good as its first. Its own states are good substitutes
-# for the missing features. The states do matter: with an old feature instead, the guesses get worse step by step.
+# This is the second answer: the fifth guess of the shipped head is as good as its first. Its own states are good
+# substitutes for the missing features. The states do matter. With an old feature instead, the guesses get worse step by
+# step.
 #
 # The head was *trained* for this. In training it had to continue from its own states for six steps. The EAGLE-3 paper
-# calls this the training-time test. What happens without it? We put a fresh layer into the head and train it twice on
-# the same text, once with one step and once with three.
+# calls this the training-time test. What happens without it? Our new head that reads both was trained on one step. We
+# train another one from the same start, with the same sixty batches, on its first three steps.
 
-
-# %%
-def learn_fresh(deep, steps=50, rows=4):
-    """The shipped head with a new layer, trained on each of its first `deep` steps."""
-    torch.manual_seed(0)
-    student = copy.deepcopy(head).float().train()
-    for name, weight in student.layers.named_parameters():
-        small = 0.1 if "o_proj" in name or "down_proj" in name else 1.0
-        torch.nn.init.ones_(weight) if weight.ndim == 1 else torch.nn.init.normal_(
-            weight, std=small * weight.shape[1] ** -0.5
-        )
-    student.lm_head.requires_grad_(False)
-    optimizer = torch.optim.AdamW(
-        [weight for weight in student.parameters() if weight.requires_grad], lr=2e-3, betas=(0.9, 0.95)
-    )
-    for n in range(steps):
-        at = torch.arange(n * rows, (n + 1) * rows) % len(windows)
-        with torch.no_grad():
-            distribution = target.get_output_embeddings()(last[at])[..., student.draft_tokens].float().log_softmax(-1)
-        optimizer.param_groups[0]["lr"] = 2e-3 * min(1, (n + 1) / 10, (steps - n) / 40)
-        loss = 0
-        for k, states in enumerate(unrolled(student, windows[at], features[at].float(), deep)):
-            predicted = student.logits(states).log_softmax(-1)
-            aim = distribution[:, 1 + k : 1 + k + predicted.shape[1]]
-            loss = (
-                loss + kl_div(predicted.flatten(0, 1), aim.flatten(0, 1), log_target=True, reduction="batchmean") / deep
-            )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return by_step(student)
-
-
-fresh = {deep: learn_fresh(deep) for deep in (1, 3)}
+# %% tags=["measured"]
+unrolled_student, _ = learn(deep=3)
+fresh = {1: right(students["both"], DEEP), 3: right(unrolled_student, DEEP)}
 rows = [[f"draft steps in training: {deep}", *shares, f"{shares[1] / shares[0]:.0%}"] for deep, shares in fresh.items()]
-show(table(["fresh layer", *"123456", "second / first"], rows))
-assert fresh[3][1] / fresh[3][0] > fresh[1][1] / fresh[1][0] + 0.2
+show(table(["new head", *"123456", "second / first"], rows))
+assert fresh[3][1] / fresh[3][0] > fresh[1][1] / fresh[1][0] + 0.1
 
 # %% [markdown]
 # Both had little training, and their first guesses are poor. But look along the rows. The head that was never trained
-# on its own states already fails at the second guess.
+# on its own states loses more than half of its right guesses at the second step. The other one loses much less.
 #
-# In real decoding there is another effect. For each position in the draft, the report gives the share of rounds in
-# which the token there was accepted. Divide each share by the one before it. This gives the acceptance rate among the
-# rounds in which all tokens before were accepted.
+# There is another effect in real decoding. For each position in the draft, the report gives the share of rounds in
+# which the token there was accepted. Divide each share by the one before it. The result is the acceptance rate among
+# the rounds in which all tokens before were accepted.
 
 # %%
 batch = tokenizer([prompt.text for prompt in prompts[:12]], return_tensors="pt", padding=True).to(model.device)
@@ -479,42 +456,37 @@ print(f"{model.report.tokens_per_pass:.2f} tokens per pass")
 # text, especially where a small model repeats itself, and there the next guess is easy as well. So acceptance by
 # position mixes two effects: drift lowers it, and selection raises it. That is why we measured drift on a given text.
 
-# %%
-figure, (left, right_) = plt.subplots(1, 2, figsize=(7, 3.5), width_ratios=[1.15, 1])
+# %% tags=["folded"]
+figure, (top, below) = plt.subplots(2, 1, figsize=(4.8, 6.4))
 paint = {"token": COLOURS["draft"], "feature": COLOURS["target"], "both": COLOURS["accepted"]}
+names = {"token": "token only", "feature": "feature only", "both": "both"}
 for way in WAYS:
-    left.plot(list(curves[way]), list(curves[way].values()), "o-", color=paint[way], markersize=4)
-    if way in longer:
-        left.plot([60, 76], [curves[way][60], longer[way]], ":", color=paint[way], linewidth=1.2)
-        left.plot(76, longer[way], "D", markerfacecolor="none", color=paint[way])
-left.text(0, curves["both"][0] + 0.035, "feature i and token i + 1", color=paint["both"])
-left.text(20, curves["token"][20] + 0.06, "token only", color=paint["token"], ha="center")
-left.text(40, curves["feature"][40] - 0.08, "feature only", color=paint["feature"], ha="center")
-left.set_xticks([0, 20, 40, 60, 76], ["0", "20", "40", "60", "long"])
-left.set(title="what the draft reads", xlabel="training steps with this input", ylabel="right guesses", ylim=(0, 0.8))
+    top.plot(list(curves[way]), list(curves[way].values()), "o-", color=paint[way], markersize=4)
+    top.text(STEPS + 2, curves[way][STEPS], names[way], color=paint[way], va="center")
+top.set(title="right guesses, equal training", xlabel="training steps", xlim=(-2, STEPS + 22), ylim=(0, None))
+top.set_xticks(list(curves["both"]))
 
-right_.plot(range(1, 7), drift["its own states"], "o-", color=COLOURS["accepted"], markersize=4)
-right_.plot(range(1, 7), drift["the last true feature"], "o-", color=COLOURS["rejected"], markersize=4)
-right_.text(1, drift["its own states"][0] + 0.035, "shipped head, own states", color=COLOURS["accepted"])
-right_.text(2.5, 0.49, "an old feature instead", color=COLOURS["rejected"])
-for deep, colour in ((3, COLOURS["bonus"]), (1, COLOURS["plain"])):
-    right_.plot(range(1, 7), fresh[deep], "o--", color=colour, markersize=4)
-right_.text(6, fresh[3][-1] + 0.06, "fresh layer, 3 steps", color=COLOURS["bonus"], ha="right")
-right_.text(1, 0.025, "fresh, 1 step", color=COLOURS["plain"], fontsize=9)
-right_.set(title="drift", xlabel="guess number", ylim=(0, 0.8), xticks=range(1, 7))
+below.plot(range(1, 7), drift["its own states"], "o-", color=COLOURS["accepted"], markersize=4)
+below.plot(range(1, 7), drift["the last true feature"], "o-", color=COLOURS["rejected"], markersize=4)
+below.text(1, drift["its own states"][0] + 0.035, "shipped head, own states", color=COLOURS["accepted"])
+below.text(2.6, 0.47, "an old feature instead", color=COLOURS["rejected"])
+for deep, colour, shift in ((3, COLOURS["bonus"], 0.03), (1, COLOURS["plain"], -0.06)):
+    below.plot(range(1, 7), fresh[deep], "o--", color=colour, markersize=4)
+    below.text(6, fresh[deep][-1] + shift, f"new, trained on {deep} step{'s'[: deep > 1]}", color=colour, ha="right")
+below.set(title="right guesses by step: drift", xlabel="guess number", ylim=(-0.03, 0.8), xticks=range(1, 7))
 plt.show()
 
 # %% [markdown]
-# This one run cannot show how the three ways compare if all have the same shape and are fully trained. The diamonds are
-# drafts with other shapes and other training. Also, the target is small. Two layers can reproduce much of what its
-# sixteen narrow layers compute from the tokens. We cannot conclude the same for a large target.
+# This one run cannot show how the three inputs compare after equal *long* training. Also, the target is small. Two
+# layers can reproduce much of what its sixteen narrow layers compute from the tokens. We cannot conclude the same for a
+# large target.
 #
 # ## When it loses
 #
 # **A head belongs to one target.** It reads the hidden states of this target. Those of another target have another size
-# or another meaning. A draft model works with every target that has the same tokenizer. What if the target changes a
-# little, by fine-tuning or merging? Here we simulate such a change with noise. We shift each weight matrix by a share
-# of its own size, and let the head and the draft model guess the choices of the changed target.
+# or another meaning. A draft model, in contrast, works with every target that has the same tokenizer. What if the
+# target changes a little, by fine-tuning or merging? Here we simulate such a change with noise. We shift each weight
+# matrix by a share of its own size, and let the head and the draft model guess the choices of the changed target.
 
 
 # %%
@@ -534,12 +506,12 @@ if TARGET.startswith("zoo:"):
         for share in (0.0, 0.2, 0.3, 0.5):
             out = shifted(share)(held, output_hidden_states=True)
             new_choice, features = out.logits.argmax(-1), torch.cat([out.hidden_states[tap] for tap in taps], -1)
-            guess = head.draft_tokens[head.logits(head(*reads("both", head, held, features))).argmax(-1)]
+            guess = head.draft_tokens[head.logits(next(unrolled(head, held, features))).argmax(-1)]
             same, by_head, by_draft = (
                 a == b
                 for a, b in (
                     (new_choice, choice),
-                    (guess[:, :-1], new_choice[:, 1:-1]),
+                    (guess, new_choice[:, 1:-1]),
                     (drafted[:, 1:], new_choice[:, 1:]),
                 )
             )
@@ -548,8 +520,8 @@ if TARGET.startswith("zoo:"):
     assert all(now[2] < before[2] for before, now in itertools.pairwise(rows))
 
 # %% [markdown]
-# The head tolerates small changes at least as well as the draft model, because it reads the changed features. But both
-# get worse as the change grows. The output is always exactly that of the changed target. Only the number of passes
+# The head tolerates small changes at least as well as the draft model, because it reads the changed features. Both get
+# worse as the change grows. The output is always exactly that of the changed target. Only the number of passes
 # increases.
 #
 # **A small target leaves little to save.** The head is one layer plus an output layer over the whole vocabulary, and it
@@ -569,9 +541,8 @@ print(f"head: {own / 1e6:.1f} million, target: {body / 1e6:.1f} million, ratio: 
 
 # %% [markdown]
 # The head has a fifth of the target's weights, although it has one layer and the target sixteen. More than half of the
-# head is its output layer. By this count, six guesses cost more than a target pass. So four tokens per pass are not a
-# speedup of four. The head takes time, and a pass over several tokens takes longer than a pass over one (notebook
-# [03](03_choosing_a_draft.ipynb)).
+# head is its output layer. By this count, six guesses cost more than a target pass. So four tokens per pass do not give
+# a speedup of four. The head takes time, and a pass over several tokens takes longer than a pass over one.
 #
 # ## Takeaway
 #
@@ -592,9 +563,11 @@ print(f"head: {own / 1e6:.1f} million, target: {body / 1e6:.1f} million, ratio: 
 
 # %% tags=["check"]
 @torch.no_grad()
-def check_1(candidate):
-    hits, asked = 0, 0
-    for row in range(6):
+def check_1(candidate, seed=0):
+    rows, hits, asked = random.Random(seed).sample(range(len(held)), 6), 0, 0
+    guessed = head.draft_tokens[head.logits(next(unrolled(head, held[rows], held_features[rows]))).argmax(-1)]
+    possible = (guessed == choice[rows, 1:-1]).float().mean().item()  # with the pairs that the head was trained on
+    for row in rows:
         text, features = held[row].tolist(), held_features[row].clone()
         features[-1] = float("nan")
         tokens, paired = candidate(text, features)
@@ -605,8 +578,8 @@ def check_1(candidate):
             (guess == choice[row, -len(guess) :]).sum().item()
         )  # the last position predicts the token after the text
         asked += len(guess)
-    assert hits / asked > 0.6, (
-        f"Only {hits / asked:.0%} of the guesses are right. The head was trained on different pairs."
+    assert hits / asked > 0.9 * possible, (
+        f"{hits / asked:.0%} of the guesses are right, and {possible:.0%} could be. The head was trained on different pairs."
     )
     assert asked == 6 * (len(text) - 1), "A position is missing."
 
@@ -635,23 +608,17 @@ attempt(check_1, pairs_answer)
 
 
 # %% tags=["check"]
-def check_2(candidate):
+def check_2(candidate, seed=0):
     assert candidate([]) == [], "Without positions, the result is an empty list."
-    for shares, wanted in (
-        ([0.5, 0.25, 0.125], [0.5, 0.5, 0.5]),
-        ([0.8, 0.4], [0.8, 0.5]),
-        ([0.5, 0.0, 0.0], [0.5, 0.0, 0.0]),
-    ):
-        found = candidate(shares)
-        assert all(abs(a - b) < 1e-9 for a, b in zip(found, wanted, strict=True)), (
-            f"{shares} should give {wanted}, not {found}."
-        )
-    product, found = 1.0, candidate(accepted)
-    for share, rate in zip(accepted, found, strict=True):
-        product *= rate
-        assert abs(product - share) < 1e-9, (
-            "The product of the rates up to a position must be the report's share there."
-        )
+    found = candidate([0.5, 0.0, 0.0])
+    assert list(found) == [0.5, 0.0, 0.0], f"Where no round arrives, the share is 0, so [0.5, 0, 0] stays, not {found}."
+    rng = random.Random(seed)
+    wanted = [rng.uniform(0.1, 1.0) for _ in range(rng.randint(2, 8))]
+    shares = list(itertools.accumulate(wanted, float.__mul__))
+    found = candidate(shares)
+    assert len(found) == len(wanted) and all(abs(a - b) < 1e-9 for a, b in zip(found, wanted)), (
+        f"{[round(x, 3) for x in shares]} should give {[round(x, 3) for x in wanted]}."
+    )
 
 
 # %% tags=["exercise"]
@@ -678,16 +645,23 @@ attempt(check_2, conditional_answer)
 
 
 # %% tags=["check"]
-def check_3(candidate):
+def check_3(candidate, seed=0):
     toy = [(0.25, "(", "x", "="), (0.25, "(", "7", ")"), (0.25, "[", "x", "]"), (0.25, "[", "7", ",")]
     for seen, wanted in (((1,), 0.5), ((2,), 0.5), ((1, 2), 1.0), ((), 0.25)):
         assert abs(candidate(toy, seen) - wanted) < 1e-9, (
             f"The toy table with columns {seen} gives {wanted}, not {candidate(toy, seen)}."
         )
-    loaded = [(0.45, "(", "x", "="), (0.05, "(", "7", ")"), (0.1, "[", "x", "]"), (0.4, "[", "7", ",")]
-    assert abs(candidate(loaded, (1,)) - 0.85) < 1e-9, "With a loaded coin, the bracket alone gives 85%."
-    split = [(0.3, "(", "x", "="), (0.2, "(", "x", ")"), (0.5, "[", "x", ")")]
-    assert abs(candidate(split, (2,)) - 0.7) < 1e-9, "Add up worlds with the same result: ) follows x with 0.7."
+    rng = random.Random(seed)
+    weights = [rng.random() for _ in range(8)]
+    cells = [(bracket, token, rng.choice("=)]")) for bracket in "([" for token in "x7" for _ in range(2)]
+    worlds = [(weight / sum(weights), *cell) for weight, cell in zip(weights, cells)]
+    for seen in ((), (1,), (2,), (1, 2)):  # try every draft: any guess for anything that it may see
+        views = sorted({tuple(world[column] for column in seen) for world in worlds})
+        drafts = (dict(zip(views, guesses)) for guesses in itertools.product("=)]", repeat=len(views)))
+        wanted = max(sum(w[0] for w in worlds if one[tuple(w[c] for c in seen)] == w[3]) for one in drafts)
+        assert abs(candidate(worlds, seen) - wanted) < 1e-9, (
+            f"With random probabilities and columns {seen}, the best draft is right with {wanted:.3f}. Several worlds may have the same result."
+        )
 
 
 # %% tags=["exercise"]
@@ -709,6 +683,17 @@ def best_answer(worlds, seen):
 
 attempt(check_3, best_answer)
 
+# %% [markdown] tags=["open"]
+# ### Open ends
+#
+# These tasks have no check and no single answer. Write down a prediction before you try.
+#
+# 1. Which of the three taps matters most? Train new heads that read one tap, or two, with the same sixty steps, and
+#    compare. Would you choose other layers?
+# 2. In training, the head sees the true token of the text at each step. In decoding, it sees its own guesses, which are
+#    sometimes wrong. Change `learn` so that later steps read the head's own guesses. Does the acceptance by position
+#    improve?
+
 # %% [markdown]
 # ## References
 #
@@ -716,4 +701,5 @@ attempt(check_3, best_answer)
 # - Li and others. EAGLE-2: faster inference of language models with dynamic draft trees. [arXiv 2406.16858](https://arxiv.org/abs/2406.16858)
 # - Li and others. EAGLE-3: scaling up inference acceleration of large language models via training-time test. [arXiv 2503.01840](https://arxiv.org/abs/2503.01840)
 #
-# Next: notebook [10](10_trees.ipynb), how to spend the nodes of a tree.
+# In this notebook, the head drafted chains. The next one asks how to spend a budget of drafted tokens:
+# [10. Trees](10_trees.ipynb).

@@ -19,27 +19,26 @@
 # [02](02_the_acceptance_rule.ipynb) and [08](08_medusa.ipynb).*
 
 # %% tags=["colab"]
-# On Colab or Kaggle, run this first:
-# %pip install "assisted[notebooks]"
+# On Colab or Kaggle, install the package from a clone first. REPOSITORY is the address of its repository:
+# !git clone --depth 1 REPOSITORY repository
+# %pip install -q "./repository[notebooks]"
 
 # %% tags=["setup"]
-import hashlib
 import heapq
-import html
-import json
 import math
 import random
-from itertools import accumulate, product
+import time
+from itertools import accumulate, pairwise, product
 
 import matplotlib.pyplot as plt
 import torch
 from transformers import DynamicCache
 
-from assisted import AssistedModelForCausalLM, Merged, acceptance, bench
+from assisted import AssistedModelForCausalLM, DraftTree, Merged, acceptance, bench
 from assisted.drafters.trees import best_paths, top_nodes, worthwhile
 from assisted.drafts import Draft
 from assisted.lengths.costs import COLUMN
-from assisted.notebook import COLOURS, Picture, attempt, figure_style, show, table
+from assisted.notebook import COLOURS, attempt, figure_style, show, table, token_tree
 
 TARGET, DRAFT = "zoo:target", "zoo:draft"
 # On a GPU of 12-24 GB try a real pair: TARGET, DRAFT = "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B"  (about 9.5 GB in bfloat16)
@@ -47,14 +46,18 @@ TARGET, DRAFT = "zoo:target", "zoo:draft"
 torch.set_num_threads(1)
 torch.set_grad_enabled(False)
 figure_style()
+# on a CPU, the processor time of this process, which does not depend on the load of the machine
+clock = time.perf_counter if torch.cuda.is_available() else time.process_time
 
 # %% [markdown]
 # ## Question
 #
-# A chain of drafted tokens has a weak point, its first wrong token. Every token after it is lost, however good it was.
-# So why draft only one continuation? A **token tree** contains several: for example two candidates for the next token,
-# three for the one after, and so on. The target checks all of them in one forward pass and follows the branch that it
-# agrees with.
+# [Notebook 08](08_medusa.ipynb) drafted a tree because its heads were often wrong. [Notebook 09](09_eagle.ipynb) ended
+# with a head that is right more often and drafts a chain. A chain has a weak point, its first wrong token: every token
+# after it is lost, even if it was good. So does a good draft need a tree, too?
+#
+# A **token tree** contains several continuations: for example two candidates for the next token, and three for the
+# token after it. The target checks all of them in one forward pass and follows the branch that it agrees with.
 #
 # Suppose that a pass may check N drafted tokens, the **nodes** of the tree. They can form a chain of N tokens, a bush
 # with two children below every node, or anything in between.
@@ -73,7 +76,7 @@ figure_style()
 # *c*. Suppose that these probabilities are calibrated. Then
 #
 # - the probability of a path is the product of the probabilities of its tokens: *a a b* has 0.6 · 0.6 · 0.3;
-# - a node is accepted if the target's text goes through it, so its acceptance rate **is** the probability of its path;
+# - a node is accepted if the target's text goes through it, so it is accepted with the probability of its path;
 # - the expected number of accepted tokens is the **sum of the path probabilities of all nodes**.
 #
 # So the best tree of N nodes consists of the N most probable paths. A parent is at least as probable as its child, so
@@ -104,14 +107,14 @@ show(
 #
 # ## From scratch
 #
-# **Grow the tree.** Keep a heap of all nodes that could be added. Take the most probable one, add it, run the draft to
-# get its eight most probable next tokens, and put these on the heap. After N steps the tree consists of the N most
-# probable paths. Nodes are added best first, so the first 8 nodes are the best tree of 8 nodes.
+# **Grow the tree.** Keep a heap of all nodes that could be added. Take the most probable node and add it to the tree.
+# Then run the draft to get the eight most probable tokens after this node, and put them on the heap. After N steps the
+# tree consists of the N most probable paths. The nodes are added best first, so the first 8 nodes are the best tree of
+# 8 nodes.
 #
-# One correction is needed. Our target decodes greedily, so it takes its top-1 token every time. The draft was trained
-# on text, where other tokens appear too, so its top-1 probability is too low for a greedy target. So we sharpen the
-# draft's distribution before we use it: we raise it to the power `sharp` and normalise it. We use 2, and the figure
-# also shows the result for 1.
+# One correction is needed. Our target decodes greedily, so it always takes its top-1 token. The draft was trained on
+# text, where other tokens appear too. Its top-1 probability is therefore too low for a greedy target. We **sharpen**
+# the draft's distribution: we raise it to the power `sharp` and normalize it. We use 2, and the figure shows why.
 
 
 # %%
@@ -143,11 +146,11 @@ def grow(draft, cache, last, count, sharp=2.0, width=8):
 
 
 # %% [markdown]
-# **Check the tree.** All nodes go through the target in one pass. Two things make that possible. With the mask, every
-# node attends to the text and to its own **ancestors**, but not to its siblings. The position id of a node is that of
-# the text plus its depth, so siblings have the same position id.
+# **Check the tree.** All nodes go through the target in one pass. Two things make this possible. First, a mask lets
+# every node attend to the text and to its own **ancestors**, but not to its siblings. Second, the position id of a node
+# is that of the last token of the text plus the depth of the node. So siblings have the same position id.
 #
-# **Walk along the tree.** Start at the end of the text. If a child contains the target's choice, go to this child, and
+# **Walk along the tree.** Start at the end of the text. If a child contains the target's choice, go to this child and
 # repeat.
 
 
@@ -213,108 +216,19 @@ print("accepted:", [tokenizer.decode([tokens[node]]) for node in path])
 assert [tokens[node] for node in path] == ids[at : at + len(path)] or target.dtype != torch.float32  # as the baseline
 
 # %% [markdown]
-# Here is the tree. Click a node to fold or unfold the nodes below it. Move the slider to add nodes best first. The
-# number next to a token is the probability of its path in the sharpened distribution. Nodes that the target accepts are
-# green.
+# Here is the tree, with one node per line. Each node has its token and the probability of its path in the sharpened
+# distribution. The nodes are numbered from the best to the worst, and the slider shows the first ones only. Filled
+# green nodes are accepted. Click a node to fold the nodes below it.
 
-
-# %%
-def layout(parents):
-    """(depth, height) of each node. Leaves are below one another, and a parent is level with its first child."""
-    children = {node: [c for c, p in enumerate(parents) if p == node] for node in range(-1, len(parents))}
-    positions, leaf = {}, 0
-
-    def put(node, depth):
-        nonlocal leaf
-        first = leaf
-        for child in children[node]:
-            put(child, depth + 1)
-        positions[node] = (depth, first)
-        leaf = max(leaf, first + 1)
-
-    put(-1, 0)
-    return positions
-
-
-def draw_nodes(tokens, parents, probabilities, path, positions):
-    """The SVG elements of every node: a line from its parent, a dot and its token."""
-    parts = []
-    for node, parent in enumerate(parents):
-        (x, y), (px, py) = [(30 + 78 * d, 20 + 25 * h) for d, h in (positions[node], positions[parent])]
-        paint = COLOURS["accepted"] if node in path else COLOURS["draft"]
-        word = html.escape(repr(tokenizer.decode([tokens[node]]))[1:-1].replace(" ", "\u2423")[:8])
-        parts.append(
-            f'<g data-node="{node}" tabindex="0"><path d="M{px} {py}C{px + 30} {py} {x - 45} {y} {x} {y}" fill="none" '
-            f'stroke="{paint}" stroke-opacity=".6"/><circle cx="{x}" cy="{y}" r="5" fill="{paint}"/>'
-            f'<text x="{x + 2}" y="{y - 8}">{word} {probabilities[node]:.2f}</text>'
-            f'<text class="more" x="{x + 9}" y="{y + 5}"></text></g>'
-        )
-    return "".join(parts)
-
-
-# %%
-SCRIPT = """<script>(function () {
-  const parents = $parents, path = $path;
-  for (const root of document.querySelectorAll('[data-key="$key"]')) {
-    const groups = [...root.querySelectorAll("[data-node]")], input = root.querySelector("input");
-    const button = root.querySelector("button"), inner = new Set(parents.filter(p => p >= 0));
-    let folded = new Set(inner);
-    const above = n => parents[n] < 0 ? [] : [parents[n], ...above(parents[n])];
-    const draw = () => {
-      const count = Number(input.value), accepted = path.filter(n => n < count).length;
-      root.querySelector("output").textContent = count;
-      root.querySelector(".sentence").textContent =
-        count + " nodes: the target accepts " + accepted + " and adds one token of its own.";
-      groups.forEach((group, n) => {
-        group.style.display = n >= count || above(n).some(m => folded.has(m)) ? "none" : "";
-        const below = parents.filter((p, m) => m < count && above(m).includes(n)).length;
-        group.querySelector(".more").textContent = folded.has(n) && below ? "+" + below : "";
-      });
-    };
-    const turn = n => { folded.has(n) ? folded.delete(n) : inner.has(n) && folded.add(n); draw(); };
-    groups.forEach((group, n) => {
-      group.addEventListener("click", () => turn(n));
-      group.addEventListener("keydown", event => { if (event.key === "Enter") turn(n); });
-    });
-    button.addEventListener("click", () => { folded = new Set(folded.size ? [] : inner); draw(); });
-    input.addEventListener("input", draw);
-    draw();
-  }
-})();</script>"""
-
-
-# %%
-def token_tree(tokens, parents, probabilities, path):
-    """A tree that can be folded, as one piece of HTML. Without scripts it shows the whole tree."""
-    positions = layout(parents)
-    wide = 130 + 78 * max(d for d, _ in positions.values())
-    tall = 40 + 25 * max(h for _, h in positions.values())
-    key = "t" + hashlib.sha256(repr((tokens, parents)).encode()).hexdigest()[:10]
-    script = SCRIPT.replace("$parents", json.dumps(parents)).replace("$path", json.dumps(path)).replace("$key", key)
-    style = (
-        ".token-tree text {fill: currentColor; font: 12px sans-serif} .token-tree .more {font-weight: bold} "
-        ".token-tree g {cursor: pointer} .token-tree svg {max-width: 100%; height: auto; display: block}"
-    )
-    nodes = draw_nodes(tokens, parents, probabilities, path, positions)
-    return Picture(
-        f'<div class="token-tree" data-key="{key}"><style>{style}</style>'
-        f'<label>nodes <output>{len(tokens)}</output> <input type="range" min="1" max="{len(tokens)}" '
-        f'value="{len(tokens)}"></label> <button type="button">fold or unfold all</button>'
-        f'<div class="sentence">{len(tokens)} nodes: the target accepts {len(path)} and adds one token of its own.</div>'
-        f'<svg viewBox="0 0 {wide} {tall}" width="{wide}" role="img" aria-label="a token tree">'
-        f'<circle cx="30" cy="20" r="5" fill="currentColor"/>{nodes}</svg>{script}</div>',
-        "a token tree",
-    )
-
-
-show(token_tree(tokens, parents, probabilities, path))
+# %% tags=["folded"]
+show(token_tree([tokenizer.decode([token]) for token in tokens], parents, probabilities, path))
 
 # %% [markdown]
 # ## The library's call
 #
-# A `Draft` contains one token tree per row: the tokens, and the parent of each. It computes the mask and the depths.
-# `match_tree` is the walk, and `top_nodes` picks the best nodes of many candidates. All of them agree with our code.
-# The pass over the tree gives the same logits as a separate pass over each path.
+# A `Draft` contains one token tree per row: the tokens, and the parent of each token. It computes the mask and the
+# depths. `match_tree` is the walk, and `top_nodes` picks the best nodes of many candidates. All of them agree with our
+# code. The pass over the tree gives the same logits as a separate pass over each path.
 
 # %%
 as_draft = Draft(torch.tensor([tokens]), torch.tensor([len(tokens)]), parents=torch.tensor([parents]))
@@ -336,29 +250,30 @@ assert furthest < 1e-3 or target.dtype != torch.float32
 print(f"largest difference of a logit between the tree pass and the path alone: {furthest:.0e}")
 
 # %% [markdown]
-# In practice you write one line. `draft="zoo:eagle3"` drafts such trees, level by level instead of node by node, so
-# that the head runs once per level (EAGLE-2, arXiv 2406.16858). `draft="recycle"` uses a tree of fixed shape.
-# **SpecInfer** (arXiv 2305.09781) builds a tree in another way. Several drafters write one chain each, and the chains
-# are merged, with shared beginnings stored once. In this package, that is `Merged([...])`.
+# In practice you write one line. `draft="draft-tree:zoo:draft"` drafts such trees with a draft model, and
+# `draft="zoo:eagle3"` with the head of notebook 09. Both grow the tree level by level instead of node by node, so that
+# the draft runs once per level (EAGLE-2, arXiv 2406.16858). `draft="recycle"` uses a tree of fixed shape. **SpecInfer**
+# (arXiv 2305.09781) builds a tree in another way. Several drafters write one chain each, and the chains are merged.
+# Beginnings that they share are stored once. In this package, that is `Merged([...])`.
 #
 # ## The picture
 #
 # Now we answer the question. At *every* position of four texts of 36 new tokens, we grow the best tree of 32 nodes and
-# note which of its nodes are on the target's path. The first N nodes are the best tree of N nodes, so this gives the
-# result for all N at once. Then we replay: start at the first position, accept the tokens that a tree of N nodes gives,
-# jump to the position after them, and count passes.
+# note which nodes are on the target's path. The first N nodes are the best tree of N nodes, so this gives the result
+# for all N at once. Then we replay the decoding. We start at the first position, accept the tokens that a tree of N
+# nodes gives, jump to the position after them, and count passes.
 
 
 # %%
-def paths_everywhere(sharp):
-    """For each text and each position in it, the nodes of the tree of 32 on the target's path, in order."""
+def paths_everywhere(count, sharp):
+    """For each text and position, the path probabilities of a tree of `count`, and its nodes on the target's path."""
     found = []
     for text, start in texts:
         cache = DynamicCache(config=draft.config)
         draft(torch.tensor([text[:start]], device=draft.device), past_key_values=cache)
         found.append({})
         for position in range(start + 1, len(text)):
-            grown, above, _ = grow(draft, cache, text[position - 1], 32, sharp)
+            grown, above, probabilities = grow(draft, cache, text[position - 1], count, sharp)
             child = {(p, t): n for n, (p, t) in enumerate(zip(above, grown))}
             here, on_path = -1, []
             for token in text[position:-1]:
@@ -366,7 +281,7 @@ def paths_everywhere(sharp):
                 if here is None:
                     break
                 on_path.append(here)
-            found[-1][position] = on_path
+            found[-1][position] = probabilities, on_path
             draft(torch.tensor([[text[position - 1]]], device=draft.device), past_key_values=cache)
     return found
 
@@ -384,17 +299,17 @@ def tokens_per_pass(accepted):
 
 # %%
 sizes = [1, 2, 4, 8, 16, 32]
-curves = {}
-for name, sharp in {"dynamic": 2.0, "dynamic, not sharpened": 1.0}.items():
-    found = paths_everywhere(sharp)
-    curves[name] = [tokens_per_pass(lambda t, p: sum(node < n for node in found[t][p])) for n in sizes]
+curves, trees_found = {}, {}
+for name, most, sharp in (("dynamic", 32, 2.0), ("not sharpened", 16, 1.0)):
+    found = trees_found[name] = paths_everywhere(most, sharp)
+    curves[name] = [tokens_per_pass(lambda t, p: sum(node < n for node in found[t][p][1])) for n in sizes if n <= most]
 
 # %% [markdown]
-# Chains, binary trees and fixed shapes do not need to be grown. Only the **rank** of the target's token in the draft's
-# distribution matters. Rank 0 is the draft's top-1 token. One draft pass over the text gives all ranks. A *static* tree
-# has a fixed shape, such as "the second most probable token after the top-1 token". Which shape is best? The most
-# probable one, given how often each rank was right (`best_paths`; Sequoia, arXiv 2402.12374, computes the best fixed
-# tree from such rates). We measure these rates on the same texts, which is the best case for the static tree.
+# Chains, binary trees and other fixed shapes need not be grown. Only the **rank** of the target's token in the draft's
+# distribution matters, where rank 0 is the draft's top-1 token. One draft pass over the text gives all ranks. A
+# *static* tree has a fixed shape, such as "the second most probable token after the top-1 token". The best shape
+# follows from how often each rank is right. `best_paths` computes it, and so does Sequoia (arXiv 2402.12374). We
+# measure these rates on the same texts, which is the best case for the static tree.
 
 # %%
 ranks = []
@@ -425,15 +340,17 @@ rates = [sum(rank == r for rank in seen) / len(seen) for r in range(8)]
 print("how often each rank is right:", [round(rate, 2) for rate in rates])
 curves["chain"] = [measured(best_paths([[1.0]] * n, n)) for n in sizes]
 curves["static"] = [measured(best_paths([rates] * n, n)) for n in sizes]
-full = [(2 ** (d + 1) - 2, measured(best_paths([[0.5, 0.5]] * d, 2 ** (d + 1) - 2))) for d in (1, 2, 3, 4)]
+full = {2 ** (d + 1) - 2: measured(best_paths([[0.5, 0.5]] * d, 2 ** (d + 1) - 2)) for d in (1, 2, 3, 4)}
 
 # %% [markdown]
-# We also run the library itself. A chain of fixed length must need exactly as many passes as our replay. SpecInfer
-# merges the chains of the draft model and of the suffix drafter ([notebook 07](07_ngram_and_suffix.ipynb)).
+# A replay is a calculation. So we also run the library and count its passes: a chain of fixed length, which must need
+# exactly as many passes as our replay, trees of the draft model (`DraftTree`), and SpecInfer, which merges the chains
+# of the draft model and of the suffix drafter ([notebook 07](07_ngram_and_suffix.ipynb)).
 
 
 # %%
 def run(pair, length):
+    """Nodes per pass and tokens per pass. Every text is compared with the baseline's."""
     pair.reset_totals()
     for prompt, (text, start) in zip(prompts, texts):
         output = pair.generate(prompt.ids.to(pair.device), **GREEDY, draft_length=length)[0].tolist()
@@ -445,65 +362,133 @@ for length in (2, 8):
     ours = curves["chain"][sizes.index(length)]
     assert abs(run(model, length)[1] - ours) < 1e-9 or target.dtype != torch.float32
 
+ran = {"DraftTree": [], "SpecInfer": []}
+for nodes in (2, 8, 32):
+    pair = AssistedModelForCausalLM.from_models(target, draft=DraftTree(DRAFT, nodes=nodes), tokenizer=tokenizer)
+    ran["DraftTree"].append(run(pair, nodes))
 both = AssistedModelForCausalLM.from_models(target, draft=Merged([DRAFT, "suffix"]), tokenizer=tokenizer)
-merged = [run(both, length) for length in (2, 4, 8)]
-show(table(["SpecInfer, draft and suffix: nodes per pass", "tokens per pass"], [list(point) for point in merged]))
-
-# %%
-fig, (left, right) = plt.subplots(1, 2, figsize=(7, 3.6), width_ratios=[3, 2])
-ink = {"dynamic": "accepted", "dynamic, not sharpened": "plain", "static": "accent", "chain": "target"}
-for name, values in curves.items():
-    left.plot(sizes, values, "--" if "not" in name else "-", color=COLOURS[ink[name]], marker="o", markersize=3)
-left.plot(*zip(*full), color=COLOURS["draft"], marker="o", markersize=3)
-left.plot(*zip(*merged), "D", color=COLOURS["bonus"], markersize=6)
-left.set(xscale="log", xlabel="nodes N checked in a pass", ylabel="tokens per pass", xlim=(0.9, 36))
-left.set_xticks(sizes, map(str, sizes))
-left.minorticks_off()
-labels = [("dynamic", 0), ("static", 1), ("dynamic, not sharpened", 2), ("chain", 3)]
-for name, line in labels:
-    left.text(0.02, 0.97 - 0.075 * line, name, color=COLOURS[ink[name]], transform=left.transAxes, va="top")
-left.text(0.02, 0.97 - 0.3, "binary", color=COLOURS["draft"], transform=left.transAxes, va="top")
-left.text(0.02, 0.97 - 0.375, "SpecInfer, two chains", color=COLOURS["bonus"], transform=left.transAxes, va="top")
-
-for price in (0.0, 0.02, 0.05, 0.15):
-    gain = [tokens / (1 + price * n) for tokens, n in zip(curves["dynamic"], sizes)]
-    top = max(range(len(gain)), key=gain.__getitem__)
-    right.plot(sizes, gain, color=COLOURS["accepted"], alpha=1 - 4 * price)
-    right.plot(sizes[top], gain[top], "o", color=COLOURS["accepted"])
-    right.text(36, gain[-1], f"{price:g}", va="center")
-right.set(
-    xscale="log", xlabel="nodes N", ylabel="tokens per unit of pass cost", xlim=(0.9, 36), title="cost of a position"
-)
-right.set_xticks(sizes, map(str, sizes))
-right.minorticks_off()
-plt.show()
-
-print("tokens per pass with 16 nodes:", {name: round(values[sizes.index(16)], 2) for name, values in curves.items()})
-at32 = {name: values[-1] for name, values in curves.items()}
-assert at32["dynamic"] > at32["chain"]
+ran["SpecInfer"] = [run(both, length) for length in (2, 4, 8)]
+rows = [[name, *point] for name, points in ran.items() for point in points]
+show(table(["the library's", "nodes per pass", "tokens per pass"], rows))
 
 # %% [markdown]
-# Left: more nodes never yield fewer tokens, but the gain depends on the shape. Up to four nodes, a chain is nearly as
-# good as any tree. The first guess is right so often that depth is more useful than width. Then the chain stops
-# gaining, because outside a loop no draft is right thirty times in a row. The binary tree wastes half of each level.
-# The static tree goes deep along the first guesses and adds a few alternatives. The dynamic tree does the same where
-# the draft is confident, and adds alternatives where it is not. Without sharpening it adds too many alternatives: a
-# tree that is grown by probabilities is only as good as the probabilities. Here, SpecInfer's two chains yield no more
-# than one chain with the same number of nodes. A second drafter helps only where it is right and the first one is
-# wrong.
+# The whole argument rests on one assumption: a node is accepted with the probability of its path. We can measure this,
+# too. We sort all nodes of all trees by their path probability and count how many were on the target's path.
+
+
+# %%
+def calibration(found):
+    """[(mean path probability, share of nodes on the target's path)] of six groups of nodes."""
+    nodes = [
+        (probability, node in on_path)
+        for text, (written, start) in zip(found, texts)
+        for position, (probabilities, on_path) in text.items()
+        for node, probability in enumerate(probabilities)
+        if position + 8 < len(written)  # there is enough text left for a path
+    ]
+    borders = [0.0, 0.02, 0.06, 0.15, 0.4, 0.8, 1.01]
+    groups = [[node for node in nodes if low <= node[0] < high] for low, high in pairwise(borders)]
+    return [tuple(sum(column) / len(group) for column in zip(*group)) for group in groups if group]
+
+
+shares = {name: calibration(found) for name, found in trees_found.items()}
+rows = [[name, f"{p:.2f}", f"{share:.2f}"] for name, points in shares.items() for p, share in points]
+show(table(["tree", "mean path probability", "accepted"], rows))
+
+# %% tags=["folded"]
+ink = {"dynamic": "accepted", "not sharpened": "rejected", "static": "accent", "chain": "target", "binary": "draft"}
+curves_drawn = {name: (sizes[: len(values)], values) for name, values in curves.items()} | {"binary": (list(full), list(full.values()))}
+fig, (top, below) = plt.subplots(2, 1, figsize=(4.8, 6.6), height_ratios=[3, 2.2])
+height = math.inf
+for name, (x, y) in sorted(curves_drawn.items(), key=lambda item: -item[1][1][-1]):
+    top.plot(x, y, "--" if "not" in name else "-", color=COLOURS[ink[name]], marker="o", markersize=3)
+    height = min(height - 0.3, y[-1])  # labels must not overlap
+    top.text(37, height, name, color=COLOURS[ink[name]], va="center")
+top.plot(*zip(*ran["DraftTree"]), "D", color=COLOURS["accepted"], markersize=7, markerfacecolor="none")
+top.plot(*zip(*ran["SpecInfer"]), "s", color=COLOURS["bonus"], markersize=6)
+top.text(0.03, 0.97, "◇ run: DraftTree", color=COLOURS["accepted"], transform=top.transAxes, va="top")
+top.text(0.03, 0.90, "■ run: SpecInfer", color=COLOURS["bonus"], transform=top.transAxes, va="top")
+top.set(xscale="log", xlabel="nodes N checked in a pass", title="tokens per pass", xlim=(0.9, 110))
+top.set_xticks(sizes, map(str, sizes))
+top.minorticks_off()
+top.spines["bottom"].set_bounds(0.9, 36)
+
+below.plot([0, 1], [0, 1], ":", color=COLOURS["plain"])
+for name, points in shares.items():
+    below.plot(*zip(*points), "o-", color=COLOURS[ink[name]], markersize=4)
+below.text(0.03, 0.95, "dynamic (sharpened)", color=COLOURS[ink["dynamic"]], transform=below.transAxes, va="top")
+below.text(0.03, 0.84, "not sharpened", color=COLOURS[ink["not sharpened"]], transform=below.transAxes, va="top")
+below.set(xlabel="path probability of a node", title="share of nodes that are accepted", xlim=(0, 1), ylim=(0, 1))
+plt.show()
+
+# %%
+at16 = {name: values[sizes.index(16)] for name, values in curves.items()}
+print("tokens per pass with 16 nodes:", {name: round(value, 2) for name, value in at16.items()})
+assert at16["dynamic"] > at16["chain"]
+
+# %% [markdown]
+# This is the answer. With 16 nodes, the best tree yields 4.5 tokens per pass, and the chain 3.3. The upper panel shows
+# where this comes from.
+#
+# - **Up to four nodes, a chain is nearly as good as any tree.** The first guess is right so often that depth is more
+#   useful than width. Then the chain stops gaining, because a draft is rarely right thirty times in a row.
+# - **The binary tree wastes half of each level.**
+# - **The static tree** goes deep along the first guesses and adds a few alternatives. The dynamic tree does the same
+#   where the draft is confident, and adds alternatives where it is not.
+# - **The library's trees** (diamonds) are grown level by level and corrected by counts of earlier rounds. They are a
+#   little below our curve, because these counts begin empty.
+# - **SpecInfer's two chains** yield no more here than one chain with the same number of nodes. A second drafter helps
+#   only where it is right and the first one is wrong.
+#
+# The lower panel explains the dashed curve. Without sharpening, the path probabilities are too low: nodes are accepted
+# more often. So the tree is not deep enough and has too many alternatives. With sharpening, the best and the worst
+# nodes are near the dotted line, and the probabilities in the middle are too high. A tree that is grown by probabilities
+# is only as good as the probabilities.
 #
 # This run has limits. Four texts of 36 tokens are few, and the small target repeats itself in greedy decoding. Trust
 # the order of the curves, not their height.
 #
 # ## When it loses
 #
-# **Positions have a cost.** In the right panel, each node adds a share of a target pass to the cost of the pass, and
-# the dot marks the best N. At cost 0 the largest tree wins. At 0.15, as on a busy machine, a few nodes are best. And
-# drafting a tree is not free either.
+# **Positions are not free.** A pass over 1 + N positions takes longer than a pass over one. We measure how much longer
+# on this machine, after the first text, and divide the tokens per pass by it. (This leaves out the time for drafting,
+# which a tree needs as well.)
+
+# %% tags=["measured"]
+before = torch.tensor([ids[: at - 1]], device=target.device)
+cache = DynamicCache(config=target.config)
+target(before, past_key_values=cache)
+
+
+def pass_seconds(count):
+    row = torch.tensor([(ids * 2)[:count]], device=target.device)
+    start = clock()
+    target(row, past_key_values=cache).logits[0, -1].argmax().item()  # on an accelerator this waits for the result
+    seconds = clock() - start
+    cache.crop(-count)
+    return seconds
+
+
+taken = {count: [] for count in (1, *(n + 1 for n in sizes))}
+for _ in range(12):  # in turns, because the machine may be busy
+    for count, seconds in taken.items():
+        seconds.append(pass_seconds(count))
+cost = {count: min(seconds) / min(taken[1]) for count, seconds in taken.items()}
+rows = []
+for n, dynamic, chain in zip(sizes, curves["dynamic"], curves["chain"]):
+    rows.append([n, cost[n + 1], dynamic / cost[n + 1], chain / cost[n + 1]])
+show(table(["nodes", "time of a pass", "dynamic: tokens per time", "chain: tokens per time"], rows))
+best = max(rows, key=lambda row: row[2])
+print(f"Here the best size is {best[0]} nodes, with {best[2]:.2f} tokens in the time of a baseline pass.")
+
+# %% [markdown]
+# The tree of 32 nodes has the most tokens per pass, and yet a smaller one can be best per unit of time. On a busy
+# machine or in a large batch ([notebook 12](12_batches_and_serving.ipynb)), each position costs more, and the best tree
+# is smaller still.
 #
 # **Sampling is different.** A candidate in a tree is accepted only if the target *samples* this token. A chain that was
 # sampled from a known distribution $q$ does better, because its tokens are accepted with probability $\min(1, p/q)$.
-# Take the toy draft and a target with exactly the same distribution, at temperature 1:
+# As an example, take the toy draft and a target with exactly the same distribution, at temperature 1:
 
 # %%
 p = torch.tensor([[0.6, 0.3, 0.1]] * 7, dtype=torch.float64)
@@ -515,15 +500,15 @@ print(f"best tree of six {sum(map(probability, trees['the six most probable path
 assert float(accepted.cumprod(0).sum()) == 6
 
 # %% [markdown]
-# With a perfect draft, all six tokens of a chain are accepted, but fewer than two of a tree. So in sampling, a chain is
-# the better use of the nodes. The exception is a tree whose candidates are also sampled from $q$ and verified with the
-# rule of exercise 2. The library's EAGLE drafts trees in greedy decoding and chains in sampling.
+# With a perfect draft, all six tokens of a chain are accepted, but fewer than two tokens of a tree. So a chain is the
+# better use of the nodes in sampling. The exception is a tree whose candidates are also sampled from $q$ and verified
+# with the rule of exercise 2. The library's EAGLE drafts trees in greedy decoding and chains in sampling.
 #
 # ## Takeaway
 #
 # > **The expected number of accepted tokens is the sum of the path probabilities of the nodes.** So take the most
-# > probable paths: deep where the draft is confident, wide where it is not. Stop where the next path yields less than
-# > its position costs. Where positions are expensive, draft a short chain.
+# > probable paths. The tree is then deep where the draft is confident and wide where it is not. Stop where the next path
+# > yields less than its position costs. Where positions are expensive, draft a short chain.
 
 # %% [markdown]
 # ## Exercises
@@ -532,13 +517,15 @@ assert float(accepted.cumprod(0).sum()) == 6
 #
 # Six nodes have the parents `[-1, 0, 0, -1, 2, 3]`. The first and the fourth are children of the text. Draw the tree on
 # paper. Then write down the mask, 6 by 6, with 1 where the row's node attends to the column's node. Also write down the
-# depth of each node (children of the text have depth 1). Do not use code.
+# depth of each node (children of the text have depth 1). Do not use code. If you like, change `my_parents` and do it
+# for a tree of your own.
 
 
-# %% tags=["check"]
-def check_1(mask, depths):
-    tree = Draft(torch.zeros(1, 6, dtype=torch.int64), torch.tensor([6]), parents=torch.tensor([[-1, 0, 0, -1, 2, 3]]))
-    assert len(mask) == 6 and all(len(row) == 6 for row in mask), "the mask must have six rows of six"
+# %% tags=["check", "fixed"]
+def check_1(parents, mask, depths):
+    n = len(parents)
+    tree = Draft(torch.zeros(1, n, dtype=torch.int64), torch.tensor([n]), parents=torch.tensor([parents]))
+    assert len(mask) == n and all(len(row) == n for row in mask), f"the mask must have {n} rows of {n}"
     for node, (mine, right) in enumerate(zip(mask, tree.ancestors()[0].int().tolist())):
         assert mine[node] == 1, f"node {node} must attend to itself"
         assert list(mine) == right, f"node {node} must attend to its ancestors and itself only"
@@ -548,6 +535,7 @@ def check_1(mask, depths):
 
 
 # %% tags=["exercise"]
+my_parents = [-1, 0, 0, -1, 2, 3]
 my_mask = [
     [1, 0, 0, 0, 0, 0],
     [1, 1, 0, 0, 0, 0],
@@ -558,7 +546,7 @@ my_mask = [
 ]
 my_depths = [1, 2, 3, 4, 5, 6]
 
-attempt(check_1, my_mask, my_depths)
+attempt(check_1, my_parents, my_mask, my_depths)
 
 # %% tags=["answer"]
 mask = [
@@ -571,7 +559,7 @@ mask = [
 ]
 depths = [1, 2, 2, 1, 3, 2]
 
-attempt(check_1, mask, depths)
+attempt(check_1, [-1, 0, 0, -1, 2, 3], mask, depths)
 
 # %% [markdown]
 # ### 2. Two candidates, one distribution
@@ -587,8 +575,8 @@ attempt(check_1, mask, depths)
 
 
 # %% tags=["check"]
-def check_2(candidate):
-    rng = random.Random(1)
+def check_2(candidate, seed=1):
+    rng = random.Random(seed)
     for _ in range(5):
         p, q1, q2 = (
             [weight / sum(w) for weight in w] for w in ([rng.random() ** 2 for _ in range(4)] for _ in range(3))
@@ -634,21 +622,22 @@ def two_candidates(p, q1, q2, x1, x2):
 
 attempt(check_2, two_candidates)
 
-# %% [markdown]
+# %% [markdown] tags=["answer"]
 # This is the rule of SpecInfer, and `acceptance.rejection_tree` applies it to whole trees. If candidates are sampled
-# *without* replacement, the earlier candidates must be removed from the distribution: `acceptance.taken_out`.
-#
+# *without* replacement, the earlier candidates must be removed from the distribution, as `acceptance.taken_out` does.
+
+# %% [markdown]
 # ### 3. How many nodes are worthwhile?
 #
 # The path probabilities of the candidates are known, best first. A pass over a tree of N nodes costs $1 + \kappa N$
 # times as much as a pass over one token. Write `best_count(probabilities, position_cost)`. It returns the N with the
-# most expected tokens per cost, including the target's own token. Of equal values, return the smallest N. The best N
-# may be 0.
+# most expected tokens per cost, including the target's own token. If several N are equal, return the smallest. The best
+# N may be 0.
 
 
 # %% tags=["check"]
-def check_3(candidate):
-    rng = random.Random(2)
+def check_3(candidate, seed=2):
+    rng = random.Random(seed)
     for _ in range(50):
         probabilities = sorted((rng.random() ** 2 for _ in range(20)), reverse=True)
         counts = []
@@ -689,17 +678,30 @@ def best_count(probabilities, position_cost):
 
 attempt(check_3, best_count)
 
-# %% [markdown]
+# %% [markdown] tags=["answer"]
 # A node must yield more than its position costs times *the rate that the pass has reached*. The time for this position
 # could have been spent on another pass, which yields several tokens.
+
+# %% [markdown] tags=["open"]
+# ### Open ends
 #
+# These tasks have no check and no single answer. Write down a prediction before you try.
+#
+# 1. Choose another `sharp` for every depth of the tree, or learn it from the first rounds of a text. How many tokens
+#    per pass do you gain with 16 nodes? Is your rule still good on prompts that you did not use to find it?
+# 2. `grow` runs the draft once per node. Write a version that runs it once per level, with a limit on the nodes that it
+#    extends (EAGLE-2 does this). Plot tokens per pass against the number of draft passes. Where would you stop?
+
+# %% [markdown]
 # ## References
 #
 # - Miao and others. SpecInfer. [arXiv 2305.09781](https://arxiv.org/abs/2305.09781)
 # - Li and others. EAGLE-2, dynamic trees. [arXiv 2406.16858](https://arxiv.org/abs/2406.16858)
 # - Chen and others. Sequoia, the best static tree, and sampling without replacement.
 #   [arXiv 2402.12374](https://arxiv.org/abs/2402.12374)
+# - Svirschevski and others. SpecExec, large trees of a draft model. [arXiv 2406.02532](https://arxiv.org/abs/2406.02532)
 # - Jeon and others. Recursive Speculative Decoding. [arXiv 2402.14160](https://arxiv.org/abs/2402.14160)
 # - Luo and others. Token Recycling, a tree of fixed shape. [arXiv 2408.08696](https://arxiv.org/abs/2408.08696)
 #
-# Next: [11. Train your own draft](11_train_your_own_draft.ipynb), which raises every path probability at once.
+# A tree makes the best use of a given draft. The next notebook improves the draft itself, which raises the probability
+# of every path: [11. Train your own draft](11_train_your_own_draft.ipynb).

@@ -2,11 +2,14 @@
 
 Each source (jupytext, py:percent) gives NN_slug.ipynb, with output and with the answers folded, and student/NN_slug.ipynb,
 with neither output nor answers. What a notebook must be like is in `problems`; a notebook with a problem is not written.
+A run also tries each check on random values (`trials`) and, where nothing is written, compares what was printed with the
+written notebook (`stale`).
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import asyncio
 import json
 import os
@@ -14,11 +17,14 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, zip_longest
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import jupytext
@@ -42,6 +48,19 @@ HEADINGS = [
     "Exercises",
     "References",
 ]
+TAGS = {"colab", "setup", "check", "exercise", "answer", "open", "fixed", "folded", "measured"}
+TRIALS = 5  # random values that each check is tried on, beside its own
+# What a check may be tried on: names of its arguments that have a default, which is the notebook's own value.
+VARIED: dict[str, Callable[[Random], Any]] = {
+    "seed": lambda rng: rng.randrange(1, 10**6),  # the check makes its own values from it
+    "a": lambda rng: round(rng.uniform(0.05, 0.95), 3),  # acceptance rate
+    "c": lambda rng: round(rng.uniform(0.01, 0.8), 3),  # cost of a drafted token, in target passes
+    "g": lambda rng: rng.randint(1, 8),  # draft length
+    "v": lambda rng: [round(x, 3) for x in accumulate([1.0, *(rng.uniform(0, 0.4) for _ in range(8))])],  # v(1) to v(9)
+    "p": lambda rng: _distribution(rng),
+    "q": lambda rng: _distribution(rng),
+}
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 RUNNING: list[Any] = []  # nbclient's clients, each with a kernel of its own
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/(?:tmp|home|root|Users|mnt|opt|usr|var|private)/\w")
 
@@ -74,19 +93,25 @@ def read(source: Path) -> NotebookNode:
         cell.id = f"cell-{number:02}"
         labels = tags(cell)
         cell.metadata = NotebookNode({"tags": labels} if labels else {})
-        if {"answer", "folded"} & set(labels):
+        if cell.cell_type == "markdown" and "answer" in labels:  # folds wherever Markdown is shown
+            cell.source = f"<details>\n<summary>Answer</summary>\n\n{cell.source}\n\n</details>"
+        elif {"answer", "folded"} & set(labels):
             cell.metadata.jupyter = {"source_hidden": True}
     _plain_metadata(notebook)
     return notebook
 
 
-def run(notebook: NotebookNode) -> list[str]:
-    """Run all cells in a fresh kernel, in place. Returns what went to standard error, which is not kept."""
+def run(notebook: NotebookNode, shipped: bool = True) -> list[str]:
+    """Run all cells in a fresh kernel, in place. Returns what went to standard error, which is not kept.
+
+    shipped: with the package's own models, also where a larger one is installed.
+    """
     from nbclient import NotebookClient
 
     # the checkout is what is run; models come from the package; bars and their like belong to no page
     places = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     settings = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    settings |= {"ASSISTED_NOTEBOOKS": "shipped"} if shipped else {}
     environment = os.environ | settings | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
     client = NotebookClient(
         notebook,
@@ -121,7 +146,137 @@ def student(notebook: NotebookNode) -> NotebookNode:
     for cell in copy.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+        else:
+            cell.source = cell.source.replace("](../", "](../../")  # one folder deeper
     return copy
+
+
+def trials(notebook: NotebookNode, seed: int = 0) -> list[NotebookNode]:
+    """A cell for each attempt at an exercise, to be run after the notebook: the check on random values.
+
+    It prints a list, for each of the values what the check raised or "", and the seconds it took.
+    """
+    rng, varied, cells = Random(seed), {}, []
+    for cell in notebook.cells:
+        if cell.cell_type != "code" or not {"check", "exercise", "answer"} & set(tags(cell)):
+            continue
+        varied |= {name: given for name, given in arguments(cell).items() if "fixed" not in tags(cell)}
+        for call in _attempts(cell):
+            check, *candidates = map(ast.unparse, call.args)
+            values = [
+                {name: VARIED[name](rng) for name in varied.get(check, ()) if name in VARIED} for _ in range(TRIALS)
+            ]
+            if any(values):
+                source = _TRIAL.format(call=f"{check}({', '.join(candidates)}, **_values)", values=values)
+                kind = next(tag for tag in ("exercise", "answer") if tag in tags(cell))
+                cells.append(
+                    nbformat.v4.new_code_cell(source, metadata={"tags": [kind], "values": values, "of": check})
+                )
+    return cells
+
+
+_TRIAL = """import json as _json, time as _time
+_said, _start = [], _time.monotonic()
+for _values in {values!r}:
+    try:
+        {call}
+    except Exception as _error:
+        _said.append(f"{{type(_error).__name__}}: {{_error}}")
+    else:
+        _said.append("")
+print("\\n" + _json.dumps([_said, _time.monotonic() - _start]))"""
+
+
+def tried(cells: list[NotebookNode]) -> tuple[list[str], float]:
+    """Of the cells of `trials`, after the run: where an answer failed or an open exercise passed; and their seconds."""
+    found, seconds = [], 0.0
+    for cell in cells:
+        said, took = json.loads(_printed(cell).splitlines()[-1])
+        seconds += took
+        for values, error in zip(cell.metadata["values"], said, strict=True):
+            if "answer" in tags(cell) and error:
+                found.append(f"{cell.metadata.of}: with {values} the answer fails: {error}")
+            if "exercise" in tags(cell) and not error:
+                found.append(f"{cell.metadata.of}: with {values} the exercise passes unsolved")
+    return found, seconds
+
+
+def arguments(cell: NotebookNode) -> dict[str, list[str]]:
+    """By check that the cell defines, the names of the arguments that have a default."""
+    found = {}
+    for node in ast.walk(_tree(cell)):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("check"):
+            names = [one.arg for one in node.args.args]
+            named = [one.arg for one, given in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if given]
+            found[node.name] = [*names[len(names) - len(node.args.defaults) :], *named]
+    return found
+
+
+def _attempts(cell: NotebookNode) -> list[ast.Call]:
+    called = [
+        node.value for node in _tree(cell).body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ]
+    return [call for call in called if isinstance(call.func, ast.Name) and call.func.id == "attempt" and call.args]
+
+
+def _tree(cell: NotebookNode) -> ast.Module:
+    try:
+        return ast.parse(cell.source)
+    except SyntaxError:  # the run says so
+        return ast.Module([], [])
+
+
+def _distribution(rng: Random, size: int = 4) -> list[float]:
+    weights = [rng.random() for _ in range(size)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def stale(fresh: NotebookNode, written: NotebookNode) -> list[str]:
+    """The cells that printed something else than the written notebook shows. Cells tagged "measured" are not compared."""
+    there, found = {cell.id: cell for cell in written.cells}, []
+    for cell in fresh.cells:
+        old = there.get(cell.id)
+        if cell.cell_type != "code" or "measured" in tags(cell) or old is None or old.source != cell.source:
+            continue  # of other sources, `differences` speaks
+        for now, before in zip_longest(_printed(cell).splitlines(), _printed(old).splitlines(), fillvalue=""):
+            if not alike(now, before):
+                found.append(
+                    f"{cell.id} prints {now.strip()!r}, and the written notebook shows {before.strip()!r}: make notebooks "
+                    '(or tag the cell "measured" if times are in it)'
+                )
+                break
+    return found
+
+
+def alike(now: str, before: str) -> bool:
+    """Whether two lines are the same but for the last digit of numbers with a point, and for spaces.
+
+    Numbers with an exponent are errors of rounding and p-values, of which the order of magnitude is compared.
+    """
+    words = [[re.sub(r"\s+|--+", " ", word).strip() for word in NUMBER.split(line)] for line in (now, before)]
+    numbers = [NUMBER.findall(line) for line in (now, before)]
+    return words[0] == words[1] and all(map(_close, *numbers))
+
+
+def _close(one: str, other: str) -> bool:
+    if "e" in one + other:
+        return max(abs(float(one)), 1e-9) <= 10 * max(abs(float(other)), 1e-9) and (
+            max(abs(float(other)), 1e-9) <= 10 * max(abs(float(one)), 1e-9)
+        )
+    digits = [len(number.partition(".")[2]) for number in (one, other)]
+    if digits[0] != digits[1] or not digits[0]:
+        return one == other
+    return abs(float(one) - float(other)) < 1.5 * 10 ** -digits[0]
+
+
+def _printed(cell: NotebookNode) -> str:
+    """What a cell shows as text: what it printed, and its tables. Not its figures."""
+    shown = []
+    for output in cell.get("outputs", []):
+        data = output.get("data", {})
+        drawn = "image/svg+xml" in data or str(data.get("text/plain", "")).startswith("<picture")
+        shown.append("" if drawn else output.get("text") or data.get("text/plain", ""))
+    return "\n".join(text.strip("\n") for text in shown if text)
 
 
 def problems(notebook: NotebookNode, name: str, ran: bool = True) -> list[str]:
@@ -143,12 +298,28 @@ def problems(notebook: NotebookNode, name: str, ran: bool = True) -> list[str]:
     order = [tag for cell in code for tag in tags(cell) if tag in ("exercise", "answer")]
     if order != ["exercise", "answer"] * 3:
         found.append(f"not three exercises, each with its answer: {order}")
+    tasks = [cell.source for cell in notebook.cells if cell.cell_type == "markdown" and "open" in tags(cell)]
+    if len(tasks) != 1 or len(re.findall(r"^(?:-|\d+\.) ", tasks[0], re.MULTILINE)) < 2:
+        found.append('not one Markdown cell tagged "open" that lists two or more open-ended tasks')
+    for cell in notebook.cells:
+        found += [f'{cell.id} has the unknown tag "{tag}"' for tag in tags(cell) if tag not in TAGS]
+        if "check" in tags(cell) and "fixed" not in tags(cell):
+            found += [f"{cell.id}: {wrong}" for wrong in _unvaried(cell)]
     for number, cell in enumerate(code, 1):
         lines = cell.source.count("\n") + 1
         if lines > CELL_LINES:
             found.append(f"code cell {number} has {lines} lines, more than {CELL_LINES}")
         if ran:
             found += [f"code cell {number} {what}" for what in _outputs(cell)]
+    return found
+
+
+def _unvaried(cell: NotebookNode) -> list[str]:
+    found = [] if arguments(cell) else ["defines no check"]
+    for check, names in arguments(cell).items():
+        if not names:
+            found.append(f'{check} has no argument with a default, to be tried on random values (or tag it "fixed")')
+        found += [f"{check}: nothing is known about the argument {name}" for name in names if name not in VARIED]
     return found
 
 
@@ -193,16 +364,22 @@ def tags(cell: NotebookNode) -> list[str]:
     return list(cell.metadata.get("tags", []))
 
 
-def build(source: Path, write: bool = True) -> Built:
-    """Read, run, check and, where all is well, write one notebook."""
+def build(source: Path, write: bool = True, seed: int = 0, shipped: bool = True) -> Built:
+    """Read, run, check and, where all is well, write one notebook. seed: of the random values for its checks."""
     built, start = Built(source.stem), time.monotonic()
     notebook = read(source)
+    cells = len(notebook.cells)
+    notebook.cells += trials(notebook, seed)
     try:
-        said = run(notebook)
+        said = run(notebook, shipped)
     except Exception as error:  # of the notebook's own code; what it says ends with the traceback
         return Built(source.stem, time.monotonic() - start, 0, [re.sub(r"\x1b\[[\d;]*m", "", str(error))[-2000:]])
-    built.seconds = round(time.monotonic() - start, 1)
-    built.problems = problems(notebook, source.stem)
+    notebook.cells, after = notebook.cells[:cells], notebook.cells[cells:]
+    failed, seconds = tried(after)
+    built.seconds = round(time.monotonic() - start - seconds, 1)
+    built.problems = problems(notebook, source.stem) + failed
+    if not write and shipped and target(source).exists():
+        built.problems += stale(notebook, nbformat.read(target(source), as_version=4))
     built.notes = [f"standard error (not kept): {text[:300]}" for text in said]
     text = nbformat.writes(notebook)
     built.size = len(text)
@@ -210,7 +387,7 @@ def build(source: Path, write: bool = True) -> Built:
         built.notes.append(f"took {built.seconds:.0f} s here; readers are promised {RUN_SECONDS} s on two quiet cores")
     if built.size > NOTEBOOK_BYTES:
         built.notes.append(f"has {built.size // 1000} KB, more than {NOTEBOOK_BYTES // 1000} KB")
-    if write and not built.problems:
+    if write and shipped and not built.problems:
         target(source, "student").parent.mkdir(exist_ok=True)
         target(source).write_text(text + "\n", encoding="utf-8")
         target(source, "student").write_text(nbformat.writes(student(notebook)) + "\n", encoding="utf-8")
@@ -241,6 +418,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time (default: 1)")
     parser.add_argument("--check", action="store_true", help="run nothing: do sources and written notebooks agree?")
     parser.add_argument("--run-only", action="store_true", help="run and check, write nothing")
+    parser.add_argument(
+        "--real", action="store_true", help="run with the larger model where it is installed, write nothing"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random values for the checks (default: 0)")
     parser.add_argument("--json", action="store_true", help="the summary as JSON on standard output")
     options = parser.parse_args(arguments)
     try:
@@ -250,7 +431,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.check:
         done = [check(source) for source in chosen]
     else:
-        done = _all(chosen, options.jobs, not options.run_only)
+        how = dict(write=not (options.run_only or options.real), seed=options.seed, shipped=not options.real)
+        done = _all(chosen, options.jobs, how)
     if options.json:
         print(json.dumps([asdict(built) for built in done], indent=1))
     else:
@@ -258,7 +440,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(built.problems for built in done))
 
 
-def _all(chosen: list[Path], jobs: int, write: bool) -> list[Built]:
+def _all(chosen: list[Path], jobs: int, how: dict[str, Any]) -> list[Built]:
     from tqdm import tqdm
 
     done: dict[Path, Built] = {}
@@ -266,7 +448,7 @@ def _all(chosen: list[Path], jobs: int, write: bool) -> list[Built]:
         ThreadPoolExecutor(jobs) as pool,  # the work is done in the kernels
         tqdm(total=len(chosen), desc="notebooks", leave=False, file=sys.stderr) as bar,
     ):
-        waiting = {pool.submit(build, source, write): source for source in chosen}
+        waiting = {pool.submit(build, source, **how): source for source in chosen}
         try:
             for finished in as_completed(waiting):
                 done[waiting[finished]] = finished.result()

@@ -16,6 +16,8 @@ from nbformat import NotebookNode
 HERE = Path(__file__).resolve().parent
 INK = "#7d8082"  # assisted.notebook.INK: on the site, text and axes have the page's own colour
 FOLDED = {"folded": 'note "The code"', "check": 'note "The check"', "answer": 'success "Answer"'}
+ANSWER = re.compile(r"^<details>\n<summary>Answer</summary>\n\n|\n\n</details>$")  # of an answer in Markdown
+ROUND = re.compile(r"!\[[^\]]*\]\(\.\./docs/assets/round\.svg\)")  # the site draws it in the page's own colour
 NOTEBOOK_LINK = re.compile(r"\[([^\]]+)\]\((?:student/)?(\d\d_\w+)\.ipynb(#[^)]*)?\)")
 
 
@@ -56,10 +58,27 @@ def render(path: Path) -> Page:
         path.stem, title.removeprefix("# ").strip(), " ".join(question.split()).strip("*"), " ".join(about.split())
     )
     parts = [title, words(question), words(about), _downloads(path.stem), *map(words, rest)]
-    for cell in notebook.cells[1:]:
-        parts.append(words(cell.source) if cell.cell_type == "markdown" else _code(cell, page))
+    for before, cell in zip(notebook.cells, notebook.cells[1:], strict=False):
+        if cell.cell_type == "code":
+            part = _code(cell, page)
+        elif _is_answer(cell):
+            part = _folded(FOLDED["answer"], words(ANSWER.sub("", cell.source)))
+        else:
+            part = words(cell.source)
+        if _is_answer(cell) and _is_answer(before):  # words and code of one answer unfold together
+            parts[-1] += part.removeprefix(f"??? {FOLDED['answer']}")
+        else:
+            parts.append(part)
     page.markdown = "\n\n".join(part for part in parts if part) + "\n"
     return page
+
+
+def _is_answer(cell: NotebookNode) -> bool:
+    return "answer" in cell.metadata.get("tags", [])
+
+
+def _folded(kind: str, *inside: str) -> str:
+    return f"??? {kind}\n\n" + textwrap.indent("\n\n".join(inside), "    ")
 
 
 def _downloads(slug: str) -> str:
@@ -79,7 +98,7 @@ def words(source: str) -> str:
         return f"[{words}]({slug}.md{anchor or ''})" if slug in there else words
 
     lines: list[str] = []
-    for line in NOTEBOOK_LINK.sub(linked, source).split("\n"):
+    for line in NOTEBOOK_LINK.sub(linked, ROUND.sub("<!-- round -->", source)).split("\n"):
         item = re.match(r"\s*([-*]|\d+\.) ", line)
         if item and lines and lines[-1].strip() and not re.match(r"\s*([-*]|\d+\.) |\s{2,}", lines[-1]):
             lines.append("")
@@ -96,7 +115,7 @@ def _code(cell: NotebookNode, page: Page) -> str:
     if kind is None:
         return "\n\n".join([code, *outputs])
     inside, below = ([code], outputs) if "folded" in tags else ([code, *outputs], [])
-    return "\n\n".join([f"??? {kind}\n" + textwrap.indent("\n\n".join(inside), "    "), *below])
+    return "\n\n".join([_folded(kind, *inside), *below])
 
 
 def _output(output: NotebookNode, page: Page) -> str:
@@ -113,12 +132,18 @@ def _output(output: NotebookNode, page: Page) -> str:
 
 
 def figure(svg: str, prefix: str) -> str:
-    """matplotlib's SVG to stand inside a page: no ground, text in the page's colour, names of its own, any width."""
+    """matplotlib's SVG to stand inside a page: no ground, text in the page's colour, names of its own, any width.
+
+    It is drawn at least as large as it was made, so that text of 10 points has 10 pixels or more. A figure of at most 4.8
+    inches then fits a window of 390 pixels, and a wider one scrolls.
+    """
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     opening, rest = svg.split(">", 1)
+    width = re.search(r' width="([\d.]+)pt"', opening)
+    size = f' style="min-width: {float(width[1]):.0f}px; max-width: {1.6 * float(width[1]):.0f}px"' if width else ""
     opening = re.sub(r' (width|height)="[^"]*"', "", opening)
     rest = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", rest)
-    return f'{opening} role="img">{rest}'.replace(INK, "currentColor")
+    return f'{opening}{size} role="img">{rest}'.replace(INK, "currentColor")
 
 
 def _piece(text: str, page: Page) -> str:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from assisted.notebook import COLOURS, INK, attempt, figure_style, show, slider, table
+from assisted.notebook import COLOURS, INK, attempt, figure_style, show, slider, table, token_tree
 from assisted.notebook import kit as notebook
 
 
@@ -90,7 +90,7 @@ def test_table_in_both_forms(capsys: pytest.CaptureFixture) -> None:
 
 
 def states(picture) -> dict:
-    return json.loads(re.search(r"const data = (.*);\n", picture.text).group(1))
+    return json.loads(re.search(r"const data = (.*?\})(?:, parents = .*)?;\n", picture.text).group(1))
 
 
 def test_slider_holds_every_state() -> None:
@@ -144,7 +144,38 @@ def test_slider_refuses() -> None:
         slider({"g": [1, 2]}, lambda g: flat if g == 1 else {"other": ([0, 1], [1, 1])})
 
 
-@pytest.mark.parametrize("name", ["kit", "slider"])
+def test_token_tree_opens_unfolded() -> None:
+    #  0 "a" - 2 "<b>" - 4 "e"
+    #       \ 3 " d"
+    #  1 "c"
+    words, parents = ["a", "c", "<b>", " d", "e"], [-1, -1, 0, 0, 2]
+    picture = token_tree(words, parents, [0.6, 0.3, 0.2, 0.1, 0.05], accepted=[0, 2])
+    svg = ElementTree.fromstring(re.search(r"<svg.*</svg>", picture.text, re.DOTALL).group(0))
+    nodes = {int(group.get("data-node")): group for group in svg.iter("g")}
+    assert list(nodes) == [0, 2, 4, 3, 1], "each node stands above the nodes below it"
+    assert all(group.get("style") is None for group in nodes.values()), "nothing is hidden before a script runs"
+    across = {node: int(re.search(r"\((\d+) ", group.get("transform")).group(1)) for node, group in nodes.items()}
+    depths = {node: (x - min(across.values())) // 22 for node, x in across.items()}
+    assert depths == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2}
+    assert [node for node, group in nodes.items() if group.find("circle").get("fill") != "none"] == [0, 2]
+    assert nodes[2].find("text").text == "<b> 0.20" and nodes[3].find("text").text == "\u2423d 0.10"
+    assert "5 nodes: the target accepts 2 and adds one token of its own." in picture.text
+    assert "let folded = new Set();" in picture.text
+    assert states(picture)["order"] == [0, 2, 4, 3, 1]
+    assert not re.search(r"(src|href)=|https?://", picture.text)
+
+
+def test_token_tree_refuses() -> None:
+    with pytest.raises(ValueError, match="at least one node"):
+        token_tree([], [], [])
+    with pytest.raises(ValueError, match="probabilities"):
+        token_tree(["a"], [-1], [])
+    for parents in ([-1, 1], [0, -1], [-2, -1]):
+        with pytest.raises(ValueError, match="parents"):
+            token_tree(["a", "b"], parents, [0.5, 0.5])
+
+
+@pytest.mark.parametrize("name", ["kit", "slider", "tree"])
 def test_no_plotting_library_at_import(name: str) -> None:
     """The package has to be importable without the extra."""
     tree = ast.parse(Path(notebook.__file__).with_stem(name).read_text(encoding="utf-8"))

@@ -5,8 +5,9 @@ Whether they run is a matter of minutes: `make notebooks-check`. Everything else
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import json
+import io
 import os
 import re
 import select
@@ -17,7 +18,6 @@ import sys
 import textwrap
 from pathlib import Path
 from types import ModuleType
-from xml.etree import ElementTree
 
 import pytest
 
@@ -38,9 +38,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-build, render, chart = (
-    load(ROOT / path) for path in ("notebooks/build.py", "notebooks/render.py", "benchmarks/chart.py")
-)
+build, render = (load(ROOT / path) for path in ("notebooks/build.py", "notebooks/render.py"))
 SOURCES = build.sources()
 every_source = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
@@ -61,6 +59,16 @@ def test_output_as_it_was_written(source: Path) -> None:
     """Of the build that made the files: nothing raised, exercises open, answers right, no path of a machine."""
     there = nbformat.read(build.target(source), as_version=4)
     assert build.problems(there, source.stem) == []
+
+
+@every_source
+def test_student_version_holds_no_answer(source: Path) -> None:
+    cells = build.read(source).cells
+    others = [cell for cell in build.student(build.read(source)).cells if "exercise" not in build.tags(cell)]
+    handed = "\n".join(cell.source for cell in others)  # an exercise may be an answer with an error planted in it
+    answers = [cell.source for cell in cells if "answer" in build.tags(cell)]
+    given = {line.strip() for text in answers for line in text.splitlines() if len(line.strip()) > 40}
+    assert [line for line in given if line in handed and not line.startswith("def ")] == []
 
 
 @every_source
@@ -133,14 +141,24 @@ from assisted.notebook import attempt
 # > None.
 
 # %% tags=["check"]
-def check_1(candidate):
-    assert candidate == 1, "one"
+def check_1(candidate, seed=1):
+    assert candidate(seed) == seed, "one"
 
 # %% tags=["exercise"]
-attempt(check_1, ...)
+attempt(check_1, lambda x: ...)
+
+# %% [markdown] tags=["answer"]
+# The same:
+# - in every case
 
 # %% tags=["answer"]
-attempt(check_1, 1)
+attempt(check_1, lambda x: x)
+
+# %% [markdown] tags=["open"]
+# ### Open ends
+#
+# - Find out.
+# - Find out more.
 """
 
 
@@ -155,7 +173,8 @@ def test_reading_gives_the_same_each_time(small: Path) -> None:
     assert nbformat.writes(build.read(small)) == nbformat.writes(build.read(small))
     cells = build.read(small).cells
     assert cells[1].source == "# %pip install nothing"  # a build must not install
-    assert cells[-1].metadata == {"tags": ["answer"], "jupyter": {"source_hidden": True}}
+    assert cells[-2].metadata == {"tags": ["answer"], "jupyter": {"source_hidden": True}}
+    assert cells[-3].source.startswith("<details>\n<summary>Answer</summary>\n\nThe same:")
 
 
 def test_student_version_gives_nothing_away(small: Path) -> None:
@@ -167,18 +186,83 @@ def test_student_version_gives_nothing_away(small: Path) -> None:
     assert made.cells[2].outputs, "the copy is another notebook"
 
 
+def test_checks_are_tried_on_random_values(small: Path) -> None:
+    made = build.read(small)
+    told: dict[str, list[str]] = {}
+    scope: dict[str, object] = {}
+    exec(made.cells[4].source, scope)
+    cells = build.trials(made)
+    assert [cell.metadata.of for cell in cells] == ["check_1", "check_1"]
+    assert len({values["seed"] for cell in cells for values in cell.metadata["values"]}) > build.TRIALS
+    for name, candidates in {
+        "as it is": ("lambda x: ...", "lambda x: x"),
+        "turned": ("lambda x: x", "lambda x: ..."),
+        "only for itself": ("lambda x: ...", "lambda x: 1"),
+    }.items():
+        for cell, before, now in zip(cells, ("lambda x: ...", "lambda x: x"), candidates, strict=True):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(cell.source.replace(before, now), dict(scope))
+            cell.outputs = [nbformat.v4.new_output("stream", text=printed.getvalue())]
+        told[name] = build.tried(cells)[0]
+    assert told["as it is"] == []
+    assert sum("passes unsolved" in words for words in told["turned"]) == build.TRIALS
+    assert sum("the answer fails: AssertionError: one" in words for words in told["turned"]) == build.TRIALS
+    assert len(told["only for itself"]) == build.TRIALS
+
+
+def test_stale_output_is_found(small: Path) -> None:
+    def with_output(text: str, *more: str) -> nbformat.NotebookNode:
+        made = build.read(small)
+        made.cells[2].outputs = [
+            nbformat.v4.new_output("stream", text=text),
+            nbformat.v4.new_output("display_data", data={"image/svg+xml": text, "text/plain": "<Figure>"}),
+        ]
+        made.cells[2].metadata.tags += more
+        return made
+
+    there = with_output("12 passes, 2.84 tokens\n")
+    assert build.stale(with_output("12 passes,  2.83 tokens\n"), there) == []  # the last digit
+    (found,) = build.stale(with_output("12 passes, 3.55 tokens\n"), there)
+    assert "3.55" in found and "2.84" in found
+    assert build.stale(with_output("13 passes, 2.84 tokens\n"), there)
+    assert build.stale(with_output("12 passes, 2.84 tokens\nand more\n"), there)
+    assert build.stale(with_output("13 passes\n", "measured"), there) == []
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "same"),
+    [
+        ("a  1.25  b", "a 1.26 b", True),
+        ("a 1.25", "a 1.3", False),
+        ("exit 8 of 16: 53%", "exit 8 of 16: 54%", False),
+        ("error 1.1e-16", "error 2.2e-16", True),
+        ("p-value 3e-122", "p-value 0.3", False),
+        ("3 texts", "3 tokens", False),
+    ],
+)
+def test_alike(now: str, before: str, same: bool) -> None:
+    assert build.alike(now, before) is same
+
+
 def test_problems_are_found(small: Path) -> None:
     made = build.read(small)
     made.cells[2].source += "\nx = 1" * build.CELL_LINES
     text = dict(output_type="stream", name="stdout")
     made.cells[2].outputs = [nbformat.v4.new_output(**text, text="read from " + "/home" + "/somebody/model\n")]
-    made.cells[-2].outputs = [nbformat.v4.new_output(**text, text="Correct.\n")]
-    made.cells[-1].outputs = [nbformat.v4.new_output(**text, text="Not solved yet: one\n")]
+    made.cells[4].source = "def check_1(candidate, words=3): ..."
+    made.cells[5].outputs = [nbformat.v4.new_output(**text, text="Correct.\n")]
+    made.cells[-2].outputs = [nbformat.v4.new_output(**text, text="Not solved yet: one\n")]
+    made.cells[-1].source = "### Open ends"
+    made.cells[-1].metadata.tags.append("opened")
     found = "\n".join(build.problems(made, "98_other"))
     for words in (
         "98. ",
         "headings",
         "three exercises",
+        "open-ended",
+        "unknown tag",
+        "argument words",
         "41 lines",
         "path of this machine",
         "is an exercise",
@@ -201,8 +285,10 @@ def test_a_page_of_a_notebook(small: Path) -> None:
     assert "%pip" not in page.markdown
     assert "```` { .text .no-copy .output }\nthree ``` ticks\n````" in page.markdown
     assert "Several:\n\n- one\n- two" in page.markdown
-    assert '??? success "Answer"\n    ``` { .python }\n    attempt(check_1, 1)' in page.markdown
+    answer = '??? success "Answer"\n\n    The same:\n\n    - in every case\n\n    ``` { .python }\n    attempt(check_1,'
+    assert answer in page.markdown and "<summary>" not in page.markdown
     assert "currentColor" in page.pieces[0] and 'id="f0-a"' in page.pieces[0] and "<?xml" not in page.pieces[0]
+    assert 'style="min-width: 9px; max-width: 14px"' in page.pieces[0]
     assert page.filled('<div data-piece="1"></div>') == '<div class="shown"><p>a</p>\n\n<script>1 < 2</script></div>'
 
 
@@ -213,21 +299,20 @@ def test_folded_code_shows_its_output(small: Path) -> None:
     assert made.cells[2].metadata.jupyter.source_hidden
     nbformat.write(made, small.with_suffix(".ipynb"))
     page = render.render(small.with_suffix(".ipynb"))
-    assert '??? note "The code"\n    ``` { .python }\n    from assisted' in page.markdown
+    assert '??? note "The code"\n\n    ``` { .python }\n    from assisted' in page.markdown
     assert "\n``` { .text .no-copy .output }\nthree\n```" in page.markdown
+
+
+@every_source
+def test_student_version_holds_no_output(source: Path) -> None:
+    for cell in nbformat.read(build.target(source, "student"), as_version=4).cells:
+        assert "answer" not in build.tags(cell) and set(cell.metadata) <= {"tags", "jupyter"}
+        assert not cell.get("outputs") and cell.get("execution_count") is None and "attachments" not in cell
 
 
 def test_ink_is_the_same_in_figures_and_pages() -> None:
     assert render.INK == notebook.INK
     assert notebook.INK not in notebook.COLOURS.values(), "a curve would lose its colour on the site"
-
-
-def test_chart_shows_what_was_measured() -> None:
-    drawn = ElementTree.fromstring(chart.chart())
-    words = [text.text for text in drawn.iter("text")]
-    races = len(json.loads(chart.FIGURES.read_text())) - 1  # beside what was measured on
-    assert words.count("1.00") >= races > 0  # others may be as fast as the fastest plain mode
-    assert all(words.count(name) == races for name in chart.SHOWN.values())
 
 
 def test_unknown_notebook_is_refused(capsys: pytest.CaptureFixture) -> None:
@@ -241,3 +326,12 @@ def test_machine_paths() -> None:
         assert build.MACHINE_PATH.search(shown)
     for shown in ("</work", "a/tmp/b", "https://host/home/page", textwrap.dedent("1/var/2")):
         assert not build.MACHINE_PATH.search(shown)
+
+
+def test_the_picture_of_a_round_is_found_from_every_place() -> None:
+    source = next(path for path in SOURCES if path.stem.startswith("01_"))
+    for path in (build.target(source), build.target(source, "student")):
+        (name,) = re.findall(r"\]\((\S*round\.svg)\)", path.read_text(encoding="utf-8"))
+        assert (path.parent / name).is_file()
+    page = render.render(build.target(source))
+    assert "<!-- round -->" in page.markdown and "round.svg" not in page.markdown

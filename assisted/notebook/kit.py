@@ -1,6 +1,6 @@
-"""Shared by the notebooks: checks of exercises, the look of figures and tables. Pictures with sliders are in slider.py.
+"""Shared by the notebooks: checks of exercises, the look of figures and tables. Knows nothing of decoding.
 
-Knows nothing of decoding. matplotlib comes with the `notebooks` extra.
+Pictures with sliders are in slider.py, token trees in tree.py. matplotlib comes with the `notebooks` extra.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .slider import COLOURS, Picture, slider
+from .tree import token_tree
 
-__all__ = ["COLOURS", "INK", "Picture", "Table", "attempt", "figure_style", "show", "slider", "table"]
+__all__ = ["COLOURS", "INK", "Picture", "Table", "attempt", "figure_style", "show", "slider", "table", "token_tree"]
 
 INK = "#7d8082"  # text and axes: contrast 4 with white and with dark ground
 

@@ -1,0 +1,172 @@
+"""A token tree as a picture for a notebook: an outline that can be folded, with a slider for the number of nodes.
+
+Knows SVG and HTML, and nothing of drafting: it is given words, parents and probabilities.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+from collections.abc import Collection, Sequence
+from string import Template
+
+from .slider import COLOURS, Picture
+
+__all__ = ["token_tree"]
+
+INDENT, ROW, LEFT = 22, 24, 10  # SVG units: of one level, of one line, of the root
+
+
+def token_tree(
+    words: Sequence[str],
+    parents: Sequence[int],
+    probabilities: Sequence[float],
+    accepted: Collection[int] = (),
+) -> Picture:
+    """A token tree with one node per line, indented by depth. It opens unfolded, with all nodes.
+
+    A click on a node folds the nodes below it. A slider shows the first nodes only, so give the best ones first. Accepted nodes
+    are filled and bold, and a sentence counts them. Without scripts, the picture shows the whole tree.
+
+        token_tree(["a", "b", "c"], [-1, -1, 0], [0.6, 0.3, 0.4], accepted=[0])
+
+    Args:
+        words: the text of each node.
+        parents: the number of each node's parent, which comes before the node; -1 for a child of the text.
+        probabilities: of each node, shown after its word.
+        accepted: the numbers of the accepted nodes.
+
+    Raises ValueError if there are no nodes, the lengths differ, or a parent does not come before its child.
+    """
+    if not words or not len(words) == len(parents) == len(probabilities):
+        raise ValueError(
+            "words, parents, probabilities: give one of each for every node, and at least one node, "
+            f"not {len(words)}, {len(parents)} and {len(probabilities)}."
+        )
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(f"parents: node {node} has parent {parent}; give -1 or a node before {node}.")
+    order = _lines(parents)
+    depths = [0] * len(words)
+    for node, parent in enumerate(parents):
+        depths[node] = depths[parent] + 1 if parent >= 0 else 1
+    labels = [f"{_visible(word)} {probability:.2f}" for word, probability in zip(words, probabilities, strict=True)]
+    wide = max(LEFT + INDENT * depth + 50 + 8 * len(label) for depth, label in zip(depths, labels, strict=True))
+    groups = []
+    for line, node in enumerate(order):
+        above = order.index(parents[node]) if parents[node] >= 0 else -1
+        paint = COLOURS["accepted" if node in accepted else "draft"]
+        x = LEFT + INDENT * depths[node]
+        weight = ' font-weight="bold"' if node in accepted else ""
+        fill = paint if node in accepted else "none"
+        groups.append(
+            f'<g data-node="{node}" tabindex="0" transform="translate({x} {_y(line)})">'
+            f'<path d="M{-INDENT} {(above - line) * ROW + 5}V0H-5" fill="none" stroke="{paint}"/>'
+            f'<circle r="5" fill="{fill}" stroke="{paint}" stroke-width="2"/>'
+            f'<text x="12" y="5"{weight}>{html.escape(labels[node])}<tspan class="more"></tspan></text></g>'
+        )
+    key = "t" + hashlib.sha256(repr((labels, list(parents), sorted(accepted))).encode()).hexdigest()[:10]
+    data = {"parents": list(parents), "accepted": sorted(accepted), "order": order, "depths": depths}
+    page = Template(_TREE).substitute(
+        key=key,
+        count=len(words),
+        sentence=_sentence(len(words), len(accepted)),
+        wide=wide,
+        tall=_y(len(words)),
+        root=f'<circle cx="{LEFT}" cy="{_y(-1)}" r="5" fill="currentColor"/>'
+        f'<text x="{LEFT + 12}" y="{_y(-1) + 5}">the text so far</text>',
+        groups="\n".join(groups),
+        data=json.dumps(data, separators=(",", ":")),
+        indent=INDENT,
+        row=ROW,
+        left=LEFT,
+        top=_y(0),
+    )
+    return Picture(page, f"a token tree of {len(words)} nodes")
+
+
+def _lines(parents: Sequence[int]) -> list[int]:
+    """The nodes from top to bottom: each before the nodes below it, siblings in their order."""
+    order: list[int] = []
+    waiting = [node for node in reversed(range(len(parents))) if parents[node] == -1]
+    while waiting:
+        order.append(waiting.pop())
+        waiting += [node for node in reversed(range(len(parents))) if parents[node] == order[-1]]
+    return order
+
+
+def _y(line: int) -> int:
+    return ROW * (line + 1) + ROW // 2
+
+
+def _visible(word: str, longest: int = 12) -> str:
+    """The word on one line, its white space visible."""
+    written = repr(word)[1:-1].replace(" ", "\u2423")
+    return written if len(written) <= longest else written[: longest - 1] + "\u2026"
+
+
+def _sentence(count: int, accepted: int) -> str:
+    return f"{count} nodes: the target accepts {accepted} and adds one token of its own."
+
+
+_TREE = """<div class="token-tree" data-key="$key">
+<style>
+.token-tree { overflow-x: auto; }
+.token-tree label { display: inline-block; margin: 0 1.5em .4em 0; }
+.token-tree input { vertical-align: middle; width: 12em; max-width: 100%; }
+.token-tree text { fill: currentColor; font-family: sans-serif; font-size: 14px; stroke: none; }
+.token-tree g { cursor: pointer; }
+.token-tree .more { font-weight: bold; }
+.token-tree svg { display: block; }
+</style>
+<label>nodes <output>$count</output> <input type="range" min="1" max="$count" value="$count"></label>
+<button type="button">fold or unfold all</button>
+<div class="sentence" aria-live="polite">$sentence</div>
+<svg viewBox="0 0 $wide $tall" width="$wide" height="$tall" role="img" aria-label="a token tree of $count nodes">
+$root
+$groups
+</svg>
+<script>
+(function () {
+  const data = $data, parents = data.parents;
+  const inner = new Set(parents.filter(parent => parent >= 0));
+  const above = node => parents[node] < 0 ? [] : [parents[node], ...above(parents[node])];
+  for (const root of document.querySelectorAll('[data-key="$key"]')) {
+    const input = root.querySelector("input"), svg = root.querySelector("svg");
+    const group = node => root.querySelector('[data-node="' + node + '"]');
+    let folded = new Set();
+    const draw = () => {
+      const count = Number(input.value), lines = {};
+      let line = 0;
+      for (const node of data.order) {
+        const shown = node < count && !above(node).some(other => folded.has(other));
+        group(node).style.display = shown ? "" : "none";
+        if (!shown) continue;
+        lines[node] = line;
+        const up = (parents[node] < 0 ? -1 : lines[parents[node]]) - line;
+        group(node).setAttribute("transform",
+          "translate(" + ($left + $indent * data.depths[node]) + " " + ($top + $row * line) + ")");
+        group(node).querySelector("path").setAttribute("d", "M-$indent " + (up * $row + 5) + "V0H-5");
+        const hidden = parents.filter((_, other) => other < count && above(other).includes(node)).length;
+        group(node).querySelector(".more").textContent = folded.has(node) && hidden ? "  +" + hidden : "";
+        line += 1;
+      }
+      const tall = $top + $row * line, accepted = data.accepted.filter(node => node < count).length;
+      svg.setAttribute("height", tall);
+      svg.setAttribute("viewBox", "0 0 $wide " + tall);
+      root.querySelector("output").textContent = count;
+      root.querySelector(".sentence").textContent =
+        count + (count === 1 ? " node" : " nodes") + ": the target accepts " + accepted + " and adds one token of its own.";
+    };
+    const turn = node => { folded.has(node) ? folded.delete(node) : inner.has(node) && folded.add(node); draw(); };
+    data.order.forEach(node => {
+      group(node).addEventListener("click", () => turn(node));
+      group(node).addEventListener("keydown", event => { if (event.key === "Enter") turn(node); });
+    });
+    root.querySelector("button").addEventListener("click", () => { folded = new Set(folded.size ? [] : inner); draw(); });
+    input.addEventListener("input", draw);
+  }
+})();
+</script>
+</div>"""

@@ -1,4 +1,4 @@
-"""What mkdocs adds to docs/ while it builds: a page for every notebook, their list, and the home page's chart.
+"""What mkdocs adds to docs/ while it builds: a page for every notebook, their list, pictures and tables.
 
 Nothing is written into docs/. The notebooks are rendered as they were committed, not run.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import ast
 import html as markup
+import itertools
+import json
 import re
+import runpy
 import sys
 import tomllib
 from pathlib import Path
@@ -21,7 +24,10 @@ sys.path[:0] = [str(ROOT / "notebooks"), str(ROOT / "benchmarks")]
 import chart  # noqa: E402
 import render  # noqa: E402
 
+CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
+INLINE = re.compile(r"<code>([^<]* [^<]*)</code>")
 CHART, LIST, MAP = "<!-- chart -->", "<!-- notebooks -->", "<!-- map -->"
+ROUND, VALUES = "<!-- round -->", "<!-- values -->"
 _pages: dict[str, render.Page] = {}
 
 
@@ -33,7 +39,7 @@ def on_config(config: Any) -> Any:
         _pages[f"learn/{page.slug}.md"] = page
     for section in config.nav:
         if "Learn" in section:
-            section["Learn"] = [section["Learn"][0], *({page.title: name} for name, page in _pages.items())]
+            section["Learn"] = [*section["Learn"], *({page.title: name} for name, page in _pages.items())]
     return config
 
 
@@ -51,13 +57,46 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         head = ["| notebook | the question | before it |", "|---|---|---|"]
         rows = [f"| [{note.title}]({note.slug}.md) | {note.question} | {note.before} |" for note in _pages.values()]
         markdown = markdown.replace(LIST, "\n".join([*head, *rows]))
-    return markdown
+    return re.sub(
+        r"<!-- chart: (\w+) -->", lambda found: f'<div class="figure chart">{chart.chart(found[1])}</div>', markdown
+    )
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     note = _pages.get(page.file.src_uri)
+    html = CELL.sub(lambda cell: INLINE.sub(_whole_words, cell[0]), html)
     html = f'<div class="notebook">{note.filled(html)}</div>' if note else html
-    return html.replace(CHART, f'<div class="figure chart">{chart.chart()}</div>').replace(MAP, _map())
+    for mark, drawn in ((CHART, _chart), (MAP, _map), (ROUND, _round), (VALUES, _values)):
+        if mark in html:
+            html = html.replace(mark, drawn())
+    return html
+
+
+def _chart() -> str:
+    return f'<div class="figure chart">{chart.chart()}</div>'
+
+
+def _round() -> str:
+    """The moving picture of one round, in the page's own colour."""
+    svg = (ROOT / "docs" / "assets" / "round.svg").read_text(encoding="utf-8")
+    return f'<div class="figure chart">{svg.replace(render.INK, "currentColor")}</div>'
+
+
+def _values() -> str:
+    """What the package computes at some points, for the page of sliders to be compared with: `.ci/site_check.py`."""
+    model = runpy.run_path(str(ROOT / "assisted" / "lengths" / "cost_model.py"))
+    lines = []
+    for a, c, g, rows, w in itertools.product(
+        (0, 0.3, 0.8, 0.95, 1), (0, 0.1, 1), (0, 1, 4, 12), (1, 8, 256), (0, 0.02, 0.3)
+    ):
+        verify = model["verify_cost"](g, rows, w)
+        lines.append((a, c, g, rows, w, model["expected_tokens"](a, g), verify, model["speedup"](a, c, g, verify)))
+    return f'<script type="application/json" data-values>{json.dumps(lines)}</script>'
+
+
+def _whole_words(code: re.Match[str]) -> str:
+    """Code in a cell of a table: a line may end at its blanks only, not at a hyphen or a slash."""
+    return f"<code>{' '.join(f'<span>{word}</span>' for word in code[1].split(' '))}</code>"
 
 
 def _map() -> str:

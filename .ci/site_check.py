@@ -1,7 +1,10 @@
 """Look at the built site in a browser, headless and without a network: `make site-check`.
 
-Every page is opened at three widths. It fails on an error in the console, on a request to another host, on a missing file, on a
-formula that KaTeX refuses and on a page that is wider than its window. Pictures of some pages are left to be looked at.
+Every page is opened at four widths. It fails on an error in the console, on a request to another host, on a missing file, on a
+formula that KaTeX refuses and on a page that is wider than its window. At the widest no line of code is cut. At no width does
+a table break inside a word of code, or hide its last column where nothing shows that it can be scrolled. A page that computes
+something brings values of the Python function in `script[data-values]` and a `check()` that compares; it is called.
+Pictures of some pages are left to be looked at.
 Needs Chromium or Chrome; knows the site as files, nothing else.
 """
 
@@ -27,14 +30,56 @@ FLAGS = [
     *("--disable-background-networking", "--disable-component-update", "--disable-default-apps", "--disable-sync"),
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # another host is refused at once
 ]
-WIDTHS = (390, 768, 1280)
-SECONDS = 600  # for all pages
+WIDTHS = (390, 768, 1280, 1440)  # at the last, code is shown whole
+SECONDS = 1200  # for all pages
 MISSING: list[str] = []  # what was asked for in vain
 RESULT: queue.Queue[list[str]] = queue.Queue()
-PROBE = """<!doctype html><meta charset="utf-8"><body><script>
+PROBE = r"""<!doctype html><meta charset="utf-8"><body><script>
+const report = found => fetch("/__result", { method: "POST", body: JSON.stringify(found) });
+addEventListener("error", event => report(["the probe failed: " + event.message]));
+addEventListener("unhandledrejection", event => report(["the probe failed: " + event.reason]));
 const wait = ms => new Promise(done => setTimeout(done, ms));
 (async () => {
   const found = new Set();
+  const shown = element => element.checkVisibility() && element.getClientRects().length;
+  const short = text => JSON.stringify(text.trim().slice(0, 60));
+  const cutLines = (inside, page, width) => {
+    for (const code of inside.querySelectorAll("pre code"))
+      if (shown(code) && code.scrollWidth > code.clientWidth)
+        found.add(`${page}: code is cut at ${width} px, by ${code.scrollWidth - code.clientWidth} px: ` +
+          short(code.textContent.split("\n").reduce((a, b) => (b.length > a.length ? b : a))));
+  };
+  const brokenWords = (inside, page, width) => {
+    const range = inside.createRange();
+    for (const code of inside.querySelectorAll("td code, th code")) {
+      if (!shown(code)) continue;
+      const walker = inside.createTreeWalker(code, NodeFilter.SHOW_TEXT);
+      for (let text = walker.nextNode(); text; text = walker.nextNode())
+        for (const word of text.data.matchAll(/\S+/g)) {
+          range.setStart(text, word.index);
+          range.setEnd(text, word.index + word[0].length);
+          const lines = new Set([...range.getClientRects()].map(box => Math.round(box.top)));
+          if (lines.size > 1) found.add(`${page}: a table at ${width} px breaks inside ${short(word[0])}`);
+        }
+    }
+  };
+  const lostColumns = (inside, page, width) => {
+    const style = inside.defaultView.getComputedStyle;
+    for (const table of inside.querySelectorAll("table")) {
+      if (!shown(table) || !table.rows.length) continue;
+      const right = Math.max(...[...table.rows].map(row => row.getBoundingClientRect().right));
+      let seen = false, edge = width;
+      for (let box = table; box && box !== inside.body; box = box.parentElement) {
+        if (style(box).overflowX === "visible") continue;
+        edge = Math.min(edge, box.getBoundingClientRect().right);
+        if (right <= edge + 1) break; // whole, as far as this box goes
+        const scrolls = ["auto", "scroll"].includes(style(box).overflowX) && box.scrollWidth > box.clientWidth;
+        if (scrolls && style(box).backgroundImage.includes("gradient")) { seen = true; break; }
+      }
+      if (!seen && right > edge + 1)
+        found.add(`${page}: a table at ${width} px hides its last column: ${short(table.rows[0].textContent)}`);
+    }
+  };
   for (const page of PAGES) for (const width of WIDTHS) {
     const frame = document.createElement("iframe");
     frame.style = `border: 0; height: 900px; width: ${width}px`;
@@ -48,11 +93,18 @@ const wait = ms => new Promise(done => setTimeout(done, ms));
     for (let tries = 0; tries < 30 && (raw() || over() > 0); tries++) await wait(50);
     if (raw()) found.add(page + ": a formula is not drawn");
     if (over() > 0) found.add(page + ": " + over() + " px wider than a window of " + width);
+    if (width === WIDTHS.at(-1)) cutLines(inside, page, width);
+    brokenWords(inside, page, width);
+    lostColumns(inside, page, width);
+    if (inside.querySelector("script[data-values]")) {
+      const wrong = frame.contentWindow.check ? frame.contentWindow.check() : ["has values and no check()"];
+      for (const line of wrong) found.add(page + ": " + line);
+    }
     for (const entry of frame.contentWindow.performance.getEntriesByType("resource"))
       if (new URL(entry.name).host !== location.host) found.add(page + ": asks for " + entry.name);
     frame.remove();
   }
-  await fetch("/__result", { method: "POST", body: JSON.stringify([...found]) });
+  await report([...found]);
 })();
 </script>"""
 

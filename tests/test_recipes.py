@@ -92,7 +92,7 @@ def test_sizes_come_from_the_given_function(recipes: ModuleType) -> None:
         return None
 
     text = recipes.markdown(DATA, unknown)
-    assert '| `Qwen/Qwen3-8B` | `Qwen/Qwen3-0.6B` | ? | ? |  |  | ? |' in text
+    assert "| `Qwen/Qwen3-8B` | `Qwen/Qwen3-0.6B` | ? | ? |  |  | ? |" in text
 
 
 def test_what_is_not_confirmed_is_not_shown() -> None:

@@ -94,6 +94,15 @@ def test_a_doubtful_copy_leaves_the_draft_to_the_model():
     assert rounds(combined(copy, model), lambda width: width, 2) == [3, 3]
 
 
+def test_a_copy_is_tried_although_its_first_drafts_are_short():
+    """The default length gives a drafter two tokens until its costs are measured, which it expects to be accepted in part."""
+    copy, model = Chain([1] * 2, expected=1.7), Chain([2] * 6, seconds=0.1)
+    both = combined(copy, model)
+    assert rounds(both, lambda width: width, 3) == [6] * 3  # with more room, this would be too little
+    both[0].members[0].length = Fixed(2).start()
+    assert rounds(both, lambda width: width, 1) == [2]
+
+
 def test_an_estimate_that_comes_out_wrong_is_corrected():
     copy, model = Chain([1] * 6, expected=5.0), Chain([2] * 3, seconds=0.2)
     drafting = combined(copy, model)

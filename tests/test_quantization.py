@@ -304,7 +304,9 @@ def test_memory_counts_what_is_stored(name: str, tmp_path: Path) -> None:
         "nf4": four_bit,
         "fp4": four_bit,
         "int8": packed + 2 * rows + 96 * (64 + 2),  # a scale a row; a head of its own, beside the embedding
-        "int4": packed // 2 + (2 + 2) * packed // 32 + 96 * 64 * 5 // 8,  # a scale and a zero point a group
+        "int4": packed // 2
+        + (2 + 2) * packed // 32
+        + 96 * (64 + 2),  # a scale and a zero point a group; the head in 8 bits
         "int8-bitsandbytes": packed + 4 * rows,
         "int4-quanto": packed // 2 + (2 + 2) * rows + activations,  # a scale and a shift a row
         "int8-quanto": packed + 2 * rows + activations,

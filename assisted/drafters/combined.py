@@ -27,7 +27,8 @@ __all__ = ["Combined", "CombinedDrafter"]
 
 MEMORY = 0.9  # weight of the past in moving averages
 TRIED = 3  # rounds after which a drafter's averages are used
-CERTAIN = 2.0  # while some drafter has fewer rounds, a draft with this many expected tokens is used
+CERTAIN = 2.0  # while some drafter has fewer rounds, a draft with this many expected tokens is used,
+SURE = 0.5  # or with this share of the tokens that it may have: before its costs are known, these are few
 
 
 @dataclass(frozen=True)
@@ -248,5 +249,5 @@ def _is_worthwhile(expected: float | None, member: Member, later: list[Member]) 
         return True
     promised = member.promise(expected)
     if member.rounds < TRIED or any(other.rounds < TRIED for other in later):
-        return promised >= CERTAIN
+        return promised >= min(CERTAIN, SURE * member.budget)
     return member.rate(promised) >= max(other.rate() for other in later)

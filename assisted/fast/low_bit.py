@@ -116,20 +116,21 @@ class LowBitLinear(nn.Module):
 
 
 class FewColumns:
-    """A `LowBitLinear` of 8 bits without padding and bias, over few columns of inputs on a CPU, with less work in Python.
+    """A `LowBitLinear` without padding and bias, over few columns of inputs on a CPU, with less work in Python.
 
     Looking up a module's tensors and calling it takes as long as a small product. module: used for other inputs.
     """
 
     def __init__(self, module: LowBitLinear):
         self.module = module
-        self.packed, self.scales = module.packed, module.scales
+        self.packed, self.scales, self.bits = module.packed, module.scales, module.bits
         self.inputs, self.outputs = module.in_features, module.out_features
 
     @staticmethod
     def suits(module: LowBitLinear) -> bool:
         """Whether the product alone is the module's result."""
-        return module.bits == 8 and module.bias is None and not module.padded and not module.packed.is_meta
+        padded = module.padded or module.out_features % _OUTPUTS[module.bits]
+        return module.bias is None and not padded and not module.packed.is_meta
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out] bfloat16."""
@@ -137,7 +138,11 @@ class FewColumns:
         if columns > _FEW or not inputs.is_cpu:
             return self.module.raw(inputs)
         given = inputs.reshape(columns, self.inputs).to(LOW_BIT_DTYPE)
-        made: torch.Tensor = torch._weight_int8pack_mm(given, self.packed, self.scales)
+        made: torch.Tensor
+        if self.bits == 8:
+            made = torch._weight_int8pack_mm(given, self.packed, self.scales)
+        else:
+            made = torch.ops.aten._weight_int4pack_mm_for_cpu(given, self.packed, FOUR_BIT_GROUP, self.scales)
         return made.view(*inputs.shape[:-1], self.outputs)
 
 

@@ -19,8 +19,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..fast.low_bit import low_bit
 
-__all__ = ["PackedConfig"]
+__all__ = ["HEAD_BITS", "PackedConfig"]
 
+HEAD_BITS = 8  # of the output head, whatever the other modules have
 _METHOD = "assisted_packed"
 
 
@@ -28,11 +29,12 @@ _METHOD = "assisted_packed"
 class PackedConfig(QuantizationConfigMixin):
     """Weights of 8 or 4 bits for a CPU, with products that torch brings; also for a target's `quantization_config`.
 
-    Every linear module is quantized, the output head too: of a head that is tied to the embedding, the embedding stays as it
-    is. Activations are not quantized, but rounded to bfloat16 for the products.
+    Every linear module is quantized. The output head always has 8 bits, since its errors go into the logits without a layer
+    that could make up for them; if it is tied to the embedding, the embedding stays as it is. Activations are not quantized,
+    but rounded to bfloat16 for the products.
 
     Args:
-        bits: 8 (a scale per output) or 4 (a scale and a zero point per 32 inputs).
+        bits: of the other modules: 8 (a scale per output) or 4 (a scale and a zero point per 32 inputs).
         modules_to_not_convert: names of modules that stay as they are.
 
     Raises ValueError for other numbers of bits.
@@ -59,9 +61,10 @@ class _Quantizer(HfQuantizer):
 
     @torch.no_grad()
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        skipped = self.quantization_config.modules_to_not_convert or []
+        skipped, head = self.quantization_config.modules_to_not_convert or [], model.get_output_embeddings()
         for name, module in list(model.named_modules()):
             if isinstance(module, (nn.Linear, Conv1D)) and should_convert_module(name, skipped):
                 parent, _, own = name.rpartition(".")
-                setattr(model.get_submodule(parent), own, low_bit(module, self.quantization_config.bits))
+                bits = HEAD_BITS if module is head else self.quantization_config.bits
+                setattr(model.get_submodule(parent), own, low_bit(module, bits))
         return model

@@ -38,7 +38,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..engine.parts import few_ids, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .gguf import unmarked
-from .packed import PackedConfig
+from .packed import HEAD_BITS, PackedConfig
 
 __all__ = [
     "NAMES",
@@ -306,7 +306,7 @@ def stored_bytes(model: PreTrainedModel, quantization: str | None, dtype: torch.
     if quantization not in _BYTES:
         raise ValueError(f"quantization: {quantization!r} is not known; use one of {', '.join(NAMES)}")
     tied = {key.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for key in pair}
-    packs = quantization in ("int8", "int4")
+    packs, head = quantization in ("int8", "int4"), model.get_output_embeddings()
     skipped = [] if packs else [*get_keys_to_not_convert(model)]
     needs_out, needs_in = (FOUR_BIT_OUT, FOUR_BIT_IN) if quantization in ("nf4", "fp4") else (1, 1)
     needs_in = QUANTO_INT8_IN if quantization == "int8-quanto" else needs_in
@@ -317,7 +317,8 @@ def stored_bytes(model: PreTrainedModel, quantization: str | None, dtype: torch.
         out, into = module.weight.shape[::-1] if isinstance(module, Conv1D) else module.weight.shape
         if out % needs_out or into % needs_in:
             continue
-        made += _BYTES[quantization](out, into, dtype.itemsize)
+        kind = f"int{HEAD_BITS}" if packs and module is head else quantization
+        made += _BYTES[kind](out, into, dtype.itemsize)
         replaced += 0 if name in tied else out * into * dtype.itemsize  # an embedding stays beside its quantized head
     if not made:
         raise ValueError(

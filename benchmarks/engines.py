@@ -21,12 +21,17 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-OWN = {
-    "plain generate": None,
-    "assisted, no draft": "none",
-    'assisted, "suffix"': "suffix",
-    'assisted, "self:int8"': "self:int8",
-    'assisted, ["suffix", "self:int8"]': "both",
+HEAD = "suffix+zoo:smollm2-eagle3"
+OWN: dict[str, tuple[str | None, str]] = {  # the draft, None for plain `generate`, and `fast=`
+    "plain generate": (None, "auto"),
+    "assisted, no draft": ("none", "auto"),
+    'assisted, "suffix"': ("suffix", "auto"),
+    'assisted, "self:int8"': ("self:int8", "auto"),
+    'assisted, "self:int4"': ("self:int4", "auto"),
+    f'assisted, "{HEAD}"': (HEAD, "auto"),
+    "assisted, no draft, compiled": ("none", "compile"),
+    'assisted, "suffix", compiled': ("suffix", "compile"),
+    f'assisted, "{HEAD}", chains, compiled': ("chains", "compile"),
 }
 
 
@@ -34,14 +39,17 @@ def run_own(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
     """This package, or plain `generate`."""
     import torch
 
-    from assisted import AssistedModelForCausalLM, __version__
+    from assisted import AssistedModelForCausalLM, Eagle, __version__
     from assisted.lengths.policies import Never
 
     torch.set_num_threads(job["threads"])
-    draft = {None: "suffix", "none": "suffix", "both": ["suffix", "self:int8"]}.get(job["draft"], job["draft"])
+    chains = ["suffix", Eagle("zoo:smollm2-eagle3", tree=False)]
+    draft = {None: "suffix", "none": "suffix", "chains": chains}.get(job["draft"], job["draft"])
     length = Never() if job["draft"] == "none" else None
     dtype = getattr(torch, job["dtype"])
-    pair = AssistedModelForCausalLM.from_pretrained(job["folder"], draft=draft, draft_length=length, dtype=dtype)
+    pair = AssistedModelForCausalLM.from_pretrained(
+        job["folder"], draft=draft, draft_length=length, dtype=dtype, fast=job["fast"]
+    )
     model: Any = pair.target if job["draft"] is None else pair
 
     def write(prompt: str) -> int:
@@ -88,10 +96,11 @@ ENGINES = {"own": run_own, "openvino": run_openvino, "vllm": run_vllm}
 
 
 def work() -> None:
-    """A process: reads its job, warms up with the first prompt, prints seconds and new tokens of each."""
+    """A process: reads its job, warms up with two prompts (which compiles), prints seconds and new tokens of each."""
     job = json.loads(sys.stdin.read())
     write, version = ENGINES[job["engine"]](job)
-    write(job["prompts"][0])
+    for prompt in job["prompts"][:2]:
+        write(prompt)
     seconds, tokens = [], []
     for prompt in job["prompts"]:
         began = time.perf_counter()
@@ -139,7 +148,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "folder": folder,
             "gguf": str(file),
         }
-        jobs = {name: (sys.executable, {**job, "engine": "own", "draft": draft}) for name, draft in OWN.items()}
+        jobs = {
+            name: (sys.executable, {**job, "engine": "own", "draft": draft, "fast": fast})
+            for name, (draft, fast) in OWN.items()
+        }
         for name, engine in (("OpenVINO GenAI, 4 bits", "openvino"), (f"vLLM, {args.dtype}", "vllm")):
             if getattr(args, engine) is not None:
                 jobs[name] = (getattr(args, engine), {**job, "engine": engine})

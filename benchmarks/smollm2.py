@@ -31,10 +31,17 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
     '"self:int8", 6 tokens': ("self:int8", 6),
     '["suffix", "self:int8"]': (["suffix", "self:int8"], None),
     '"self:int4"': ("self:int4", None),
+    '["suffix", "self:int4"]': (["suffix", "self:int4"], None),
     '"layer-skip"': ("layer-skip", None),
+    '"early-exit"': ("early-exit", None),
     '"zoo:smollm2-eagle3"': ("zoo:smollm2-eagle3", None),
     '"zoo:smollm2-eagle3", a chain': (Eagle("zoo:smollm2-eagle3", tree=False), None),
     '["suffix", "zoo:smollm2-eagle3"]': (["suffix", "zoo:smollm2-eagle3"], None),
+}
+COMPILED: dict[str, tuple[Any, Any]] = {  # with `fast="compile"`; a token tree would be compiled for every width
+    "no draft, compiled": DRAFTS["no draft"],
+    '"suffix", compiled': DRAFTS['"suffix"'],
+    '["suffix", "zoo:smollm2-eagle3"], chains, compiled': (["suffix", Eagle("zoo:smollm2-eagle3", tree=False)], None),
 }
 COLUMNS = ("ms per token", "times plain", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
 TIES = (
@@ -54,8 +61,11 @@ def by_category(kind: str) -> Any:
 
 def measure(args: Any) -> dict[str, Any]:
     pair = AssistedModelForCausalLM.from_pretrained(TARGET, draft="suffix", dtype=getattr(torch, args.dtype))
-    chosen = {name: DRAFTS[name] for name in args.only or DRAFTS}
-    contestants = paired(pair.target, pair.tokenizer, chosen)
+    names = args.only or [*DRAFTS, *([] if args.no_compile else COMPILED)]
+    contestants = []
+    for drafts, fast in ((DRAFTS, "auto"), (COMPILED, "compile")):
+        chosen = {name: drafts[name] for name in names if name in drafts}
+        contestants += paired(pair.target, pair.tokenizer, chosen, fast)
     prompts = read(["chat"], pair.tokenizer, args.prompts)
     rules = Rules(new_tokens=args.new_tokens, temperature=args.temperature, top_p=0.95 if args.temperature else 1.0)
     others = [] if args.without_transformers else lookups(pair.target)
@@ -92,7 +102,7 @@ def main() -> None:
     parser.add_argument(
         "--without-transformers", action="store_true", help="leave out its prompt lookup, which takes a heat"
     )
-    parser.add_argument("--only", nargs="+", choices=list(DRAFTS), metavar="NAME", help="these drafts alone")
+    parser.add_argument("--only", nargs="+", choices=[*DRAFTS, *COMPILED], metavar="NAME", help="these drafts alone")
     parser.add_argument("--read", type=Path, nargs="+", help="measure nothing, take the figures from these files")
     args = parser.parse_args()
     if args.read:

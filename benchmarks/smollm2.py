@@ -28,7 +28,6 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
     '"suffix", 6 tokens': ("suffix", 6),
     '"recycle"': ("recycle", None),
     '"self:int8"': ("self:int8", None),
-    '"self:int8", 6 tokens': ("self:int8", 6),
     '["suffix", "self:int8"]': (["suffix", "self:int8"], None),
     '"self:int4"': ("self:int4", None),
     '["suffix", "self:int4"]': (["suffix", "self:int4"], None),
@@ -41,6 +40,8 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
 COMPILED: dict[str, tuple[Any, Any]] = {  # with `fast="compile"`; a token tree would be compiled for every width
     "no draft, compiled": DRAFTS["no draft"],
     '"suffix", compiled': DRAFTS['"suffix"'],
+    '["suffix", "self:int8"], compiled': DRAFTS['["suffix", "self:int8"]'],
+    '["suffix", "self:int4"], compiled': DRAFTS['["suffix", "self:int4"]'],
     '["suffix", "zoo:smollm2-eagle3"], chains, compiled': (["suffix", Eagle("zoo:smollm2-eagle3", tree=False)], None),
 }
 COLUMNS = ("ms per token", "times plain", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")

@@ -369,7 +369,8 @@ plt.show()
 # %% tags=["measured"]
 for g in per_pass:
     lost = next((rows for rows in range(1, 10_000) if speedup(rows, per_pass[g], g, **fitted) <= 1), None)
-    print(f"drafts of {g} tokens lose from {lost} rows on" if lost else f"drafts of {g} tokens never lose")
+    drafts = f"drafts of {g} token{'s' * (g > 1)}"
+    print(f"{drafts} lose from {lost} rows on" if lost else f"{drafts} never lose")
 
 # %% [markdown]
 # - **The speedup falls with every row and crosses 1 at a few dozen rows.** Longer drafts cross it first, because each

@@ -28,7 +28,7 @@ __all__ = ["Combined", "CombinedDrafter"]
 MEMORY = 0.9  # weight of the past in moving averages
 TRIED = 3  # rounds after which a drafter's averages are used
 CERTAIN = 2.0  # while some drafter has fewer rounds, a draft with this many expected tokens is used,
-SURE = 0.5  # or with this share of the tokens that it may have: before its costs are known, these are few
+SURE = 0.75  # or with this share of the tokens that it may have: before its costs are known, these are few
 
 
 @dataclass(frozen=True)

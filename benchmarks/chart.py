@@ -16,13 +16,17 @@ PEERS = {  # of transformers' own drafting, whichever settings were its fastest
     "transformers assisted": "transformers, draft model",
     "transformers lookup": "transformers, lookup",
 }
+HEAD = '["suffix", "zoo:smollm2-eagle3"]'
 SHOWN = {  # contestant -> its name in the chart
     "plain": "plain generate",
+    "plain, static cache, compiled": "plain, compiled",
     "transformers lookup": "transformers prompt lookup",
     "no draft": "assisted, no draft",
-    '"suffix"': "assisted, suffix draft",
     '"self:int8"': "assisted, 8-bit copy",
-    '["suffix", "self:int8"]': "assisted, both drafts",
+    '"suffix"': "assisted, suffix draft",
+    HEAD: "assisted, suffix and EAGLE-3",
+    "no draft, compiled": "compiled, no draft",
+    f"{HEAD}, chains, compiled": "compiled, suffix and EAGLE-3",
 }
 
 
@@ -54,7 +58,7 @@ def kinds() -> str:
         "transformers lookup": ("transformers prompt lookup", ORANGE),
         '"suffix"': ("suffix", BLUE),
         '"self:int8"': ("8-bit copy", GREEN),
-        '["suffix", "self:int8"]': ("both", PURPLE),
+        HEAD: ("suffix and EAGLE-3", PURPLE),
     }
     rows = {}
     for kind, label in {"chat": "questions", "edit": "edits of code", "quote": "quotes", "JSON": "JSON"}.items():
@@ -64,7 +68,7 @@ def kinds() -> str:
             if name:
                 found.append(Bar(name, row["by_category"][kind]["ratio"], color))
         rows[label] = found
-    return groups(rows, "Times the fastest plain mode, two requests of each kind")
+    return groups(rows, "Times the fastest plain mode")
 
 
 def summary() -> str:
@@ -196,7 +200,7 @@ def engines() -> str:
     for name, runs in read("engines")["engines"].items():
         (run,) = runs
         color = BLUE if name.startswith("assisted") else GREY if name.startswith("plain") else ORANGE
-        short = name.replace('["suffix", "self:int8"]', "both drafts").replace(" GenAI", "").replace('"', "")
+        short = name.replace('"suffix+zoo:smollm2-eagle3"', "suffix and EAGLE-3").replace(" GenAI", "").replace('"', "")
         rows.append(Bar(short, 1e3 * sum(run["seconds"]) / sum(run["tokens"]), color))
     return bars({"": rows}, "Milliseconds per token, prompt included; less is better", digits=1, line=None)
 

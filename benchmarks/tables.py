@@ -110,7 +110,7 @@ def raced(
     rules = replace(rules, repeats=args.repeats)
     modes = plain(pair.target, compiled=not args.no_compile)
     with Bars() as bars:
-        measured = point(pair, modes, others, contestants, prompts, rules, batch, bars)
+        measured = point(pair, modes, others, contestants, prompts, rules, batch, bars, streams=False)
     machine = about(pair, prompts=args.prompts, repeats=args.repeats)
     return Result(target, draft, rules, sources(prompts), (measured,), machine)
 

@@ -243,7 +243,7 @@ def test_passes_and_drafts_are_counted_alike(
         calls = len(drafted_by_transformers) // 2  # warmed up once, timed once
         assert (one.passes, one.drafted) == (calls, sum(drafted_by_transformers[:calls]))
         assert max(drafted_by_transformers) <= peer.setting["num_assistant_tokens"]
-    field = [*contestants.plain(pair.target, compiled=False), of_model("ours", pair)]
+    field = [*contestants.plain(pair.target, compiled=False), of_model("ours", pair, counted=True)]
     plain, ours = race(pair.target, field, batches, RULES)
     assert (plain.passes, plain.drafted) == (24 * 3, 0)
     assert ours.tokens == plain.tokens
@@ -281,7 +281,7 @@ def test_how_close_the_tokens_are_where_texts_first_differ(pair: AssistedModelFo
 
 def test_batches_are_counted_by_row(pair: AssistedModelForCausalLM) -> None:
     batches = bench.batches(some_prompts(pair.tokenizer, ["add", "sub", "multiply"]), rows=3)
-    field = [*contestants.plain(pair.target, compiled=False), of_model("ours", pair)]
+    field = [*contestants.plain(pair.target, compiled=False), of_model("ours", pair, counted=True)]
     plain, ours = race(pair.target, field, batches, RULES)
     assert plain.passes == 24 * 3 and len(plain.tokens) == 3
     assert ours.error is None and ours.tokens == plain.tokens

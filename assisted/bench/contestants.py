@@ -106,11 +106,14 @@ def assisted(
             yield of_model(f"assisted {name}", model)
 
 
-def of_model(name: str, model: AssistedModelForCausalLM) -> Contestant:
-    """A loaded pair, `model`, in the row `name`. Nobody else may generate with it during a race, which reads its totals."""
+def of_model(name: str, model: AssistedModelForCausalLM, counted: bool = False) -> Contestant:
+    """A loaded pair, `model`, in the row `name`. Nobody else may generate with it during a race, which reads its totals.
+
+    counted: also count its forward passes with a hook, which agrees with the totals and takes another repeat.
+    """
     weights = _bytes_beside(model.target, model.drafter.modules)
     setting = {"draft_length": repr(model.draft_length)}
-    return Contestant(name, "assisted", model.generate, setting, model, draft_bytes=weights)
+    return Contestant(name, "assisted", model.generate, setting, model, counted, weights)
 
 
 def _in_both_modes(target: PreTrainedModel, found: list[Contestant]) -> list[Contestant]:

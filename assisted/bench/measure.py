@@ -103,6 +103,7 @@ def point(
     rules: Rules,
     batch: int = 1,
     progress: Progress = silent,
+    streams: bool = True,
 ) -> Point:
     """One race: plain decoding, the fastest of transformers' settings, and the other contestants.
 
@@ -114,6 +115,7 @@ def point(
         prompts, rules, batch: the work; `batch` rows are decoded together. With a limit of `rules.seconds`, which is for
             everything, nothing is streamed.
         progress: as for `race`.
+        streams: whether to also measure the time until the first token, and memory, in another repeat.
     """
     started = time.perf_counter()
     pad = pad_token(pair.tokenizer)
@@ -123,7 +125,7 @@ def point(
     best, heat = _quickest(pair, plain[0], others, batches, rules, progress) if others else ([], ())
     left = None if rules.seconds is None else rules.seconds - (time.perf_counter() - started)
     measured = race(pair.target, [*plain, *best, *own], batches, replace(rules, seconds=left), pad, progress)
-    if left is None:
+    if left is None and streams:
         stream(pair.target, measured, batches, rules, pad, progress)
     if rules.greedy:
         _compare(pair.target, measured, batches)

@@ -10,7 +10,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -120,7 +120,8 @@ def race(
 ) -> list[Measured]:
     """Let all contestants decode all batches in turns. One that raises is out, with its error; the others continue.
 
-    One repeat over the batches warms up and counts forward passes; the others are timed.
+    Forward passes are counted in one repeat, which also warms up. Contestants that are not counted warm up with the longest
+    prompt of each category. The other repeats are timed.
 
     Args:
         target: whose forward passes are counted, and whose device is waited for.
@@ -193,28 +194,35 @@ class _Runner:
         require_room(target, max(batch.ids.shape[1] for batch in batches), rules)
 
     def warm_up(self, one: Measured) -> None:
-        """A repeat that counts forward passes. Pairs get a second one, since the hook that counts disables their fast paths."""
-        counter = _Counter()
-        counted = one.contestant.counted
+        """A repeat that counts forward passes, with a hook. The hook disables the fast paths of pairs, so they and those that
+        are not counted warm up without it."""
+        longest = self.longest_first()
+        of_each = {self.batches[number].category: number for number in reversed(longest)}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with self.target.register_forward_pre_hook(counter, with_kwargs=True) if counted else nullcontext():
-                self.every_batch(one, counter.begin)
-            if one.contestant.model is not None:
-                self.every_batch(one)
+            if one.contestant.counted:
+                counter = _Counter()
+                with self.target.register_forward_pre_hook(counter, with_kwargs=True):
+                    for number in longest:
+                        counter.begin(self.batches[number].ids.shape[1])
+                        self.untimed(one, number)
+                one.passes, one.drafted = counter.passes, counter.drafted
+            if one.contestant.model is not None or not one.contestant.counted:
+                for number in longest:
+                    if number in of_each.values():
+                        self.untimed(one, number)
         one.warned = next(
             (str(warning.message) for warning in caught if issubclass(warning.category, DraftingStopped)), None
         )
-        if counted:
-            one.passes, one.drafted = counter.passes, counter.drafted
 
-    def every_batch(self, one: Measured, begin: Callable[[int], None] = lambda prompt: None) -> None:
-        """Untimed, the longest first, so that static caches are long enough for all."""
-        for number in sorted(range(len(self.batches)), key=lambda number: -self.batches[number].ids.shape[1]):
-            begin(self.batches[number].ids.shape[1])
-            wrote = {len(row) for row in self.run(one, number, seed=number)}
-            if wrote != {self.rules.new_tokens}:
-                raise ValueError(f"wrote {min(wrote)} tokens where {self.rules.new_tokens} were asked for")
+    def longest_first(self) -> list[int]:
+        """The batches in an order in which static caches are long enough for all."""
+        return sorted(range(len(self.batches)), key=lambda number: -self.batches[number].ids.shape[1])
+
+    def untimed(self, one: Measured, number: int) -> None:
+        wrote = {len(row) for row in self.run(one, number, seed=number)}
+        if wrote != {self.rules.new_tokens}:
+            raise ValueError(f"wrote {min(wrote)} tokens where {self.rules.new_tokens} were asked for")
 
     def timed(self, one: Measured, number: int, repeat: int) -> None:
         started = now(self.target.device)

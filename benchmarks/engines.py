@@ -29,8 +29,6 @@ OWN: dict[str, tuple[str | None, str]] = {  # the draft, None for plain `generat
     'assisted, "self:int8"': ("self:int8", "auto"),
     'assisted, "self:int4"': ("self:int4", "auto"),
     f'assisted, "{HEAD}"': (HEAD, "auto"),
-    "assisted, no draft, compiled": ("none", "compile"),
-    'assisted, "suffix", compiled': ("suffix", "compile"),
     f'assisted, "{HEAD}", chains, compiled': ("chains", "compile"),
 }
 
@@ -122,7 +120,10 @@ def ran(python: str, job: dict[str, Any]) -> dict[str, Any]:
     )
     if done.returncode:
         raise RuntimeError(f"{job['engine']}: {done.stderr.strip()[-600:]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    # an engine may print more, before and after
+    answer: dict[str, Any] = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith('{"seconds"'))
+    )
     return answer
 
 

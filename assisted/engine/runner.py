@@ -203,6 +203,9 @@ class CachedModel(Runner):
         model: any decoder-only causal LM, or its `Runnable`; it is not changed.
         cache: its slots.
         masks: `Masks.of(model)`.
+
+    Attributes:
+        untapped: the model as it is run, without taps; parts for drafting are made of it.
     """
 
     in_lockstep = False  # whether all rows of a batch must keep the same number of columns
@@ -213,6 +216,7 @@ class CachedModel(Runner):
     def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks):
         runnable = model if isinstance(model, Runnable) else Runnable(model)
         self.model: Any = runnable.module
+        self.untapped = self.model
         super().__init__(runnable, cache, device_of(self.model), context_of(self.model))
         self.last_only = runnable.last_only
         self.masks = masks

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from .parts import Form, Layers, Pass, Recorder, dressed, hidden_of, try_out, with_children
 
-__all__ = ["Sublayer", "find_sublayers", "without"]
+__all__ = ["Path", "Skippable", "Sublayer", "find_sublayers", "without"]
 
 Path = tuple[str, ...]
 UNCHANGED = 0.05  # relative to the norm of the hidden states: how much a layer without its sublayers may change them
@@ -53,6 +53,14 @@ def without(
     return layers.replaced(model, own)
 
 
+class Skippable(nn.Module):
+    """A layer that can leave out its sublayers by itself, so it need not have them as modules."""
+
+    def without(self, paths: Collection[Path]) -> nn.Module:
+        """The same layer as another object, without the sublayers at these paths of the original layer."""
+        raise NotImplementedError
+
+
 class Nothing(nn.Module):
     """Replaces a skipped sublayer so that the residual stream does not change.
 
@@ -79,6 +87,8 @@ class Nothing(nn.Module):
 
 
 def _without(layer: nn.Module, modules: Collection[tuple[Path, Form]]) -> nn.Module:
+    if isinstance(layer, Skippable):
+        return layer.without([path for path, _ in modules])
     return with_children(layer, {path: Nothing(layer.get_submodule(".".join(path)), form) for path, form in modules})
 
 

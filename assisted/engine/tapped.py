@@ -41,6 +41,7 @@ class TappedModel(CachedModel):
         runnable = model if isinstance(model, Runnable) else Runnable(model)
         module, self._taps = tapped(runnable.module, layers, taps, final_norm)
         super().__init__(replace(runnable, module=module), cache, masks)
+        self.untapped = runnable.module
         self.last_only = self.last_only and len(layers) not in taps
         self.taps = [self._taps[tap] for tap in sorted(self._taps)]
         self.kind = tuple(sorted(self._taps))

@@ -8,7 +8,7 @@ layout that is fast over few tokens. The output is compared with the original mo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..engine.cache import SlotCache
 from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.parts import few_ids, with_children
 from ..engine.runner import CachedModel, Masks, Runnable
+from ..engine.sublayers import Path, Skippable
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, size_of_copies
 from .sources import Modules, Source, Weights
@@ -200,7 +201,7 @@ def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Childre
     }
 
 
-class FusedLayer(nn.Module):
+class FusedLayer(Skippable):
     """RMSNorm, rotary attention, RMSNorm and gated MLP, as in the family's layers.
 
     It uses plain attributes only, because looking up a submodule takes as long as a small operation.
@@ -226,6 +227,9 @@ class FusedLayer(nn.Module):
         self.gate_up = Product([mlp.gate_proj, mlp.up_proj], copied)
         self.down = Product([mlp.down_proj], copied)
 
+    def without(self, paths: Collection[Path]) -> nn.Module:
+        return _Attention(self) if ("mlp",) in paths else _MLP(self)
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -240,9 +244,10 @@ class FusedLayer(nn.Module):
         others. Returns [B, n, D], or [B, 1, D] without the other columns.
         """
         normed = self.before_attention(hidden_states)
-        return self.run(hidden_states, normed, attention_mask, position_embeddings, past_key_values, last_only)
+        attended = self.attend(hidden_states, normed, attention_mask, position_embeddings, past_key_values, last_only)
+        return self.transform(attended)
 
-    def run(
+    def attend(
         self,
         hidden_states: torch.Tensor,
         normed: torch.Tensor,
@@ -251,7 +256,7 @@ class FusedLayer(nn.Module):
         past_key_values: Any = None,
         last_only: bool = False,
     ) -> torch.Tensor:
-        """The layer for a given input of its attention, [B, n, any], and residual stream, [B, n, D]."""
+        """Add the attention's output for the input `normed`, [B, n, any], to the residual stream, [B, n, D]."""
         rows, width, _ = hidden_states.shape
         heads = self.heads(normed).view(rows, width, -1, self.head_size)
         # shape: [B, n, query heads + 2 key heads, head size]
@@ -281,9 +286,44 @@ class FusedLayer(nn.Module):
         )
         seen = seen.reshape(rows, self.query_heads, width, self.head_size)
         # sums and activations take low-bit products in the dtype they are computed in, which spares conversions
-        hidden_states = hidden_states + self.output.raw(seen.transpose(1, 2).reshape(rows, width, -1))
+        return hidden_states + self.output.raw(seen.transpose(1, 2).reshape(rows, width, -1))
+
+    def transform(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Add the MLP's output to the residual stream, [B, n, D]."""
         gate, up = self.gate_up.raw(self.before_mlp(hidden_states)).chunk(2, -1)
         return hidden_states + self.down.raw(self.activation(gate).mul_(up))
+
+
+class _Attention(nn.Module):
+    """A fused layer without its MLP."""
+
+    def __init__(self, layer: FusedLayer):
+        super().__init__()
+        self.norm, self.attend = layer.before_attention, layer.attend
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As `FusedLayer`."""
+        normed = self.norm(hidden_states)
+        return self.attend(hidden_states, normed, attention_mask, position_embeddings, past_key_values)
+
+
+class _MLP(nn.Module):
+    """A fused layer without its attention."""
+
+    def __init__(self, layer: FusedLayer):
+        super().__init__()
+        self.transform = layer.transform
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """As `FusedLayer`."""
+        return self.transform(hidden_states)
 
 
 class _FusedHead(nn.Module):

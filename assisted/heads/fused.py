@@ -63,7 +63,7 @@ class _First(FusedLayer):
     def forward(self, embeddings: torch.Tensor, states: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         normed = self.of_state(states)
         beside = torch.cat([self.before_attention(embeddings), normed], -1)
-        return self.run(normed if self.norm_before_residual else states, beside, **kwargs)
+        return self.transform(self.attend(normed if self.norm_before_residual else states, beside, **kwargs))
 
 
 @torch.no_grad()

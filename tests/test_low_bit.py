@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.drafters.quantized_self import CopyDrafter
 from assisted.fast.fused import FusedLayer, fused
-from assisted.fast.low_bit import LowBitLinear, joined, low_bit
+from assisted.fast.low_bit import FewColumns, LowBitLinear, joined, low_bit
 from assisted.loading import quantization
 from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import load_quantized, memory_bytes, quantize_copy, resolve
@@ -50,6 +51,27 @@ def test_every_shape_and_number_of_columns(bits: int, outputs: int, inputs: int)
         found = made.to(dtype)(given.to(dtype))
         assert found.dtype == dtype
         assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.no_grad()
+def test_the_number_of_columns_does_not_compile_it_again(bits: int) -> None:
+    """A copy that was not used for a while reads many columns at once, in the middle of an answer."""
+    made, compiled = low_bit(linear(96, 192), bits), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    few = FewColumns(made)
+    for run in (made, few):
+        compiled.clear()
+        torch._dynamo.reset()
+        ours = torch.compile(run, backend=backend, dynamic=True)
+        for columns in (5, 2, 32, 33, 128):
+            given = torch.randn(1, columns, 192, dtype=torch.bfloat16)
+            assert torch.allclose(ours(given), run(given), atol=0.1)
+        assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("bits", [8, 4])

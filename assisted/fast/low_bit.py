@@ -103,7 +103,7 @@ class LowBitLinear(nn.Module):
             if columns > inputs:  # the weight itself is the product with as many columns as it has inputs
                 return given @ self._four_bits(torch.eye(inputs, dtype=LOW_BIT_DTYPE))
             return self._four_bits(given)
-        if on_cpu and len(given) <= _FEW:
+        if on_cpu and _are_few(len(given)):
             return torch._weight_int8pack_mm(given, self.packed, self.scales)
         return F.linear(given, self.packed.to(LOW_BIT_DTYPE)) * self.scales
 
@@ -113,6 +113,11 @@ class LowBitLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+def _are_few(columns: int) -> bool:
+    """Whether the product from 8 bits is the fastest for these columns. A compiler would compile a second time to ask."""
+    return torch.compiler.is_compiling() or columns <= _FEW
 
 
 class FewColumns:
@@ -135,7 +140,7 @@ class FewColumns:
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out] bfloat16."""
         columns = inputs.numel() // self.inputs
-        if columns > _FEW or not inputs.is_cpu:
+        if not inputs.is_cpu or not _are_few(columns):
             return self.module.raw(inputs)
         given = inputs.reshape(columns, self.inputs).to(LOW_BIT_DTYPE)
         made: torch.Tensor

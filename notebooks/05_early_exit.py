@@ -41,7 +41,7 @@ from assisted import AssistedModelForCausalLM, EarlyExit, zoo
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
 TARGET, DRAFT, DEVICE = "zoo:target", "zoo:draft", "cpu"
-# On a GPU of 24 GB try a real pair (about 9.5 GB in bfloat16, and twins of the target). It was not trained for early exit:
+# On a GPU of 24 GB try a real pair, about 9.5 GB in bfloat16 and twins of the target. It was not trained for exits:
 # TARGET, DRAFT, DEVICE = "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B", "cuda"
 # In half precision near-ties may be resolved differently, and an assert that compares counts may then fail.
 

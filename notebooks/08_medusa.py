@@ -42,7 +42,8 @@ from assisted.drafts import Draft
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
 TARGET, DRAFT = "zoo:target", "zoo:medusa"
-# On a GPU of 24 GB try real heads: TARGET, DRAFT = "lmsys/vicuna-7b-v1.3", "FasterDecoding/medusa-vicuna-7b-v1.3"  (about 15 GB in float16)
+# On a GPU of 24 GB try real heads, about 15 GB in float16:
+# TARGET, DRAFT = "lmsys/vicuna-7b-v1.3", "FasterDecoding/medusa-vicuna-7b-v1.3"
 
 torch.set_num_threads(1)
 torch.set_grad_enabled(False)
@@ -258,7 +259,7 @@ assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(alone, logits[1:])) o
 
 # %%
 def decode(prompt, new_tokens, propose):
-    """Greedy decoding. propose(state) gives a draft: tokens and parents. Returns the text and the passes after the prompt."""
+    """Greedy decoding. propose(state) gives tokens and their parents. Returns the text and the passes after the prompt."""
     logits, states = pass_over(prompt, [], [])
     text, state, passes = [*prompt, logits[0].argmax().item()], states[0], 0
     while len(text) < len(prompt) + new_tokens:

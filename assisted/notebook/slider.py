@@ -22,10 +22,10 @@ COLOURS = {
     "target": "#6d89da",
     "draft": "#c47f13",
     "accepted": "#32a360",
-    "rejected": "#cd1a30",
-    "bonus": "#a41aef",
+    "rejected": "#e23b4e",
+    "bonus": "#b455f5",
     "plain": "#808080",
-    "accent": "#d205ac",
+    "accent": "#df33bd",
 }
 
 

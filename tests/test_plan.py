@@ -186,6 +186,24 @@ def test_the_shipped_pair_takes_what_is_counted(draft: Any) -> None:
     assert weights == pytest.approx(pair.get_memory_footprint(), rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("draft", "reason"),
+    [
+        ("zoo:eagle3", "was made for a vocabulary of 4096; the target's has 512"),
+        ("zoo:medusa", "was made for hidden states of width 192; the target's have"),
+        ("zoo:smollm2-eagle3", "was made for a vocabulary of 49152; the target's has 512"),
+    ],
+)
+def test_heads_of_another_target_are_refused(folder: Path, draft: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"draft: .*{reason}"):
+        plan(str(folder), draft, device="cpu", context=64)
+
+
+def test_a_head_for_more_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"draft: .* reads the hidden states \(2, 8, 13\); the target has 2 layers"):
+        plan("zoo:draft", "zoo:eagle3", device="cpu", context=64)
+
+
 def test_a_saved_pair_and_its_line(folder: Path, tmp_path: Path) -> None:
     AssistedModelForCausalLM.from_pretrained(folder, draft="suffix").save_pretrained(tmp_path)
     found = plan(str(tmp_path), device="cpu", context=128)

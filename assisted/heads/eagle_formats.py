@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from .eagle import EagleHead
 from .eagle_config import LAYER_FIELDS, EagleConfig, default_taps
 from .files import find_file, find_folder, public_name, read_tensors, require_tensors
 
-__all__ = ["load_eagle", "save_eagle"]
+__all__ = ["load_eagle", "require_eagle", "save_eagle"]
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -41,15 +41,33 @@ def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHe
     Raises ValueError for a head made for a target of other sizes, and for a missing, unknown or misshapen tensor, with its
     name.
     """
-    folder = find_folder(path, **hub)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"draft: {folder} holds no config.json")
+    folder = _folder(path, **hub)
     with loading("draft", folder):
         return _load(folder, target)
 
 
-def _load(folder: Path, target: PreTrainedModel) -> EagleHead:
-    """Check that the sizes in config.json are those of the tensors before allocating anything."""
+def require_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> None:
+    """Check a head without reading its weights. target: may be on the meta device. hub: download options.
+
+    Raises ValueError where `load_eagle` does, except for what only the weights show.
+    """
+    folder = _folder(path, **hub)
+    with loading("draft", folder):
+        _checked(folder, target)
+
+
+def _folder(path: str | Path, **hub: Any) -> Path:
+    folder = find_folder(path, **hub)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"draft: {folder} holds no config.json")
+    return folder
+
+
+def _checked(folder: Path, target: PreTrainedModel) -> tuple[Path, EagleConfig, Callable[[str], str]]:
+    """The file of the weights, the config, and the head's name for each stored tensor.
+
+    Nothing is allocated, so the sizes in config.json are compared with those of the tensors first.
+    """
     try:
         fields = fields_of(folder / "config.json")
     except ValueError as error:
@@ -61,9 +79,20 @@ def _load(folder: Path, target: PreTrainedModel) -> EagleHead:
     _require_fields(fields, shapes, folder / "config.json")
     _require_fields(fields.get("transformer_layer_config") or {}, shapes, folder / "config.json")
     config = _config_of(fields, shapes, target)
-    size = target.config.get_text_config(decoder=True).vocab_size
-    if config.vocab_size != size:
-        raise ValueError(f"draft: {folder} was made for a vocabulary of {config.vocab_size}; the target's has {size}")
+    wanted = target.config.get_text_config(decoder=True)
+    if config.vocab_size != wanted.vocab_size:
+        raise ValueError(
+            f"draft: {folder} was made for a vocabulary of {config.vocab_size}; the target's has {wanted.vocab_size}"
+        )
+    width = getattr(wanted, "hidden_size", config.target_hidden_size)
+    if config.target_hidden_size != width:
+        raise ValueError(
+            f"draft: {folder} was made for hidden states of width {config.target_hidden_size}; the target's have {width}"
+        )
+    if max(config.taps) > wanted.num_hidden_layers:
+        raise ValueError(
+            f"draft: {folder} reads the hidden states {config.taps}; the target has {wanted.num_hidden_layers} layers"
+        )
     with torch.device("meta"):
         outline = EagleHead(config)
     expected: dict[str, Any] = {name: tensor.shape for name, tensor in outline.state_dict().items()}
@@ -74,6 +103,11 @@ def _load(folder: Path, target: PreTrainedModel) -> EagleHead:
         return _renamed(name, "midlayer.", "layers.0.") if kind is None else name
 
     require_tensors({own(name): shape for name, shape in shapes.items()}, expected, folder)
+    return weights, config, own
+
+
+def _load(folder: Path, target: PreTrainedModel) -> EagleHead:
+    weights, config, own = _checked(folder, target)
     head = EagleHead(config)
     tensors = {own(name): tensor for name, tensor in read_tensors(weights).items()}
     known = tensors.pop("t2d", None)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ..loading.files import loading
 from .files import find_file, find_folder, public_name, read_tensors, require_tensors
 
-__all__ = ["MedusaHeads", "output_size"]
+__all__ = ["MedusaHeads", "output_size", "require_medusa"]
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
 Format = Literal["medusa", "medusa-pt", "vllm"]
@@ -260,6 +260,18 @@ class _Names:
 
 _MEDUSA = _Names("{h}.{l}.linear.weight", "{h}.{l}.linear.bias", "{h}.{n}.weight", repeats=True)
 _VLLM = _Names("blocks.{h}.layers.{l}.weight", "blocks.{h}.layers.{l}.bias", "lm_heads.{h}.weight", repeats=False)
+
+
+def require_medusa(path: str | Path, target: PreTrainedModel, **hub: Any) -> None:
+    """Check the width of heads without reading their weights. target: may be on the meta device. hub: download options.
+
+    Raises ValueError if the heads were made for a target of another width.
+    """
+    file, shapes = find_file(find_folder(path, **hub), FILES)
+    names = _VLLM if any(name.startswith("blocks.") for name in shapes) else _MEDUSA
+    first, (_, width) = shapes.get(names.weight.format(h=0, l=0)), output_size(target)
+    if first is not None and first[-1] != width:
+        raise ValueError(f"draft: {file} was made for hidden states of width {first[-1]}; the target's have {width}")
 
 
 def output_size(target: PreTrainedModel) -> tuple[int, int]:

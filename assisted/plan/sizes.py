@@ -15,7 +15,9 @@ from ..drafters.base import Spec
 from ..engine.shapes import WIDTHS, slots_for
 from ..fast.fused import copy_bytes
 from ..fast.products import copied_in
+from ..heads.eagle_formats import require_eagle
 from ..heads.files import find_file, find_folder
+from ..heads.medusa import require_medusa
 from ..loading.files import stored_in
 from ..loading.quantization import stored_bytes
 from .shapes import Shapes, States
@@ -85,7 +87,7 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
 
     target: in its checkpoint's dtype unless `use` names another. spec: of the draft. draft: its shapes, if the spec is a draft
     model. memory: bytes of the device; limits what may be copied on a CPU. Raises ValueError for a quantization that is unknown
-    or that no layer fits.
+    or that no layer fits, and for trained heads of another target.
     """
     dtype = use.dtype or target.model.dtype
     found = [Part("target: weights", weight_bytes(target, use.quantization, dtype))]
@@ -156,11 +158,13 @@ def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype:
         elif isinstance(one, QuantizedSelf):
             found.append(Part("draft: quantized copy", stored_bytes(target.model, str(one.quantization), dtype, True)))
         elif isinstance(one, Eagle) and isinstance(one.path, str):
+            require_eagle(one.path, target.model)
             found.append(Part("draft: EAGLE head", _head_bytes(one.path, dtype)))
             layers = target.states.per_token
             if layers:
                 found.append(Part("draft: keys and values", use.rows * slots * dtype.itemsize * layers[-1]))
         elif isinstance(one, Medusa) and isinstance(one.path, str):
+            require_medusa(one.path, target.model)
             found.append(Part("draft: Medusa heads", _head_bytes(one.path, dtype)))
         elif isinstance(one, TokenRecycling):
             found.append(Part("draft: table of successors", 8 * 4 * target.config.vocab_size))

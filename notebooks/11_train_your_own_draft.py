@@ -258,8 +258,8 @@ assert min(curve["KL"][-1][1], curve["TV"][-1][1]) > max(curve["CE"][-1][1], cur
 # `assisted train distill` does the same on the command line:
 #
 # ```bash
-# assisted train distill --target zoo:target --layers 1 --loss kl --text src/ --steps 160 --batch 4 --context 32 --lr
-# 2e-3 --out draft
+# assisted train distill --target zoo:target --layers 1 --loss kl --text src/ \
+#     --steps 160 --batch 4 --context 32 --lr 2e-3 --out draft
 # ```
 #
 # It uses `Distillation`, which is the loss, and `train`, which is the loop. With the same text, plan and start, the
@@ -355,10 +355,10 @@ def lines(axis, found, gap):
         )
         step, value = found[name][-1]
         height = max(value, height + gap)  # labels must not overlap
-        axis.text(step, height, f" {name}", color=colour, va="center")
+        axis.annotate(name, (step, height), (7, 0), textcoords="offset points", color=colour, va="center")
 
 
-lines(axes[0], curve, gap=0.012)
+lines(axes[0], curve, gap=0.014)
 lines(axes[1], {**far, **{f"{name}, SGD": points for name, points in far_sgd.items()}}, gap=0.018)
 axes[0].set(title="held-out acceptance, from the target's first layer", xlabel="steps", xlim=(-5, 185))
 axes[1].set(title="held-out acceptance, from a confident but wrong start", xlabel="steps", xlim=(-3, 105))

@@ -380,16 +380,16 @@ assert again.config.taps == best_head.config.taps
 # %% tags=["folded", "measured"]
 paint = dict(zip(candidates, [COLOURS["plain"], COLOURS["draft"], COLOURS["accepted"]]))
 figure, (top, below) = plt.subplots(2, 1, figsize=(4.8, 6.2))
-for number, (name, gains) in enumerate(expected.items()):
-    top.plot(range(1, LENGTH + 1), gains, "o-", color=paint[name], markersize=4)
+for number, name in enumerate(sorted(expected, key=lambda name: -expected[name][-1])):
+    top.plot(range(1, LENGTH + 1), expected[name], "o-", color=paint[name], markersize=4)
     top.text(1.02, 0.9 - 0.1 * number, name, color=paint[name], transform=top.transAxes)
 top.axhline(1, color=COLOURS["plain"], linestyle=":", linewidth=1.2)
 top.set(title="expected speedup, on this machine", xlabel="draft length", xticks=range(1, LENGTH + 1))
 colours = {"training": "bonus", "held-out": "accepted", "another kind": "target"}
-for number, (text, colour) in enumerate(colours.items()):
+for number, text in enumerate(sorted(colours, key=lambda text: -shares[text, "after"][-1])):
     for name, style in (("before", "o:"), ("after", "o-")):
-        below.plot(range(1, LENGTH + 1), shares[text, name], style, color=COLOURS[colour], markersize=4)
-    below.text(1.02, 0.9 - 0.1 * number, text, color=COLOURS[colour], transform=below.transAxes)
+        below.plot(range(1, LENGTH + 1), shares[text, name], style, color=COLOURS[colours[text]], markersize=4)
+    below.text(1.02, 0.9 - 0.1 * number, text, color=COLOURS[colours[text]], transform=below.transAxes)
 below.text(1.02, 0.5, "dotted: before\nsolid: after", transform=below.transAxes)
 below.set(title="right guesses of the head", xlabel="step of the draft", xticks=range(1, LENGTH + 1))
 plt.show()

@@ -94,10 +94,10 @@ ENGINES = {"own": run_own, "openvino": run_openvino, "vllm": run_vllm}
 
 
 def work() -> None:
-    """A process: reads its job, warms up with two prompts (which compiles), prints seconds and new tokens of each."""
+    """A process: reads its job, warms up (which compiles), prints seconds and new tokens of each prompt."""
     job = json.loads(sys.stdin.read())
     write, version = ENGINES[job["engine"]](job)
-    for prompt in job["prompts"][:2]:
+    for prompt in job["warm_up"]:
         write(prompt)
     seconds, tokens = [], []
     for prompt in job["prompts"]:
@@ -144,6 +144,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         pair.tokenizer.save_pretrained(folder)
         job = {
             "prompts": [prompt.text for prompt in prompts],
+            "warm_up": list({prompt.category: prompt.text for prompt in prompts}.values()),
             "threads": args.threads,
             "new_tokens": args.new_tokens,
             "dtype": args.dtype,
@@ -186,8 +187,9 @@ def markdown(found: dict[str, Any]) -> str:
             f"`python benchmarks/engines.py`: {about['prompts']} requests, {about['new_tokens']} new tokens each, "
             f"{about['dtype']} except where 4 bits are named, CPU threads: {about['threads']}, {about['processor']}, torch "
             f"{about['torch']}, transformers {about['transformers']}{others}. End tokens are ignored. The contestants run one "
-            f"after the other, each in a process of its own. The figures are milliseconds per token, the median of "
-            f"{about['repeats']} run{'s' * (about['repeats'] > 1)}; they include reading the prompt.",
+            f"after the other, each in a process of its own that has answered one request of each kind before. The figures are "
+            f"milliseconds per token, the median of {about['repeats']} run{'s' * (about['repeats'] > 1)}; they include reading "
+            "the prompt.",
             "",
             *markdown_table(["", "all", *each], rows),
         ]

@@ -87,7 +87,9 @@ def model_of(name):
     """The target, and a pair whose drafter is for a test to choose. Not to be changed otherwise."""
     if name not in _MODELS:
         target = build(BY_NAME[name]).requires_grad_(False)
-        _MODELS[name] = target, AssistedModelForCausalLM.from_models(target, draft=build(ARCHITECTURES[0]))
+        # a fixed length, since the default one stops drafting on a slow machine after a first draft that is all wrong
+        pair = AssistedModelForCausalLM.from_models(target, draft=build(ARCHITECTURES[0]), draft_length=4)
+        _MODELS[name] = target, pair
     return _MODELS[name]
 
 

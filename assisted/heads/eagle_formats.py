@@ -47,7 +47,8 @@ def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHe
 
 
 def require_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> None:
-    """Check a head without reading its weights. target: may be on the meta device. hub: download options.
+    """Check the head at a path, as `load_eagle` takes it, without reading its weights. target: may be on the meta device.
+    hub: download options.
 
     Raises ValueError where `load_eagle` does, except for what only the weights show.
     """

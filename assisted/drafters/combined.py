@@ -167,7 +167,7 @@ class Member:
 
 
 class CombinedLength(Length):
-    """The draft lengths of all members. Each observes the rounds in which it drafted, and those without a draft."""
+    """The draft lengths of all members. Each observes its own rounds and those without a draft, and notes those of others."""
 
     def __init__(self, members: list[Member]):
         self.members = members
@@ -188,6 +188,9 @@ class CombinedLength(Length):
             return
         number, *rest = round.draft.member
         chosen, expected = self.members[number], round.draft.expected
+        for member in self.members:
+            if member is not chosen:
+                member.length.observe_other(round)
         chosen.length.observe(replace(round, draft=replace(round.draft, member=tuple(rest))))
         accepted = round.mean(round.accepted)
         chosen.learn(accepted, accepted if expected is None else expected, round.draft_seconds + round.verify_seconds)

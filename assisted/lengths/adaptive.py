@@ -27,6 +27,9 @@ _PAUSE = 4.0  # length of the first pause in tokens; it doubles with every probe
 _PROBE_SHARE = 0.01  # share of the time that is spent on probes while drafting is paused
 _STRETCH = 150.0  # tokens for which a text may stay unpredictable
 _TRUSTED = 32  # rounds with a draft until the estimated acceptance is relied on
+_MISSED = (
+    2.0  # tokens: if more were committed since the draft's last round, reading them is not counted as cost of a draft
+)
 _STALE = 256  # rounds with a draft after which a round without one measures the cost of a single token again
 _WARM_UP = (2, 4)  # rounds of a first call without a draft, which measure that cost
 _LOCAL = 0.9  # share of the past that remains after a round in the pace of a row: about ten rounds count
@@ -55,7 +58,7 @@ class Adaptive:
 
     maximum: int | None = None
     margin: float = 1.03
-    probe_every: int = 50
+    probe_every: int = 300
     costs: Costs | None = None
     draft_cost: float | None = None
     position_cost: float | None = None
@@ -101,8 +104,7 @@ class _Adaptive(Length):
         self.unfinished: Sequence[int] = ()  # rows of the current round
         self.drawn = False  # whether drafted tokens are sampled: the last argument of `go_on`
         self.sized_by_drafter = False
-        self.unread = float("inf")  # tokens that the draft has not read; at first the prompt
-        self.observed = True
+        self.missed = float("inf")  # tokens committed since the draft's last round; at first the prompt
         self.proposing = torch.tensor(())  # [B] bool, the last result of `go_on`
         self._begin()
 
@@ -131,9 +133,6 @@ class _Adaptive(Length):
     def budget(self, unfinished: Sequence[int]) -> int:
         known = self.known
         self.unfinished = unfinished
-        if not self.observed:  # another drafter had the last round
-            known.paused = max(0.0, known.paused - 1)
-        self.observed = False
         self._begin()
         known.rounds += 1
         if known.paused > 0:
@@ -194,7 +193,6 @@ class _Adaptive(Length):
 
     def observe(self, round: Round) -> None:
         known, rows = self.known, round.unfinished
-        self.observed = True
         committed = round.mean(round.kept)
         drafted = max(round.drafted[row] for row in rows)
         known.verify.see(1 + drafted, round.verify_seconds)
@@ -202,9 +200,10 @@ class _Adaptive(Length):
             known.plain_at = known.rounds
         # a positive budget may yield no draft because the text had no room for one
         drafting = self.asked_for > 0 and (drafted > 0 or self.asked or known.asks is False)
+        behind = drafting and self.missed > _MISSED and known.asks is not False  # a lookup reads at almost no cost
         if drafting:
-            self._learn(round, drafted)
-        self.unread += committed
+            self._learn(round, drafted, behind)
+        self.missed = 0.0 if drafting else self.missed + committed
         if not known.verify.seconds:
             return
         plain, cost = known.verify.at(1), known.verify.at(1 + drafted)
@@ -218,9 +217,15 @@ class _Adaptive(Length):
         if drafting and known.draft.seconds:
             found_nothing = drafted == 0 and not self.asked  # a lookup, which costs next to nothing
             margin = 1.0 if found_nothing else self.policy.margin
-            self._settle(self._earned(committed, len(rows)) - margin * cost / plain, cost / plain - 1)
+            reading = max(0.0, round.draft_seconds - self._draft_cost()) if behind else 0.0
+            self._settle(self._earned(committed, len(rows)) - margin * cost / plain, (cost + reading) / plain - 1)
         elif not drafting:
             known.paused = max(0.0, known.paused - committed)
+
+    def observe_other(self, round: Round) -> None:
+        committed = round.mean(round.kept)
+        self.missed = committed if self.asked else self.missed + committed
+        self.known.paused = max(0.0, self.known.paused - committed)
 
     def _price(self, row: int) -> float:
         """Seconds that a token of this row is worth: its recent pace, at most a forward pass over one token.
@@ -239,16 +244,16 @@ class _Adaptive(Length):
         self.prices = {row: self._price(row) for row in self.unfinished}
         self.bins = {row: [] for row in self.unfinished}
 
-    def _learn(self, round: Round, drafted: int) -> None:
-        """Take in the seconds and the outcome of a draft. drafted: nodes of the longest row."""
+    def _learn(self, round: Round, drafted: int, behind: bool) -> None:
+        """Take in the seconds and the outcome of a draft. drafted: nodes of the longest row. behind: the draft first read
+        tokens that it had missed."""
         known, reliability = self.known, self.known.reliability
         asks = self.asked or self.forwards > 1 or bool(known.asks)
         if known.asks is None and not asks:
             known.draft = Curve(self.maximum, 0.0)  # a block takes about as long for any number of tokens
         known.asks = asks
-        if self.unread <= self.maximum + 1:  # catching up with the text is no part of a token's cost
+        if not behind:
             known.draft.see(self._draft_count(), round.draft_seconds)
-        self.unread = 0.0
         if drafted > self.asked_for:
             known.nodes += (drafted / self.asked_for - known.nodes) / 8
         reliability.round += 1
@@ -285,7 +290,7 @@ class _Adaptive(Length):
         """Add a draft's gain to the credit, and pause once the credit is used up.
 
         gain: tokens per row beyond those of the baseline in the same time. spent: cost of the round beyond that of a round
-        without a draft, in rounds without one.
+        without a draft, in rounds without one, with the reading of what the draft had missed.
         """
         known = self.known
         known.credit = min(_CREDIT, known.credit + gain)

@@ -62,6 +62,9 @@ class Length:
     def observe(self, round: Round) -> None:
         """Take in the outcome of a round. Called after every round, also after those without a draft."""
 
+    def observe_other(self, round: Round) -> None:
+        """Take in a round in which another drafter of a combination drafted."""
+
     def end(self) -> None:
         """The call is over. Measurements are kept for later calls; everything else that belongs to the call is released."""
 

@@ -27,9 +27,6 @@ _PAUSE = 4.0  # length of the first pause in tokens; it doubles with every probe
 _PROBE_SHARE = 0.01  # share of the time that is spent on probes while drafting is paused
 _STRETCH = 150.0  # tokens for which a text may stay unpredictable
 _TRUSTED = 32  # rounds with a draft until the estimated acceptance is relied on
-_MISSED = (
-    2.0  # tokens: if more were committed since the draft's last round, reading them is not counted as cost of a draft
-)
 _STALE = 256  # rounds with a draft after which a round without one measures the cost of a single token again
 _WARM_UP = (2, 4)  # rounds of a first call without a draft, which measure that cost
 _LOCAL = 0.9  # share of the past that remains after a round in the pace of a row: about ten rounds count
@@ -200,7 +197,9 @@ class _Adaptive(Length):
             known.plain_at = known.rounds
         # a positive budget may yield no draft because the text had no room for one
         drafting = self.asked_for > 0 and (drafted > 0 or self.asked or known.asks is False)
-        behind = drafting and self.missed > _MISSED and known.asks is not False  # a lookup reads at almost no cost
+        # a few missed tokens, as between the rounds of another drafter, are part of a draft's usual cost; a lookup reads for
+        # almost nothing
+        behind = drafting and self.missed > self.maximum + 1 and known.asks is not False
         if drafting:
             self._learn(round, drafted, behind)
         self.missed = 0.0 if drafting else self.missed + committed

@@ -13,6 +13,7 @@ from simulation import HOPELESS, PAIRS, Pair, Source, distributions, oracle, sim
 
 from assisted import AssistedModelForCausalLM
 from assisted.bench import held_out_prompts
+from assisted.drafters.combined import CombinedLength, Member
 from assisted.drafts import Round
 from assisted.lengths import Confidence, Costs, Fixed, from_dict, to_dict
 from assisted.lengths.adaptive import Adaptive
@@ -272,6 +273,14 @@ def test_rounds_of_other_drafters_wear_a_pause_off():
         length.observe_other(another)
     assert budgets[:2] == [0, 0]  # the pause is counted in tokens, of which these rounds have four
     assert budgets[2] > 0
+
+
+def test_a_list_within_a_list_notes_the_rounds_of_others():
+    members = [Member(simulate(Adaptive(), PAIRS[1], [text(HOPELESS)], TOKENS).length) for _ in range(2)]
+    for member in members:
+        member.length.known.paused = 6.0
+    CombinedLength(members).observe_other(Round.counted([(4, 3, 4)], 0.1, 1.2))
+    assert [member.length.known.paused for member in members] == [2.0, 2.0]
 
 
 def test_a_probe_that_has_much_to_read_comes_later():

@@ -195,6 +195,10 @@ class CombinedLength(Length):
         accepted = round.mean(round.accepted)
         chosen.learn(accepted, accepted if expected is None else expected, round.draft_seconds + round.verify_seconds)
 
+    def observe_other(self, round: Round) -> None:
+        for member in self.members:
+            member.length.observe_other(round)
+
     def end(self) -> None:
         for member in self.members:
             member.length.end()

@@ -16,7 +16,8 @@ from assisted.lengths import Adaptive, remembered
 from assisted.lengths.costs import Costs
 
 COSTS = Costs(((1, 0.01), (2, 0.011), (8, 0.02)), 0.002)
-CALL = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+# long enough that some length of a draft occurs twice: its first timing does not count
+CALL = {"max_new_tokens": 96, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 IDS = torch.arange(200, 216)[None]
 
 

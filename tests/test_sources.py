@@ -44,6 +44,14 @@ def data_rectangle(model: Any) -> None:
     weight.data[1::2, :16] = weight.data[1::2, :16].flip(1)
 
 
+def data_four_entries(model: Any) -> None:
+    """Two entries trade places in one row, and back in the next: the sums of all rows and columns stay."""
+    weight = model.model.layers[0].mlp.down_proj.weight
+    square = torch.tensor([[20.0, -20.0], [-20.0, 20.0]])
+    assert not weight.data[:2, :2].equal(square)
+    weight.data[:2, :2] = square
+
+
 def norm_flip(model: Any) -> None:
     for layer in model.model.layers:
         weight = layer.input_layernorm.weight
@@ -126,6 +134,7 @@ EDITS: list[Callable[[Any], None]] = [
     data_flip,
     data_columns,
     data_rectangle,
+    data_four_entries,
     norm_flip,
     frequencies,
     longer_context,
@@ -266,6 +275,13 @@ def test_a_method_that_replaces_forward_is_called(monkeypatch: pytest.MonkeyPatc
     assert plain != before and assisted == plain
 
 
+@pytest.fixture(params=[True, False], ids=["onednn", "without"])
+def onednn(request: pytest.FixtureRequest) -> Iterator[None]:
+    with torch.backends.mkldnn.flags(enabled=request.param):
+        yield
+
+
+@pytest.mark.usefixtures("onednn")
 def test_changes_are_noticed() -> None:
     weights = [torch.randn(96, 200), torch.randn(200), torch.randn(40, 16), torch.randn(30, 37), torch.randn(300, 64).T]
     weights += [torch.randn(5, 7).bfloat16(), torch.randn(3, 4, 6), torch.tensor(2.0), torch.eye(16), torch.arange(9)]
@@ -283,6 +299,7 @@ def test_changes_are_noticed() -> None:
             assert before.same(Weights.of(weights, True))
 
 
+@pytest.mark.usefixtures("onednn")
 @pytest.mark.parametrize("shape", [(64, 48), (48,), (3, 8, 6), (31, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_entries_that_trade_places_are_noticed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -300,6 +317,7 @@ def test_entries_that_trade_places_are_noticed(shape: tuple[int, ...], dtype: to
         assert before.same(Weights.of([weight], True))
 
 
+@pytest.mark.usefixtures("onednn")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_trade_places_are_noticed_where_all_entries_are_alike(dtype: torch.dtype) -> None:
     """Rows and columns of permutations have the same sums; opposite numbers differ in a single bit."""

@@ -44,7 +44,7 @@ def judge(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: 
         else:
             nodes, verdict = acceptance.rejection_tree(tokens, parents, lengths, p, draft.q)
     else:
-        choice = acceptance.sample(probabilities(scores)) if distribution.do_sample else scores.argmax(-1)
+        choice = acceptance.sample(probabilities(scores)) if distribution.do_sample else acceptance.top1(scores)
     if verdict is None:
         results = [choice]
     else:
@@ -123,7 +123,7 @@ def _choose(
     above = torch.arange(width, device=column.device) if draft.parents is None else draft.parents + 1
     is_next = above == column[:, None]
     if not do_sample or draft.q is None:
-        choice = acceptance.sample(probabilities(scores)) if do_sample else scores.argmax(-1)
+        choice = acceptance.sample(probabilities(scores)) if do_sample else acceptance.top1(scores)
         drafted = torch.arange(width, device=column.device) < draft.lengths[:, None]
         held = is_next & drafted & (draft.tokens == choice[:, None])
         # the first of siblings with equal tokens; column 0 if no node has the token

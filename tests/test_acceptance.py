@@ -34,6 +34,7 @@ from assisted.acceptance import (
     rejection_probabilities,
     residual,
     sample,
+    top1,
 )
 
 EXACT = 1e-12  # float64 rounding of a few hundred sums
@@ -676,3 +677,15 @@ def test_dtype_is_kept(dtype: torch.dtype) -> None:
     distribution = emitted_distribution(p, q, weights, torch.zeros_like(lengths), lengths)
     for tensor in (h, weights, accept, distribution, acceptance.uniforms(h)):
         assert tensor.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_top1_is_the_first_of_the_highest_as_argmax_takes_it(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 7, 1000, 50_000):
+        scores = torch.randint(0, 4, (3, 5, size), generator=generator).to(dtype)  # most are ties
+        scores[0, 0] = float("-inf")
+        scores[0, 1, size // 2] = float("nan")
+        scores[1, 0, size // 3 :] = float("inf")
+        assert top1(scores).equal(scores.argmax(-1))
+        assert top1(scores.transpose(0, 1)).equal(scores.argmax(-1).T)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..acceptance import top1
 from ..engine.recurrent import slots_for, target_runner
 from ..engine.runner import CallSettings, Masks
 from ..engine.split import timed
@@ -112,7 +113,7 @@ def pass_times(
                 break
             for width in columns:
                 started = time.perf_counter()
-                run(text[:, context : context + width]).argmax(-1).tolist()  # waits for the device
+                top1(run(text[:, context : context + width])).tolist()  # waits for the device
                 took = time.perf_counter() - started
                 run.commit([1 if run.in_lockstep and width == 1 else 0])
                 if repeat >= uncounted:

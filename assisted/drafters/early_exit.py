@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
+from ..acceptance import top1
 from ..distribution import Distribution, probabilities
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
@@ -186,7 +187,7 @@ class ExitDrafting(PartDrafting):
 def _agreement(ours: torch.Tensor, theirs: torch.Tensor, distribution: Distribution) -> torch.Tensor:
     """Expected number of accepted tokens among N tokens drafted with scores [N, V], given the target's scores [N, V]."""
     if not distribution.do_sample:
-        return (ours.argmax(-1) == theirs.argmax(-1)).sum().float()
+        return (top1(ours) == top1(theirs)).sum().float()
     return torch.minimum(probabilities(ours), probabilities(theirs)).sum().nan_to_num()
 
 

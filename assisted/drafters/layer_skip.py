@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
+from ..acceptance import top1
 from ..drafts import Draft, Round
 from ..engine.parts import Layers, find_layers, try_out, unwrapped
 from ..engine.runner import CachedModel, require_rewindable
@@ -152,7 +153,7 @@ class SkipDrafting(PartDrafting):
     def observe(self, round: Round) -> None:
         if self.text is None:
             return
-        best = round.logits.argmax(-1)
+        best = top1(round.logits)
         for row in range(self.text.rows):
             new = best[row, list(round.columns(row))]
             self.choices[row] = torch.cat([self.choices[row], new])[-self.drafter.window :]
@@ -189,7 +190,7 @@ class SkipDrafting(PartDrafting):
         hits = []
         for skipped in (candidate, search.skipped):
             with self.call.target.cache.borrowed(width):
-                best = self._part(skipped)(ids).argmax(-1).to(wanted.device)
+                best = top1(self._part(skipped)(ids)).to(wanted.device)
             hits.append((best[self.open] == wanted).sum())
         of_candidate, of_current = torch.stack(hits).tolist()
         search.judge(candidate, of_candidate, of_current, wanted.numel())

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..acceptance import top1
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.host import on_device
@@ -160,7 +161,7 @@ class MedusaDrafting(Drafting):
         logits = heads(self.states, self.drafter.target.get_output_embeddings(), budget)  # [D, B, V]
         if self.drafter.makes_trees:
             return self._tree(text, logits.float())
-        tokens = heads.tokens(logits.argmax(-1)).T.to(text.ids.device)
+        tokens = heads.tokens(top1(logits)).T.to(text.ids.device)
         return Draft(tokens, torch.full_like(tokens[:, 0], tokens.shape[1]))
 
     def observe(self, round: Round) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..acceptance import top1
 from ..distribution import probabilities
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
@@ -141,7 +142,7 @@ class TranslatedDrafting(ChainDrafting):
                     if not going.any():
                         break
                 asked += 1
-            written.append(scores.argmax(-1, keepdim=True))
+            written.append(top1(scores)[:, None])
             lasting.append(going)
             broken = broken | scores.isnan().any()
             if step + 1 == steps or (step + 1 >= asked * per_token and not length.another(asked)):

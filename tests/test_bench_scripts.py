@@ -29,6 +29,7 @@ WITH_FIGURES = (
     "overhead",
     "plan",
     "products",
+    "self_drafts",
     "shipped_pair",
     "step",
 )

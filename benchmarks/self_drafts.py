@@ -50,9 +50,9 @@ def bytes_read(model: AssistedModelForCausalLM) -> float:
     return memory_bytes(target, *drafter.modules) / memory_bytes(target) - 1
 
 
-def race(args: Any, name: str, drafts: tuple[str, ...]) -> dict[str, Any]:
-    """One target with drafts of itself."""
-    pair = AssistedModelForCausalLM.from_pretrained(name, draft="suffix", dtype=torch.bfloat16)
+def race(args: Any, place: str, name: str, drafts: tuple[str, ...]) -> dict[str, Any]:
+    """One target with drafts of itself. place: where it is loaded from. name: what the figures call it."""
+    pair = AssistedModelForCausalLM.from_pretrained(place, draft="suffix", dtype=torch.bfloat16)
     models: dict[str, AssistedModelForCausalLM] = {}
 
     def contestant(row: str, draft: str, length: Any) -> Contestant:
@@ -71,9 +71,11 @@ def race(args: Any, name: str, drafts: tuple[str, ...]) -> dict[str, Any]:
 
 def measure(args: Any) -> dict[str, Any]:
     exits = tuple(f"early-exit:{layer}" for layer in EXITS)
-    found = {"as it is": race(args, args.model, (*COPIES, "layer-skip", *exits))}
+    found = {"as it is": race(args, args.model, args.model, (*COPIES, "layer-skip", *exits))}
     if args.trained:
-        found["after training for early exits"] = race(args, str(args.trained), ("layer-skip", *exits))
+        found["after training for early exits"] = race(
+            args, str(args.trained), args.trained.name, ("layer-skip", *exits)
+        )
     pair = AssistedModelForCausalLM.from_pretrained(args.model, draft="suffix", dtype=torch.bfloat16)
     more = {"prompts": 4 * args.prompts, "repeats": args.repeats, "new_tokens": args.new_tokens}
     return {"about": about(pair, **more), "draft_length": args.draft_length, "model": args.model, "targets": found}

@@ -40,6 +40,7 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
 COMPILED: dict[str, tuple[Any, Any]] = {  # with `fast="compile"`; a token tree would be compiled for every width
     "no draft, compiled": DRAFTS["no draft"],
     '"suffix", compiled': DRAFTS['"suffix"'],
+    '"self:int8", compiled': DRAFTS['"self:int8"'],
     '["suffix", "self:int8"], compiled': DRAFTS['["suffix", "self:int8"]'],
     '["suffix", "self:int4"], compiled': DRAFTS['["suffix", "self:int4"]'],
     '["suffix", "zoo:smollm2-eagle3"], chains, compiled': (["suffix", Eagle("zoo:smollm2-eagle3", tree=False)], None),

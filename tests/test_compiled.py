@@ -1,6 +1,7 @@
 """Passes compiled for a CPU: plain `generate`'s tokens, from code that is made once for all shapes."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from eagle_heads import trained_head, written
 from pairs import BY_NAME
 
 from assisted import AssistedModelForCausalLM, Eagle, Merged, decoding
-from assisted.fast import capture, products
+from assisted.engine.runner import Runnable
+from assisted.fast import capture, captures, products
 from assisted.fast.captures import CompiledCode, Shape
 
 
@@ -156,14 +158,43 @@ def test_code_is_looked_at_without_being_run():
     assert runs == 4
 
 
+@pytest.mark.parametrize(("rows", "low_bits"), [(4, 0), (4, 100), (1, 100)])
 @pytest.mark.parametrize(("others", "filled_up"), [(0, 16), (4, 16), (20, 400)])
-def test_single_columns_of_several_rows_get_a_code_where_they_are_many(others, filled_up):
+def test_single_columns_get_a_code_where_they_are_many(rows, low_bits, others, filled_up):
     """others: passes over more columns between two over one."""
+    runner = SimpleNamespace(kind="whole", runnable=Runnable(None, low_bits=low_bits))
     code = CompiledCode()
-    assert not code._fills_up("whole", 4, False)  # there is no code that they could share
-    code.trust(Shape("whole", 4, 2, 0, False), True)
+    assert not code._fills_up(runner, rows, False)  # there is no code that they could share
+    code.trust(Shape("whole", rows, 2, 0, False), True)
     count = 0
-    while count < 400 and code._fills_up("whole", 4, False):
+    while count < 400 and code._fills_up(runner, rows, False):
         count += 1
         code.replays += 1 + others
     assert count == filled_up
+
+
+def test_a_single_column_of_one_row_needs_no_code_of_its_own():
+    code, runner = CompiledCode(), SimpleNamespace(kind="whole", runnable=Runnable(None))
+    assert code._fills_up(runner, 1, False)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_copy_in_few_bits_is_compiled_into_code_for_single_columns(quantization, fits, monkeypatch, quickly):
+    """Where another copy of its weights fits into memory, they are constants, for which the compiler has faster products."""
+    monkeypatch.setattr(captures, "may_take", lambda size: fits or not size)
+    seen = []
+
+    def compile_fx(graph, inputs, **kwargs):
+        seen.append([tensor for tensor in inputs if isinstance(tensor, torch.Tensor)])
+        return graph
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, f"self:{quantization}", 3, fast="compile")
+    for _ in range(2):
+        says_what_plain_says(model, random_ids(target, 1, 12))
+    copies = [tensors for tensors in seen if not any(tuple(tensor.shape) == (1, 4) for tensor in tensors)]
+    assert len(seen) == 2 and len(copies) == 1  # the target's, for any number of columns, and the copy's
+    packed = [tensor for tensor in copies[0] if tensor.dtype in (torch.int8, torch.uint8)]
+    assert bool(packed) == (not fits)

@@ -20,6 +20,7 @@ from ..engine.runner import Inputs, Passes, Runner
 from ..engine.shapes import WIDTHS, columns_for, rows_for, slots_for
 from . import capture
 from .capture import CodeReplay, CudaReplay, Pass
+from .products import may_take
 from .sources import identical
 from .static_buffers import StaticBuffers
 
@@ -181,8 +182,12 @@ class Captures:
         while len(self.passes) > self.most:
             self.passes.popitem(last=False)
 
-    def _compiling(self) -> AbstractContextManager[None]:
-        return capture.compiling(self.constants) if self.compiled else nullcontext()
+    def _compiling(self, runner: Runner) -> AbstractContextManager[None]:
+        return capture.compiling(self._takes_constants(runner)) if self.compiled else nullcontext()
+
+    def _takes_constants(self, runner: Runner) -> bool:
+        """Whether the weights are constants of this runner's code, which keeps another copy of them."""
+        return self.constants and may_take(runner.runnable.low_bits)
 
     def _arguments(self, runner: Runner, shape: Shape) -> tuple[torch.Tensor | None, ...]:
         """The buffers that a forward pass of this shape reads."""
@@ -220,7 +225,7 @@ class Captures:
 
         if not self.compiled:
             return run
-        made = self._functions[runner.kind, tree] = capture.compiled(run, self.constants)
+        made = self._functions[runner.kind, tree] = capture.compiled(run, self._takes_constants(runner))
         return made
 
 
@@ -251,7 +256,7 @@ class CudaGraphs(Captures):
         run = functools.partial(self._function(runner, shape.tree), *self._arguments(runner, shape))
         first = None
         if trusted or self.compiled:  # compilation happens at the first call
-            with self._compiling():
+            with self._compiling(runner):
                 first = run()
         with self.buffers.other_ids():
             self._keep(shape, self._captured(run, trusted or self.compiled))
@@ -269,7 +274,8 @@ class CudaGraphs(Captures):
 
 
 class CompiledCode(Captures):
-    """Compiled code for a CPU with dynamic sizes, shared by all shapes except one row, and one column of several rows.
+    """Compiled code for a CPU with dynamic sizes, shared by all shapes except one row, and one column of several rows or of
+    low-bit weights, for which the compiler has a faster product if their number is known.
 
     New code is compared with the eager forward pass. Weights that may be copied are its constants; if they change, it is
     compiled again. The compiler's guards detect other changes of the model in the first pass of each sort in every call.
@@ -302,7 +308,7 @@ class CompiledCode(Captures):
         if trusted:  # the compiler may need separate code for this size
             self._seen_to(shape, runner, replay, replay.look)
             return None
-        with self._compiling():
+        with self._compiling(runner):
             return replay()
 
     def replay(self, shape: Shape, runner: Runner) -> list[torch.Tensor]:
@@ -316,7 +322,7 @@ class CompiledCode(Captures):
         """Call `see`, which checks a pass. The result of the check holds for all passes of its sort."""
         sort, twin = self.sort(shape), self._twins[runner.kind, shape.tree]
         _renew(twin, runner, twin.cache)  # the model may be another of the same kind than in the last call
-        with self._compiling():
+        with self._compiling(runner):
             seen = see()
         if not identical(replay.ground, self._grounds.get(sort, ())):
             for key, other in self.passes.items():
@@ -332,17 +338,17 @@ class CompiledCode(Captures):
         return min(max(running, 2), most)
 
     def _columns(self, runner: Runner, rows: int, width: int, tree: bool) -> int | None:
-        return 2 if width == 1 and self._fills_up(runner.kind, rows, tree) else width
+        return 2 if width == 1 and self._fills_up(runner, rows, tree) else width
 
     def _slots(self, top: int) -> int:
         return slots_for(top, True)
 
-    def _fills_up(self, kind: Hashable, rows: int, tree: bool) -> bool:
-        """Whether to run a one-column pass over two columns. With one row, always, at no extra cost; with several, as long as
-        code for more columns exists and such passes are few."""
-        if rows == 1:
+    def _fills_up(self, runner: Runner, rows: int, tree: bool) -> bool:
+        """Whether to run a one-column pass over two columns. With one row, always, at no extra cost; with several, and with
+        low-bit weights, as long as code for more columns exists and such passes are few."""
+        if rows == 1 and not runner.runnable.low_bits:
             return True
-        one, two = (self.sort(Shape(kind, rows, columns, 0, tree)) for columns in (1, 2))
+        one, two = (self.sort(Shape(runner.kind, rows, columns, 0, tree)) for columns in (1, 2))
         if one in self._trusted or two not in self._trusted:
             return False
         count, before = self._filled_up.get(one, (0, self.replays))

@@ -46,7 +46,7 @@ def fused(model: PreTrainedModel) -> Runnable:
     """
     way = _way(model)
     if way is None:
-        return Runnable(model, low_bits=_has_low_bits(model))
+        return Runnable(model, low_bits=_low_bits(model))
     made = _MADE.get(way.key)
     if made is None or not made.source.same(way.source):
         children = way.make()
@@ -54,7 +54,7 @@ def fused(model: PreTrainedModel) -> Runnable:
         same = way.agrees(model, way.runnable(model, children))
         made = _MADE[way.key] = _Made(way.source, children if same else None)
     if made.children is None:
-        return Runnable(model, low_bits=_has_low_bits(model))
+        return Runnable(model, low_bits=_low_bits(model))
     return way.runnable(model, made.children)
 
 
@@ -119,7 +119,9 @@ class _Way:
         weights = self.source.weights
         copied = () if weights.checksums is None else weights.tensors
         made = with_children(model, children)
-        return Runnable(made, self.is_family, self.is_family, copied, low_bits=bool(self.source.kept.tensors))
+        return Runnable(
+            made, self.is_family, self.is_family, copied, sum(low.nbytes for low in self.source.kept.tensors)
+        )
 
 
 @dataclass(frozen=True)
@@ -445,8 +447,11 @@ def _is_replaced(base: Any, layers: nn.ModuleList) -> bool:
     return any(type(part).__module__.startswith("peft.") for name, part in parts if not name.endswith("_proj"))
 
 
-def _has_low_bits(model: nn.Module) -> bool:
-    return any(isinstance(module, LowBitLinear) for module in model.modules())
+def _low_bits(model: nn.Module) -> int:
+    """Bytes of a model's low-bit weights."""
+    return sum(
+        module.packed.nbytes + module.scales.nbytes for module in model.modules() if isinstance(module, LowBitLinear)
+    )
 
 
 @torch.no_grad()
@@ -465,6 +470,6 @@ def _agree_at_once(model: PreTrainedModel, other: Runnable) -> bool:
 
 
 def _near(model: PreTrainedModel, one: torch.Tensor, two: torch.Tensor) -> bool:
-    tolerance = TOLERANCE[LOW_BIT_DTYPE if _has_low_bits(model) else one.dtype]
+    tolerance = TOLERANCE[LOW_BIT_DTYPE if _low_bits(model) else one.dtype]
     one, two = one.float(), two.float()
     return bool((one - two).abs().max() <= tolerance * one.std())

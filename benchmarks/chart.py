@@ -26,6 +26,7 @@ SHOWN = {  # contestant -> its name in the chart
     '"suffix"': "assisted, suffix draft",
     HEAD: "assisted, suffix and EAGLE-3",
     "no draft, compiled": "compiled, no draft",
+    '["suffix", "self:int8"], compiled': "compiled, suffix and 8-bit copy",
     f"{HEAD}, chains, compiled": "compiled, suffix and EAGLE-3",
 }
 

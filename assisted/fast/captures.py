@@ -74,6 +74,7 @@ class Captures:
         self._trusted: set[Hashable] = set()  # sorts whose captures reproduced the eager forward pass
         self._functions: dict[Hashable, _Run] = {}  # compiled, by kind of runner, with chains or trees
         self._twins: dict[Hashable, Any] = {}  # the runners inside the compiled functions
+        self._frozen: dict[Hashable, bool] = {}  # whether weights are constants, by kind of runner
 
     def begin_call(self) -> None:
         """Prepare for another `generate`."""
@@ -186,8 +187,10 @@ class Captures:
         return capture.compiling(self._takes_constants(runner)) if self.compiled else nullcontext()
 
     def _takes_constants(self, runner: Runner) -> bool:
-        """Whether the weights are constants of this runner's code, which keeps another copy of them."""
-        return self.constants and may_take(runner.runnable.low_bits)
+        """Whether the weights are constants of this runner's code, which keeps another copy of them. Decided once per kind."""
+        if runner.kind not in self._frozen:
+            self._frozen[runner.kind] = self.constants and may_take(runner.runnable.low_bits)
+        return self._frozen[runner.kind]
 
     def _arguments(self, runner: Runner, shape: Shape) -> tuple[torch.Tensor | None, ...]:
         """The buffers that a forward pass of this shape reads."""

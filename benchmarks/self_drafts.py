@@ -101,7 +101,7 @@ def markdown(found: dict[str, Any]) -> str:
         f"`python benchmarks/self_drafts.py`: {found['model']}, {its['prompts']} requests, {its['new_tokens']} new tokens, "
         f"greedy, {its['dtype']}, CPU threads: {its['threads']}, {its['processor']}, torch {its['torch']}. Drafts have "
         f"{found['draft_length']} tokens, except in the last column. Bytes are a share of the target's. The cost is in forward "
-        "passes of the target in this package's loop without a draft; a copy also has to read the prompt, which is included."
+        "passes of the target in this package's loop without a draft."
     ]
     for title, race in found["targets"].items():
         (measured,) = Result.from_dict(race["result"]).points

@@ -160,11 +160,11 @@ def test_code_is_looked_at_without_being_run():
     assert runs == 4
 
 
-@pytest.mark.parametrize(("rows", "low_bits"), [(4, 0), (4, 100), (1, 100)])
+@pytest.mark.parametrize(("rows", "low_bit_bytes"), [(4, 0), (4, 100), (1, 100)])
 @pytest.mark.parametrize(("others", "filled_up"), [(0, 16), (4, 16), (20, 400)])
-def test_single_columns_get_a_code_where_they_are_many(rows, low_bits, others, filled_up):
+def test_single_columns_get_a_code_where_they_are_many(rows, low_bit_bytes, others, filled_up):
     """others: passes over more columns between two over one."""
-    runner = SimpleNamespace(kind="whole", runnable=Runnable(None, low_bits=low_bits))
+    runner = SimpleNamespace(kind="whole", runnable=Runnable(None, low_bit_bytes=low_bit_bytes))
     code = CompiledCode()
     assert not code._fills_up(runner, rows, False)  # there is no code that they could share
     code.trust(Shape("whole", rows, 2, 0, False), True)
@@ -198,5 +198,7 @@ def test_a_copy_in_few_bits_is_compiled_into_code_for_single_columns(quantizatio
         says_what_plain_says(model, random_ids(target, 1, 12))
     copies = [tensors for tensors in seen if not any(tuple(tensor.shape) == (1, 4) for tensor in tensors)]
     assert len(seen) == 2 and len(copies) == 1  # the target's, for any number of columns, and the copy's
+    ids = {tuple(tensor.shape) for tensor in copies[0] if tensor.dtype == torch.int64}
+    assert (1, 1) in ids and (1, 2) not in ids
     packed = [tensor for tensor in copies[0] if tensor.dtype in (torch.int8, torch.uint8)]
     assert bool(packed) == (not fits)

@@ -155,7 +155,7 @@ def test_low_bit_weights_round_to_half_precision(monkeypatch, low_bits):
         return [logits + 0.03 * logits.std() * torch.randn_like(logits), *outputs[1:]]
 
     monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, trusted: lambda: rounded(run()))
-    monkeypatch.setattr(opening, "fused", lambda model: Runnable(model, low_bits=low_bits))
+    monkeypatch.setattr(opening, "fused", lambda model: Runnable(model, low_bit_bytes=low_bits))
     model = build(BY_NAME["llama"]).requires_grad_(False)
     runner, holder = served(model)
     runner.prefill(random_ids(model, 1, 9), None)

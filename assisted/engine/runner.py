@@ -82,14 +82,14 @@ class Runnable:
             costs only speed.
         last_only: its layers can skip prompt positions whose output is not used.
         copied: the parameters that the module has copied. `fast.fused` checks them for changes in every call.
-        low_bits: bytes of its low-bit weights. Products with these round to bfloat16, whatever the module's dtype is.
+        low_bit_bytes: bytes of its low-bit weights. Products with these round to bfloat16, whatever the module's dtype is.
     """
 
     module: Any
     through_parts: bool = False
     last_only: bool = False
     copied: Sequence[torch.Tensor] = ()
-    low_bits: int = 0
+    low_bit_bytes: int = 0
 
 
 class Inputs(NamedTuple):

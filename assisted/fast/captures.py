@@ -189,7 +189,7 @@ class Captures:
     def _takes_constants(self, runner: Runner) -> bool:
         """Whether the weights are constants of this runner's code, which keeps another copy of them. Decided once per kind."""
         if runner.kind not in self._frozen:
-            self._frozen[runner.kind] = self.constants and may_take(runner.runnable.low_bits)
+            self._frozen[runner.kind] = self.constants and may_take(runner.runnable.low_bit_bytes)
         return self._frozen[runner.kind]
 
     def _arguments(self, runner: Runner, shape: Shape) -> tuple[torch.Tensor | None, ...]:
@@ -277,8 +277,9 @@ class CudaGraphs(Captures):
 
 
 class CompiledCode(Captures):
-    """Compiled code for a CPU with dynamic sizes, shared by all shapes except one row, and one column of several rows or of
-    low-bit weights, for which the compiler has a faster product if their number is known.
+    """Compiled code for a CPU with dynamic sizes, shared by all shapes except one row, and one column of several rows.
+
+    One column of low-bit weights has its own code, too: the compiler has a faster product where the number of columns is known.
 
     New code is compared with the eager forward pass. Weights that may be copied are its constants; if they change, it is
     compiled again. The compiler's guards detect other changes of the model in the first pass of each sort in every call.
@@ -349,7 +350,7 @@ class CompiledCode(Captures):
     def _fills_up(self, runner: Runner, rows: int, tree: bool) -> bool:
         """Whether to run a one-column pass over two columns. With one row, always, at no extra cost; with several, and with
         low-bit weights, as long as code for more columns exists and such passes are few."""
-        if rows == 1 and not runner.runnable.low_bits:
+        if rows == 1 and not runner.runnable.low_bit_bytes:
             return True
         one, two = (self.sort(Shape(runner.kind, rows, columns, 0, tree)) for columns in (1, 2))
         if one in self._trusted or two not in self._trusted:

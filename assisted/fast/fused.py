@@ -46,7 +46,7 @@ def fused(model: PreTrainedModel) -> Runnable:
     """
     way = _way(model)
     if way is None:
-        return Runnable(model, low_bits=_low_bits(model))
+        return Runnable(model, low_bit_bytes=_low_bit_bytes(model))
     made = _MADE.get(way.key)
     if made is None or not made.source.same(way.source):
         children = way.make()
@@ -54,7 +54,7 @@ def fused(model: PreTrainedModel) -> Runnable:
         same = way.agrees(model, way.runnable(model, children))
         made = _MADE[way.key] = _Made(way.source, children if same else None)
     if made.children is None:
-        return Runnable(model, low_bits=_low_bits(model))
+        return Runnable(model, low_bit_bytes=_low_bit_bytes(model))
     return way.runnable(model, made.children)
 
 
@@ -447,7 +447,7 @@ def _is_replaced(base: Any, layers: nn.ModuleList) -> bool:
     return any(type(part).__module__.startswith("peft.") for name, part in parts if not name.endswith("_proj"))
 
 
-def _low_bits(model: nn.Module) -> int:
+def _low_bit_bytes(model: nn.Module) -> int:
     """Bytes of a model's low-bit weights."""
     return sum(
         module.packed.nbytes + module.scales.nbytes for module in model.modules() if isinstance(module, LowBitLinear)
@@ -470,6 +470,6 @@ def _agree_at_once(model: PreTrainedModel, other: Runnable) -> bool:
 
 
 def _near(model: PreTrainedModel, one: torch.Tensor, two: torch.Tensor) -> bool:
-    tolerance = TOLERANCE[LOW_BIT_DTYPE if _low_bits(model) else one.dtype]
+    tolerance = TOLERANCE[LOW_BIT_DTYPE if _low_bit_bytes(model) else one.dtype]
     one, two = one.float(), two.float()
     return bool((one - two).abs().max() <= tolerance * one.std())

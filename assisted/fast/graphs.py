@@ -156,7 +156,7 @@ class Graphs(Passes):
         done = time.perf_counter()
         difference = capture.distance(logits, expected, cache.running)
         self._spend(time.perf_counter() - started - (done - replayed))
-        rounded = torch.bfloat16 if runner.runnable.low_bits else logits.dtype
+        rounded = torch.bfloat16 if runner.runnable.low_bit_bytes else logits.dtype
         if difference <= _TOLERANCE.get(rounded, _HALF_TOLERANCE):
             captures.trust(shape, by_eager)
             return self._counted(logits)

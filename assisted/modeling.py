@@ -42,7 +42,7 @@ from .fast.graphs import Graphs, require_mode
 from .forwarding import ForwardsToTarget
 from .generation import CALL, HookedCall, hooked
 from .lengths import remembered
-from .loading.adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting
+from .loading.adapters import base_path, has_adapter, outside_layers, require_in_layers, save_adapter, trusting
 from .loading.checkpoints import write_index
 from .loading.files import inside, loading, require_sound
 from .loading.gguf import load_gguf, named_in, read_config, reading_once, unmarked
@@ -56,6 +56,7 @@ __all__ = ["AssistedModelForCausalLM"]
 _FEW = 4  # drafted tokens, over which the cost of a further position is averaged until it is measured
 _KINDS = 16  # kinds of calls whose measurements are kept
 _BOOKS = threading.Lock()  # guards what calls in several threads write to a model
+_OTHER_MODE = "this generation mode is neither greedy nor sampling"
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _HUB_ARGUMENTS = (*_SNAPSHOT, "proxies", "trust_remote_code")
 
@@ -317,11 +318,14 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             require_own_drafting(generation_config, self.generation_config, kwargs)
         if lossy_typical is not None and not assisted:
             raise ValueError("lossy_typical: has no effect without drafts; leave it out, or pass assisted=True")
-        if assisted and kwargs.get("adapter_names") is not None:
-            warn_plain(MIXED)
-            assisted = False
         recorder = Recorder(self.watch)
         settings = CallSettings(require_mode(self.fast), ranks=ranks_of(self.target, *self.drafter.modules))
+        if not assisted:
+            recorder.ran("plain", "assisted=False")
+        elif (reason := self._must_be_plain(settings, kwargs)) is not None:
+            recorder.ran("plain", reason)
+            warn_plain(reason)
+            assisted = False
         lengths_started: list[tuple[Any, lengths.Length]] = []
         start_length = functools.partial(self._start_length, policy, lengths_started, settings.ranks)
         call = HookedCall(self, start_length, self._warn_overridden, recorder, settings, lossy_typical)
@@ -336,7 +340,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 for _, length in lengths_started:
                     length.end()
             if not call.reached:
-                warn_plain("this generation mode is neither greedy nor sampling")
+                recorder.ran("plain", _OTHER_MODE)
+                warn_plain(_OTHER_MODE)
         else:
             output = self.target.generate(inputs, generation_config, **kwargs)
         if not recorder.row_tokens:
@@ -408,6 +413,12 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         return_buffers: whether to count buffers, such as tables of positions.
         """
         return memory_bytes(self.target, *self.drafter.modules, buffers=return_buffers)
+
+    def _must_be_plain(self, settings: CallSettings, kwargs: dict[str, Any]) -> str | None:
+        """Why the target's own `generate` must run a call; None if drafts may be verified. kwargs: of the call."""
+        if kwargs.get("adapter_names") is not None:
+            return MIXED
+        return outside_layers(self.target) or settings.trust_in(self.target).between
 
     def _start_length(
         self,

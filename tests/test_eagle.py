@@ -24,6 +24,7 @@ from assisted.drafters import Eagle
 from assisted.drafters import eagle as module
 from assisted.drafters.eagle import EagleDrafter, EagleDrafting
 from assisted.drafts import Draft
+from assisted.engine.trust import trust
 from assisted.heads.runner import HeadRunner
 from assisted.lengths import Confidence
 from assisted.lengths.rates import Rates
@@ -486,12 +487,12 @@ def test_a_head_that_changes_is_run_as_it_is():
     inputs = one_and_four(target)[0]
     drafter = model.drafter
     for weight in (head.lm_head.weight, head.layers[0].mlp.up_proj.weight):
-        first = drafter.fused(head)
+        first = drafter.fused(head, trust(head))
         assert first.module is not head
-        assert drafter.fused(head) is first
+        assert drafter.fused(head, trust(head)) is first
         with torch.no_grad():
             weight.copy_(weight.roll(1, 0).mul(1.01))
-        second = drafter.fused(head).module
+        second = drafter.fused(head, trust(head)).module
         states = torch.randn(2, 1, 2, 32)
         assert torch.allclose(second.logits(second(*states)), head.logits(head(*states)), atol=ROUNDING)
     with no_fallback():

@@ -15,7 +15,7 @@ from assisted import AssistedModelForCausalLM, EarlyExit, decoding
 from assisted.drafters import early_exit
 from assisted.drafters.chain import predicted_speedup
 from assisted.drafters.exit_choice import ExitChoice
-from assisted.engine import split
+from assisted.engine import split, trust
 from assisted.lengths import Confidence
 
 CALL = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -271,7 +271,8 @@ def test_refused_at_load():
         pair(build(BY_NAME["gemma3n"]), "early-exit:2")
 
 
-def test_layers_that_hand_each_other_more_than_hidden_states_are_refused():
+def test_layers_that_hand_each_other_more_than_hidden_states_are_refused(monkeypatch):
+    monkeypatch.setattr(trust, "_is_own_file", lambda file: True)  # as if transformers had such a model
     model = target()
 
     class Handed(type(model.model.layers[3])):

@@ -200,7 +200,7 @@ def test_the_shipped_pair_runs_fused_and_says_what_plain_says():
 
 
 def test_nothing_is_fused_or_copied_where_that_is_not_wanted(monkeypatch):
-    def refused(model):
+    def refused(model, trusted):
         raise AssertionError("fused")
 
     monkeypatch.setattr(opening, "fused", refused)

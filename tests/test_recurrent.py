@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from assisted import AssistedModelForCausalLM, decoding
 from assisted.drafters.base import Drafter, Drafting
-from assisted.drafts import Draft
+from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import recurrent
 from assisted.engine import verifiable as trial
 from assisted.engine.recurrent import RecurrentCache, RecurrentModel, is_recurrent, slots_for, target_runner
@@ -539,5 +539,6 @@ def test_a_target_that_was_moved_or_cast_is_tried_again(monkeypatch):
     monkeypatch.setattr(trial, "_obstacle", lambda model: "it was changed")
     model.generate(ids, **CALL)
     model.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^target: .*it was changed"):
-        model.generate(ids, **CALL)
+    with pytest.warns(DraftingStopped, match="cannot take back rejected tokens: it was changed"):
+        text = model.generate(ids, **CALL)
+    assert text.tolist() == target.generate(ids, **CALL).tolist()

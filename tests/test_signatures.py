@@ -150,7 +150,7 @@ def test_a_class_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tried) == 2  # when the pair is made, and with the drafter's runner
     target.double()
     model.generate(random_ids(target, 1, 9), **CALL)
-    assert len(tried) == 2
+    assert len(tried) == 3
 
 
 def test_what_a_forward_takes() -> None:

@@ -35,21 +35,22 @@ class Change:
 
 
 def change_of(model: PreTrainedModel) -> Change | None:
-    """Where the angles of a model change; None if they depend on the position alone."""
-    config = model.config.get_text_config(decoder=True)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer = [value for value in parameters.values() if isinstance(value, dict)]  # in models that mix layer types
-    found = [change for kind in (parameters, *by_layer) if (change := _change(kind, config)) is not None]
+    """Where the angles of a model change; None if they depend on the position alone. The rotary modules say so: what they
+    compute need not be what the config says."""
+    found: list[Change] = []
+    for module in model.get_decoder().children():
+        kinds: Any = getattr(module, "rope_type", None)
+        by_layer: dict[str | None, Any] = kinds if isinstance(kinds, dict) else {None: kinds}  # layer types may differ
+        for layer, kind in by_layer.items():
+            if kind == "longrope":
+                parameters = module.config.rope_parameters
+                parameters = parameters if layer is None else parameters[layer]
+                found.append(Change(parameters["original_max_position_embeddings"], once=True))
+            elif isinstance(kind, str) and "dynamic" in kind:
+                found.append(Change(module.original_max_seq_len, once=False))
     if not found:
         return None
     return Change(min(change.position for change in found), len(found) == 1 and found[0].once)
-
-
-def _change(parameters: dict[str, Any], config: Any) -> Change | None:
-    kind = parameters.get("rope_type", "default")
-    if kind == "longrope":
-        return Change(parameters["original_max_position_embeddings"], once=True)
-    return Change(config.max_position_embeddings, once=False) if "dynamic" in kind else None
 
 
 def reads_anew_at(model: PreTrainedModel) -> int | None:

@@ -240,6 +240,8 @@ class CachedModel(Runner):
         self._counts_padding = self._takes_positions and not generate_passes(self.model, "position_ids")
         self._takes_logits_to_keep = takes(self.model, "logits_to_keep")
         change = change_of(self.model)
+        if not runnable.is_own and change is None:  # its angles may change beyond the context, as dynamic ones do
+            change = Change(self.context, once=False)
         if change is not None and cache.limit + WIDTHS[-1] > change.position:
             self.change, self.in_lockstep = change, True
 

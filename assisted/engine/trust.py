@@ -7,6 +7,7 @@ here; names prove nothing. Code is examined once and compared by identity in lat
 
 from __future__ import annotations
 
+import dis
 import functools
 import operator
 import os
@@ -38,8 +39,11 @@ _LIBRARIES = ("transformers", "torch", "accelerate", "peft")
 _QUANTIZERS = "auto_round awq bitsandbytes compressed_tensors eetq gptqmodel hqq optimum.quanto quark torchao vptq"
 _KERNELS = "causal_conv1d fla flash_attn flash_attn_interface kernels mamba_ssm"  # transformers imports them itself
 _PACKAGES = (*_LIBRARIES, *_QUANTIZERS.split(), *_KERNELS.split())
-_NEVER_RUN = {"__init__", "__init_subclass__", "__repr__", "_init_weights", "extra_repr"}  # by a call of generate
+_MODELS = os.path.join(os.path.dirname(transformers.__file__), "models", "")
+# methods that no forward pass runs, and `generate`, which is called as it is
+_NEVER_RUN = {"__init__", "__init_subclass__", "__repr__", "_init_weights", "extra_repr", "generate"}
 _BOOKKEEPING = frozenset(vars(nn.Module()))
+_OUTPUTS = {"logits", "last_hidden_state", "hidden_states", "past_key_values"}  # set in what a forward returns
 _INERT = frozenset(
     {bool, bytes, dict, float, int, list, str, tuple, torch.Tensor, torch.dtype, torch.device, type(None)}
 )
@@ -74,77 +78,95 @@ def trust(model: Any) -> Trust:
     kinds = {*_ALWAYS, *map(type, modules), *map(type, parameters)}
     forward: list[str] = []
     between = _modes()
+    records: list[Code] = []
     configs: dict[int, Any] = {}
     seen: set[tuple[type, str]] = set()
     for module in modules:
         kinds.update(map(type, module._buffers.values()))
         if "config" in module.__dict__:
             configs[id(module.config)] = module.config
-        for child in module._modules:
+        for child in module._modules.keys():  # noqa: SIM118, a scripted module's cannot be iterated over
             if (type(module), child) not in seen:
                 seen.add((type(module), child))
                 if hasattr(type(module), child):
                     forward.append(f"{type(module).__name__}.{child} hides a submodule")
         for name, value in module.__dict__.items():
             if name not in _BOOKKEEPING and type(value) not in _INERT and callable(value):
-                where = _foreign_in(value, module)
-                if where is not None:
-                    found = between if name in _steps() else forward
-                    found.append(f"the {name} of {_name_of(model, module)} was replaced: {where}")
+                for function in _functions(value):
+                    if not _is_own(function):
+                        records.append(record := _examined(function))
+                        what = (
+                            f"the {name} of {_name_of(model, module)} was replaced: {record.forward or record.between}"
+                        )
+                        (between if name in _steps() or record.between else forward).append(what)
+                if _is_of_another(value, name, module):
+                    forward.append(f"the {name} of {_name_of(model, module)} was replaced by that of another module")
         if isinstance(module, torch.jit.ScriptModule):
             forward.append(f"{_name_of(model, module)} is traced or scripted")
     for config in configs.values():
         used = getattr(config, "_attn_implementation", None)
         for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-            where = _foreign_in(table[used]) if used in table else None
-            if where is not None:
-                forward.append(f"the attention {used!r} was registered: {where}")
-    code = code_of(kinds)
-    forward += [record.forward for record in code if record.forward]
-    between += [record.between for record in code if record.between]
-    return Trust(next(iter(forward), None), next(iter(between), None), code)
+            for function in _functions(table[used]) if used in table else ():
+                records.append(record := _examined(function))
+                if record.forward or record.between:
+                    what = f"the attention {used!r} was registered: {record.forward or record.between}"
+                    (between if record.between else forward).append(what)
+    of_kinds = code_of(kinds)
+    forward += [record.forward for record in of_kinds if record.forward]
+    between += [record.between for record in of_kinds if record.between]
+    return Trust(next(iter(forward), None), next(iter(between), None), (*of_kinds, *records))
 
 
 def code_of(kinds: Iterable[type]) -> tuple[Code, ...]:
     """The records of these classes and of what they call, as they are now; the same objects while nothing has changed."""
-    found = []
-    for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
-        record = _EXAMINED.get(base)
-        if record is None or not record.is_current():
-            record = _EXAMINED[base] = Code(base)
-        found.append(record)
-    return tuple(sorted(found, key=id))
+    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
+    return tuple(sorted(map(_examined, bases), key=id))
+
+
+def _examined(source: type | FunctionType) -> Code:
+    record = _EXAMINED.get(source)
+    if record is None or not record.is_current():
+        record = _EXAMINED[source] = Code(source)
+    return record
 
 
 class Code:
-    """A class as it was when it was examined: its functions, and what these call by a global name.
+    """A class, or a function, as it was when it was examined: the functions, and what these call by a global name.
 
     Attributes:
         forward, between: as in `Trust`.
     """
 
-    def __init__(self, kind: type):
+    def __init__(self, source: type | FunctionType):
         self.forward: str | None = None
         self.between: str | None = None
-        self._kind = weakref.ref(kind)
-        self._values = tuple(vars(kind).values())
+        self._source = weakref.ref(source)
         self._codes: dict[FunctionType, tuple[Any, ...]] = {}
         self._places: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
-        for name, value in vars(kind).items():
+        self._in_cache = isinstance(source, type) and issubclass(source, _AROUND)
+        self._values = _values_of(source)
+        if not isinstance(source, type):
+            self._examine("", source, source.__qualname__, False)
+            return
+        for name, value in vars(source).items():
             functions = [] if name in _NEVER_RUN or isinstance(value, type) else _functions(value)
+            what = f"{source.__name__}.{name}"
             if name == "forward" and not functions:
-                self._blame(name, f"{kind.__name__}.forward is {value!r}")
+                self._blame(name, f"{what} is {value!r}")
             for function in functions:
-                self._codes[function] = _code(function)
-                if not _is_own(function):
-                    self._blame(name, f"{kind.__name__}.{name} is {_where(function)}")
-                if _computes(function) or name in _steps():
-                    self._follow(function, f"{kind.__name__}.{name}", name)
+                self._examine(name, function, what, _is_from_elsewhere(function, source))
+
+    def _examine(self, name: str, function: FunctionType, what: str, is_foreign: bool) -> None:
+        self._codes[function] = _code(function)
+        if is_foreign or not _is_own(function):
+            self._blame(name, f"{what} is {_where(function)}", function)
+        if name in _steps() or _computes(function) or not _is_own(function):
+            self._follow(function, what, name)
 
     def is_current(self) -> bool:
         """Whether all of it is still the same."""
-        kind = self._kind()
-        values = () if kind is None else tuple(vars(kind).values())
+        source = self._source()
+        values = () if source is None else _values_of(source)
         return (
             len(values) == len(self._values)
             and _same(values, self._values)
@@ -152,8 +174,10 @@ class Code:
             and all(names.get(name) is value for names, name, value in self._places.values())
         )
 
-    def _blame(self, name: str, what: str) -> None:
-        if name in _steps():
+    def _blame(self, name: str, what: str, function: FunctionType | None = None) -> None:
+        if function is not None and _remembers(function.__code__):
+            what, name = f"{what}, which remembers something between forward passes", "_sample"
+        if name in _steps() or self._in_cache:
             self.between = self.between or what
         else:
             self.forward = self.forward or what
@@ -179,12 +203,13 @@ class Code:
                         seen.add(called)
                         self._codes[called] = _code(called)
                         if not _is_own(called):
-                            self._blame(name, f"{root} calls {used_name}, which is {_where(called)}")
-                        elif _computes(called):
+                            self._blame(name, f"{root} calls {used_name}, which is {_where(called)}", called)
+                        if _computes(called) or not _is_own(called):
                             left.append(called)
 
 
-_EXAMINED: weakref.WeakKeyDictionary[type, Code] = weakref.WeakKeyDictionary()
+_AROUND = (cache_utils.Cache, cache_utils.CacheLayerMixin, stopping_criteria.StoppingCriteria, list)
+_EXAMINED: weakref.WeakKeyDictionary[type | FunctionType, Code] = weakref.WeakKeyDictionary()
 _ALWAYS = (  # what slots stand for, what the loop does itself, and what all tensors do
     torch.Tensor,
     cache_utils.DynamicCache,
@@ -249,6 +274,20 @@ def _names_in(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+@functools.cache
+def _remembers(code: CodeType) -> bool:
+    """Whether a function stores to attributes or global names, which later forward passes may read. Drafts that are taken back
+    would stay in there."""
+    steps = [step for step in dis.get_instructions(code) if step.opname in ("STORE_ATTR", "STORE_GLOBAL")]
+    return any(step.argval not in _OUTPUTS for step in steps) or any(
+        _remembers(part) for part in code.co_consts if isinstance(part, CodeType)
+    )
+
+
+def _values_of(source: type | FunctionType) -> tuple[Any, ...]:
+    return tuple(vars(source).values()) if isinstance(source, type) else ()
+
+
 def _code(function: FunctionType) -> tuple[Any, ...]:
     return function.__code__, function.__defaults__, function.__kwdefaults__
 
@@ -286,11 +325,22 @@ def _computing() -> tuple[str, ...]:
     return (*(os.path.join(folder, *name.split("/")) for name in names), os.path.join(of_torch, "modules", ""))
 
 
-def _foreign_in(value: Any, owner: nn.Module | None = None) -> str | None:
-    """Where a value's code comes from if it is somebody's; None if it is own. owner: the module that holds it."""
+def _is_from_elsewhere(function: FunctionType, kind: type) -> bool:
+    """Whether a class of transformers' models has a method that was written for another class."""
+    code, module = function.__code__, sys.modules.get(kind.__module__)
+    if not code.co_filename.startswith(_MODELS):
+        return False
+    written_for = getattr(code, "co_qualname", function.__qualname__).partition(".")[0]
+    return written_for != kind.__name__ or code.co_filename != getattr(module, "__file__", None)
+
+
+def _is_of_another(value: Any, name: str, owner: nn.Module) -> bool:
+    """Whether an attribute of a module is a method of another module, or a method of another class of transformers."""
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ is not owner:
-        return f"it is a method of another {type(value.__self__).__name__}"
-    return next((_where(function) for function in _functions(value) if not _is_own(function)), None)
+        return True
+    hidden = getattr(type(owner), name, None)
+    models = [function for function in _functions(value) if function.__code__.co_filename.startswith(_MODELS)]
+    return hidden is not None and not set(models).issubset(_functions(hidden))
 
 
 def _where(function: FunctionType) -> str:

@@ -60,9 +60,10 @@ TESTED = frozenset(_NAMES.split())
 
 def require_verifiable(model: PreTrainedModel) -> None:
     """Raise ValueError with the reason if a target cannot verify drafts; see `obstacle_to`."""
+    model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
     require_decoder(model, "target")
-    if not is_recurrent(unwrapped(model)):
-        require_rewindable(unwrapped(model), "target")
+    if not is_recurrent(model):
+        require_rewindable(model, "target")
     reason = obstacle_to(model, trust(model))
     if reason is not None:
         raise ValueError(f"target: {reason}. Generate with the model itself, or choose another target.")
@@ -77,7 +78,9 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, run: _Run = CachedModel)
     model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
     recurrent = is_recurrent(model)
     if not recurrent and not is_rewindable(model):
-        return f"{type(model).__name__} keeps something else than keys and values, which cannot take back rejected tokens"
+        return (
+            f"{type(model).__name__} keeps something else than keys and values, which cannot take back rejected tokens"
+        )
     if not recurrent and trusted.is_own and model.config.get_text_config(decoder=True).model_type in TESTED:
         return None
     tried = _TRIED.setdefault(model.base_model, {})

@@ -351,7 +351,9 @@ class Angles(nn.Module):
     def __init__(self, rotary: nn.Module, config: Any, dtype: torch.dtype):
         super().__init__()
         self.rotary = [rotary]  # in a list, because it is the model's submodule
-        kind = getattr(rotary, "rope_type", "default")
+        self.rope_type = kind = getattr(rotary, "rope_type", "default")
+        self.original_max_seq_len = getattr(rotary, "original_max_seq_len", config.max_position_embeddings)
+        self.config = getattr(rotary, "config", config)
         # the angles of other types may depend on more than the position
         fixed = kind in ("default", "linear", "llama3") and type(rotary).__module__.startswith(_KNOWN)
         known = min(config.max_position_embeddings, _TABLE) if fixed else 0

@@ -271,7 +271,7 @@ def rounds_by_pass(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if type(module).__module__.startswith(_SCALED_PER_PASS):
             return f"{name} quantizes its inputs by the largest number of a forward pass"
-        activations = getattr(module._parameters.get("weight"), "act_quant_kwargs", None)
+        activations = getattr(getattr(module, "weight", None), "act_quant_kwargs", None)
         if type(getattr(activations, "granularity", None)).__name__ == "PerTensor":
             return f"{name} quantizes its inputs with one scale for a whole forward pass"
     return None

@@ -213,6 +213,8 @@ def _extend(
     logits = _read_prompt(target, input_ids, generation_config, model_kwargs, wanted)
     positions = model_kwargs.get("position_ids")  # autoregressive decoding continues from the last ones
     cache.begin_rounds(width, None if positions is None else _last_positions(positions, text.rows))
+    if max(cache.unpadded) > target.context:
+        warn_plain(f"the prompt is longer than the target's context of {target.context} tokens")
     call.recorder.verify_seconds = call.recorder.prompt_seconds = time.perf_counter() - started
     own_mask = None
     if attention_mask is not None and input_ids.shape[1] <= attention_mask.shape[1]:

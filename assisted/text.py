@@ -6,6 +6,8 @@ that stops are dropped.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from .engine.host import on_device
 __all__ = ["Text"]
 
 _ROW_BY_ROW = {EosTokenCriteria, MaxLengthCriteria, StopStringCriteria}  # they depend on a row's own prefix alone
+_GROWTH = 4096  # tokens of a row; the first allocation for a longer limit, which then doubles
 
 
 class Text:
@@ -36,7 +39,7 @@ class Text:
 
     Attributes:
         max_length: maximum number of tokens in a row, including the prompt.
-        ids: [B, max_length] int64; the first `lengths[b]` tokens of row b are committed.
+        ids: [B, S] int64, S at most max_length; the first `lengths[b]` tokens of row b are committed. Replaced when it grows.
         lengths: committed tokens per row, prompt included; B ints.
         ended: whether each row has ended; B bools.
         row_tokens: new tokens per row, without padding; B ints.
@@ -53,9 +56,12 @@ class Text:
     ):
         rows, width = prompt.shape
         self.prompt_length = width
-        # if the prompt has already reached the limit, transformers generates one token, too
-        self.max_length = max(width + 1, min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)))
-        self.ids = torch.cat([prompt, prompt.new_zeros(rows, self.max_length - width)], 1)
+        # a tokenizer's `model_max_length` may be 1e30; if the prompt has already reached the limit, transformers generates one
+        # token, too
+        limit = min(sys.maxsize, *(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)))
+        self.max_length = max(width + 1, math.ceil(limit))
+        self.ids = prompt
+        self._make_room(width + 1)
         self.lengths = [width] * rows
         self.ended = [False] * rows
         self.row_tokens = [0] * rows
@@ -152,6 +158,7 @@ class Text:
             ended = on_device(self.ended, tokens.device)
             tokens = tokens.where(~ended, torch.full_like(tokens, self.padding))
         length = self.lengths[0]
+        self._make_room(length + 1)
         self.ids[:, length] = tokens
         self.lengths = [length + 1] * self.rows
         for row in range(self.rows):
@@ -183,6 +190,7 @@ class Text:
     def _extend_row(self, row: int, new: list[int], scores: torch.Tensor | None, logits: torch.Tensor | None) -> int:
         start = self.lengths[row]
         new = new[: self.max_length - start]
+        self._make_room(start + len(new))
         self.ids[row, start : start + len(new)] = on_device(new, self.ids.device)
         if self._only_lengths_and_eos and self.streamer is None and not (self.keep_scores or self.keep_logits):
             stop = next((i + 1 for i, token in enumerate(new) if token in self._eos), None)
@@ -205,6 +213,13 @@ class Text:
             if self.ended[row]:
                 break
         return count
+
+    def _make_room(self, length: int) -> None:
+        """Make room for rows of `length` tokens, in a copy of `ids`."""
+        held = self.ids.shape[1]
+        if length > held:
+            more = min(self.max_length - held, max(held, _GROWTH))
+            self.ids = torch.nn.functional.pad(self.ids, (0, more))
 
     def _remember(self, row: int, scores: torch.Tensor | None, logits: torch.Tensor | None) -> None:
         if self.keep_scores and scores is not None:

@@ -17,6 +17,8 @@ from .text import Text
 
 __all__ = ["Outcome", "judge", "judge_in_lockstep"]
 
+_NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -35,24 +37,27 @@ def judge(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: 
     scores = logits if plain else distribution.scores(text.ids, text.lengths, logits, draft, text.unfinished)
     tokens, lengths, parents, width = draft.tokens, draft.lengths, draft.parents, draft.width
     nodes = verdict = None
-    if distribution.lossy is not None:
-        nodes, verdict = distribution.lossy.judge(draft, probabilities(scores))
-    elif distribution.do_sample and draft.q is not None:
-        p = probabilities(scores)
-        if parents is None:
+    if not distribution.do_sample:
+        choice, invalid = acceptance.top1(scores), torch.zeros_like(scores[..., 0], dtype=torch.bool)
+    else:
+        p, invalid = _drawable(scores)
+        if distribution.lossy is not None:
+            nodes, verdict = distribution.lossy.judge(draft, p)
+        elif draft.q is None:
+            choice = acceptance.sample(p)
+        elif parents is None:
             verdict = acceptance.block(tokens, lengths, p, draft.q)
         else:
             nodes, verdict = acceptance.rejection_tree(tokens, parents, lengths, p, draft.q)
-    else:
-        choice = acceptance.sample(probabilities(scores)) if distribution.do_sample else acceptance.top1(scores)
     if verdict is None:
         results = [choice]
     else:
         results = [verdict.accepted[:, None], verdict.token[:, None], *([] if nodes is None else [nodes])]
     # the only device-to-host transfer of a round
-    rows = torch.cat([lengths[:, None], tokens, *([] if parents is None else [parents]), *results], 1).tolist()
-    new, path, depths = [], [], []
-    for count, *row in rows:
+    parts = [invalid, lengths[:, None], tokens, *([] if parents is None else [parents]), *results]
+    drafts, new, path, depths = [], [], [], []
+    for row in torch.cat(parts, 1).tolist():
+        not_drawable, count, row = row[: width + 1], row[width + 1], row[width + 2 :]
         drafted, above, about = row[:count], row[width:][:count], row[width if parents is None else 2 * width :]
         if verdict is not None:
             accepted, token, *order = about
@@ -61,16 +66,33 @@ def judge(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: 
             walk, token = acceptance.match_tree(drafted, above, about)
         else:
             walk, token = acceptance.match(drafted, about)
-        new.append([*(drafted[node] for node in walk), token])
-        path.append([0, *(node + 1 for node in walk)])  # column 0 holds the last committed token
+        columns = [0, *(node + 1 for node in walk)]  # column 0 holds the last committed token
+        valid = next((i for i, column in enumerate(columns) if not_drawable[column]), len(columns))
+        new.append([*(drafted[node] for node in walk), token][:valid])
+        path.append(columns)
+        drafts.append(count)
         depths.append(count if parents is None else levels(above))
     if parents is not None and (text.keep_scores or text.keep_logits):
         index = padded(path, logits.device)[:, :, None].expand(-1, -1, logits.shape[-1])
         scores, logits = scores.gather(1, index), logits.gather(1, index)
     kept = text.extend(new, scores, logits)
+    if any(len(new[row]) < len(path[row]) for row in text.unfinished):
+        raise RuntimeError(_NOT_DRAWABLE)
     # rows that had ended commit nothing; a row that ends within its draft commits only the tokens up to there
-    accepted = [min(len(tokens) - 1, count) for tokens, count in zip(new, kept, strict=True)]
-    return Outcome([row[0] for row in rows], depths, accepted, kept, None if parents is None else path)
+    accepted = [min(len(columns) - 1, count) for columns, count in zip(path, kept, strict=True)]
+    return Outcome(drafts, depths, accepted, kept, None if parents is None else path)
+
+
+def _drawable(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities, [..., V], and where there are none, [...] bool: scores with NaN or infinity, or all tokens forbidden.
+
+    Probabilities are uniform there, so that what follows a token has no influence on whether the token is drawn.
+    """
+    p = probabilities(scores)
+    invalid = p[..., 0].isnan()  # one such score makes all of them NaN
+    if p.device.type != "cpu" or bool(invalid.any()):  # an accelerator is not waited for
+        p.masked_fill_(invalid[..., None], 1 / p.shape[-1])
+    return p, invalid
 
 
 def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: Text) -> Outcome:
@@ -92,10 +114,12 @@ def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribu
         ids = text.ids[:, : text.lengths[0]]
         after = logits[every, column]
         scores = distribution.ordered_scores(ids, after)
-        token, child = _choose(scores, draft, column, distribution.do_sample)
+        token, child, invalid = _choose(scores, draft, column, distribution.do_sample)
         if padded is not None:
             child = child.masked_fill(padded, step + 1)
-        children = child.tolist()
+        children, not_drawable = torch.stack([child, invalid]).tolist()
+        if any(not_drawable):
+            raise RuntimeError(_NOT_DRAWABLE)
         text.extend_in_lockstep(token, scores, after.float())
         steps.append(on_host)
         column, on_host = child, children
@@ -114,24 +138,28 @@ def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribu
 
 def _choose(
     scores: torch.Tensor, draft: Draft, column: torch.Tensor, do_sample: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next token, [B] int64, and the column of the drafted node with that token, [B] int64, 0 if there is none.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The next token, [B] int64, the column of the drafted node with that token, [B] int64, 0 if there is none, and whether
+    there was nothing to draw from, [B] bool.
 
     scores: [B, V]; column: [B] int64, of the last token before it.
     """
     width = draft.width
     above = torch.arange(width, device=column.device) if draft.parents is None else draft.parents + 1
     is_next = above == column[:, None]
+    invalid = torch.zeros_like(column, dtype=torch.bool)
+    if do_sample:
+        p, invalid = _drawable(scores)
     if not do_sample or draft.q is None:
-        choice = acceptance.sample(probabilities(scores)) if do_sample else acceptance.top1(scores)
+        choice = acceptance.sample(p) if do_sample else acceptance.top1(scores)
         drafted = torch.arange(width, device=column.device) < draft.lengths[:, None]
         held = is_next & drafted & (draft.tokens == choice[:, None])
         # the first of siblings with equal tokens; column 0 if no node has the token
-        return choice, torch.nn.functional.pad(held.int(), (1, 0)).argmax(1)
+        return choice, torch.nn.functional.pad(held.int(), (1, 0)).argmax(1), invalid
     # keep the children of the last token as a tree of depth 1; the other nodes become unreachable
     tokens, parents = draft.tokens.where(is_next, -1), torch.where(is_next, -1, width)
-    p = probabilities(scores)[:, None].expand(-1, width + 1, -1)
-    path, verdict = acceptance.rejection_tree(tokens, parents, draft.lengths, p, draft.q)
+    every = p[:, None].expand(-1, width + 1, -1)
+    path, verdict = acceptance.rejection_tree(tokens, parents, draft.lengths, every, draft.q)
     child = torch.nn.functional.pad(path + 1, (0, 1))[:, 0]
     token = torch.nn.functional.pad(tokens, (1, 0)).gather(1, child[:, None])[:, 0]
-    return torch.where(child > 0, token, verdict.token), child
+    return torch.where(child > 0, token, verdict.token), child, invalid

@@ -11,7 +11,7 @@ from assisted import AssistedModelForCausalLM, Combined, DraftModel, Eagle, Merg
 from assisted.drafters import parse, read
 from assisted.drafters.base import Drafting
 from assisted.drafters.combined import CombinedDrafting, CombinedLength, Member
-from assisted.drafts import Draft, Round
+from assisted.drafts import Draft, DraftingStopped, Round
 from assisted.lengths import Fixed
 
 
@@ -34,6 +34,7 @@ class Chain(Drafting):
     def __init__(self, tokens, expected=None, seconds=0.0, error=None):
         self.tokens, self.seconds, self.error = tokens, seconds, error
         self.asked = self.seen = 0
+        self.observe_error = None
         self.expected = expected
 
     def propose(self, text, budget):
@@ -45,6 +46,8 @@ class Chain(Drafting):
 
     def observe(self, round):
         self.seen += 1
+        if self.observe_error:
+            raise self.observe_error
 
 
 def combined(*chains):
@@ -137,6 +140,42 @@ def test_one_that_fails_is_left_out_and_the_last_one_raises():
     good.error = RuntimeError("none left")
     with pytest.raises(RuntimeError, match="none left"):
         drafting[1].propose(OneRow(), 8)
+
+
+def test_one_that_fails_to_learn_is_left_out_and_the_last_one_raises():
+    bad, good = Chain([1] * 6, expected=5.0), Chain([2] * 3)
+    drafting = combined(bad, good)
+    bad.observe_error = RuntimeError("no luck")
+    with pytest.warns(DraftingStopped, match="Chain failed .*no luck"):
+        assert rounds(drafting, lambda width: width) == [6]
+    assert rounds(drafting, lambda width: width, 2) == [3, 3]
+    assert (bad.seen, good.seen) == (1, 3)
+    good.observe_error = RuntimeError("none left")
+    with pytest.raises(RuntimeError, match="none left"):
+        rounds(drafting, lambda width: width)
+
+
+@pytest.mark.parametrize("which", ["propose", "observe"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_call_goes_on_with_the_member_that_has_not_failed(number, which, monkeypatch):
+    target, model = pair(lambda target: ["suffix", half_right(target)])
+    start = CombinedDrafting.__init__
+
+    def spoiled(self, members, draftings, ranks):
+        start(self, members, draftings, ranks)
+
+        def fail(*args):
+            raise RuntimeError("no luck")
+
+        monkeypatch.setattr(draftings[number], which, fail)
+
+    monkeypatch.setattr(CombinedDrafting, "__init__", spoiled)
+    ids = prompt()["ids"].repeat(1, 2)
+    with pytest.warns(DraftingStopped) as caught:
+        ours = model.generate(ids, **CALL)
+    assert ["continuing with the others" in str(warning.message) for warning in caught] == [True]
+    assert ours.tolist() == target.generate(ids, **CALL).tolist()
+    assert model.report.assisted_share > 0.5 and model.report.drafted > 0
 
 
 def test_what_was_learned_goes_on_in_the_next_call():

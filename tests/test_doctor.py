@@ -25,7 +25,7 @@ from assisted.doctor.findings import advice, bottlenecks, told
 from assisted.doctor.forecast import Drafts, Expected, Token, expect, half_as_wrong, marks, tree_columns
 from assisted.doctor.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
 from assisted.doctor.recording import Recorded, Step
-from assisted.doctor.trials import starts
+from assisted.doctor.trials import Trials, starts
 from assisted.lengths import Costs
 from assisted.lengths.policies import Never
 
@@ -427,6 +427,13 @@ def test_sampled() -> None:
     assert "temperature 0.8" in told(found)
 
 
+def test_drafts_are_loaded_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trials, "passes", None)
+    drafts = {"nothing": "ngram:0", "nowhere": "./nowhere"}
+    with pytest.raises(ValueError, match=r"none could be loaded: nothing \(.*max_ngram.*; nowhere \(.*nowhere"):
+        examine(pair()[0], drafts, tokenizer(), str(Path(__file__)))
+
+
 def test_no_room() -> None:
     target = build(BY_NAME["llama"], max_position_embeddings=64)
     with pytest.raises(ValueError, match="do not fit into a context of 64"):
@@ -446,6 +453,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["told"].strip() == printed.strip()
     assert main([*argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["target"] == "zoo:target"
+    assert main([*argv, "--draft", "ngram:0"]) == 2
+    said = capsys.readouterr()
+    assert "refused: ValueError: max_ngram" in said.out and "could not be loaded: ngram:0" in said.err
     assert main(["doctor", "zoo:nope"]) == 2
     assert "zoo:nope is not in the zoo" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,66 @@ def test_fused_layers_hold_joined_products(bits: str, dtype: torch.dtype) -> Non
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.packed = torch.zeros_like(model.model.layers[0].mlp.up_proj.packed)
     assert fused(model).module.model.layers is not found.module.model.layers
+
+
+def _other(model: Any) -> dict[str, torch.Tensor]:
+    """The model's weights, with other scales and other packed weights in the first layer."""
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, tensor in state.items():
+        if "layers.0." in name and name.endswith(("scales", "packed")):
+            state[name] = tensor.flip(-1 if tensor.dim() == 1 else -2)
+    return state
+
+
+def _in_place(name: str) -> Callable[[Any], None]:
+    def edit(model: Any) -> None:
+        for other, tensor in _other(model).items():
+            if other.endswith(name):
+                model.get_buffer(other).copy_(tensor)
+
+    return edit
+
+
+def _by_data(name: str) -> Callable[[Any], None]:
+    def edit(model: Any) -> None:
+        for other, tensor in _other(model).items():
+            if other.endswith(name):
+                model.get_buffer(other).data = tensor
+
+    return edit
+
+
+CHANGES = {
+    "scales in place": _in_place("scales"),
+    "packed in place": _in_place("packed"),
+    "data of scales": _by_data("scales"),
+    "data of packed": _by_data("packed"),
+    "load_state_dict": lambda model: model.load_state_dict(_other(model)),
+    "load_state_dict that assigns": lambda model: model.load_state_dict(_other(model), assign=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@torch.no_grad()
+def test_a_model_whose_weights_change_is_run_as_it_is_now(bits: str, change: str) -> None:
+    target = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.float32)
+    model = quantize_copy(target, bits)
+    ids = torch.arange(200, 216)[None]
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        found = fused(model).module
+        assert found is not model
+        return found(input_ids=ids).logits, model(input_ids=ids).logits
+
+    before, expected = both()
+    scale = expected.std()
+    assert (before - expected).abs().max() < 0.1 * scale
+    CHANGES[change](model)
+    now, expected = both()
+    assert (expected - before).abs().max() > scale  # or it would prove nothing
+    assert (now - expected).abs().max() < 0.1 * scale
+    assert fused(model).module.model.layers is fused(model).module.model.layers
 
 
 @pytest.mark.parametrize("fast", ["auto", "eager"])

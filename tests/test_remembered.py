@@ -69,6 +69,69 @@ def test_a_broken_file_is_no_file(file: Path, text: str) -> None:
     assert remembered.recall("a") == COSTS
 
 
+HOSTILE = {
+    "deep": "[" * 100_000,
+    "deep in an entry": '{"a": ' + "[" * 100_000,
+    "infinite positions": '{"a": {"verify": [[1e999, 1]], "draft": 1}}',
+    "many positions": '{"a": {"verify": [[1, 1], [1' + "0" * 400 + ', 2]], "draft": 1}}',
+    "rather many positions": '{"a": {"verify": [[1, 1], [1000000000000, 2]], "draft": 1}}',
+    "a long number": '{"a": {"verify": [[1, 1]], "draft": 1' + "0" * 400 + "}}",
+    "a longer number": '{"a": {"verify": [[1, 1]], "draft": 1' + "0" * 9000 + "}}",
+    "infinite seconds": '{"a": {"verify": [[1, Infinity]], "draft": 1}}',
+    "no number of seconds": '{"a": {"verify": [[1, NaN]], "draft": NaN}}',
+    "hardly a second": '{"a": {"verify": [[1, 5e-324], [2, 1e308]], "draft": 1e308}}',
+    "no text": "\ud800",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_contents_are_no_costs(file: Path, text: str) -> None:
+    file.parent.mkdir()
+    file.write_bytes(text.encode(errors="surrogatepass"))
+    assert remembered.recall("a") is None
+    remembered.remember("b", COSTS)
+    assert remembered.recall("b") == COSTS
+    assert remembered.recall("a") is None
+    remembered.remember("a", COSTS)
+    assert remembered.recall("a") == COSTS
+
+
+def test_a_file_larger_than_memory_is_no_file(file: Path) -> None:
+    file.parent.mkdir()
+    with file.open("wb") as opened:
+        opened.truncate(2**40)  # takes no room on the disk
+    assert remembered.recall("a") is None
+    remembered.remember("a", COSTS)
+    assert remembered.recall("a") == COSTS
+
+
+def test_only_regular_files_are_read_and_replaced(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, pipe, link, loop = (tmp_path / name for name in ("a folder", "pipe", "link", "loop"))
+    folder.mkdir()
+    os.mkfifo(pipe)  # as a device is, something else than a file
+    link.symlink_to(pipe)
+    loop.symlink_to(loop)
+    before = sorted(tmp_path.iterdir())
+    for path in (folder, pipe, link, loop, tmp_path / ("x" * 300), Path("~nobody-of-this-name/costs.json")):
+        monkeypatch.setenv(remembered.VARIABLE, str(path))
+        monkeypatch.setattr(remembered, "_WRITTEN", {})
+        remembered.remember("a", COSTS)
+        assert remembered.recall("a") is None
+    assert sorted(tmp_path.iterdir()) == before
+    assert not list(folder.iterdir()) and pipe.is_fifo() and link.is_symlink() and loop.is_symlink()
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    monkeypatch.setenv(remembered.VARIABLE, str(link))
+    for costs in (COSTS, Costs(COSTS.verify, 1.0)):
+        remembered.remember("a", costs)
+        assert remembered.recall("a") == costs
+    assert link.is_symlink() and file.is_file()
+    assert [path.name for path in file.parent.iterdir()] == ["costs.json"]
+
+
 def test_it_can_be_switched_off_and_need_not_be_writable(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,9 +21,10 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
+    TextStreamer,
 )
 
-from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, decoding
+from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, decoding, text
 from assisted.drafters.other_tokenizer import TranslatedDrafter
 from assisted.engine import cache as slots
 
@@ -277,6 +278,61 @@ def test_one_token_needs_no_draft(rows: int, length: dict[str, Any]) -> None:
     assert (model.report.new_tokens, model.report.drafted, model.report.target_passes) == (rows, 0, 0)
 
 
+HUGE = [
+    {"max_new_tokens": 10**12},
+    {"max_new_tokens": None, "max_length": 1e30},  # a tokenizer's `model_max_length`
+    {"max_new_tokens": None, "max_length": 10**30},
+    {"max_new_tokens": float("inf")},
+]
+
+
+@pytest.mark.parametrize("length", HUGE, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("draft", ["model", "suffix", "recycle", "early-exit:1"])
+def test_limits_that_no_memory_holds(draft: str, rows: int, length: dict[str, Any]) -> None:
+    target, model = pair()
+    if draft != "model":
+        model = AssistedModelForCausalLM.from_models(target, draft=draft)
+    start = prompt(rows)
+    end = {"eos_token_id": sorted(plainly(**start)[:, 20:].flatten().tolist())[::3]}
+    with no_fallback():
+        ours = model.generate(
+            start["ids"], attention_mask=start["attention_mask"], draft_length=4, **(CALL | end | length)
+        )
+    assert ours.tolist() == plainly(**start, **end, **length).tolist()
+
+
+@pytest.mark.parametrize("how", ["streamed", "in lockstep", "static"])
+@pytest.mark.parametrize("length", HUGE[:2], ids=str)
+def test_limits_that_no_memory_holds_in_other_ways(length: dict[str, Any], how: str) -> None:
+    start, end = prompt(1 if how == "streamed" else 4), {"eos_token_id": list(range(5, 40))}
+    ways: dict[str, Any] = {
+        "streamed": {"streamer": TextStreamer(tokenizer(VOCABULARY))},
+        "in lockstep": {"logits_processor": [lambda ids, scores: scores + 1]},
+        "static": {"cache_implementation": "static"},
+    }
+    expected = plainly(**start, **end)
+    with no_fallback():
+        ours = pair()[1].generate(
+            start["ids"], attention_mask=start["attention_mask"], **(CALL | end | ways[how] | length)
+        )
+    assert ours.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("length", [{"max_new_tokens": 7.5}, {"max_new_tokens": None, "max_length": 19.0}], ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_limits_that_are_no_whole_numbers(rows: int, length: dict[str, Any]) -> None:
+    assert assistedly(**prompt(rows), **length).tolist() == plainly(**prompt(rows), **length).tolist()
+
+
+@pytest.mark.parametrize("processors", [None, [lambda ids, scores: scores + 1]], ids=["row by row", "in lockstep"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_text_that_outgrows_its_memory(rows: int, processors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "_GROWTH", 1)
+    call = {"logits_processor": processors, "max_new_tokens": 60}
+    assert assistedly(**prompt(rows, 3), **call).tolist() == plainly(**prompt(rows, 3), **call).tolist()
+
+
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
 def short(request: pytest.FixtureRequest) -> tuple[str, AssistedModelForCausalLM]:
     """Pairs whose context ends early: learned positions, and rotary ones, which go on beyond it."""
@@ -292,7 +348,11 @@ def test_a_prompt_longer_than_the_context(short: tuple[str, AssistedModelForCaus
         with pytest.raises(ValueError, match=f"input_ids.*{CONTEXT + 3} tokens.*{CONTEXT}"):
             model.generate(ids, **CALL)
     else:
-        assert model.generate(ids, **CALL).tolist() == model.target.generate(ids, **CALL).tolist()
+        with one_warning(f"without drafts: the prompt is longer than the target's context of {CONTEXT} tokens"):
+            ours = model.generate(ids, **CALL)
+        assert ours.tolist() == model.target.generate(ids, **CALL).tolist()
+        with no_fallback():
+            model.generate(ids[:, -CONTEXT:], **CALL)
 
 
 @pytest.mark.parametrize("rows", ROWS)

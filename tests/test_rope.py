@@ -86,6 +86,7 @@ def test_text_across_the_change(kind: str, draft: str, rows: int) -> None:
         begin_anew(target)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", category=DraftingStopped)
+            warnings.filterwarnings("ignore", ".* longer than the target's context of 64 tokens")  # dynamic angles
             assisted = model.generate(**inputs, draft_length=4, **CALL)
         assert assisted.tolist() == plain.tolist()
         assert model.report is not None

@@ -89,3 +89,6 @@ def _doctor(args: argparse.Namespace) -> None:
         )
     text = told(found)
     print_or_write(args.json, {**found.to_dict(), "told": text}, text)
+    refused = [one.draft for one in found.drafts if one.error is not None]
+    if refused:
+        raise ValueError(f"draft: could not be loaded: {', '.join(refused)}; the report has the reasons")

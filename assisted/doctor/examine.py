@@ -54,8 +54,8 @@ def examine(
 
     Args:
         target: the target.
-        drafts: what `AssistedModelForCausalLM.from_models` takes as draft, by name. For one that raises an error, the diagnosis
-            has the error alone.
+        drafts: what `AssistedModelForCausalLM.from_models` takes as draft, by name. They are loaded before measuring.
+            For one that raises an error, the diagnosis has the error alone.
         tokenizer: the target's.
         text: a file or a folder; None or "zoo" takes held-out code.
         settings: what is measured.
@@ -63,7 +63,7 @@ def examine(
         name: of the target.
         progress: called with the current step and the share of it that is done.
 
-    Raises ValueError for text that is too short.
+    Raises ValueError for text that is too short, and if no draft can be loaded.
     """
     settings = settings or Settings()
     prompts = [ids.to(target.device) for ids in read_prompts(text, tokenizer, settings)]
@@ -71,19 +71,27 @@ def examine(
     context = context_of(target)
     if longest + settings.new_tokens > context:
         raise ValueError(f"new_tokens: {settings.new_tokens} after {longest} do not fit into a context of {context}")
-    trials = Trials(target, settings, prompts, pad_token(tokenizer))
-    passes = trials.passes(progress)
-    found: list[Found | Diagnosis] = []
-    for number, (draft, given) in enumerate(drafts.items()):
-        progress(f"recording {draft}", number / len(drafts))
+    models: dict[str, AssistedModelForCausalLM] = {}
+    refused: dict[str, str] = {}
+    for draft, given in drafts.items():
         try:
-            model = AssistedModelForCausalLM.from_models(
+            models[draft] = AssistedModelForCausalLM.from_models(
                 target, given, tokenizer=tokenizer, draft_quantization=draft_quantization
             )
         except (ValueError, TypeError, OSError, ImportError) as error:
-            found.append(Diagnosis(draft, error=f"{type(error).__name__}: {error}"))
-            continue
-        found.append(trials.record(draft, model, passes[0], len(drafts)))
+            refused[draft] = f"{type(error).__name__}: {error}"
+    if refused and not models:
+        reasons = "; ".join(f"{draft} ({reason})" for draft, reason in refused.items())
+        raise ValueError(f"draft: nothing to measure, since none could be loaded: {reasons}")
+    trials = Trials(target, settings, prompts, pad_token(tokenizer))
+    passes = trials.passes(progress)
+    found: list[Found | Diagnosis] = []
+    for number, draft in enumerate(drafts):
+        progress(f"recording {draft}", number / len(drafts))
+        if draft in refused:
+            found.append(Diagnosis(draft, error=refused[draft]))
+        else:
+            found.append(trials.record(draft, models[draft], passes[0], len(models)))
     ran = [one for one in found if isinstance(one, Found)]
     race = trials.race(ran, progress)
     return Examination(

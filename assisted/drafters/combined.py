@@ -231,8 +231,11 @@ class CombinedDrafting(Drafting):
         return list(self.draftings.values())
 
     def observe(self, round: Round) -> None:
-        for drafting in self.draftings.values():
-            drafting.observe(round)
+        for number, drafting in list(self.draftings.items()):
+            try:
+                drafting.observe(round)
+            except Exception as error:
+                self._lose(number, error)
 
     def _lose(self, number: int, error: Exception) -> None:
         """Remove a drafter that failed. If no other is left, or other processes wait for it, raise the error."""

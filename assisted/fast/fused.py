@@ -190,8 +190,17 @@ def _source(modules: list[nn.Module], parameters: list[torch.Tensor], copied: bo
         Weights.of(parameters, copied),
         # angles are tabulated on a CPU only
         Weights.of(buffers, all(buffer.device.type == "cpu" for buffer in buffers)),
-        Weights.of([tensor for module in low for tensor in (module.packed, module.scales)], False),
+        _low_bit_weights(low),
     )
+
+
+def _low_bit_weights(modules: list[LowBitLinear]) -> Weights:
+    """Their tensors, with addresses of packed weights, which joined ones share, and checksums of scales, which these copy."""
+    addresses = torch.tensor([module.packed.data_ptr() for module in modules], dtype=torch.int64)
+    # of rows as long as they can be, which are summed faster
+    scales = [module.scales.flatten(1) if module.bits == 4 else module.scales for module in modules]
+    copied = Weights.of((scale for scale in scales if scale.is_cpu), True).checksums or ()
+    return Weights(tuple(tensor for m in modules for tensor in (m.packed, m.scales)), (addresses, *copied))
 
 
 def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Children:

@@ -156,7 +156,8 @@ class FewColumns:
 def joined(modules: Sequence[nn.Module]) -> LowBitLinear | None:
     """Modules with the same inputs as a single one, with their outputs one after the other; None if they cannot be joined.
 
-    No weight is held twice: the modules then keep views of the joined weights.
+    No weight is held twice: the modules then keep views of the joined weights. Only scales are copied; `fused` reads them at
+    every call, which would wait for an accelerator.
     """
     low = [module for module in modules if isinstance(module, LowBitLinear)]
     if len(modules) == len(low) == 1:
@@ -164,6 +165,8 @@ def joined(modules: Sequence[nn.Module]) -> LowBitLinear | None:
     if not len(modules) == len(low) > 1 or len({(module.bits, module.in_features) for module in low}) > 1:
         return None
     if any(module.bias is not None or module.out_features % _TILE[module.bits] for module in low):
+        return None
+    if not all(module.packed.is_cpu for module in low):
         return None
     bits, inputs, outputs = low[0].bits, low[0].in_features, [module.out_features for module in low]
     packed = _together([module.packed for module in low])

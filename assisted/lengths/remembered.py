@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,8 @@ __all__ = ["VARIABLE", "recall", "remember"]
 VARIABLE = "ASSISTED_COSTS"
 """The environment variable with the path of the file; set to nothing, costs are neither read nor written."""
 _MOST = 256  # entries; older ones are dropped
+_LARGEST = 2**24  # characters that are read; a file of so many entries has fewer
+_WIDEST = 2**16  # positions of a forward pass
 _CHANGED = 0.1  # relative change from which an entry is written again
 _LOCK = threading.Lock()
 _WRITTEN: dict[str, Costs] = {}  # by this process, which spares reading the file after every call
@@ -26,11 +29,7 @@ _WRITTEN: dict[str, Costs] = {}  # by this process, which spares reading the fil
 
 def recall(key: str) -> Costs | None:
     """The costs that were remembered last; None if there are none, or if the file cannot be read."""
-    entry = _read().get(key)
-    try:
-        return Costs(**entry) if isinstance(entry, dict) else None
-    except (TypeError, ValueError):  # written by another version, or by hand
-        return None
+    return _read().get(key)
 
 
 def remember(key: str, costs: Costs) -> None:
@@ -46,38 +45,54 @@ def remember(key: str, costs: Costs) -> None:
             return
         _WRITTEN[key] = costs
         known = _read()
-        if key in known and _near(recall(key), costs):
+        if _near(known.pop(key, None), costs):
             return
-        known.pop(key, None)
-        kept = dict([*known.items(), (key, asdict(costs))][-_MOST:])
-        partial = file.with_name(f"{file.name}.{os.getpid()}")
+        kept = [*known.items(), (key, costs)][-_MOST:]
+        text = json.dumps({key: asdict(costs) for key, costs in kept}) + "\n"
         try:
+            if os.path.lexists(file) and not file.is_file():
+                return
             file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(kept) + "\n", encoding="utf-8")
-            partial.replace(file)  # another process reads the old file or the new one, never a part
+            with tempfile.TemporaryDirectory(prefix=f"{file.name}.", dir=file.parent) as folder:
+                partial = Path(folder, file.name)
+                partial.write_text(text, encoding="utf-8")
+                partial.replace(file)  # another process reads the old file or the new one, never a part
         except OSError:
             return
 
 
 def _file() -> Path | None:
-    """The file, None if nothing is to be kept."""
-    named = os.environ.get(VARIABLE)
-    if named is not None:
-        return Path(named).expanduser() if named else None
+    """The file itself, not a link to it; None if nothing is to be kept."""
     folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    named = os.environ.get(VARIABLE, f"{folder}/assisted/costs.json")
     try:
-        return Path(folder).expanduser() / "assisted" / "costs.json"
-    except RuntimeError:  # a user without a home
+        return Path(os.path.realpath(Path(named).expanduser())) if named else None
+    except (OSError, RuntimeError):  # a user without a home
         return None
 
 
-def _read() -> dict[str, Any]:
-    file = _file()
+def _read() -> dict[str, Costs]:
+    """What the file holds. It may have been written by another version, by hand, or by nobody's good will."""
+    file, found = _file(), None
     try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
-    except (OSError, ValueError):
+        if file is not None and file.is_file():  # a pipe would be waited for
+            with file.open(encoding="utf-8") as opened:
+                found = json.loads(opened.read(_LARGEST))
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    entries = found.items() if isinstance(found, dict) else ()
+    return {key: costs for key, entry in entries if (costs := _costs(entry)) is not None}
+
+
+def _costs(entry: Any) -> Costs | None:
+    """An entry of the file; None for numbers that nobody can have measured, which no arithmetic need bear."""
+    try:
+        costs = Costs(**entry)
+        positions, seconds = zip(*costs.verify, strict=True)
+        possible = max(positions) <= _WIDEST and all(1e-9 < s < 1e6 for s in seconds) and costs.draft < 1e6
+        return costs if possible else None
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _near(before: Costs | None, now: Costs) -> bool:

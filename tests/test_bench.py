@@ -151,6 +151,11 @@ def test_lines_that_are_no_questions(line: str, message: str, tmp_path: Path) ->
         bench.read([str(path)], letters(), 1)
 
 
+def test_a_misspelled_set() -> None:
+    with pytest.raises(ValueError, match=r"^prompts: 'pros' is no set of prompts; did you mean 'prose'\?"):
+        bench.read(["pros"], letters(), 1)
+
+
 def test_questions_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -178,6 +178,17 @@ def test_without_a_draft_the_text_itself_drafts(
     assert completion == run_json(capsys, *argv, "--plain")["completion"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [(["gnerate"], "generate"), (["train", "distil"], "distill"), (["zoo", "lst"], "list"), (["frobnicate"], None)],
+    ids=str,
+)
+def test_a_misspelled_command(argv: list[str], meant: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert (f"did you mean {meant!r}?" in capsys.readouterr().err) == (meant is not None)
+
+
 def test_an_empty_prompt_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", ""]) == 2
     assert "the prompt is empty" in capsys.readouterr().err

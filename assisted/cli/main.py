@@ -18,6 +18,7 @@ from . import bench, doctor, grow, handover, plan
 from . import train as training
 from .arguments import (
     DEFAULT,
+    Parser,
     add_json_file,
     add_loading,
     add_temperature,
@@ -269,9 +270,7 @@ def _size(folder: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="assisted", description="Exact speculative decoding for Hugging Face causal language models."
-    )
+    parser = Parser(prog="assisted", description="Exact speculative decoding for Hugging Face causal language models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(

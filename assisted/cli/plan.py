@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from .arguments import DEFAULT, DTYPES, print_or_write
+from .arguments import DEFAULT, DTYPES, dtype_name, print_or_write
 
 __all__ = ["add"]
 
@@ -30,7 +30,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     plan.add_argument("--quantization", metavar="NAME", help="of the target: nf4, int8, ... (default: whatever fits)")
     plan.add_argument("--draft-quantization", metavar="NAME", help="of a draft model")
     plan.add_argument("--draft-length", type=int, default=16, metavar="N", help="the longest draft" + DEFAULT)
-    plan.add_argument("--dtype", choices=DTYPES, help="(default: bfloat16 on a card, the checkpoint's on a CPU)")
+    plan.add_argument(
+        "--dtype", type=dtype_name, choices=DTYPES, help="(default: bfloat16 on a card, the checkpoint's on a CPU)"
+    )
     plan.add_argument("--device", choices=("cuda", "cpu"), help="(default: a card if one is named, else what is here)")
     plan.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a checkpoint")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import DEFAULT, STORED, print_json, require_tokenizer, typed
+from .arguments import DEFAULT, STORED, dtype_name, print_json, require_tokenizer, typed
 
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
@@ -86,10 +86,12 @@ def options(method: str) -> HfArgumentParser:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="the folder to write to, and to resume from"
     )
-    parser.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16"), help="of the target")
+    parser.add_argument(
+        "--dtype", type=dtype_name, default="float32", choices=("auto", "float32", "bfloat16"), help="of the target"
+    )
     parser.add_argument("--attention", metavar="NAME", help="of the target: eager, sdpa, ... (default: its own)")
     parser.add_argument("--compile", action="store_true", help="compile layers: faster after a minute or so")
-    parser.add_argument("--store", choices=STORED, default="float32", help="dtype of the files")
+    parser.add_argument("--store", type=dtype_name, choices=STORED, default="float32", help="dtype of the files")
     parser.add_argument("--stop-after", type=int, metavar="N", help="stop with a checkpoint after N steps in all")
     parser.add_argument("--json", action="store_true", help="print the result for a program to read")
     text = parser.add_argument_group("text")

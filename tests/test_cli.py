@@ -127,6 +127,15 @@ def test_runs_as_a_module() -> None:
     assert "usage: assisted" in done.stdout
 
 
+def test_standard_error_has_nothing_that_a_user_cannot_act_on() -> None:
+    """transformers imports torchao where it is installed, and torchao logs several lines about its own kernels."""
+    argv = [sys.executable, "-m", "assisted", "generate", "def f(", "--max-new-tokens", "2", "--quiet"]
+    done = subprocess.run(
+        [*argv, "--draft", "self:int8", "--dtype", "bf16"], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+
+
 def test_help_imports_neither_torch_nor_transformers() -> None:
     code = """
 import sys

@@ -31,6 +31,8 @@ from .arguments import (
 __all__ = ["main"]
 
 FAILED, INTERRUPTED = 2, 130
+_NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
+"""Loggers that warn of kernels that did not load and of calls between other packages."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        with _without_loading_bars():
+        with _without_noise():
             args.command(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -57,8 +59,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _demo(args: argparse.Namespace) -> None:
-    # it warns of kernels that it can do without
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     run: Any
     if args.json:
         from ..bench import brief as run
@@ -253,16 +253,19 @@ def _lines() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _without_loading_bars() -> Iterator[None]:
-    from transformers.utils import logging
+def _without_noise() -> Iterator[None]:
+    """No bars while models load, and nothing from packages about parts of theirs that are not used here."""
+    for name in _NOISY:  # before transformers imports them
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils import logging as bars
 
-    before = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    before = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         if before:
-            logging.enable_progress_bar()
+            bars.enable_progress_bar()
 
 
 def _size(folder: str) -> int:

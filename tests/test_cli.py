@@ -275,9 +275,11 @@ def test_generate_samples_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
 
 # chat
 
+CHAT = ["chat", "--target", "zoo:target", "--max-new-tokens", "12"]
+
 
 def turns(capsys: pytest.CaptureFixture[str], *argv: str) -> list[Any]:
-    assert main(["chat", "--max-new-tokens", "12", "--json", *argv]) == 0
+    assert main([*CHAT, "--json", *argv]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -348,10 +350,26 @@ def test_chat_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     pipe(monkeypatch, text)
     replies = [turn["reply"] for turn in turns(capsys)]
     pipe(monkeypatch, text)
-    assert main(["chat", "--max-new-tokens", "12"]) == 0
+    assert main(CHAT) == 0
     streamed = capsys.readouterr()
     assert streamed.out == "".join(reply + "\n" for reply in replies)
     assert streamed.err.count("prompt tokens cached") == 2
+
+
+def test_chat_alone_is_with_the_chat_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+    monkeypatch.setattr(zoo, "resolve", lambda path: asked.append(path) or (_ for _ in ()).throw(ValueError("stop")))
+    assert main(["chat"]) == 2
+    assert asked == ["zoo:smollm2"]
+
+
+def test_chat_has_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe(monkeypatch, "/help\n/rest\n")
+    assert main(CHAT) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("/reset starts a new conversation") == 2
+    assert "/rest is no command" in captured.err
 
 
 def test_chat_compares_with_the_same_turn_without_drafts() -> None:
@@ -384,7 +402,7 @@ def test_chat_shows_what_was_drafted(monkeypatch: pytest.MonkeyPatch, capsys: py
     found = turns(capsys, *argv)
     assert sum(turn["report"]["accepted"] for turn in found) > 0
     pipe(monkeypatch, text)
-    assert main(["chat", "--max-new-tokens", "12", "--show-drafts", *argv]) == 0
+    assert main([*CHAT, "--show-drafts", *argv]) == 0
     streamed = capsys.readouterr()
     assert re.sub("\x1b\\[[0-9]*m", "", streamed.out) == "".join(turn["reply"] + "\n" for turn in found)
     coloured = streamed.out.count("\x1b[36m")

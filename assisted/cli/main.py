@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +28,14 @@ from .arguments import (
     require_tokenizer,
     use_threads,
 )
+from .terminal import Loading, Wrapped, dimmed
 
 __all__ = ["main"]
 
 FAILED, INTERRUPTED = 2, 130
 _NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 """Loggers that warn of kernels that did not load and of calls between other packages."""
+_CHAT_HELP = "/reset starts a new conversation; /quit or Ctrl-D ends; Ctrl-C stops the program."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        with _without_noise():
+        with Loading(), _without_noise():
             args.command(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -64,7 +67,7 @@ def _demo(args: argparse.Namespace) -> None:
         from ..bench import brief as run
     else:
         from .demo import show as run
-    model = _load(args, shipped="zoo:draft")
+    model = _load(args, "zoo:target", "zoo:draft")
     sizes = (args.prompts, args.max_new_tokens, args.repeats, args.seconds)
     result = run(model, *sizes, also=_quantized(model, args))
     if args.json:
@@ -107,28 +110,33 @@ def _generate(args: argparse.Namespace) -> None:
         completion = model.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         print_json({"prompt": prompt, "completion": completion, "report": model.report.to_dict()})
     elif not args.quiet:
-        print(f"\n{model.report}", file=sys.stderr)
+        _note(f"\n{model.report}")
 
 
 def _chat(args: argparse.Namespace) -> None:
     from ..chat import ContextFull, Conversation
 
-    model = _load(args)
+    model = _load(args, "zoo:smollm2", "suffix+zoo:smollm2-eagle3")
     conversation = Conversation(model, args.system)
     sampling = _sampling(args)
     if sys.stdin.isatty():
-        conversation.prepare(**sampling)
-        print("/reset starts a new conversation; /quit or Ctrl-D ends.", file=sys.stderr)
+        _note(f"{args.target}, drafted by {args.draft or model.spec.name}. /help lists the commands.")
+        with Loading():
+            conversation.prepare(**sampling)
     for message in _lines():
         if message == "/quit":
             break
         if message == "/reset":
             conversation.reset()
             continue
+        if re.fullmatch(r"/\w+", message):
+            _note(_CHAT_HELP if message == "/help" else f"{message} is no command. {_CHAT_HELP}")
+            continue
         streamer = None if args.json else _streamer(model, args.show_drafts)
         model.watch = getattr(streamer, "see", None)
         try:
-            reply = conversation.say(message, args.max_new_tokens, streamer=streamer, **sampling)
+            with contextlib.redirect_stdout(Wrapped(sys.stdout)) if sys.stdout.isatty() else contextlib.nullcontext():
+                reply = conversation.say(message, args.max_new_tokens, streamer=streamer, **sampling)
         except ContextFull as error:  # the conversation before this message still stands
             if args.json:
                 print_json({"message": message, "error": str(error)}, indent=None)
@@ -141,10 +149,13 @@ def _chat(args: argparse.Namespace) -> None:
             turn = {"message": message, "reply": reply.text, "prompt_tokens": reply.prompt_tokens}
             print_json({**turn, "cached_tokens": reply.cached_tokens, "report": report.to_dict()}, indent=None)
         elif not args.quiet:
-            print(
-                f"[{_brought(model)}, {reply.cached_tokens} of {reply.prompt_tokens} prompt tokens cached]",
-                file=sys.stderr,
-            )
+            _note(f"[{_brought(model)}, {reply.cached_tokens} of {reply.prompt_tokens} prompt tokens cached]")
+
+
+def _note(text: str) -> None:
+    """A remark on standard error; on a terminal it is dimmed, and its lines end between words."""
+    out = Wrapped(sys.stderr) if sys.stderr.isatty() else sys.stderr
+    print(dimmed(text, sys.stderr), file=out)  # type: ignore[arg-type]
 
 
 def _brought(model: Any) -> str:
@@ -201,15 +212,14 @@ def _zoo_train(args: argparse.Namespace) -> None:
         print(folder)
 
 
-def _load(args: argparse.Namespace, shipped: str | None = None) -> Any:
-    """The pair that the arguments name, with a tokenizer. shipped: the draft of zoo:target if `--draft` is not given."""
+def _load(args: argparse.Namespace, target: str | None = None, draft: str | None = None) -> Any:
+    """The pair that the arguments name, with a tokenizer. draft: of this target if `--draft` is not given."""
     from ..modeling import AssistedModelForCausalLM
 
     use_threads(args.threads)
-    draft = args.draft
-    if draft is None and args.target == "zoo:target":
-        draft = shipped
-    model = AssistedModelForCausalLM.from_pretrained(args.target, draft=draft, **loading(args))
+    if args.draft is None and args.target == target:
+        args.draft = draft
+    model = AssistedModelForCausalLM.from_pretrained(args.target, draft=args.draft, **loading(args))
     require_tokenizer(model.tokenizer, args.target)
     return model
 
@@ -303,7 +313,8 @@ def _parser() -> argparse.ArgumentParser:
     chat = command("chat", _chat, "talk to a pair, one line per turn; the answers are streamed")
     chat.add_argument("--system", help="a system message")
     chat.add_argument("--show-drafts", action="store_true", help="colour the tokens that were drafted and accepted")
-    _add_generation(chat)
+    _add_generation(chat, "suffix+zoo:smollm2-eagle3 for zoo:smollm2, else suffix")
+    chat.set_defaults(target="zoo:smollm2")
 
     training.add(commands, command)
     bench.add(command)
@@ -338,8 +349,8 @@ def _add_pair(parser: argparse.ArgumentParser, draft: str = "suffix", **defaults
     add_loading(parser, **defaults)
 
 
-def _add_generation(parser: argparse.ArgumentParser) -> None:
-    _add_pair(parser)
+def _add_generation(parser: argparse.ArgumentParser, draft: str = "suffix") -> None:
+    _add_pair(parser, draft)
     parser.add_argument("--max-new-tokens", type=int, default=256, help=DEFAULT.strip())
     add_temperature(parser)
     parser.add_argument("--top-p", type=float, help="(default: the model's generation config)")

@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 from itertools import pairwise
@@ -19,6 +20,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import assisted
 from assisted import AssistedModelForCausalLM, Suffix, chat, zoo
 from assisted.cli import main as cli
 from assisted.cli.main import _brought, main
@@ -120,6 +122,34 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert "--json" in out
     if argv and argv[0] in ("demo", "generate", "chat"):
         assert all(f"--{name}" in out for name in ("target", "draft", "draft-quantization", "draft-length"))
+
+
+@pytest.mark.parametrize("argv", [[], ["zoo"], ["train"]], ids=str)
+def test_a_group_of_commands_alone_prints_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    alone = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*argv, "--help"])
+    assert alone == capsys.readouterr().out != ""
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"assisted {assisted.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], *([name] for name in cli._EXAMPLES if name != "assisted")], ids=str)
+def test_help_has_80_columns_and_examples_that_parse(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*argv, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for line in lines[lines.index("examples:") + 1 :]:
+        assert cli._parser().parse_args(shlex.split(line.rpartition("|")[2])[1:]).command
 
 
 def test_runs_as_a_module() -> None:

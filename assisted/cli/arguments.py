@@ -38,8 +38,16 @@ STORED = ("float32", "bfloat16", "float16")  # of files
 DTYPES = ("auto", *STORED)
 
 
+class _Formatter(argparse.HelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser that suggests a command for a misspelled one."""
+    """A parser that suggests a command for a misspelled one, and keeps the lines of examples below its help."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"formatter_class": _Formatter} | kwargs)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

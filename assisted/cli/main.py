@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from . import bench, doctor, grow, handover, plan
 from . import train as training
 from .arguments import (
@@ -35,6 +36,28 @@ __all__ = ["main"]
 FAILED, INTERRUPTED = 2, 130
 _NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 """Loggers that warn of kernels that did not load and of calls between other packages."""
+_EXAMPLES = {
+    "assisted": ("assisted demo", "assisted chat", 'assisted generate "def mean(values):" --draft zoo:draft'),
+    "demo": ("assisted demo", "assisted demo --target DIR --draft DIR --device cuda"),
+    "generate": (
+        'assisted generate "def mean(values):" --draft zoo:draft',
+        'echo "class Stack:" | assisted generate --temperature 0.8 --json',
+        'assisted generate "Once" --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B',
+    ),
+    "chat": (
+        "assisted chat",
+        "assisted chat --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B",
+        "assisted chat --show-drafts --temperature 0.7",
+    ),
+    "bench": ("assisted bench --prompts code", "assisted bench DIR --draft DIR --html bench.html"),
+    "doctor": ("assisted doctor", "assisted doctor DIR --draft DIR --draft suffix --text FILES"),
+    "plan": (
+        "assisted plan Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --vram 12GB",
+        'assisted plan Qwen/Qwen3-8B --card "RTX 4070" --context 4096',
+    ),
+    "handover": ("assisted handover vllm PAIR --out DIR",),
+    "grow": ("assisted grow zoo:target --size 1b --out DIR",),
+}
 _CHAT_HELP = "/reset starts a new conversation; /quit or Ctrl-D ends; Ctrl-C stops the program."
 
 
@@ -44,6 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     ASSISTED_TRACEBACK=1 in the environment shows the traceback of an error.
     """
     args = _parser().parse_args(argv)
+    if args.alone is not None:
+        args.alone.print_help()
+        return 0
     try:
         with Loading(), _without_noise():
             args.command(args)
@@ -283,16 +309,20 @@ def _size(folder: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="assisted", description="Exact speculative decoding for Hugging Face causal language models.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    about = "Exact speculative decoding for Hugging Face causal language models."
+    parser = Parser(prog="assisted", description=about, epilog=_examples("assisted"))
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.set_defaults(alone=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(
         name: str, run: Any, text: str, group: Any = commands, page: str = "", file: str = ""
     ) -> argparse.ArgumentParser:
         """page: of docs/howto. file: what `--json` can write to a file, in words."""
         see = f" See docs/howto/{page}.md." if page else ""
-        added = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + "." + see)
-        added.set_defaults(command=run)
+        about = text[0].upper() + text[1:] + "." + see
+        added = group.add_parser(name, help=text, description=about, epilog=_examples(name))
+        added.set_defaults(command=run, alone=None)
         if file:
             add_json_file(added, file)
         else:
@@ -324,7 +354,8 @@ def _parser() -> argparse.ArgumentParser:
     handover.add(command)
 
     zoo = commands.add_parser("zoo", help="the models of zoo: names", description="The models of zoo: names.")
-    actions = zoo.add_subparsers(required=True, metavar="ACTION")
+    zoo.set_defaults(alone=zoo)
+    actions = zoo.add_subparsers(metavar="ACTION")
     command("list", _zoo_list, "names, sizes and folders, and what is not installed", actions)
     card = command("card", _zoo_card, "measure a folder of models on held-out code and write its model card", actions)
     card.add_argument("--models", type=Path, required=True, help="the folder that zoo train wrote")
@@ -336,6 +367,12 @@ def _parser() -> argparse.ArgumentParser:
         "--no-compile", action="store_true", help="do not compile the layers: no compiler needed, slower"
     )
     return parser
+
+
+def _examples(name: str) -> str | None:
+    """The lines below a command's help."""
+    lines = [f"  {line}" for line in _EXAMPLES.get(name, ())]
+    return "\n".join(["examples:", *lines]) if lines else None
 
 
 def _add_pair(parser: argparse.ArgumentParser, draft: str = "suffix", **defaults: Any) -> None:

@@ -34,7 +34,7 @@ class _Unread(argparse.ArgumentParser):
     """Leaves all arguments to the command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return argparse.Namespace(command=self.get_default("command"), rest=args), []
+        return argparse.Namespace(command=self.get_default("command"), alone=None, rest=args), []
 
 
 class _Option(argparse.Action):
@@ -63,7 +63,8 @@ def add(commands: Any, command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `train METHOD` into the parser. command: makes a parser with a function to run, a text and a group."""
     about = "Train what drafts for a target. The target itself is not changed. See docs/howto/train.md."
     train = commands.add_parser("train", help="distill a draft, train heads or early exits", description=about)
-    methods = train.add_subparsers(required=True, metavar="METHOD", parser_class=_Unread)
+    train.set_defaults(alone=train)
+    methods = train.add_subparsers(metavar="METHOD", parser_class=_Unread)
     for name, text in METHODS.items():
         command(name, functools.partial(_train, name), text, methods)
 

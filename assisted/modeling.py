@@ -37,7 +37,7 @@ from .engine.hooks import is_offloaded
 from .engine.host import processor
 from .engine.parts import device_of, uncompiled, unwrapped
 from .engine.ranks import Ranks, ranks_of
-from .engine.runner import CallSettings
+from .engine.runner import CallSettings, require_decoder_config
 from .engine.verifiable import require_verifiable
 from .fast.graphs import Graphs, require_mode
 from .forwarding import ForwardsToTarget
@@ -183,6 +183,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 config = read_config(base, gguf_file, config, **own)
             elif config is None:
                 config = AutoConfig.from_pretrained(base, **own)
+        require_decoder_config(config, "target")
         saved = isinstance(config, AssistedConfig)
         policy, is_named = lengths.resolve(draft_length), True
         if saved:

@@ -23,7 +23,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     plan.add_argument(
         "--draft", help="Hub id, folder, zoo: name, self:nf4, suffix, suffix+self:nf4, ... (default: suffix)"
     )
-    plan.add_argument("--vram", metavar="SIZE", help="of the card, such as 12GB (default: what is free here)")
+    plan.add_argument("--vram", metavar="SIZE", help="of the card, such as 12 or 12GB (default: what is free here)")
     plan.add_argument("--card", metavar="NAME", help="such as 'RTX 4070': its memory and its bandwidth")
     plan.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of prompt and answer" + DEFAULT)
     plan.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once" + DEFAULT)

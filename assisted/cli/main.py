@@ -50,7 +50,7 @@ _EXAMPLES = {
         "assisted chat --show-drafts --temperature 0.7",
     ),
     "bench": ("assisted bench --prompts code", "assisted bench DIR --draft DIR --html bench.html"),
-    "doctor": ("assisted doctor", "assisted doctor DIR --draft DIR --draft suffix --text FILES"),
+    "doctor": ("assisted doctor --quick", "assisted doctor DIR --draft DIR --draft suffix --text FILES"),
     "plan": (
         "assisted plan Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --vram 12GB",
         'assisted plan Qwen/Qwen3-8B --card "RTX 4070" --context 4096',

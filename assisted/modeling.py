@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import os
 import threading
@@ -36,7 +37,7 @@ from .engine.hooks import is_offloaded
 from .engine.host import processor
 from .engine.parts import device_of, uncompiled, unwrapped
 from .engine.ranks import Ranks, ranks_of
-from .engine.runner import CallSettings
+from .engine.runner import CallSettings, require_decoder_config
 from .engine.verifiable import require_verifiable
 from .fast.graphs import Graphs, require_mode
 from .forwarding import ForwardsToTarget
@@ -46,6 +47,7 @@ from .loading.adapters import base_path, has_adapter, outside_layers, require_in
 from .loading.checkpoints import write_index
 from .loading.files import inside, loading, require_sound
 from .loading.gguf import load_gguf, named_in, read_config, reading_once, unmarked
+from .loading.names import DTYPES, closest
 from .loading.quantization import copy_shells, memory_bytes
 from .loading.vocabulary import find_tokenizer
 from .lossy import LossyTypical
@@ -55,6 +57,8 @@ __all__ = ["AssistedModelForCausalLM"]
 
 _FEW = 4  # drafted tokens, over which the cost of a further position is averaged until it is measured
 _KINDS = 16  # kinds of calls whose measurements are kept
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_ALIKE = 0.8  # of 1: a name this similar to an argument is taken for a misspelling
 _BOOKS = threading.Lock()  # guards what calls in several threads write to a model
 _OTHER_MODE = "this generation mode is neither greedy nor sampling"
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
@@ -158,6 +162,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         Raises ValueError for models that do not fit together, and for broken files, with the name of the file and, if known,
         of the field; OSError if nothing is found.
         """
+        _require_known(kwargs, cls.from_pretrained)
         require_mode(fast)
         if not isinstance(pretrained_model_name_or_path, (str, os.PathLike)) or not str(pretrained_model_name_or_path):
             raise ValueError(
@@ -179,6 +184,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 config = read_config(base, gguf_file, config, **own)
             elif config is None:
                 config = AutoConfig.from_pretrained(base, **own)
+        require_decoder_config(config, "target")
         saved = isinstance(config, AssistedConfig)
         policy, is_named = lengths.resolve(draft_length), True
         if saved:
@@ -313,6 +319,12 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         neither sampling nor greedy run without drafts, with a warning. If the model's own `generation_config` chooses a
         drafting method of transformers (`prompt_lookup_num_tokens`), it is not used, and a warning is given once.
         """
+        _require_known(kwargs, self.generate)
+        if inputs is not None and not isinstance(inputs, torch.Tensor):
+            raise ValueError(
+                f"inputs: a tensor of token ids is expected, got {type(inputs).__name__}; write "
+                'model.generate(**tokenizer(text, return_tensors="pt"))'
+            )
         policy = self.draft_length if draft_length is None else lengths.resolve(draft_length)
         if assisted:
             require_own_drafting(generation_config, self.generation_config, kwargs)
@@ -493,6 +505,19 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             )
 
 
+def _require_known(kwargs: dict[str, Any], function: Callable[..., Any]) -> None:
+    """Raise ValueError for what looks like a misspelled argument of `function`, and for `load_in_4bit=`."""
+    own = [name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind == _KEYWORD]
+    for name in kwargs:
+        if name in ("load_in_4bit", "load_in_8bit"):
+            raise ValueError(
+                f"{name}: quantize when loading: quantization_config=BitsAndBytesConfig({name}=True) for the target, or "
+                f'draft_quantization="{"nf4" if "4" in name else "int8"}" for the draft alone'
+            )
+        if (meant := closest(name, own, _ALIKE)) is not None:
+            raise ValueError(f"{name}: there is no such argument; did you mean {meant}?")
+
+
 def _with_tokenizer(spec: Spec, tokenizer: Any, draft_tokenizer: Any) -> Spec:
     """A spec with the given tokenizer for its model. Raises ValueError for a tokenizer that would not be used."""
     for name, given in (("tokenizer", tokenizer), ("draft_tokenizer", draft_tokenizer)):
@@ -518,6 +543,8 @@ def _count_plain(recorder: Recorder, output: Any, prompt_length: int) -> None:
 
 def _with_dtype(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The default dtype is half precision on an accelerator, and the checkpoint's own on a CPU."""
+    if kwargs.get("dtype") in DTYPES:
+        return {**kwargs, "dtype": DTYPES[kwargs["dtype"]]}
     if kwargs.get("dtype") is not None or kwargs.get("torch_dtype") is not None:
         return kwargs
     dtype: Any = "auto"

@@ -1,6 +1,7 @@
-"""docs/recipes.md: targets by family, the drafts published for them, and what they take on a card.
+"""docs/recipes.md: targets by family, the drafts published for them, and what they take on a card; and the pairs that fit on
+usual cards, in docs/howto/consumer-gpu.md.
 
-    python benchmarks/recipes.py --docs docs/recipes.md
+    python benchmarks/recipes.py --docs docs/recipes.md --fitting docs/howto/consumer-gpu.md
 
 Everything is read from assisted/plan/families.json and nothing is measured. Sizes are those of `assisted plan`.
 """
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from tables import publish
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from assisted.bench.table import markdown_table
-from assisted.drafters import DraftModel, Suffix
+from assisted.drafters import DraftModel, Suffix, parse
 from assisted.plan import Shapes, Use, parts, weight_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +31,16 @@ MARKER = "recipes"
 
 CARDS = (8, 12, 16, 24)  # GB
 CONTEXTS = (2048, 8192)
+STEP = 256  # tokens between the contexts that are tried
+PAIRS = (
+    (24, "Qwen/Qwen3-8B", "bfloat16", "Qwen/Qwen3-0.6B"),
+    (24, "Qwen/Qwen3-8B", "bfloat16", "self:nf4"),
+    (16, "Qwen/Qwen3-4B", "bfloat16", "Qwen/Qwen3-0.6B"),
+    (12, "Qwen/Qwen3-4B", "bfloat16", "Qwen/Qwen3-0.6B"),
+    (12, "Qwen/Qwen3-8B", "nf4", "Qwen/Qwen3-0.6B"),
+    (12, "Qwen/Qwen3-8B", "nf4", "suffix"),
+    (8, "Qwen/Qwen3-4B", "nf4", "suffix"),
+)
 
 Fields = Mapping[str, Any]
 Sizes = Callable[..., int | None]
@@ -104,6 +117,30 @@ def markdown(data: Mapping[str, Any], sizes: Sizes = planned) -> str:
         lines += markdown_table(head, rows)
         lines += _beside(data, family) + _figures(family)
     return "\n".join([*lines[1:], "", *_platforms(data["platforms"])])
+
+
+def fitting(data: Mapping[str, Any]) -> str:
+    """A table of pairs, and the longest context with which `assisted plan` says that they fit."""
+    rows = []
+    for card, target, weights, draft in PAIRS:
+        longest = _longest(data["models"], card, target, weights, draft)
+        rows.append([f"{card} GB", f"`{target}`, {weights}", f"`{draft}`", f"{longest:,}"])
+    return "\n".join(markdown_table(["card", "target", "draft", "longest context"], rows))
+
+
+def _longest(models: Mapping[str, Any], card: int, target: str, weights: str, draft: str) -> int:
+    """The tokens of prompt and answer, a multiple of STEP, that fit on a card of `card` GB; 0 if none do."""
+    shapes, *drafts = (
+        _shapes(json.dumps(models[one]["fields"], sort_keys=True)) for one in (target, draft) if one in models
+    )
+    spec = DraftModel(draft) if drafts else parse(draft)
+    use = Use(dtype=torch.bfloat16, quantization="nf4" if weights == "nf4" else None)
+
+    def size(context: int) -> float:
+        return sum(part.bytes for part in parts(shapes, spec, replace(use, context=context), *drafts)) / 1e9
+
+    contexts = range(STEP, shapes.config.max_position_embeddings + 1, STEP)
+    return STEP * bisect_right(contexts, card, key=size)
 
 
 def _shown(target: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -211,8 +248,10 @@ def _platforms(platforms: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose section is rewritten")
+    parser.add_argument("--fitting", type=Path, nargs="*", default=[], help="files whose table of pairs is rewritten")
     args = parser.parse_args()
     publish(markdown(families()), args.docs, MARKER)
+    publish(fitting(families()), args.fitting, "fitting")
 
 
 if __name__ == "__main__":

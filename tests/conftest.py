@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         lacking["gpu"] = "no accelerator here"
     missing = [name for name in QUANT_BACKENDS if not _installed(name)]
     if missing:
-        lacking["quant"] = f"not installed: {', '.join(missing)} (pip install '.[quant]')"
+        lacking["quant"] = f"not installed: {', '.join(missing)} (pip install '.[quant,torchao]')"
     for item in items:
         for marker, reason in lacking.items():
             if item.get_closest_marker(marker) is not None:

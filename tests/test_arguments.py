@@ -33,6 +33,11 @@ def test_what_is_left_out_is_not_handed_on() -> None:
     assert loading(named) == {"dtype": "float32", "draft_length": 3}
 
 
+@pytest.mark.parametrize(("short", "name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_dtypes_have_short_names(short: str, name: str) -> None:
+    assert parsed("--dtype", short).dtype == name
+
+
 @pytest.mark.parametrize(
     ("words", "target"),
     [

@@ -26,6 +26,7 @@ from assisted.bench.contestants import Contestant, of_model
 from assisted.bench.measure import default_drafts
 from assisted.bench.prompts import SETS
 from assisted.bench.protocol import Rules, race, stream
+from assisted.bench.table import aligned
 from assisted.bench.ties import largest_gap
 from assisted.engine.hooks import obstacle
 
@@ -149,6 +150,22 @@ def test_lines_that_are_no_questions(line: str, message: str, tmp_path: Path) ->
     path.write_text(line)
     with pytest.raises(ValueError, match=message):
         bench.read([str(path)], letters(), 1)
+
+
+def test_a_wide_table_goes_on_below() -> None:
+    lines = [["", "one", "two", "three"], ["plain", "1", "2", "3"]]
+    assert aligned(lines, 13) == [
+        *("       one", "plain    1", ""),
+        *("       two", "plain    2", ""),
+        *("       three", "plain      3"),
+    ]
+    assert aligned(lines, 15) == ["       one  two", "plain    1    2", "", "       three", "plain      3"]
+    assert aligned(lines) == aligned(lines, 80) == ["       one  two  three", "plain    1    2      3"]
+
+
+def test_a_misspelled_set() -> None:
+    with pytest.raises(ValueError, match=r"^prompts: 'pros' is no set of prompts; did you mean 'prose'\?"):
+        bench.read(["pros"], letters(), 1)
 
 
 def test_questions_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:

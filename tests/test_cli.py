@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 from itertools import pairwise
@@ -19,6 +20,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import assisted
 from assisted import AssistedModelForCausalLM, Suffix, chat, zoo
 from assisted.cli import main as cli
 from assisted.cli.main import _brought, main
@@ -122,9 +124,46 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert all(f"--{name}" in out for name in ("target", "draft", "draft-quantization", "draft-length"))
 
 
+@pytest.mark.parametrize("argv", [[], ["zoo"], ["train"]], ids=str)
+def test_a_group_of_commands_alone_prints_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    alone = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*argv, "--help"])
+    assert alone == capsys.readouterr().out != ""
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"assisted {assisted.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], *([name] for name in cli._EXAMPLES if name != "assisted")], ids=str)
+def test_help_has_80_columns_and_examples_that_parse(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*argv, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for line in lines[lines.index("examples:") + 1 :]:
+        assert cli._parser().parse_args(shlex.split(line.rpartition("|")[2])[1:]).command
+
+
 def test_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "assisted", "--help"], capture_output=True, text=True, check=True)
     assert "usage: assisted" in done.stdout
+
+
+def test_standard_error_has_nothing_that_a_user_cannot_act_on() -> None:
+    """transformers imports torchao where it is installed, and torchao logs several lines about its own kernels."""
+    argv = [sys.executable, "-m", "assisted", "generate", "def f(", "--max-new-tokens", "2", "--quiet"]
+    done = subprocess.run(
+        [*argv, "--draft", "self:int8", "--dtype", "bf16"], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
 
 
 def test_help_imports_neither_torch_nor_transformers() -> None:
@@ -176,6 +215,17 @@ def test_without_a_draft_the_text_itself_drafts(
     completion = run_json(capsys, *argv)["completion"]
     assert loaded[0].spec == Suffix()
     assert completion == run_json(capsys, *argv, "--plain")["completion"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [(["gnerate"], "generate"), (["train", "distil"], "distill"), (["zoo", "lst"], "list"), (["frobnicate"], None)],
+    ids=str,
+)
+def test_a_misspelled_command(argv: list[str], meant: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(argv)
+    assert (f"did you mean {meant!r}?" in capsys.readouterr().err) == (meant is not None)
 
 
 def test_an_empty_prompt_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,9 +305,11 @@ def test_generate_samples_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
 
 # chat
 
+CHAT = ["chat", "--target", "zoo:target", "--max-new-tokens", "12"]
+
 
 def turns(capsys: pytest.CaptureFixture[str], *argv: str) -> list[Any]:
-    assert main(["chat", "--max-new-tokens", "12", "--json", *argv]) == 0
+    assert main([*CHAT, "--json", *argv]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -328,10 +380,26 @@ def test_chat_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     pipe(monkeypatch, text)
     replies = [turn["reply"] for turn in turns(capsys)]
     pipe(monkeypatch, text)
-    assert main(["chat", "--max-new-tokens", "12"]) == 0
+    assert main(CHAT) == 0
     streamed = capsys.readouterr()
     assert streamed.out == "".join(reply + "\n" for reply in replies)
     assert streamed.err.count("prompt tokens cached") == 2
+
+
+def test_chat_alone_is_with_the_chat_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+    monkeypatch.setattr(zoo, "resolve", lambda path: asked.append(path) or (_ for _ in ()).throw(ValueError("stop")))
+    assert main(["chat"]) == 2
+    assert asked == ["zoo:smollm2"]
+
+
+def test_chat_has_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe(monkeypatch, "/help\n/rest\n")
+    assert main(CHAT) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("/reset starts a new conversation") == 2
+    assert "/rest is no command" in captured.err
 
 
 def test_chat_compares_with_the_same_turn_without_drafts() -> None:
@@ -364,7 +432,7 @@ def test_chat_shows_what_was_drafted(monkeypatch: pytest.MonkeyPatch, capsys: py
     found = turns(capsys, *argv)
     assert sum(turn["report"]["accepted"] for turn in found) > 0
     pipe(monkeypatch, text)
-    assert main(["chat", "--max-new-tokens", "12", "--show-drafts", *argv]) == 0
+    assert main([*CHAT, "--show-drafts", *argv]) == 0
     streamed = capsys.readouterr()
     assert re.sub("\x1b\\[[0-9]*m", "", streamed.out) == "".join(turn["reply"] + "\n" for turn in found)
     coloured = streamed.out.count("\x1b[36m")

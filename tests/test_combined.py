@@ -74,7 +74,7 @@ def rounds(both, accepted, count=1, verify_seconds=1.0):
 
 def test_a_plus_combines(tmp_path, monkeypatch) -> None:
     assert parse("suffix+self:int8") == parse(["suffix", "self:int8"])
-    assert parse("self:int8+somewhere", "nf4") == parse(["self:int8", "somewhere"], "nf4")
+    assert parse("self:int8+some/where", "nf4") == parse(["self:int8", "some/where"], "nf4")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a+b").mkdir()
     (tmp_path / "draft").mkdir()  # has nothing to do with zoo:draft
@@ -210,16 +210,16 @@ def test_two_models_equal_plain(draft):
 
 
 def test_a_list_is_a_combination():
-    spec = parse(["self:int8", "somewhere"], "nf4")
-    assert spec == Combined((QuantizedSelf("int8"), DraftModel("somewhere", "nf4")))
+    spec = parse(["self:int8", "some/where"], "nf4")
+    assert spec == Combined((QuantizedSelf("int8"), DraftModel("some/where", "nf4")))
     with pytest.raises(ValueError, match="at least two"):
-        parse(["somewhere"])
+        parse(["some/where"])
     with pytest.raises(ValueError, match="draft_quantization"):
         parse(["self:int8", "self:nf4"], "nf4")
 
 
 def test_a_spec_of_several_is_written_and_read(tmp_path):
-    spec = Combined((QuantizedSelf("int8"), Merged((DraftModel("a"), DraftModel("b", "nf4")))))
+    spec = Combined((QuantizedSelf("int8"), Merged((DraftModel("./a"), DraftModel("./b", "nf4")))))
     fields = spec.written("draft")
     assert read(fields, tmp_path) == Combined(
         (

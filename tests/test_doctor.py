@@ -17,6 +17,7 @@ from pairs import BY_NAME, CALL, pair, tokenizer
 
 from assisted import AssistedModelForCausalLM
 from assisted.bench.statistics import Interval
+from assisted.cli.doctor import _quick
 from assisted.cli.main import main
 from assisted.doctor.comparison import Comparison, Written, compare
 from assisted.doctor.diagnosis import Check, Diagnosis, Examination, Settings
@@ -458,6 +459,22 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "refused: ValueError: max_ngram" in said.out and "could not be loaded: ngram:0" in said.err
     assert main(["doctor", "zoo:nope"]) == 2
     assert "zoo:nope is not in the zoo" in capsys.readouterr().err
+
+
+def test_a_quick_run_measures_little_and_keeps_what_is_asked_for() -> None:
+    assert _quick(Settings()) == Settings(prompts=2, new_tokens=24, longest=8, seconds=20.0, contexts=(128,))
+    asked = Settings(prompts=1, new_tokens=8, longest=4, seconds=5.0, contexts=(64,), temperature=0.8)
+    assert _quick(asked) == asked
+
+
+def test_progress_is_told_within_a_step() -> None:
+    """At the default settings a step takes minutes on a busy machine, and what is left is estimated from its share."""
+    target, told_of = build(BY_NAME["llama"]), []
+    settings = Settings(prompts=3, new_tokens=16, longest=4, seconds=1.0, contexts=(20, 40))
+    examine(target, {"suffix": "suffix"}, tokenizer(), __file__, settings, progress=lambda *told: told_of.append(told))
+    for step in ("timing passes", "recording suffix"):
+        shares = [share for what, share in told_of if what == step]
+        assert shares == sorted(shares) and len(set(shares)) >= 3
 
 
 @pytest.mark.parametrize(("command", "options"), [("doctor", ("--draft", "--text")), ("grow", ("--size", "--out"))])

@@ -10,7 +10,15 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, build
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 from assisted import AssistedModelForCausalLM
 from assisted.cli.main import main
@@ -207,7 +215,7 @@ def test_a_head_for_more_layers_is_refused() -> None:
 def test_a_saved_pair_and_its_line(folder: Path, tmp_path: Path) -> None:
     AssistedModelForCausalLM.from_pretrained(folder, draft="suffix").save_pretrained(tmp_path)
     found = plan(str(tmp_path), device="cpu", context=128)
-    assert found.download is not None and found.best.fits
+    assert found.download is None and found.best.fits  # nothing of a folder is downloaded
     names: dict[str, Any] = {}
     exec("\n".join([*found.imports, f"pair = {found.line}"]), names)
     assert names["pair"].dtype == torch.bfloat16
@@ -272,7 +280,31 @@ def test_broken_weights_are_named(folder: Path, tmp_path: Path) -> None:
             plan(str(tmp_path), memory="8GB")
 
 
+def test_small_models_are_limited_by_their_layers() -> None:
+    found = plan("zoo:target", "zoo:draft", memory="12GB", context=256)
+    assert found.download is None and "download" not in str(found)
+    assert all(one.speed.plain[1] < 3000 for one in found.candidates)
+    assert all(1 <= one.speed.times[1] < 4 for one in found.candidates)
+
+
+def test_a_line_for_4_bits_names_what_they_are_computed_in(folder: Path) -> None:
+    line = plan(str(folder), memory="2GB", context=64, quantization="nf4").line
+    assert 'bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)' in line
+
+
+def test_encoder_decoders_are_refused_by_plan_and_by_loading(tmp_path: Path) -> None:
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "vocab_size": 64}
+    config = WhisperConfig(**sizes, decoder_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    WhisperForConditionalGeneration(config).save_pretrained(tmp_path)
+    reasons = []
+    for ask in (plan, AssistedModelForCausalLM.from_pretrained):
+        with pytest.raises(ValueError, match=r"^target: whisper is an encoder-decoder") as error:
+            ask(str(tmp_path))
+        reasons.append(str(error.value))
+    assert reasons[0] == reasons[1]
+
+
 def test_sizes_and_cards() -> None:
-    assert bytes_of("12GB") == 12 * 10**9 and bytes_of("1.5 GiB") == 3 * 2**29 and bytes_of(7) == 7
+    assert bytes_of("12GB") == bytes_of("12") == 12 * 10**9 and bytes_of("1.5 GiB") == 3 * 2**29 and bytes_of(7) == 7
     assert all(memory >= 8 and rate > 100 for memory, rate in CARDS.values())
     assert expected_tokens(1.0, 3) == 4 and expected_tokens(0.5, 2) == 1.75 and expected_tokens(0.0, 5) == 1

@@ -355,12 +355,13 @@ def test_a_missing_backend_names_the_extra(name: str, tmp_path: Path, monkeypatc
         pytest.skip("it needs torch alone")
     llama(tmp_path)
     monkeypatch.setitem(sys.modules, MODULES[name], None)
+    extra = "torchao" if name == "int8-torchao" else "quant"
     for attempt in (
         lambda: resolve(name, torch.float32),
         lambda: load_quantized(str(tmp_path), name),
         lambda: resolve({"quant_method": {v: k for k, v in BACKENDS.items()}[MODULES[name]]}, torch.float32),
     ):
-        with pytest.raises(ImportError, match=r'pip install "assisted\[quant\]"'):
+        with pytest.raises(ImportError, match=rf'pip install "assisted\[{extra}\]"'):
             attempt()
 
 

@@ -137,3 +137,12 @@ def test_the_rows_name_drafts_that_can_be_specified() -> None:
     for target, draft in rows:
         assert "loads" not in MODELS[target]
         registry.parse(draft)
+
+
+def test_the_pairs_that_fit_are_those_of_plan(recipes: ModuleType) -> None:
+    """On the page for consumer GPUs, which the README and the home page quote."""
+    table = recipes.fitting(recipes.families())
+    assert f"<!-- fitting:begin -->\n{table}\n<!-- fitting:end -->" in (ROOT / "docs/howto/consumer-gpu.md").read_text()
+    (quoted,) = (row.split("|")[-2].strip() for row in table.splitlines() if "12 GB" in row and "bfloat16" in row)
+    for page in ("README.md", "docs/index.md"):
+        assert f"[{quoted} tokens](" in (ROOT / page).read_text()

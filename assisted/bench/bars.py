@@ -8,7 +8,7 @@ from tqdm.auto import tqdm
 
 __all__ = ["Bars"]
 
-_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
 
 
 class Bars:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..loading.names import did_you_mean
 from ..zoo import corpus
 from . import held_out, questions
 
@@ -168,6 +169,8 @@ def _questions(name: str, tokenizer: Any, count: int) -> list[Prompt]:
     known = f"{', '.join(SETS)}, chat, a question file or a dataset"
     if name.isdigit():
         raise ValueError(f"prompts: {name!r} is a number; give some of {known}, and say how many by --count")
+    if suggestion := did_you_mean(name, [*SETS, "chat"]) if name != "chat" and not path.exists() else "":
+        raise ValueError(f"prompts: {name!r} is no set of prompts{suggestion} There are {known}")
     if path.suffix in (".jsonl", ".json") and not path.is_file():
         raise ValueError(f"prompts: {name!r} is no file here; give some of {known}")
     asked = questions.of_file(path) if path.is_file() else questions.of_dataset(name)

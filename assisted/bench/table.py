@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from textwrap import fill
 
 from .results import Point, Result, Row, point_name
 from .statistics import Interval
@@ -35,20 +36,24 @@ CELLS: dict[str, Callable[[Row], str]] = {
 """The cells of a row that did not fail, by the title of the column."""
 
 
-def table(result: Result) -> str:
-    """A result for a terminal."""
-    parts = ["\n".join(heading(result))]
+def table(result: Result, width: int | None = None) -> str:
+    """A result for a terminal. width: of its lines, at most."""
+
+    def filled(lines: Iterable[str]) -> str:
+        return "\n".join(lines if width is None else (fill(line, width, subsequent_indent="  ") for line in lines))
+
+    parts = [filled(heading(result))]
     for point in result.points:
-        parts.append("\n".join([title(result, point), *aligned([list(CELLS), *map(cells, point.ran)])]))
+        parts.append("\n".join([title(result, point), *aligned([list(CELLS), *map(cells, point.ran)], width)]))
         if len(result.prompts) > 1:
             split = [
                 [row.name, *(f"{interval.ratio:.2f}" for interval in by_category(row, result.prompts))]
                 for row in point.ran
             ]
-            parts.append("\n".join(aligned([["times plain, by category", *result.prompts], *split])))
+            parts.append("\n".join(aligned([["times plain, by category", *result.prompts], *split], width)))
         if point.messages:
-            parts.append("\n".join(point.messages))
-    parts.append("\n".join(notes(result)))
+            parts.append(filled(point.messages))
+    parts.append(filled(notes(result)))
     return "\n\n".join(parts)
 
 
@@ -135,13 +140,22 @@ def by_category(row: Row, categories: Iterable[str]) -> list[Interval]:
     return [row.by_category[category] for category in categories]
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table in columns: the first one on the left, the others on the right."""
+def aligned(lines: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """The lines of a table in columns: the first one on the left, the others on the right.
+
+    width: of a line, at most. Columns that do not fit follow below an empty line, beside the first column again.
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+    blocks = [[0]]
+    for column in range(1, len(widths)):
+        block = blocks[-1]
+        if width is not None and len(block) > 1 and sum(widths[c] + 2 for c in block) + widths[column] > width:
+            blocks.append([0])
+        blocks[-1].append(column)
+    found: list[str] = []
+    for block in blocks:
+        found += [""] * bool(found)
+        for line in lines:
+            cells = (line[c].rjust(widths[c]) if c else line[c].ljust(widths[c]) for c in block)
+            found.append("  ".join(cells).rstrip())
+    return found

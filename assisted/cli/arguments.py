@@ -12,14 +12,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..loading import names
+
 __all__ = [
     "DEFAULT",
     "STORED",
+    "Parser",
     "add_json_file",
     "add_loading",
     "add_target",
     "add_temperature",
     "device",
+    "dtype_name",
     "int_or_name",
     "loading",
     "print_json",
@@ -32,6 +36,25 @@ __all__ = [
 DEFAULT = " (default: %(default)s)"
 STORED = ("float32", "bfloat16", "float16")  # of files
 DTYPES = ("auto", *STORED)
+
+
+class _Formatter(argparse.HelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that suggests a command for a misspelled one, and keeps the lines of examples below its help."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"formatter_class": _Formatter} | kwargs)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += names.did_you_mean(str(value), map(str, action.choices or ()))
+            raise
 
 
 def add_json_file(parser: Any, what: str) -> None:
@@ -58,7 +81,9 @@ def add_loading(
             help=f'tokens per draft, or "adaptive", "confidence", ... (default: {length})',
         )
     checkpoint = "the checkpoint's on a CPU, else half precision"
-    parser.add_argument("--dtype", default=dtype, choices=DTYPES, help=f"(default: {dtype or checkpoint})")
+    parser.add_argument(
+        "--dtype", type=dtype_name, default=dtype, choices=DTYPES, help=f"(default: {dtype or checkpoint})"
+    )
     parser.add_argument(
         "--device", default=device, help="cpu, cuda, ...; auto takes an accelerator if there is one" + DEFAULT
     )
@@ -83,6 +108,11 @@ def int_or_name(value: str) -> int | str:
         return int(value)
     except ValueError:
         return value
+
+
+def dtype_name(value: str) -> str:
+    """A dtype's name as torch has it; fp16 and the like are its short names."""
+    return names.DTYPES.get(value, value)
 
 
 def use_threads(count: int | None) -> None:

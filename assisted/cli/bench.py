@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import DEFAULT, add_loading, add_target, add_temperature, loading, print_or_write, typed, use_threads
+from .terminal import columns
 
 __all__ = ["add"]
 
@@ -67,7 +68,7 @@ def _bench(args: argparse.Namespace) -> None:
     if args.html is not None:
         require_matplotlib()  # not after an hour of measuring
     result = _read(args.read) if args.read is not None else _measure(args)
-    print_or_write(args.json, result.to_dict(), table(result), indent=1)
+    print_or_write(args.json, result.to_dict(), table(result, columns()), indent=1)
     if args.html is not None:
         args.html.write_text(page(result), encoding="utf-8")
 

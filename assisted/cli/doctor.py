@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .arguments import (
     DEFAULT,
@@ -16,6 +17,9 @@ from .arguments import (
     require_tokenizer,
     use_threads,
 )
+
+if TYPE_CHECKING:
+    from ..doctor.diagnosis import Settings
 
 __all__ = ["add"]
 
@@ -45,6 +49,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="N",
         help="context lengths at which forward passes are timed (default: the prompts', 512, 2048)",
     )
+    doctor.add_argument(
+        "--quick", action="store_true", help="a first impression: 2 prompts, short texts and drafts, one context"
+    )
     doctor.add_argument("--seconds", type=float, default=90.0, help="for all measuring, about" + DEFAULT)
     add_loading(doctor, length=None)
 
@@ -68,6 +75,8 @@ def _doctor(args: argparse.Namespace) -> None:
         contexts=tuple(args.contexts) if args.contexts else None,
         seconds=args.seconds,
     )
+    if args.quick:
+        settings = _quick(settings)
     where = device(args.device)
     half = None if where == "cpu" else torch.bfloat16
     target, tokenizer = load_target(args.target, args.dtype or half, where)
@@ -92,3 +101,10 @@ def _doctor(args: argparse.Namespace) -> None:
     refused = [one.draft for one in found.drafts if one.error is not None]
     if refused:
         raise ValueError(f"draft: could not be loaded: {', '.join(refused)}; the report has the reasons")
+
+
+def _quick(settings: Settings) -> Settings:
+    """At most this much of everything."""
+    least = {"prompts": 2, "new_tokens": 24, "longest": 8, "seconds": 20.0}
+    smaller = {name: min(value, getattr(settings, name)) for name, value in least.items()}
+    return dataclasses.replace(settings, contexts=settings.contexts or (128,), **smaller)

@@ -9,15 +9,18 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from . import bench, doctor, grow, handover, plan
 from . import train as training
 from .arguments import (
     DEFAULT,
+    Parser,
     add_json_file,
     add_loading,
     add_temperature,
@@ -26,10 +29,36 @@ from .arguments import (
     require_tokenizer,
     use_threads,
 )
+from .terminal import Loading, Wrapped, dimmed
 
 __all__ = ["main"]
 
 FAILED, INTERRUPTED = 2, 130
+_NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
+"""Loggers that warn of kernels that did not load and of calls between other packages."""
+_EXAMPLES = {
+    "assisted": ("assisted demo", "assisted chat", 'assisted generate "def mean(values):" --draft zoo:draft'),
+    "demo": ("assisted demo", "assisted demo --target DIR --draft DIR --device cuda"),
+    "generate": (
+        'assisted generate "def mean(values):" --draft zoo:draft',
+        'echo "class Stack:" | assisted generate --temperature 0.8 --json',
+        'assisted generate "Once" --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B',
+    ),
+    "chat": (
+        "assisted chat",
+        "assisted chat --target Qwen/Qwen3-4B --draft Qwen/Qwen3-0.6B",
+        "assisted chat --show-drafts --temperature 0.7",
+    ),
+    "bench": ("assisted bench --prompts code", "assisted bench DIR --draft DIR --html bench.html"),
+    "doctor": ("assisted doctor --quick", "assisted doctor DIR --draft DIR --draft suffix --text FILES"),
+    "plan": (
+        "assisted plan Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --vram 12GB",
+        'assisted plan Qwen/Qwen3-8B --card "RTX 4070" --context 4096',
+    ),
+    "handover": ("assisted handover vllm PAIR --out DIR",),
+    "grow": ("assisted grow zoo:target --size 1b --out DIR",),
+}
+_CHAT_HELP = "/reset starts a new conversation; /quit or Ctrl-D ends; Ctrl-C stops the program."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,8 +67,11 @@ def main(argv: list[str] | None = None) -> int:
     ASSISTED_TRACEBACK=1 in the environment shows the traceback of an error.
     """
     args = _parser().parse_args(argv)
+    if args.alone is not None:
+        args.alone.print_help()
+        return 0
     try:
-        with _without_loading_bars():
+        with Loading(), _without_noise():
             args.command(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -56,14 +88,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _demo(args: argparse.Namespace) -> None:
-    # it warns of kernels that it can do without
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     run: Any
     if args.json:
         from ..bench import brief as run
     else:
         from .demo import show as run
-    model = _load(args, shipped="zoo:draft")
+    model = _load(args, "zoo:target", "zoo:draft")
     sizes = (args.prompts, args.max_new_tokens, args.repeats, args.seconds)
     result = run(model, *sizes, also=_quantized(model, args))
     if args.json:
@@ -106,28 +136,33 @@ def _generate(args: argparse.Namespace) -> None:
         completion = model.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         print_json({"prompt": prompt, "completion": completion, "report": model.report.to_dict()})
     elif not args.quiet:
-        print(f"\n{model.report}", file=sys.stderr)
+        _note(f"\n{model.report}")
 
 
 def _chat(args: argparse.Namespace) -> None:
     from ..chat import ContextFull, Conversation
 
-    model = _load(args)
+    model = _load(args, "zoo:smollm2", "suffix+zoo:smollm2-eagle3")
     conversation = Conversation(model, args.system)
     sampling = _sampling(args)
     if sys.stdin.isatty():
-        conversation.prepare(**sampling)
-        print("/reset starts a new conversation; /quit or Ctrl-D ends.", file=sys.stderr)
+        _note(f"{args.target}, drafted by {args.draft or model.spec.name}. /help lists the commands.")
+        with Loading():
+            conversation.prepare(**sampling)
     for message in _lines():
         if message == "/quit":
             break
         if message == "/reset":
             conversation.reset()
             continue
+        if re.fullmatch(r"/\w+", message):
+            _note(_CHAT_HELP if message == "/help" else f"{message} is no command. {_CHAT_HELP}")
+            continue
         streamer = None if args.json else _streamer(model, args.show_drafts)
         model.watch = getattr(streamer, "see", None)
         try:
-            reply = conversation.say(message, args.max_new_tokens, streamer=streamer, **sampling)
+            with contextlib.redirect_stdout(Wrapped(sys.stdout)) if sys.stdout.isatty() else contextlib.nullcontext():
+                reply = conversation.say(message, args.max_new_tokens, streamer=streamer, **sampling)
         except ContextFull as error:  # the conversation before this message still stands
             if args.json:
                 print_json({"message": message, "error": str(error)}, indent=None)
@@ -140,10 +175,13 @@ def _chat(args: argparse.Namespace) -> None:
             turn = {"message": message, "reply": reply.text, "prompt_tokens": reply.prompt_tokens}
             print_json({**turn, "cached_tokens": reply.cached_tokens, "report": report.to_dict()}, indent=None)
         elif not args.quiet:
-            print(
-                f"[{_brought(model)}, {reply.cached_tokens} of {reply.prompt_tokens} prompt tokens cached]",
-                file=sys.stderr,
-            )
+            _note(f"[{_brought(model)}, {reply.cached_tokens} of {reply.prompt_tokens} prompt tokens cached]")
+
+
+def _note(text: str) -> None:
+    """A remark on standard error; on a terminal it is dimmed, and its lines end between words."""
+    out = Wrapped(sys.stderr) if sys.stderr.isatty() else sys.stderr
+    print(dimmed(text, sys.stderr), file=out)  # type: ignore[arg-type]
 
 
 def _brought(model: Any) -> str:
@@ -200,15 +238,14 @@ def _zoo_train(args: argparse.Namespace) -> None:
         print(folder)
 
 
-def _load(args: argparse.Namespace, shipped: str | None = None) -> Any:
-    """The pair that the arguments name, with a tokenizer. shipped: the draft of zoo:target if `--draft` is not given."""
+def _load(args: argparse.Namespace, target: str | None = None, draft: str | None = None) -> Any:
+    """The pair that the arguments name, with a tokenizer. draft: of this target if `--draft` is not given."""
     from ..modeling import AssistedModelForCausalLM
 
     use_threads(args.threads)
-    draft = args.draft
-    if draft is None and args.target == "zoo:target":
-        draft = shipped
-    model = AssistedModelForCausalLM.from_pretrained(args.target, draft=draft, **loading(args))
+    if args.draft is None and args.target == target:
+        args.draft = draft
+    model = AssistedModelForCausalLM.from_pretrained(args.target, draft=args.draft, **loading(args))
     require_tokenizer(model.tokenizer, args.target)
     return model
 
@@ -252,16 +289,19 @@ def _lines() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _without_loading_bars() -> Iterator[None]:
-    from transformers.utils import logging
+def _without_noise() -> Iterator[None]:
+    """No bars while models load, and nothing from packages about parts of theirs that are not used here."""
+    for name in _NOISY:  # before transformers imports them
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils import logging as bars
 
-    before = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    before = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         if before:
-            logging.enable_progress_bar()
+            bars.enable_progress_bar()
 
 
 def _size(folder: str) -> int:
@@ -269,18 +309,20 @@ def _size(folder: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="assisted", description="Exact speculative decoding for Hugging Face causal language models."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    about = "Exact speculative decoding for Hugging Face causal language models."
+    parser = Parser(prog="assisted", description=about, epilog=_examples("assisted"))
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.set_defaults(alone=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(
         name: str, run: Any, text: str, group: Any = commands, page: str = "", file: str = ""
     ) -> argparse.ArgumentParser:
         """page: of docs/howto. file: what `--json` can write to a file, in words."""
         see = f" See docs/howto/{page}.md." if page else ""
-        added = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + "." + see)
-        added.set_defaults(command=run)
+        about = text[0].upper() + text[1:] + "." + see
+        added = group.add_parser(name, help=text, description=about, epilog=_examples(name))
+        added.set_defaults(command=run, alone=None)
         if file:
             add_json_file(added, file)
         else:
@@ -301,7 +343,8 @@ def _parser() -> argparse.ArgumentParser:
     chat = command("chat", _chat, "talk to a pair, one line per turn; the answers are streamed")
     chat.add_argument("--system", help="a system message")
     chat.add_argument("--show-drafts", action="store_true", help="colour the tokens that were drafted and accepted")
-    _add_generation(chat)
+    _add_generation(chat, "suffix+zoo:smollm2-eagle3 for zoo:smollm2, else suffix")
+    chat.set_defaults(target="zoo:smollm2")
 
     training.add(commands, command)
     bench.add(command)
@@ -311,7 +354,8 @@ def _parser() -> argparse.ArgumentParser:
     handover.add(command)
 
     zoo = commands.add_parser("zoo", help="the models of zoo: names", description="The models of zoo: names.")
-    actions = zoo.add_subparsers(required=True, metavar="ACTION")
+    zoo.set_defaults(alone=zoo)
+    actions = zoo.add_subparsers(metavar="ACTION")
     command("list", _zoo_list, "names, sizes and folders, and what is not installed", actions)
     card = command("card", _zoo_card, "measure a folder of models on held-out code and write its model card", actions)
     card.add_argument("--models", type=Path, required=True, help="the folder that zoo train wrote")
@@ -325,6 +369,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _examples(name: str) -> str | None:
+    """The lines below a command's help."""
+    lines = [f"  {line}" for line in _EXAMPLES.get(name, ())]
+    return "\n".join(["examples:", *lines]) if lines else None
+
+
 def _add_pair(parser: argparse.ArgumentParser, draft: str = "suffix", **defaults: Any) -> None:
     """draft: the default, in words. defaults: of `add_loading`."""
     parser.add_argument("--target", default="zoo:target", help="Hub id, folder or zoo: name" + DEFAULT)
@@ -336,8 +386,8 @@ def _add_pair(parser: argparse.ArgumentParser, draft: str = "suffix", **defaults
     add_loading(parser, **defaults)
 
 
-def _add_generation(parser: argparse.ArgumentParser) -> None:
-    _add_pair(parser)
+def _add_generation(parser: argparse.ArgumentParser, draft: str = "suffix") -> None:
+    _add_pair(parser, draft)
     parser.add_argument("--max-new-tokens", type=int, default=256, help=DEFAULT.strip())
     add_temperature(parser)
     parser.add_argument("--top-p", type=float, help="(default: the model's generation config)")

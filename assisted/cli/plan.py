@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from .arguments import DEFAULT, DTYPES, print_or_write
+from .arguments import DEFAULT, DTYPES, dtype_name, print_or_write
 
 __all__ = ["add"]
 
@@ -23,14 +23,16 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     plan.add_argument(
         "--draft", help="Hub id, folder, zoo: name, self:nf4, suffix, suffix+self:nf4, ... (default: suffix)"
     )
-    plan.add_argument("--vram", metavar="SIZE", help="of the card, such as 12GB (default: what is free here)")
+    plan.add_argument("--vram", metavar="SIZE", help="of the card, such as 12 or 12GB (default: what is free here)")
     plan.add_argument("--card", metavar="NAME", help="such as 'RTX 4070': its memory and its bandwidth")
     plan.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of prompt and answer" + DEFAULT)
     plan.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once" + DEFAULT)
     plan.add_argument("--quantization", metavar="NAME", help="of the target: nf4, int8, ... (default: whatever fits)")
     plan.add_argument("--draft-quantization", metavar="NAME", help="of a draft model")
     plan.add_argument("--draft-length", type=int, default=16, metavar="N", help="the longest draft" + DEFAULT)
-    plan.add_argument("--dtype", choices=DTYPES, help="(default: bfloat16 on a card, the checkpoint's on a CPU)")
+    plan.add_argument(
+        "--dtype", type=dtype_name, choices=DTYPES, help="(default: bfloat16 on a card, the checkpoint's on a CPU)"
+    )
     plan.add_argument("--device", choices=("cuda", "cpu"), help="(default: a card if one is named, else what is here)")
     plan.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a checkpoint")
 

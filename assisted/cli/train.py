@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import DEFAULT, STORED, print_json, require_tokenizer, typed
+from .arguments import DEFAULT, STORED, dtype_name, print_json, require_tokenizer, typed
 
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
@@ -34,7 +34,7 @@ class _Unread(argparse.ArgumentParser):
     """Leaves all arguments to the command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return argparse.Namespace(command=self.get_default("command"), rest=args), []
+        return argparse.Namespace(command=self.get_default("command"), alone=None, rest=args), []
 
 
 class _Option(argparse.Action):
@@ -63,7 +63,8 @@ def add(commands: Any, command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `train METHOD` into the parser. command: makes a parser with a function to run, a text and a group."""
     about = "Train what drafts for a target. The target itself is not changed. See docs/howto/train.md."
     train = commands.add_parser("train", help="distill a draft, train heads or early exits", description=about)
-    methods = train.add_subparsers(required=True, metavar="METHOD", parser_class=_Unread)
+    train.set_defaults(alone=train)
+    methods = train.add_subparsers(metavar="METHOD", parser_class=_Unread)
     for name, text in METHODS.items():
         command(name, functools.partial(_train, name), text, methods)
 
@@ -86,10 +87,12 @@ def options(method: str) -> HfArgumentParser:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="the folder to write to, and to resume from"
     )
-    parser.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16"), help="of the target")
+    parser.add_argument(
+        "--dtype", type=dtype_name, default="float32", choices=("auto", "float32", "bfloat16"), help="of the target"
+    )
     parser.add_argument("--attention", metavar="NAME", help="of the target: eager, sdpa, ... (default: its own)")
     parser.add_argument("--compile", action="store_true", help="compile layers: faster after a minute or so")
-    parser.add_argument("--store", choices=STORED, default="float32", help="dtype of the files")
+    parser.add_argument("--store", type=dtype_name, choices=STORED, default="float32", help="dtype of the files")
     parser.add_argument("--stop-after", type=int, metavar="N", help="stop with a checkpoint after N steps in all")
     parser.add_argument("--json", action="store_true", help="print the result for a program to read")
     text = parser.add_argument_group("text")

@@ -86,12 +86,12 @@ def examine(
     trials = Trials(target, settings, prompts, pad_token(tokenizer))
     passes = trials.passes(progress)
     found: list[Found | Diagnosis] = []
-    for number, draft in enumerate(drafts):
-        progress(f"recording {draft}", number / len(drafts))
+    for draft in drafts:
+        progress(f"recording {draft}", 0.0)
         if draft in refused:
             found.append(Diagnosis(draft, error=refused[draft]))
         else:
-            found.append(trials.record(draft, models[draft], passes[0], len(models)))
+            found.append(trials.record(draft, models[draft], passes[0], len(models), progress))
     ran = [one for one in found if isinstance(one, Found)]
     race = trials.race(ran, progress)
     return Examination(

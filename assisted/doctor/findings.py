@@ -15,7 +15,7 @@ from .diagnosis import Diagnosis, Examination
 
 __all__ = ["advice", "bottlenecks", "told"]
 
-WIDTH = 110
+WIDTH = 79
 WORTHWHILE = 1.03  # the least speedup for which drafting is recommended
 NEARLY_FREE = 1.25  # the cost of a pass over five tokens, in passes over one
 HARDLY = 0.35  # overlap, or agreement, of two models that hardly agree
@@ -98,7 +98,7 @@ def _head(examination: Examination) -> str:
         lines.append(f"this package without drafts: {_times(examination.undrafted)} that speed")
     if examination.note:
         lines.append(f"note: {examination.note}")
-    return "\n".join(lines)
+    return "\n".join(fill(line, WIDTH, subsequent_indent="  ") for line in lines)
 
 
 def _passes(examination: Examination) -> str:
@@ -269,7 +269,7 @@ def _times(interval: Interval) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
-    return "\n".join(indent + line for line in aligned(rows))
+    return "\n".join(indent + line if line else "" for line in aligned(rows, WIDTH - len(indent)))
 
 
 def _item(text: str) -> str:

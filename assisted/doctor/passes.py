@@ -6,7 +6,7 @@ Knows how the package runs a target; knows nothing of drafts.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -87,6 +87,7 @@ def pass_times(
     repeats: int = 9,
     seconds: float = 10.0,
     onednn: bool | None = None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> PassTimes:
     """Time forward passes of each width in turns, after one or more untimed turns.
 
@@ -97,6 +98,7 @@ def pass_times(
         columns: the widths, ascending.
         repeats: timed turns, at most; after `seconds` no more begin, but at least one runs.
         onednn: switch it on or off meanwhile; None leaves it as it is.
+        progress: called after each pass with the share that is done.
     """
     settings, widest = CallSettings("auto"), columns[-1]
     masks = masks_of(target, settings.trust_in(target))
@@ -112,13 +114,14 @@ def pass_times(
         for repeat in range(repeats + uncounted):
             if repeat > uncounted and time.perf_counter() > deadline:
                 break
-            for width in columns:
+            for number, width in enumerate(columns):
                 started = time.perf_counter()
                 top1(run(text[:, context : context + width])).tolist()  # waits for the device
                 took = time.perf_counter() - started
                 run.commit([1 if run.in_lockstep and width == 1 else 0])
                 if repeat >= uncounted:
                     found[width].append(took)
+                progress((repeat + (number + 1) / len(columns)) / (repeats + uncounted))
     settings.over = True
     return PassTimes(context, onednn, {width: median(taken) for width, taken in found.items()})
 

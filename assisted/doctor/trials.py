@@ -102,15 +102,21 @@ class Trials:
         seconds = self.settings.seconds * FOR_PASSES / len(plans)
         found = []
         for number, (context, columns, onednn) in enumerate(plans):
-            progress("timing passes", number / len(plans))
-            found.append(pass_times(self.target, text, context, columns, seconds=seconds, onednn=onednn))
+
+            def part(share: float, before: int = number) -> None:
+                progress("timing passes", (before + share) / len(plans))
+
+            part(0)
+            found.append(pass_times(self.target, text, context, columns, seconds=seconds, onednn=onednn, progress=part))
         return tuple(found)
 
     def generate(self, model: Any, ids: torch.Tensor, **more: Any) -> list[int]:
         output = model(ids[None], attention_mask=torch.ones_like(ids)[None], **(self.call | more))
         return output[0, len(ids) :].tolist()
 
-    def record(self, draft: str, model: AssistedModelForCausalLM, passes: PassTimes, of: int) -> Found:
+    def record(
+        self, draft: str, model: AssistedModelForCausalLM, passes: PassTimes, of: int, progress: Progress
+    ) -> Found:
         """Decode prompts with long drafts and record every round, until its share of the time is over. of: number of drafts."""
         settings = self.settings
         # a pass over more tokens never takes less time: such a measurement was disturbed
@@ -133,6 +139,7 @@ class Trials:
                 torch.manual_seed(number)
                 new = self.generate(run, ids, draft_length=policy)
                 texts.append(torch.cat([ids, torch.tensor(new, device=ids.device)]))
+                progress(f"recording {draft}", (number + 1) / len(self.prompts))
         calls = policy.calls
         written = [
             Written(text, len(ids), starts(rounds))

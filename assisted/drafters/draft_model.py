@@ -119,11 +119,8 @@ def _loaded(path: str, quantization: Any, **kwargs: Any) -> PreTrainedModel:
             )
         return load_gguf(folder, gguf_file, "draft", **kwargs)
     require_sound(path, "draft")
-    try:
-        with loading("draft", path):
-            model = load_quantized(path, quantization, **kwargs)
-    except OSError as error:
-        raise OSError(f"draft: {path!r} cannot be loaded as a folder or as a Hub id: {error}") from error
+    with loading("draft", path):
+        model = load_quantized(path, quantization, **kwargs)
     if quantization is not None:
         require_runs(model, quantization)
     return model

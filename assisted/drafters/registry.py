@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from ..engine.parts import unwrapped
 from ..heads.kinds import kind_of
-from ..loading.files import loading
+from ..loading.files import loading, local_folder
+from ..loading.names import did_you_mean
 from .base import Spec
 from .draft_model import DraftModel
 
@@ -78,12 +79,24 @@ def _at_path(spec: DraftModel) -> Spec:
     """The spec for a path, whose files show whether it holds trained heads or a draft model."""
     kind = kind_of(spec.model) if isinstance(spec.model, str) else None
     if kind is None:
+        _require_place(spec.model)
         return spec
     if spec.quantization is not None:
         raise ValueError(
             f"draft_quantization: {spec.model} holds trained heads, which cannot be quantized; leave draft_quantization out"
         )
     return METHODS[kind](spec.model)
+
+
+def _require_place(model: Any) -> None:
+    """Reject a single word that is no folder, before the Hub is asked: it is a misspelled method more often than a model."""
+    if not isinstance(model, str) or ":" in model or "/" in model or Path(model).exists() or local_folder(model):
+        return
+    known = [name for name, method in METHODS.items() if hasattr(method, "named")]
+    raise ValueError(
+        f"draft: {model!r} is neither a method ({', '.join(known)}) nor a folder, and a Hub id has a slash, as in "
+        f"Qwen/Qwen3-0.6B{did_you_mean(model, known)}"
+    )
 
 
 def read(fields: dict[str, Any] | None, pair: Path) -> Spec:

@@ -436,12 +436,18 @@ def is_rewindable(model: PreTrainedModel) -> bool:
 
 def require_decoder(model: PreTrainedModel, role: str) -> None:
     """Raise ValueError unless a model is a decoder-only causal LM. role: "target" or "draft", for the message."""
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{role}: {name} is an encoder-decoder; only decoder-only causal LMs can be assisted")
+    require_decoder_config(model.config, role)
     if not model.can_generate():
         raise ValueError(
-            f"{role}: {name} has no language-model head to generate with; load it with AutoModelForCausalLM"
+            f"{role}: {type(model).__name__} has no language-model head to generate with; load it with AutoModelForCausalLM"
+        )
+
+
+def require_decoder_config(config: Any, role: str) -> None:
+    """The same from a config, before weights are loaded: AutoModelForCausalLM takes the decoder of some encoder-decoders."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{role}: {config.model_type} is an encoder-decoder; only decoder-only causal LMs can be assisted"
         )
 
 

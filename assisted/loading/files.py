@@ -212,14 +212,18 @@ def inside(folder: Path, name: Any, where: str) -> Path:
 
 @contextmanager
 def loading(role: str, path: str | Path) -> Iterator[None]:
-    """Turn errors while loading the files at `path` into ValueError that names the path.
+    """Turn errors while loading the files at `path` into ValueError that names the path, or OSError if nothing is found.
 
-    These pass unchanged: OSError (such as a missing file), ImportError, unknown keyword arguments, and out of memory.
+    These pass unchanged: ImportError, unknown keyword arguments, and out of memory.
     """
     try:
         yield
-    except (OSError, ImportError, torch.OutOfMemoryError):
+    except (ImportError, torch.OutOfMemoryError):
         raise
+    except OSError as error:
+        if _ABOUT_AN_ARGUMENT.match(str(error)):
+            raise
+        raise OSError(f"{role}: {str(path)!r} cannot be loaded as a folder or as a Hub id: {error}") from error
     except BaseException as error:
         panics = type(error).__name__ == "PanicException"  # of Rust code: tokenizers and safetensors
         if not isinstance(error, Exception) and not panics:

@@ -87,7 +87,8 @@ def load_model(path: str, role: str = "target", **kwargs: Any) -> PreTrainedMode
     folder, gguf_file = named_in(path)
     if gguf_file is not None:
         return load_gguf(folder, gguf_file, role, **kwargs)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    with loading(role, path):
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **kwargs)
     return model
 
 

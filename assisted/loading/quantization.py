@@ -384,7 +384,8 @@ def _require(method: Any) -> None:
     try:
         importlib.import_module(backend)
     except ImportError as error:
-        raise ImportError(f'quantization: this needs {backend}: pip install "assisted[quant]"') from error
+        extra = "torchao" if backend == "torchao" else "quant"
+        raise ImportError(f'quantization: this needs {backend}: pip install "assisted[{extra}]"') from error
 
 
 def _computed_in(dtype: torch.dtype | str | None, config: PretrainedConfig) -> torch.dtype:

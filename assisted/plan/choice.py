@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from .. import zoo
 from ..drafters import DraftModel, QuantizedSelf, parse
 from ..drafters.base import Spec
 from .devices import Device, bytes_of, card, here
@@ -60,7 +62,7 @@ class Plan:
         use: context, rows and so on.
         candidates: as asked first, then smaller ones; at least one.
         chosen: the index of the best candidate that fits; of the first if none does, with a part of it offloaded.
-        download: bytes of the target's files; None if they are not known.
+        download: bytes of the target's files; None if they are here, or not known.
         notes: what the figures leave out.
     """
 
@@ -89,7 +91,10 @@ class Plan:
             given.append(f"draft_quantization={best.draft_quantization!r}")
         given.append(f"dtype=torch.{str(self.use.dtype).removeprefix('torch.')}")
         if best.quantization == "nf4":
-            given.append('quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")')
+            computed = f"bnb_4bit_compute_dtype={self.use.dtype}"  # bitsandbytes' default is float32, which is slow
+            given.append(
+                f'quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", {computed})'
+            )
         elif best.quantization == "int8":
             how = "BitsAndBytesConfig(load_in_8bit=True)" if cuda else "PackedConfig(8)"
             given.append(f"quantization_config={how}")
@@ -152,7 +157,7 @@ class Plan:
             f"on {self.device.name}, {_gb(self.device.memory)} free",
             "",
             *_table(
-                ("target", "draft", "memory", "fits", "tokens/s without draft", "speedup"),
+                ("target", "draft", "memory", "fits", "tokens/s", "speedup"),
                 [
                     (
                         _TITLES.get(one.quantization, str(one.quantization)),
@@ -183,9 +188,11 @@ class Plan:
             *(f"  {statement}" for statement in self.imports),
             f"  model = {self.line}",
             "",
-            "Speeds are computed from bandwidths and usual acceptance, not measured: `assisted doctor`",
+            "Tokens/s are without a draft. Speeds are computed from bandwidths and usual",
+            "acceptance, not measured: `assisted doctor` measures them on your machine and",
+            "your text.",
+            *self.notes,
         ]
-        lines += ["measures them on your machine and your text.", *self.notes]
         return "\n".join(lines)
 
 
@@ -246,7 +253,8 @@ def plan(
     )
     fitting = [index for index, one in enumerate(found) if one.fits]
     notes = tuple(f"{one.name}: {one.note}." for one in (shapes, their_draft) if one is not None and one.note)
-    return Plan(shapes.name, wanted, place, use, found, fitting[0] if fitting else 0, shapes.stored, notes)
+    download = None if Path(zoo.resolve(shapes.name)).exists() else shapes.stored
+    return Plan(shapes.name, wanted, place, use, found, fitting[0] if fitting else 0, download, notes)
 
 
 def _variants(shapes: Shapes, spec: Spec, wanted: str, use: Use) -> list[tuple[str | None, Spec, str, str | None]]:
@@ -274,7 +282,10 @@ def _candidate(shapes: Shapes, spec: Spec, name: str, use: Use, draft: Shapes | 
     drafts = sum(part.bytes for part in found if part.name.startswith("draft: ") and "keys" not in part.name)
     states = sum(part.bytes for part in found if part.name == "target: keys and values") // (2 * use.rows)
     offloaded = max(0, min(weights, total - place.memory)) if place.kind == "cuda" else 0
-    speed = predict(shapes, spec, weights, drafts, states, place.bandwidth, offloaded, place.bus)
+    layers = (
+        draft.layers if draft is not None and drafts else shapes.layers if name.startswith("self:") else bool(drafts)
+    )
+    speed = predict(shapes, spec, weights, drafts, states, place.bandwidth, offloaded, place.bus, layers)
     return Candidate(
         use.quantization, name, use.draft_quantization, tuple(found), total <= place.memory, offloaded, speed
     )

@@ -60,11 +60,12 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def bytes_of(text: str | int, argument: str = "memory") -> int:
-    """A number of bytes, such as 12GB (10**9 each) or 11.6GiB (2**30 each). Raises ValueError for anything else."""
+    """A number of bytes: 12GB (10**9 each), 11.6GiB (2**30 each), or "12", which is 12GB. Raises ValueError for others."""
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    unit = None if found is None else "g" if found[0].strip() == found[1] else found[2]
+    size = int(float(found[1]) * _UNITS[unit]) if found and unit in _UNITS else 0
     if size < 1:
         raise ValueError(f"{argument}: {text!r} is not a size; write it as 12GB or 11.6GiB")
     return size

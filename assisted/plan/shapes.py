@@ -18,6 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from .. import zoo
+from ..engine.runner import require_decoder_config
 from ..loading.files import stored_in
 from ..loading.gguf import named_in, read_config
 
@@ -68,6 +69,7 @@ class Shapes:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **hub)
         except (OSError, ValueError) as error:
             raise type(error)(f"{role}: {path!r} has no config that can be read: {_first_line(error)}") from error
+        require_decoder_config(config, role)
         if config.model_type == "assisted":
             folder, config = str(Path(folder) / "target"), config.target
         tensors = _headers(folder, path, role, hub)
@@ -97,6 +99,11 @@ class Shapes:
     def config(self) -> Any:
         """The config of the decoder."""
         return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def layers(self) -> int:
+        """Of the decoder."""
+        return self.config.num_hidden_layers
 
     @property
     def numbers(self) -> int:

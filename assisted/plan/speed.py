@@ -36,6 +36,10 @@ _LONGEST = 15
 _LEAST_COST = 0.01  # of a target pass, for a draft that reads no weights
 _LAUNCH = 0.03  # of a target pass, for the layers of a draft whose weights are read in no time
 _WIDER = (0.005, 0.04)  # of a pass, for each further position that it verifies
+_LAYER = (
+    300e-6,
+    30e-6,
+)  # seconds that a layer takes at least, launched op by op and captured in a graph; an assumption
 _LOOP = 0.97  # the controller switches drafts off that do not pay, and this is what finding out costs
 
 
@@ -68,21 +72,24 @@ def predict(
     bandwidth: tuple[float, float],
     offloaded: int = 0,
     bus: tuple[float, float] = (1.0, 1.0),
+    draft_layers: int = 0,
 ) -> Speed:
     """The speed of one row.
 
     weights, drafts, states: bytes of the target's weights, of the draft's, and of the keys and values at half of the context.
     bandwidth: bytes per second. offloaded: bytes of the weights that cross the bus in each pass, and the bus's bandwidth.
+    draft_layers: that a draft's pass runs.
     """
     reads = [read_per_pass(target, weights, 1 + length) + states for length in range(_LONGEST + 1)]
 
     def taken(side: int) -> list[float]:
         """Seconds of a pass by draft length. Of offloaded layers, all experts cross the bus: they are one tensor."""
-        return [max(0, read - offloaded) / bandwidth[side] + offloaded / bus[side] for read in reads]
+        least = target.layers * _LAYER[side]
+        return [max(least, max(0, read - offloaded) / bandwidth[side] + offloaded / bus[side]) for read in reads]
 
     low_rate, high_rate = taken(0), taken(1)
     seconds = low_rate[0], high_rate[0]
-    draft_share = drafts / bandwidth[1] / seconds[1]
+    draft_share = max(draft_layers * _LAYER[1], drafts / bandwidth[1]) / seconds[1]
     kinds = [kind for one in spec.parts() for kind in ACCEPTANCE if isinstance(one, kind)]
     low, high = [max((ACCEPTANCE[kind][side] for kind in kinds), default=0.0) for side in (0, 1)]
     cost = draft_share + (_LAUNCH if drafts else _LEAST_COST) * (0.2 if offloaded else 1)

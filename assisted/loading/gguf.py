@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, Pretraine
 from transformers.integrations.gguf import read_gguf_metadata
 from transformers.utils import cached_file, is_gguf_available
 
+from ..extras import install
 from .files import loading
 
 __all__ = ["load_gguf", "load_model", "named_in", "read_config", "reading_once", "unmarked"]
@@ -164,9 +165,7 @@ def _reading(role: str, path: str, gguf_file: str | os.PathLike[str]) -> Iterato
     except ImportError as error:
         if _is_installed():
             raise
-        raise ImportError(
-            f"gguf_file: reading {str(gguf_file)!r} needs the package gguf: pip install 'assisted[gguf]'"
-        ) from error
+        raise ImportError(f"gguf_file: reading {str(gguf_file)!r} needs the package gguf: {install('gguf')}") from error
 
 
 def _is_installed() -> bool:

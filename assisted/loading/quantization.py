@@ -36,6 +36,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..engine.parts import few_ids, unwrapped
+from ..extras import install
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .gguf import unmarked
 from .packed import HEAD_BITS, PackedConfig
@@ -384,7 +385,7 @@ def _require(method: Any) -> None:
     try:
         importlib.import_module(backend)
     except ImportError as error:
-        raise ImportError(f'quantization: this needs {backend}: pip install "assisted[quant]"') from error
+        raise ImportError(f"quantization: this needs {backend}: {install('quant')}") from error
 
 
 def _computed_in(dtype: torch.dtype | str | None, config: PretrainedConfig) -> torch.dtype:

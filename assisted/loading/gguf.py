@@ -20,7 +20,7 @@ from transformers.integrations.gguf import read_gguf_metadata
 from transformers.utils import cached_file, is_gguf_available
 
 from ..extras import install
-from .files import loading
+from .files import gguf_files, loading
 
 __all__ = ["load_gguf", "load_model", "named_in", "read_config", "reading_once", "unmarked"]
 
@@ -28,8 +28,10 @@ _HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "tok
 
 
 def named_in(path: str) -> tuple[str, str | None]:
-    """(folder, file) if `path` is a GGUF file; otherwise (path, None)."""
+    """(folder, file) if `path` is a GGUF file or a folder whose only model is one; otherwise (path, None)."""
     file = Path(path)
+    if len(found := gguf_files(file)) == 1:
+        return path, found[0].name
     if file.suffix != ".gguf" or not file.is_file():
         return path, None
     return str(file.parent), str(file.absolute())  # transformers resolves a bare name in the working directory

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import signal
 from dataclasses import asdict
 
 import numpy as np
@@ -20,7 +22,7 @@ from assisted.extras import install
 from assisted.heads.eagle_formats import load_eagle
 from assisted.heads.medusa import MedusaHeads
 from assisted.training import checkpoints
-from assisted.training.data import Text
+from assisted.training.data import Text, Windows, pack
 from assisted.training.distill import Distillation, DistillSettings, first_draft
 from assisted.training.eagle import EagleSettings, EagleTraining, frequent_tokens
 from assisted.training.early_exit import EarlyExitSettings, EarlyExitTraining, dropped_layers
@@ -100,6 +102,58 @@ def test_an_interrupted_training_is_the_uninterrupted_one(name, text, tmp_path):
     assert any(not torch.equal(start[key], expected[key]) for key in expected)
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
     assert not (tmp_path / "parts" / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("during", [0, 3])
+def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(during, target, text, tmp_path):
+    """The first one ends the step with a checkpoint, from which the run goes on as if it had not been stopped."""
+    whole = made("medusa", target, text)
+    quietly(whole, text, PLAN, tmp_path / "whole")
+
+    cut = Windows(text.training, PLAN.context, PLAN.batch, PLAN.seed)
+
+    def interrupted(step):
+        if step == during:
+            os.kill(os.getpid(), signal.SIGINT)
+        return cut[step]
+
+    said, handler = [], signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(made("medusa", target, text), text, PLAN, tmp_path / "parts", say=said.append, batches=interrupted)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert f"step {during + 1} of 6" in said[-1] and "same command" in said[-1] and str(tmp_path / "parts") in said[-1]
+    part = made("medusa", target, text)
+    quietly(part, text, PLAN, tmp_path / "parts")
+    assert all(torch.equal(state(part)[key], value) for key, value in state(whole).items())
+    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+
+
+def test_a_second_ctrl_c_does_not_wait(target, text, tmp_path):
+    def stuck(step):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the step goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        train(made("medusa", target, text), text, PLAN, tmp_path, say=lambda line: None, batches=stuck)
+
+
+def test_the_first_step_says_how_long_it_will_take(target, text, tmp_path):
+    said = []
+    train(made("medusa", target, text), text, PLAN, tmp_path, say=said.append, stop_after=2)
+    assert sum("6 steps" in line and "measurements" in line for line in said) == 1
+
+
+def test_held_out_acceptance_has_an_error_bar(target, text, tmp_path):
+    """From the spread of the rows: none without spread, and smaller with more rows."""
+    method = made("medusa", target, text)
+    quietly(method, text, dataclasses.replace(PLAN, evaluate_rows=8), tmp_path)
+    last = [row for row in rows(tmp_path) if "greedy" in row][-1]
+    held_out = pack(text.held_out, PLAN.context, 8)
+    with torch.no_grad():
+        each = torch.tensor([[one.greedy for one in method.acceptance(row[None])] for row in held_out])
+    assert last["greedy"] == pytest.approx(each.mean(0).tolist())
+    assert last["error"] == pytest.approx((1.96 * each.std(0) / len(each) ** 0.5).tolist())
 
 
 @pytest.mark.parametrize("name", KEPT)

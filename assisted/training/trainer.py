@@ -6,10 +6,15 @@ for bit). Knows steps, optimizers, checkpoints and metrics; the method knows wha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -72,6 +77,8 @@ def train(
 
     Returns `out`.
 
+    Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt; a second one ends the run at once.
+
     Raises ValueError for a folder that holds another run, and for a text that is too short.
     """
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
@@ -99,23 +106,36 @@ def train(
         return folder
     first = checkpoints.resume(checkpoint, method.student, optimizers, about)
     last = plan.steps if stop_after is None else min(stop_after, plan.steps)
-    with torch.random.fork_rng(), _Metrics(folder / METRICS, first, main) as metrics:
+    with torch.random.fork_rng(), _Metrics(folder / METRICS, first, main) as metrics, _interrupts() as interrupted:
         bar = tqdm(total=plan.steps, initial=first, desc=method.name, unit="step", disable=not main)
         for step in range(first, last):
+            began = time.perf_counter()
             if step % plan.evaluations == 0:
                 metrics.write(step, **_measure(method, plan, held_out.to(accelerator.device)))
+            measured = time.perf_counter()
             ids = batches(step)[accelerator.process_index :: processes].to(accelerator.device)
             loss = _step(accelerator, scored, method, plan, optimizers, ids, step)
             metrics.write(step, loss=loss)
             bar.update()
             bar.set_postfix(loss=f"{loss:.4f}", held_out=metrics.shown, refresh=False)
-            if main and ((step + 1) % plan.checkpoint_every == 0 or step + 1 == last):
+            if step == first:
+                tell(_estimate(plan, first, measured - began, time.perf_counter() - measured))
+            stopped = interrupted()
+            if main and ((step + 1) % plan.checkpoint_every == 0 or step + 1 == last or stopped):
                 metrics.flush()
                 checkpoints.save(checkpoint, method.student, optimizers, step + 1, about)
+            if stopped:
+                bar.close()
+                tell(f"stopped after step {step + 1} of {plan.steps}; the same command goes on from {checkpoint}")
+                raise KeyboardInterrupt
         if last == plan.steps:
             if store is not None:
                 _round(method.student, store)
-            metrics.write(plan.steps, **_measure(method, plan, held_out.to(accelerator.device)))
+            found = _measure(method, plan, held_out.to(accelerator.device))
+            metrics.write(plan.steps, **found)
+            bars = zip(found["greedy"], found["error"], strict=True)
+            shown = ", ".join(f"{share:.0%}" + ("" if half is None else f" ± {half:.0%}") for share, half in bars)
+            tell(f"held out, top-1 token right by {method.axis}: {shown}")
         bar.close()
     if last == plan.steps and main:
         method.student.eval()
@@ -126,6 +146,37 @@ def train(
         tell(draw(folder / METRICS, folder / PLOT, f"{method.name} on {text.source}", method.axis, method.positions))
         checkpoint.unlink(missing_ok=True)
     return folder
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Within it, the first Ctrl-C is only noted, since a step that is cut off would leave weights of no step at all. Gives a
+    function that tells whether there was one. Signals are the main thread's: in another one, nothing changes."""
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def note(number: int, frame: Any) -> None:
+        seen.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _estimate(plan: Plan, first: int, measuring: float, step: float) -> str:
+    """How long a run takes by its first step, which also warms up. measuring, step: seconds."""
+    steps = plan.steps - first
+    times = -(-steps // plan.evaluations) + 1
+    minutes = (steps * step + times * measuring) / 60
+    return (
+        f"the first step took {step:.1f} s: {steps} steps and {times} measurements of {measuring:.1f} s take about "
+        f"{minutes:.0f} min at this rate"
+    )
 
 
 def _step(
@@ -164,18 +215,22 @@ def _round(module: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _measure(method: Method, plan: Plan, held_out: Tensor) -> dict[str, Any]:
-    """Acceptance on held-out text, by position, ready for the metrics file."""
+    """Acceptance on held-out text by position, and the error bar of `greedy`, ready for the metrics file."""
     method.student.eval()
-    seen: list[list[Agreement]] = []
     eager = torch.compiler.set_stance("force_eager")  # layers compiled for training would be compiled again
     with eager, torch.autocast(held_out.device.type, dtype=torch.bfloat16, enabled=plan.bfloat16):
-        for rows in held_out.split(plan.batch):
-            seen += [method.acceptance(rows)] * len(rows)
+        seen: list[list[Agreement]] = [method.acceptance(row[None]) for row in held_out]
     positions = list(zip(*seen, strict=True))
     return {
         "greedy": [sum(found.greedy for found in position) / len(position) for position in positions],
         "sampled": [sum(found.sampled for found in position) / len(position) for position in positions],
+        "error": [_error([found.greedy for found in position]) for position in positions],
     }
+
+
+def _error(shares: list[float]) -> float | None:
+    """Half of the 95% interval of a mean over rows, which are independent; positions within a row are not."""
+    return 1.96 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
 
 
 def _optimizers(method: Method, plan: Plan) -> list[torch.optim.Optimizer]:

@@ -21,13 +21,13 @@ from assisted import AssistedModelForCausalLM
 from assisted.extras import install
 from assisted.heads.eagle_formats import load_eagle
 from assisted.heads.medusa import MedusaHeads
-from assisted.training import checkpoints
+from assisted.training import checkpoints, eagle, trainer
 from assisted.training.data import Text, Windows, pack
 from assisted.training.distill import Distillation, DistillSettings, first_draft
 from assisted.training.eagle import EagleSettings, EagleTraining, frequent_tokens
 from assisted.training.early_exit import EarlyExitSettings, EarlyExitTraining, dropped_layers
 from assisted.training.medusa import MedusaSettings, MedusaTraining
-from assisted.training.method import needs
+from assisted.training.method import fitting_batch, needs
 from assisted.training.plan import Plan
 from assisted.training.trainer import train
 
@@ -195,6 +195,35 @@ def test_needs_are_what_is_kept(optimizer, target, text, tmp_path):
     assert announced.memory == announced.frozen + announced.trained + announced.gradients + announced.optimizer
 
 
+def test_a_batch_is_chosen_by_memory_once(target, text, tmp_path, monkeypatch):
+    """And a run that is resumed with more memory keeps it."""
+    row = 16 * PLAN.context * VOCABULARY
+    method = made("medusa", target, text)
+    for free, batch in ((0, 8), (10**12, 8), (2 * 3 * row, 3), (1, 1)):
+        assert fitting_batch(method, PLAN.context, free) == batch
+    assert fitting_batch(method, PLAN.context, 2 * 5 * row, processes=2) == 4
+    assert fitting_batch(method, PLAN.context, 1, processes=3) == 3
+    chosen = dataclasses.replace(PLAN, batch=0)
+    monkeypatch.setattr(trainer, "free_memory", lambda: 2 * 3 * row)
+    quietly(made("medusa", target, text), text, chosen, tmp_path, stop_after=2)
+    monkeypatch.setattr(trainer, "free_memory", lambda: 10**12)
+    for _ in range(2):  # resumed, then found finished
+        quietly(made("medusa", target, text), text, chosen, tmp_path)
+        assert json.loads((tmp_path / "training.json").read_text())["batch"] == 3
+
+
+def test_a_large_vocabulary_is_reduced(target, text, monkeypatch):
+    monkeypatch.setattr(eagle, "LARGE", VOCABULARY - 1)
+    monkeypatch.setattr(eagle, "REDUCED", 30)
+    assert EagleTraining(target, EagleSettings(), text.training).settings()["draft_vocab"] == 30
+    for settings, stream in (
+        (EagleSettings(), None),
+        (EagleSettings(version=1), text.training),
+        (EagleSettings(draft_vocab=VOCABULARY), text.training),
+    ):
+        assert EagleTraining(target, settings, stream).student.d2t is None, "all tokens"
+
+
 def test_muon_without_matrices_is_refused(target, text, tmp_path):
     with pytest.raises(ValueError, match=r"optimizer: 'muon' .* medusa has none"):
         quietly(made("medusa", target, text), text, Plan(steps=1, batch=2, context=16, optimizer="muon"), tmp_path)
@@ -254,6 +283,7 @@ def test_a_save_that_is_interrupted_costs_nothing(tmp_path, monkeypatch):
     ("fields", "message"),
     [
         ({"steps": 0}, "steps: 0"),
+        ({"batch": -1}, "batch: -1"),
         ({"steps": 1, "optimizer": "sgd"}, "optimizer: 'sgd' is not known; one of adamw, muon"),
         ({"steps": 1, "warmup": 0.7, "cooldown": 0.7}, "warmup, cooldown: 0.7 and 0.7"),
     ],

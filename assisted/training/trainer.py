@@ -15,7 +15,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,10 +25,11 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..engine.host import free_memory
 from . import checkpoints
 from .data import Text, Windows, pack
 from .losses import Agreement
-from .method import Method, needs
+from .method import Method, fitting_batch, needs
 from .plan import Plan
 from .plot import draw
 
@@ -83,15 +84,25 @@ def train(
     """
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     processes, main = accelerator.num_processes, accelerator.is_main_process
+    folder = Path(out)
+    checkpoint, result = folder / "checkpoint.pt", folder / "training.json"
+    if not plan.batch:
+        before = json.loads(result.read_text()) if result.exists() else checkpoints.settings_in(checkpoint)
+        free = free_memory()
+        if accelerator.device.type == "cuda":
+            free = torch.cuda.mem_get_info(accelerator.device)[0]
+        batch = before.get("batch") or fitting_batch(method, plan.context, free, processes)
+        plan = replace(plan, batch=batch)
     if plan.batch % processes:
         raise ValueError(f"batch: {plan.batch} sequences cannot be divided among {processes} processes")
     tell = say if main else lambda line: None
-    folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     batches = batches or Windows(text.training, plan.context, plan.batch, plan.seed).__getitem__
     held_out = pack(text.held_out, plan.context, plan.evaluate_rows)
     count = sum(p.numel() for p in method.trained())
-    tell(f"{method.name}: {count:,} parameters to train, {len(text.training):,} tokens of text")
+    tell(
+        f"{method.name}: {count:,} parameters to train, {len(text.training):,} tokens of text, {plan.batch} sequences per step"
+    )
     tell(str(needs(method, plan)))
 
     for module in method.frozen:
@@ -99,7 +110,6 @@ def train(
     scored = accelerator.prepare(_Scored(method))
     optimizers = _optimizers(method, plan)
     about = {"method": method.name, **method.settings(), "text": _digest(text), **asdict(plan)}
-    checkpoint, result = folder / "checkpoint.pt", folder / "training.json"
     if result.exists() and not checkpoint.exists():
         _require_the_same(json.loads(result.read_text()), about, folder)
         tell(f"{folder} already holds the result")

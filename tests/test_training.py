@@ -212,6 +212,25 @@ def test_a_batch_is_chosen_by_memory_once(target, text, tmp_path, monkeypatch):
         assert json.loads((tmp_path / "training.json").read_text())["batch"] == 3
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+@pytest.mark.parametrize("factor", [1, 40])
+def test_an_untrained_heads_logits_are_moderate(name, factor, text):
+    """However large the target's norm is, stored as w or as 1 + w, the first loss is near that of a uniform guess."""
+    target = build(BY_NAME[name], num_hidden_layers=LAYERS)
+    with torch.no_grad():
+        norm = target.get_submodule("model.norm")
+        size = norm(torch.ones(1, 1, target.config.hidden_size))[0, 0]
+        norm.weight.add_((factor - 1) * size)  # the same change for both ways to store it
+        assert torch.allclose(norm(torch.ones(1, 1, target.config.hidden_size))[0, 0], factor * size)
+    training = EagleTraining(target, EagleSettings(unroll=2, positions=2), text.training)
+    ids = torch.from_numpy(text.training[:32].astype("int64"))[None]
+    with torch.no_grad():
+        states = next(training._unrolled(ids, training._features(ids), 2))
+        assert training.student.logits(states).std(-1).mean() < 3
+        if factor > 1:  # the target's own certainty
+            assert training.student.norm.weight.mean() < factor * size.mean()
+
+
 def test_a_large_vocabulary_is_reduced(target, text, monkeypatch):
     monkeypatch.setattr(eagle, "LARGE", VOCABULARY - 1)
     monkeypatch.setattr(eagle, "REDUCED", 30)

@@ -28,6 +28,7 @@ from .plan import setting
 __all__ = ["EagleSettings", "EagleTraining", "frequent_tokens"]
 
 LARGE, REDUCED = 65_536, 32_768  # a vocabulary, and how many of a larger one's tokens a head proposes
+SPREAD = 2.0  # standard deviation of the logits of a head that has learned nothing, at most
 TOKEN_WEIGHT = 0.1  # of the token loss in EAGLE-1, relative to that of the features
 
 
@@ -236,6 +237,9 @@ class EagleTraining(Method):
         scale = norm(torch.ones(1, 1, head.config.hidden_size, dtype=output.dtype, device=output.device))[0, 0]
         if bool((scale > 0).all()):  # an RMS norm, however it stores its weight
             head.norm.weight.copy_(scale)
+        # the states are random at first, and such logits would be far from every distribution: the loss of the first steps
+        spread = float(((head.lm_head.weight * head.norm.weight) ** 2).sum(1).mean().sqrt())
+        head.norm.weight.mul_(min(1.0, SPREAD / spread))
 
 
 def _mask(columns: int, step: int, like: Tensor) -> Tensor:

@@ -129,6 +129,7 @@ def train(
             bar.update()
             bar.set_postfix(loss=f"{loss:.4f}", held_out=metrics.shown, refresh=False)
             if step == first:
+                bar.clear()
                 tell(_estimate(plan, first, measured - began, time.perf_counter() - measured))
             stopped = interrupted()
             if main and ((step + 1) % plan.checkpoint_every == 0 or step + 1 == last or stopped):

@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from .drafts import DraftingStopped
 from .engine.masks import Masks
@@ -24,6 +32,7 @@ __all__ = [
     "OTHER_MODES",
     "SET_MODES",
     "cache_name",
+    "constants",
     "must_be_plain",
     "require_own_drafting",
     "require_prompt",
@@ -52,6 +61,15 @@ _OTHER_SETTINGS = (  # settings of transformers' own drafting, without effect he
 )
 MIXED = "adapter_names gives every row an adapter of its own"
 _CACHES = ("past_key_values", "cache_params")
+_CONSTANTS = (bool, int, float, str)
+_LAYERS = {  # what slots can stand for
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+}
 _TEXT_INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "logits_to_keep", "use_cache", "position_ids", *_CACHES}
 
 
@@ -87,8 +105,6 @@ def must_be_plain(
 
     model: the target, as `generate` runs it. The others are arguments of its loop over tokens.
     """
-    if "prepare_inputs_for_generation" in model.__dict__:
-        return "the model's prepare_inputs_for_generation was replaced, as PEFT does for learned prompts"
     if mixes_adapters(model):
         return MIXED
     if model.training and getattr(model, "is_activation_checkpointing", False):
@@ -103,16 +119,27 @@ def must_be_plain(
                 return f"{name}=True returns the states of one-token forward passes"
     for name, value in model_kwargs.items():
         # {}: for a model that reads images too, generate prepares their features, and finds none in text
-        nothing = value is None or isinstance(value, bool) or (isinstance(value, dict) and not value)
+        nothing = value is None or isinstance(value, _CONSTANTS) or (isinstance(value, dict) and not value)
         if name not in _TEXT_INPUTS and not nothing:
             return f"{name} is not text, and drafting supports text only"
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.ndim != 2:
         return f"position_ids with {positions.ndim} dimensions are not positions in one text"
+    if positions is not None and bool((positions < 0).any()):
+        return "position_ids below zero are not positions in a text"
     name = cache_name(model_kwargs)
     by_masks = Masks.of(model).trees
     reason = _cannot_rewind(model_kwargs.get(name), name, bool(generation_config.return_dict_in_generate), by_masks)
     return reason or _reads_anew(model, input_ids, generation_config, model_kwargs)
+
+
+def constants(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` for the model's own forward that do not depend on the position, for every forward pass."""
+    return {
+        name: value
+        for name, value in model_kwargs.items()
+        if name not in _TEXT_INPUTS and isinstance(value, _CONSTANTS)
+    }
 
 
 def _cannot_rewind(cache: Any, name: str, handed_back: bool, by_masks: bool) -> str | None:
@@ -132,6 +159,10 @@ def _cannot_rewind(cache: Any, name: str, handed_back: bool, by_masks: bool) -> 
         return f"{name}: a {kind} of this model cannot be filled" if handed_back and (states or not by_masks) else None
     if type(cache) is not DynamicCache:
         return f"{name}: a {kind} cannot be rewound here; use a DynamicCache, or leave out cache_implementation"
+    for part in (cache, *cache.layers):
+        held = [value for value in vars(part).values() if callable(value)]  # methods of its own, or kinds of layers
+        if not _LAYERS.issuperset(held if part is cache else [type(part), *held]):
+            return f"{name}: slots cannot stand for its {type(part).__name__}, which is not as transformers makes it"
     if has_uncounted_states(cache):
         return f"{name}: states without keys and values do not show how many tokens they have read"
     return None

@@ -25,7 +25,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from .admission import SET_MODES, cache_name, must_be_plain, require_prompt, require_rows, warn_plain
+from .admission import SET_MODES, cache_name, constants, must_be_plain, require_prompt, require_rows, warn_plain
 from .decoding import decode
 from .distribution import Distribution
 from .drafters import Call
@@ -35,8 +35,8 @@ from .engine.prefetch import prefetching
 from .engine.ranks import Ranks, fingerprint
 from .engine.recurrent import held, slots_for
 from .engine.rope import change_of
-from .engine.runner import CachedModel, CallSettings, Masks, without_gradients
-from .engine.verifiable import require_verifiable
+from .engine.runner import CachedModel, CallSettings, without_gradients
+from .engine.verifiable import masks_of, obstacle_to
 from .fast.runner import open_runner
 from .lengths.base import Length
 from .lossy import LossyTypical
@@ -102,10 +102,15 @@ class _GenerateHook:
         call = CALL.get()
         call.reached = True
         require_prompt(input_ids, model_kwargs)
+        drafter, target = call.model.drafter, unwrapped(call.model.target)
+        trusted = call.settings.trust_in(target)
         reason = must_be_plain(self, input_ids, generation_config, model_kwargs)
         if synced_gpus:  # fully sharded data parallel: every process has another text
             reason = "every process must run as many forward passes as the others"
+        if reason is None:  # asked in every call, because the target may have been moved, cast or patched
+            reason = obstacle_to(target, trusted, drafter.run_target)
         if reason is not None:
+            call.recorder.ran("plain", reason)
             warn_plain(reason)
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
@@ -113,7 +118,6 @@ class _GenerateHook:
         given = model_kwargs[cache_name(model_kwargs)]
         details = bool(generation_config.return_dict_in_generate)
         wanted = details or getattr(given, "_is_user_defined", False)
-        drafter = call.model.drafter
         # such models keep tensors of their angles, which must not be inference tensors
         keeps = any(change_of(model) is not None for model in (self, *drafter.models))
         # results are copied outside of this mode, so that callers get ordinary tensors
@@ -162,8 +166,8 @@ def _extend(
     wanted: whether the caller gets the KV, including that of the prompt's padding.
     """
     call = CALL.get()
-    require_verifiable(model)  # again, because the target may have been moved, cast or patched
-    masks = Masks.of(model)
+    trusted = call.settings.trust_in(unwrapped(call.model.target))
+    masks = masks_of(model, trusted)
     attention_mask = model_kwargs.get("attention_mask")
     distribution = Distribution(logits_processor, generation_config.do_sample, call.lossy)
     ranks = call.settings.ranks
@@ -181,6 +185,17 @@ def _extend(
     )
     call.recorder.row_tokens = text.row_tokens  # which grows: the report of a running call reads it
     embeddings = model_kwargs.get("inputs_embeds")  # of a prompt whose ids may also be in the text
+    further = constants(model_kwargs)
+    because = trusted.forward
+    if further:
+        because = because or f"its forward is given {min(further)}"
+    elif embeddings is not None and embeddings.dtype != model.dtype:
+        because = because or f"inputs_embeds are {embeddings.dtype}"
+    elif not call.settings.fuses:
+        because = because or 'fast="eager"'
+    if because is not None:
+        call.settings.mode = "eager"
+        call.recorder.ran("own forward", because)
     width = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
     past = given if isinstance(given, DynamicCache) else None
     if past is not None:
@@ -192,6 +207,7 @@ def _extend(
     length = call.start_length(text.rows, distribution.do_sample)
     drafter = call.model.drafter
     target = open_runner(model, lambda form: drafter.run_target(form, cache, masks), call.settings, call.model.graphs)
+    target.constants = further
     if distribution.lossy is not None:
         _require_possible(distribution, text, target)
     started = time.perf_counter()

@@ -42,7 +42,7 @@ from .fast.graphs import Graphs, require_mode
 from .forwarding import ForwardsToTarget
 from .generation import CALL, HookedCall, hooked
 from .lengths import remembered
-from .loading.adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting
+from .loading.adapters import base_path, has_adapter, outside_layers, require_in_layers, save_adapter, trusting
 from .loading.checkpoints import write_index
 from .loading.files import inside, loading, require_sound
 from .loading.gguf import load_gguf, named_in, read_config, reading_once, unmarked
@@ -56,6 +56,8 @@ __all__ = ["AssistedModelForCausalLM"]
 _FEW = 4  # drafted tokens, over which the cost of a further position is averaged until it is measured
 _KINDS = 16  # kinds of calls whose measurements are kept
 _BOOKS = threading.Lock()  # guards what calls in several threads write to a model
+_CONTINUOUS = "continuous batching runs the target's own loop over all requests"
+_OTHER_MODE = "this generation mode is neither greedy nor sampling"
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _HUB_ARGUMENTS = (*_SNAPSHOT, "proxies", "trust_remote_code")
 
@@ -318,11 +320,14 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             require_own_drafting(generation_config, self.generation_config, kwargs)
         if lossy_typical is not None and not assisted:
             raise ValueError("lossy_typical: has no effect without drafts; leave it out, or pass assisted=True")
-        if assisted and kwargs.get("adapter_names") is not None:
-            warn_plain(MIXED)
-            assisted = False
         recorder = Recorder(self.watch, started=time.perf_counter())
         settings = CallSettings(require_mode(self.fast), ranks=ranks_of(self.target, *self.drafter.modules))
+        if not assisted:
+            recorder.ran("plain", "assisted=False")
+        elif (reason := self._must_be_plain(settings, kwargs)) is not None:
+            recorder.ran("plain", reason)
+            warn_plain(reason)
+            assisted = False
         lengths_started: list[tuple[Any, lengths.Length]] = []
         start_length = functools.partial(self._start_length, policy, lengths_started, settings.ranks)
         call = HookedCall(self, start_length, self._warn_overridden, recorder, settings, lossy_typical)
@@ -338,7 +343,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 for _, length in lengths_started:
                     length.end()
             if not call.reached:
-                warn_plain("this generation mode is neither greedy nor sampling")
+                recorder.ran("plain", _OTHER_MODE)
+                warn_plain(_OTHER_MODE)
         else:
             output = self.target.generate(inputs, generation_config, **kwargs)
         if not recorder.row_tokens:
@@ -358,7 +364,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
     def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The target's own `generate_batch`, which decodes many requests together, without drafts and with one warning."""
         self._warn_continuous()
-        recorder = Recorder(started=time.perf_counter())
+        recorder = Recorder(started=time.perf_counter(), way="plain", because=_CONTINUOUS)
         results: dict[str, Any] = self.target.generate_batch(inputs, *args, **kwargs)
         recorder.row_tokens = [len(found.generated_tokens) for found in results.values()]
         recorder.target_passes = sum(max(0, tokens - 1) for tokens in recorder.row_tokens)
@@ -379,7 +385,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         return self.target.continuous_batching_context_manager(*args, **kwargs)
 
     def _warn_continuous(self) -> None:
-        self.report = Report()  # that of an earlier call would be taken for this one's
+        self.report = Report(way="plain", because=_CONTINUOUS)  # an earlier call's would be taken for this one's
         if "continuous batching" not in self._warned:
             self._warned.add("continuous batching")
             warn_plain(
@@ -447,6 +453,12 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         return_buffers: whether to count buffers, such as tables of positions.
         """
         return memory_bytes(self.target, *self.drafter.modules, buffers=return_buffers)
+
+    def _must_be_plain(self, settings: CallSettings, kwargs: dict[str, Any]) -> str | None:
+        """Why the target's own `generate` must run a call; None if drafts may be verified. kwargs: of the call."""
+        if kwargs.get("adapter_names") is not None:
+            return MIXED
+        return outside_layers(self.target) or settings.trust_in(self.target).between
 
     def _start_length(
         self,

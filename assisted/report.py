@@ -15,6 +15,12 @@ from .drafts import Round
 
 __all__ = ["Recorder", "Report"]
 
+_WAYS = {
+    "shortcuts": "with shortcuts",
+    "own forward": "the target ran through its own forward",
+    "plain": "decoded without drafts",
+}
+
 
 @dataclass(frozen=True, repr=False)
 class Report:
@@ -39,6 +45,9 @@ class Report:
             measured; None if it measures none, and in the totals.
         assisted_share: share of the tokens that come from rounds with drafting enabled, in [0, 1]; trial drafts count.
         row_tokens: generated tokens of each row.
+        way: how the last call ran: "shortcuts", with everything that `fast` allows; "own forward", where every forward pass of
+            the target is the one that transformers or somebody else wrote; or "plain", without drafts.
+        because: why it did not take the shortcuts; None if it could.
     """
 
     new_tokens: int = 0
@@ -54,6 +63,8 @@ class Report:
     predicted_speedup: float | None = None
     assisted_share: float = 0.0
     row_tokens: tuple[int, ...] = ()
+    way: str = "shortcuts"
+    because: str | None = None
 
     @property
     def tokens_per_pass(self) -> float:
@@ -86,6 +97,8 @@ class Report:
             lines.append(f"predicted speedup {self.predicted_speedup:.2f}")
         if self.assisted_share < 1:
             lines.append(f"{self.assisted_share:.0%} of the tokens were generated with drafting enabled")
+        if self.because is not None:
+            lines.append(f"{_WAYS[self.way]}: {self.because}")
         return "\n".join(lines)
 
     __repr__ = __str__  # the text, where a notebook or a console shows the value
@@ -123,8 +136,14 @@ class Recorder:
     accepted: int = 0
     predicted_speedup: float | None = None
     row_tokens: list[int] = field(default_factory=list)
+    way: str = "shortcuts"
+    because: str | None = None
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+
+    def ran(self, way: str, because: str | None) -> None:
+        """Record how the call runs; see `Report`."""
+        self.way, self.because = way, because
 
     def see(self, round: Round) -> None:
         """Count a round."""
@@ -158,6 +177,7 @@ class Recorder:
         for name in (*seconds, "tokens", "plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.row_tokens += other.row_tokens
+        self.way, self.because = other.way, other.because
         for mine, theirs in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):
             mine += [0] * (len(theirs) - len(mine))
             mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
@@ -180,6 +200,8 @@ class Recorder:
             predicted_speedup=self.predicted_speedup,
             assisted_share=self.assisted_tokens / self.tokens if self.tokens else 0.0,
             row_tokens=tuple(self.row_tokens),
+            way=self.way,
+            because=self.because,
         )
 
 

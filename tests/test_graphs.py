@@ -18,7 +18,7 @@ from assisted import AssistedModelForCausalLM, Eagle, decoding
 from assisted.drafters import eagle, model_drafter
 from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import runner as runtime
-from assisted.engine import shapes
+from assisted.engine import shapes, trust
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel, CallSettings, Masks, Runnable
 from assisted.fast import capture, captures, graphs
@@ -40,7 +40,7 @@ def _recorded(monkeypatch):
     monkeypatch.setattr(graphs, "captures_for", lambda mode, device: None if mode == "eager" else CudaGraphs)
     # on a CPU, fused models look positions up, which no capture may
     for module in (opening, model_drafter):
-        monkeypatch.setattr(module, "fused", Runnable)
+        monkeypatch.setattr(module, "fused", lambda model, trusted: Runnable(model))
     monkeypatch.setattr(eagle, "fused_head", Runnable)
 
 
@@ -155,7 +155,7 @@ def test_low_bit_weights_round_to_half_precision(monkeypatch, low_bits):
         return [logits + 0.03 * logits.std() * torch.randn_like(logits), *outputs[1:]]
 
     monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, trusted: lambda: rounded(run()))
-    monkeypatch.setattr(opening, "fused", lambda model: Runnable(model, low_bit_bytes=low_bits))
+    monkeypatch.setattr(opening, "fused", lambda model, trusted: Runnable(model, low_bit_bytes=low_bits))
     model = build(BY_NAME["llama"]).requires_grad_(False)
     runner, holder = served(model)
     runner.prefill(random_ids(model, 1, 9), None)
@@ -306,7 +306,8 @@ class Remembers(torch.nn.SiLU):
 
 
 @pytest.mark.parametrize("kind", [Reads, Masked])
-def test_a_model_that_reads_numbers_runs_eagerly(kind):
+def test_a_model_that_reads_numbers_runs_eagerly(kind, monkeypatch):
+    monkeypatch.setattr(trust, "_is_own_file", lambda file: True)  # as if transformers had such a model
     target, model = pair()
     for layer in target.model.layers:
         layer.mlp.act_fn = kind()
@@ -378,7 +379,8 @@ def test_replaced_forwards_and_compiled_modules_run_eagerly():
     own = target.model.layers[0].forward
     target.model.layers[0].forward = lambda *args, **kwargs: own(*args, **kwargs)
     check(target, model, 1)
-    assert "was replaced" in model.graphs.obstacle
+    assert model.report.way == "own forward"
+    assert "was replaced" in model.report.because
     assert model.graphs.replays == 0
 
 

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from ..acceptance import top1
 from ..engine.recurrent import slots_for, target_runner
-from ..engine.runner import CallSettings, Masks
+from ..engine.runner import CallSettings
 from ..engine.split import timed
+from ..engine.verifiable import masks_of
 from ..fast.graphs import Graphs
 from ..fast.runner import open_runner
 from ..loading.quantization import memory_bytes
@@ -97,10 +98,10 @@ def pass_times(
         repeats: timed turns, at most; after `seconds` no more begin, but at least one runs.
         onednn: switch it on or off meanwhile; None leaves it as it is.
     """
-    masks, widest = Masks.of(target), columns[-1]
+    settings, widest = CallSettings("auto"), columns[-1]
+    masks = masks_of(target, settings.trust_in(target))
     # recurrent states cannot undo a pass over one token: each turn leaves one more
     cache = slots_for(target, None, 1, context + widest + repeats + 3, masks)
-    settings = CallSettings("auto")
     run = open_runner(target, lambda form: target_runner(form, cache, masks), settings, Graphs())
     uncounted = 1 if target.device.type == "cpu" else 3  # the first turns capture passes and compare them
     text = ids.to(target.device).repeat(-(-(context + widest) // len(ids)))[None]

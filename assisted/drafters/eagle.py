@@ -20,6 +20,7 @@ from ..engine.host import on_device, padded
 from ..engine.parts import Layers, device_of, few_ids, find_layers, unwrapped
 from ..engine.runner import Masks, Runnable, require_rewindable
 from ..engine.tapped import TappedModel, find_final_norm
+from ..engine.trust import Trust
 from ..fast.graphs import Graphs
 from ..fast.runner import open_runner
 from ..fast.sources import Source
@@ -113,8 +114,10 @@ class EagleDrafter(Drafter):
         """Maximum number of nodes in a tree."""
         return self.spec.nodes or (NODES_CPU if self.head.device.type == "cpu" else NODES)
 
-    def fused(self, head: EagleHead) -> Runnable:
+    def fused(self, head: EagleHead, trusted: Trust) -> Runnable:
         """The head in fewer operations, created anew if its weights have changed."""
+        if not trusted.is_own:
+            return Runnable(head)
         source = source_of(head)
         if self._fused is None or not self._fused[0].same(source):
             self._fused = source, fused_head(head)

@@ -159,7 +159,7 @@ class MedusaDrafting(Drafting):
         self.text = text
         heads = self.drafter.heads
         logits = heads(self.states, self.drafter.target.get_output_embeddings(), budget)  # [D, B, V]
-        if self.drafter.makes_trees:
+        if self.drafter.makes_trees and self.call.target.masks.trees:
             return self._tree(text, logits.float())
         tokens = heads.tokens(top1(logits)).T.to(text.ids.device)
         return Draft(tokens, torch.full_like(tokens[:, 0], tokens.shape[1]))

@@ -17,6 +17,7 @@ from ..engine.hooks import is_untouched
 from ..engine.host import on_device
 from ..engine.recurrent import RecurrentCache, is_recurrent
 from ..engine.runner import CachedModel, CallSettings, Masks, Runnable, is_sum_of_parts
+from ..engine.trust import Trust
 from ..fast.fused import fused
 from ..fast.graphs import Graphs
 from ..fast.runner import open_runner
@@ -53,10 +54,11 @@ class ModelDrafter(Drafter):
             self.model, lambda form: CachedModel(form, cache, self.masks), settings, self.graphs, self.fused
         )
 
-    def fused(self, model: PreTrainedModel) -> Runnable:
+    def fused(self, model: PreTrainedModel, trusted: Trust) -> Runnable:
         """The draft in fewer operations; the outer forward is skipped if it does nothing but call the submodules."""
-        runnable = fused(model)
-        through_parts = runnable.through_parts or (is_untouched(model) and self._is_sum_of_parts)
+        runnable = fused(model, trusted)
+        skips = trusted.is_own and is_untouched(model) and self._is_sum_of_parts
+        through_parts = runnable.through_parts or skips
         return replace(runnable, through_parts=through_parts)
 
     def start(self, call: Call) -> Drafting:

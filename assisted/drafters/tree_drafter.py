@@ -80,7 +80,7 @@ class TreeDrafter(ModelDrafter):
         return length
 
     def start(self, call: Call) -> Drafting:
-        return TreeDrafting(self, call) if self.makes_trees else super().start(call)
+        return TreeDrafting(self, call) if self.makes_trees and call.target.masks.trees else super().start(call)
 
 
 class TreeDrafting(ModelDrafting):

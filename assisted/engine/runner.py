@@ -7,9 +7,11 @@ same class.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from .ranks import ALONE, Ranks
 from .rope import Change, change_of
 from .shapes import WIDTHS
 from .signatures import generate_passes, takes
+from .trust import Trust, trust
 
 __all__ = [
     "CachedModel",
@@ -59,11 +62,18 @@ class CallSettings:
     over: bool = False
     spent_once: float = 0.0
     ranks: Ranks = ALONE
+    _trusted: weakref.WeakKeyDictionary[nn.Module, Trust] = field(default_factory=weakref.WeakKeyDictionary)
 
     @property
     def fuses(self) -> bool:
         """Whether models may run with fused operations or from copies of their weights."""
         return self.mode != "eager"
+
+    def trust_in(self, model: nn.Module) -> Trust:
+        """Whose code a model runs in this call; examined once."""
+        if model not in self._trusted:
+            self._trusted[model] = trust(model)
+        return self._trusted[model]
 
     @property
     def of_heads(self) -> CallSettings:
@@ -83,6 +93,7 @@ class Runnable:
         last_only: its layers can skip prompt positions whose output is not used.
         copied: the parameters that the module has copied. `fast.fused` checks them for changes in every call.
         low_bit_bytes: bytes of its low-bit weights. Products with these round to bfloat16, whatever the module's dtype is.
+        is_own: it runs transformers' own code. Anything else runs whole, because its parts may not add up to it.
     """
 
     module: Any
@@ -90,6 +101,7 @@ class Runnable:
     last_only: bool = False
     copied: Sequence[torch.Tensor] = ()
     low_bit_bytes: int = 0
+    is_own: bool = True
 
 
 class Inputs(NamedTuple):
@@ -134,11 +146,13 @@ class Runner:
         passes: how its forward passes are run.
         settings: those of the call.
         kind: distinguishes the runners of a call that share slots.
+        constants: further arguments of every forward pass, from the caller of `generate`.
         taps: modules whose output is needed in addition to the forward's.
         inject: for parts and heads, the module that holds their input states.
     """
 
     kind: Hashable = "whole"
+    constants: Mapping[str, Any] = MappingProxyType({})
     taps: Sequence[Tap] = ()
     inject: Inject | None = None
 
@@ -306,7 +320,7 @@ class CachedModel(Runner):
         """A part of the model, or a copy, over the same slots, run in the same way. kind: identifies the part."""
         runnable = model if isinstance(model, Runnable) else replace(self.runnable, module=model)
         part = CachedModel(runnable, self.cache, self.masks)
-        part.passes, part.settings = self.passes, self.settings
+        part.passes, part.settings, part.constants = self.passes, self.settings, self.constants
         part.kind, part.taps, part.inject = kind, taps, inject
         return part
 
@@ -359,7 +373,8 @@ class CachedModel(Runner):
         if self.runnable.through_parts and "logits_to_keep" not in kwargs:  # not for the prompt
             return self._through_parts(ids, kwargs)
         kwargs[self._takes_cache] = self.cache
-        return self.model(input_ids=ids.to(self.device), use_cache=True, return_dict=True, **kwargs).logits
+        given = {"input_ids": ids.to(self.device), "use_cache": True, "return_dict": True, **self.constants, **kwargs}
+        return self.model(**given).logits
 
     def _through_parts(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         base = self.model.base_model

@@ -70,7 +70,13 @@ class SplitModel(CachedModel):
         begun, self.begun = self.begun, None
         measured, self.measured = self.measured, None
         self.states = {}
-        if draft is None or begun is None or not draft.is_that_of(begun.draft) or begun.lengths != self.cache.lengths:
+        if (
+            not self.runnable.is_own
+            or draft is None
+            or begun is None
+            or not draft.is_that_of(begun.draft)
+            or begun.lengths != self.cache.lengths
+        ):
             return super().__call__(ids, draft, used)
         try:
             if measured is not None:
@@ -115,6 +121,7 @@ class SplitModel(CachedModel):
         """The whole model in one timed forward pass, with taps."""
         model, taps = tapped(self.model, self.layers, ends)
         whole = CachedModel(replace(self.runnable, module=model), self.cache, self.masks)
+        whole.constants = self.constants
         logits, self.seconds = timed(lambda: whole(ids, draft, used), self.device)
         self.states = {end: tap.hidden for end, tap in taps.items()}
         return logits

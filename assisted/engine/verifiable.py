@@ -1,33 +1,51 @@
-"""Checks with a few tokens whether a target can verify drafts, and raises an error with the reason if it can't.
+"""Checks with a few tokens whether a target can verify drafts: whether several tokens in one forward pass give what `generate`
+computes for them one by one.
 
 Uses runner.py and recurrent.py. Some forwards ignore their positions, masks or cache, start from an empty state,
 or compute something else for several tokens at once. Architectures covered by the tests need no check. All models with
-states, all other classes and all replaced forwards are checked.
+states, all other classes and all models that run somebody's code are checked.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ..drafts import Draft
 from .cache import SlotCache
 from .parts import device_of, unwrapped
 from .recurrent import RecurrentCache, RecurrentModel, is_recurrent
-from .runner import CachedModel, Masks, require_decoder, require_rewindable, without_gradients
+from .runner import (
+    CachedModel,
+    Masks,
+    Runnable,
+    context_of,
+    is_rewindable,
+    require_decoder,
+    require_rewindable,
+    without_gradients,
+)
+from .signatures import takes
+from .trust import Trust, trust
 
-__all__ = ["TESTED", "require_verifiable"]
+__all__ = ["TESTED", "masks_of", "obstacle_to", "require_verifiable"]
 
 _ROUNDING = 3e-4  # relative to the logits' standard deviation, in float32
 _HALF_ROUNDING = 0.1  # in half precision
 _LEAST_ROUNDING = 16  # times the dtype's epsilon, relative to the logits; 1 to 4 occur where states matter little
+_KEEPS = ((1, 3), (3, 1), (2, 3))  # columns that two rows keep of three, in each round of the trial
+_LONG = 40  # tokens of the longer prompt, unless a sliding window asks for more
+_LONGEST = 512
+_MANY = 16  # results kept for a model that changes
 _TRIED: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
+_Run = Callable[[Runnable, SlotCache, Masks], CachedModel]
 
 _NAMES = (
     "apertus arcee biogpt codegen cohere cohere2 dbrx deepseek_v2 deepseek_v3 diffllama ernie4_5 exaone4 falcon gemma gemma2 "
@@ -41,65 +59,61 @@ TESTED = frozenset(_NAMES.split())
 
 
 def require_verifiable(model: PreTrainedModel) -> None:
-    """Check that a target computes the same for several tokens in one forward pass as for the same tokens one by one.
+    """Raise ValueError with the reason if a target cannot verify drafts; see `obstacle_to`."""
+    require_decoder(model, "target")
+    if not is_recurrent(unwrapped(model)):
+        require_rewindable(unwrapped(model), "target")
+    reason = obstacle_to(model, trust(model))
+    if reason is not None:
+        raise ValueError(f"target: {reason}. Generate with the model itself, or choose another target.")
 
-    The check runs a few tokens, once per device and dtype; unchanged `TESTED` models of transformers are exempt.
-    Raises ValueError with the reason.
+
+def obstacle_to(model: PreTrainedModel, trusted: Trust, run: _Run = CachedModel) -> str | None:
+    """Why a target cannot verify drafts; None if it can.
+
+    trusted: whose code it runs. run: makes the runner of the call. The check runs a few tokens, and again when the device, the
+    dtype, the code or a setting of somebody's code has changed. `TESTED` models that run transformers' own code are exempt.
     """
     model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
     recurrent = is_recurrent(model)
-    if not recurrent:
-        require_rewindable(model, "target")
-        if _is_tested(model):
-            return
-    require_decoder(model, "target")
+    if not recurrent and not is_rewindable(model):
+        return f"{type(model).__name__} keeps something else than keys and values, which cannot take back rejected tokens"
+    if not recurrent and trusted.is_own and model.config.get_text_config(decoder=True).model_type in TESTED:
+        return None
     tried = _TRIED.setdefault(model.base_model, {})
-    forward, replaced = type(model).forward, vars(model).get("forward")
-    key = (device_of(model), model.dtype, id(forward), id(replaced))
+    key = (device_of(model), model.dtype, trusted.code, () if trusted.is_own else (run, _settings(model)))
     if key not in tried:
-        tried[key] = _obstacle(model) if recurrent else _obstacle_of_slots(model)
-    if tried[key]:
-        what = "keeps a recurrent state and " if recurrent else ""
-        raise ValueError(
-            f"target: {type(model).__name__} {what}cannot take back rejected tokens: {tried[key]}. "
-            "Generate with the model itself, or choose another target."
-        )
+        if len(tried) >= _MANY:
+            tried.clear()
+        masks = masks_of(model, trusted)
+        tried[key] = _obstacle(model) if recurrent else _obstacle_of_slots(model, masks, run)
+    if tried[key] is None:
+        return None
+    what = "keeps a recurrent state and " if recurrent else ""
+    return f"{type(model).__name__} {what}cannot take back rejected tokens: {tried[key]}"
 
 
-def _is_tested(model: PreTrainedModel) -> bool:
-    """Whether a model runs code of transformers that the tests cover."""
-    made = getattr(type(model).forward, "__module__", "")
-    known = model.config.get_text_config(decoder=True).model_type in TESTED
-    own = vars(model)
-    # accelerate wraps the model's forward to move inputs and weights
-    inner = own.get("_old_forward") if "_hf_hook" in own else own.get("forward")
-    unchanged = inner is None or getattr(inner, "__func__", None) is type(model).forward
-    return known and made.startswith("transformers.models.") and unchanged
+def masks_of(model: PreTrainedModel, trusted: Trust) -> Masks:
+    """The attention masks of a call. Somebody's code gets the same 2-D masks as from `generate`, and makes its own of them."""
+    masks = Masks.of(model)
+    return masks if trusted.forward is None else replace(masks, trees=False)
 
 
-def _obstacle_of_slots(model: PreTrainedModel) -> str | None:
+def _settings(model: PreTrainedModel) -> tuple[Any, ...]:
+    """The switches that somebody's code may read from its modules: their values, and of other attributes the types."""
+    found = (value for module in model.modules() for value in vars(module).values())
+    return tuple(value if type(value) in (bool, float, str) else type(value) for value in found)
+
+
+def _obstacle_of_slots(model: PreTrainedModel, masks: Masks, run: _Run) -> str | None:
     """Why a model without states can't verify drafts over slots; None if it can. The check uses two rows that keep different
-    numbers of tokens, and a token tree if the masks allow one."""
-    size = model.config.get_text_config(decoder=True).vocab_size
-    ids = (torch.arange(7, 31, device=device_of(model)).view(2, 12) * 7919) % size
+    numbers of tokens, after a short prompt and after one that is longer than a window, and a token tree if the masks allow one.
+    """
+    windows = [window for window in masks.windows.values() if window is not None]
+    long = min(max([_LONG, *(window + 3 for window in windows)]), _LONGEST, context_of(model) // 2)
     try:
         with without_gradients(model):
-            # each row alone and without a cache, independent of the code under test
-            expected = torch.cat([_logits(model, row[None]) for row in ids])
-            masks = Masks.of(model)
-            runner = CachedModel(model, SlotCache(2, 32, right_aligned=not masks.trees), masks)
-            found = [(runner.prefill(ids[:, :5], None)[:, -1], expected[:, 4])]
-            found.append((runner(ids[:, 5:8]), expected[:, 5:8]))
-            runner.commit([1, 3])
-            columns = torch.stack([ids[0, 6:9], ids[1, 8:11]])
-            wanted = torch.stack([expected[0, 6:9], expected[1, 8:11]])
-            found.append((runner(columns), wanted))
-            if masks.trees:
-                # the last two columns both follow the first one
-                tree = Draft(columns[:, 1:], torch.tensor([2, 2]), parents=torch.tensor([[-1, -1], [-1, -1]]))
-                paths = [torch.cat([ids[row, :end], columns[row, 2:]])[None] for row, end in ((0, 7), (1, 9))]
-                beside = torch.cat([_logits(model, path)[:, -1:] for path in paths])
-                found.append((runner(columns, tree), torch.cat([wanted[:, :2], beside], 1)))
+            found = [pair for prompt in sorted({5, max(5, long)}) for pair in _compared(model, masks, run, prompt)]
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -110,10 +124,55 @@ def _obstacle_of_slots(model: PreTrainedModel) -> str | None:
         apart = (_difference(logits.float(), wanted, robust=half) / wanted.std()).item()
         if not apart <= limit:  # NaN included
             return (
-                "its forward passes over several tokens differ from the same tokens read at once without a cache "
+                "its forward passes over several tokens differ from those over one token "
                 f"(by {apart:.2g} of the logits' standard deviation; up to {limit:.2g} could be rounding)"
             )
     return None
+
+
+def _compared(
+    model: PreTrainedModel, masks: Masks, run: _Run, prompt: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits of the runner, and those of the model one token at a time, [2, n, V] each."""
+    size = model.config.get_text_config(decoder=True).vocab_size
+    longest = prompt + 3 + max(map(sum, zip(*_KEEPS, strict=True)))
+    ids = (torch.arange(7, 7 + 2 * longest, device=device_of(model)).view(2, longest) * 7919) % size
+    expected = _one_by_one(model, ids, prompt)
+    runner = run(Runnable(model), SlotCache(2, longest + 3, right_aligned=not masks.trees), masks)
+    yield runner.prefill(ids[:, :prompt], None), expected[:, :1]
+    here = [0, 0]  # tokens of each row that the slots hold, after the prompt
+
+    def columns(of: torch.Tensor, shift: int) -> torch.Tensor:
+        return torch.stack([of[row, shift + at : shift + at + 3] for row, at in enumerate(here)])
+
+    for kept in _KEEPS:
+        yield runner(columns(ids, prompt)), columns(expected, 1)
+        runner.commit(list(kept))
+        here = [at + more for at, more in zip(here, kept, strict=True)]
+    wanted = columns(expected, 1)
+    if masks.trees:
+        # the last two columns both follow the first one
+        tree = Draft(columns(ids, prompt)[:, 1:], torch.tensor([2, 2]), parents=torch.tensor([[-1, -1], [-1, -1]]))
+        beside = []
+        for row, at in enumerate(here):
+            path = torch.cat([ids[row, : prompt + at + 1], ids[row, prompt + at + 2 : prompt + at + 3]])
+            beside.append(_logits(model, path[None])[:, -1:])
+        yield runner(columns(ids, prompt), tree), torch.cat([wanted[:, :2], torch.cat(beside)], 1)
+    else:
+        yield runner(columns(ids, prompt)), wanted
+
+
+def _one_by_one(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+    """The logits after a prompt and after every further token, as `generate` computes them, [B, 1 + n - prompt, V] float32."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    found = []
+    for start, end in [(0, prompt), *((at, at + 1) for at in range(prompt, ids.shape[1]))]:
+        kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids[:, :end])}
+        if takes(model, "position_ids"):
+            kwargs["position_ids"] = torch.arange(start, end, device=ids.device)[None]
+        output: Any = model(ids[:, start:end], past_key_values=cache, use_cache=True, return_dict=True, **kwargs)
+        found.append(output.logits[:, -1:].float())
+    return torch.cat(found, 1)
 
 
 def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

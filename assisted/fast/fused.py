@@ -7,6 +7,7 @@ layout that is fast over few tokens. The output is compared with the original mo
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -23,13 +24,14 @@ from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.parts import few_ids, with_children
 from ..engine.runner import CachedModel, Masks, Runnable
 from ..engine.sublayers import Path, Skippable
+from ..engine.trust import Trust, trust
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, size_of_copies
 from .sources import Modules, Source, Weights
 
 __all__ = ["TOLERANCE", "Angles", "FusedLayer", "Norm", "Shared", "copy_bytes", "fused", "fused_product"]
 
-_FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+_FAMILY = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _KNOWN = ("transformers.", "assisted.")  # packages whose rotary embeddings follow their `rope_type`
 _TABLE = 2**13  # positions with tabulated angles
 TOLERANCE = {
@@ -38,19 +40,22 @@ TOLERANCE = {
 }  # of logits, relative to their standard deviation; another model would differ by more
 
 
-def fused(model: PreTrainedModel) -> Runnable:
+def fused(model: PreTrainedModel, trusted: Trust | None = None) -> Runnable:
     """The same model with fewer operations if its family is known, or with faster products if it has wide ones; else unchanged.
+
+    trusted: whose code it runs, if that is known already. Only transformers' own code is replaced.
 
     Its logits differ from the model's only by rounding, as those of forward passes of different widths do. Copies are kept
     between calls. Every call compares their source (weights, attributes, code) with the model and rebuilds them after a change.
     """
-    way = _way(model)
+    trusted = trust(model) if trusted is None else trusted
+    way = _way(model, trusted)
     if way is None:
         return Runnable(model, low_bit_bytes=_low_bit_bytes(model))
     made = _MADE.get(way.key)
     if made is None or not made.source.same(way.source):
         children = way.make()
-        way = _way(model) or way  # joined low-bit weights are other tensors now
+        way = _way(model, trusted) or way  # joined low-bit weights are other tensors now
         same = way.agrees(model, way.runnable(model, children))
         made = _MADE[way.key] = _Made(way.source, children if same else None)
     if made.children is None:
@@ -135,9 +140,9 @@ class _Made:
 _MADE: weakref.WeakKeyDictionary[nn.Module, _Made] = weakref.WeakKeyDictionary()
 
 
-def _way(model: PreTrainedModel) -> _Way | None:
+def _way(model: PreTrainedModel, trusted: Trust) -> _Way | None:
     """How this model can be run faster; None if it can't, or if other code has changed its modules."""
-    if model.training or not is_untouched(model) or torch.is_autocast_enabled(model.device.type):
+    if not trusted.is_own or model.training or not is_untouched(model) or torch.is_autocast_enabled(model.device.type):
         return None
     # packed products in half precision round differently, as other widths do; accepted only where they are faster
     if model.dtype != torch.float32 and not (
@@ -153,7 +158,7 @@ def _way(model: PreTrainedModel) -> _Way | None:
         copied = may_copy(parameters)
         return _Way(
             layers,
-            _source(model, [*modules, base], parameters, copied),
+            _source([*modules, base], parameters, copied, trusted),
             lambda: _fused_children(model, layers, copied),
             _agree_in_rounds,
             True,
@@ -166,24 +171,22 @@ def _way(model: PreTrainedModel) -> _Way | None:
         return None
     return _Way(
         next(iter(wide.values())),
-        _source(model, list(wide.values()), weights, True),
+        _source(list(wide.values()), weights, True, trusted),
         lambda: {tuple(name.split(".")): PackedLinear.of(module) for name, module in wide.items()},
         _agree_at_once,
         False,
     )
 
 
-def _source(model: Any, modules: list[nn.Module], parameters: list[torch.Tensor], copied: bool) -> Source:
-    """The source of a faster model: these modules, and the code of the modules that call them."""
+def _source(modules: list[nn.Module], parameters: list[torch.Tensor], copied: bool, trusted: Trust) -> Source:
+    """The source of a faster model: these modules, and the code of the whole model."""
     low = [module for module in modules if isinstance(module, LowBitLinear)]  # joined, but not copied
     others = (module for module in modules if not isinstance(module, LowBitLinear))
     found = (buffer for module in others for buffer in module._buffers.values() if buffer is not None)
     # wrapper subclasses belong to modules that are called
     buffers = [buffer for buffer in found if not is_traceable_wrapper_subclass(buffer)]
-    around = (type(model), type(model.base_model))
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
     return Source(
-        Modules.of(modules, around, attention),
+        Modules.of(modules, trusted.code),
         Weights.of(parameters, copied),
         # angles are tabulated on a CPU only
         Weights.of(buffers, all(buffer.device.type == "cpu" for buffer in buffers)),
@@ -426,25 +429,35 @@ class Norm:
         return (wide / root).to(hidden.dtype).mul_(self.weight)
 
 
-def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
+def _layers(model: Any) -> nn.ModuleList | None:
     """The layers of a model of the family; None if `FusedLayer` can't replace them."""
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not hasattr(model, "lm_head"):
+    base: Any = getattr(model, "model", None)
+    layers = getattr(base, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not layers or not hasattr(model, "lm_head"):
         return None
     masks = Masks.of(model)
     if not masks.trees or masks.additive or len(masks.windows) > 1:
         return None
-    kinds = {type(layer) for layer in layers}
-    known = all(kind.__module__.startswith("transformers.models.") and kind.__name__ in _FAMILY for kind in kinds)
-    return layers if known and not _is_replaced(model.model, layers) else None
+    return layers if len(layers) == base.config.num_hidden_layers and _is_family(base, layers) else None
 
 
-def _is_replaced(base: Any, layers: nn.ModuleList) -> bool:
-    """Whether an adapter wraps a module whose parameters are read here without calling it. The adapter may change later."""
-    parts: list[tuple[str, Any]] = [("norm", base.norm)]
+def _is_family(base: Any, layers: Any) -> bool:
+    """Whether all modules whose code is replaced are of the classes that `FusedLayer` stands for. Linear modules and
+    activations are called, whatever they are."""
+    name = type(layers[0]).__name__.removesuffix("DecoderLayer")
+    home = sys.modules.get(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    if name not in _FAMILY or home is None:
+        return False
+    norm: type = getattr(home, f"{name}RMSNorm")
+    expected: list[tuple[Any, type]] = [(base, getattr(home, f"{name}Model")), (base.norm, norm)]
     for layer in layers:
-        parts += [*layer.named_children(), *layer.get_submodule("self_attn").named_children()]
-    return any(type(part).__module__.startswith("peft.") for name, part in parts if not name.endswith("_proj"))
+        parts = {"self_attn": f"{name}Attention", "mlp": f"{name}MLP"}
+        norms = [(layer, "input_layernorm"), (layer, "post_attention_layernorm")]
+        norms += [(layer.self_attn, part) for part in ("q_norm", "k_norm") if part in layer.self_attn._modules]
+        expected += [(layer, getattr(home, f"{name}DecoderLayer"))]
+        expected += [(layer._modules.get(part), getattr(home, kind)) for part, kind in parts.items()]
+        expected += [(owner._modules.get(part), norm) for owner, part in norms]
+    return all(type(module) is kind for module, kind in expected) and isinstance(layers[0].mlp.act_fn, nn.Module)
 
 
 def _low_bit_bytes(model: nn.Module) -> int:

@@ -94,11 +94,12 @@ class Graphs(Passes):
             if self._settings is settings or (self._settings is not None and not self._settings.over):
                 return
             self._settings, self._served = settings, weakref.ref(runner.cache)
-        self.obstacle = obstacle(model, runner.device)
+        trusted = settings.trust_in(model)
+        self.obstacle = trusted.forward or trusted.between or obstacle(model, runner.device)
         if self.obstacle is not None:
             return
         made_for = (settings.mode, kind, capture.fingerprint(model, runner.runnable.module))
-        inner = Modules.of([module for module in model.modules() if module is not model], (type(model),))
+        inner = Modules.of([module for module in model.modules() if module is not model], trusted.code)
         constants = None
         if kind.takes_constants and may_copy(model.parameters()):
             copied = set(map(id, runner.runnable.copied))

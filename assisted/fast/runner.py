@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..engine.runner import CallSettings, Runnable, Runner
+from ..engine.trust import Trust
 from .fused import fused
 from .graphs import Graphs
 
@@ -25,7 +26,7 @@ def open_runner(
     run: Callable[[Runnable], _Runner],
     settings: CallSettings,
     graphs: Graphs,
-    fuse: Callable[[Any], Runnable] | None = None,
+    fuse: Callable[[Any, Trust], Runnable] | None = None,
 ) -> _Runner:
     """A model over its slots, in the fastest way that the settings of the call allow.
 
@@ -34,7 +35,7 @@ def open_runner(
         run: creates the runner from the `Runnable`.
         settings: those of the call.
         graphs: the model's captured passes.
-        fuse: creates the `Runnable` if the settings allow fused models; `fused` by default.
+        fuse: creates the `Runnable` if the settings allow fused models, given whose code the model runs; `fused` by default.
     """
     runner = run(form(model, settings, fuse))
     runner.settings = settings
@@ -42,11 +43,13 @@ def open_runner(
     return runner
 
 
-def form(model: Any, settings: CallSettings, fuse: Callable[[Any], Runnable] | None = None) -> Runnable:
+def form(model: Any, settings: CallSettings, fuse: Callable[[Any, Trust], Runnable] | None = None) -> Runnable:
     """The form in which a call runs a model. Building or checking it is one-time work of the call."""
-    if not settings.fuses:
-        return Runnable(model)
     began = time.perf_counter()
-    made = (fuse or fused)(model)
+    trusted = settings.trust_in(model)
+    if settings.fuses and trusted.is_own:
+        made = (fuse or fused)(model, trusted)
+    else:
+        made = Runnable(model, is_own=trusted.is_own)
     settings.spent_once += time.perf_counter() - began
     return made

@@ -6,16 +6,18 @@ call compares everything that the copy was made from. Deals with modules and ten
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedConfig
+
+from ..engine.trust import Code, code_of
 
 __all__ = ["Modules", "Source", "Weights", "identical"]
 
@@ -84,28 +86,30 @@ def _multipliers(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Modules:
-    """Everything that modules compute with, except tensors: their identity, their attributes, the code of their classes, and
-    the functions that this code calls. Keeps no module alive.
+    """Everything that modules compute with, except tensors: their identity, their attributes, the fields of their configs, and
+    the code of their classes. Keeps no module alive.
     """
 
     modules: tuple[weakref.ref[nn.Module], ...]
     kinds: tuple[type, ...]
     attributes: tuple[dict[str, Any], ...]
-    code: tuple[Any, ...]
+    configs: tuple[dict[str, Any], ...]
+    code: tuple[Code, ...]
 
     @staticmethod
-    def of(modules: Iterable[nn.Module], around: Iterable[type] = (), attention: str | None = None) -> Modules:
-        """around: classes of the modules that call these; only their code is compared. attention: transformers' name of the
-        attention function that is called."""
+    def of(modules: Iterable[nn.Module], code: tuple[Code, ...] | None = None) -> Modules:
+        """code: what these modules run, from `trust`; None for that of their classes."""
         held = tuple(modules)
         kinds = tuple(map(type, held))
-        code = [value for kind in dict.fromkeys((*kinds, *around)) for value in _called_by(kind)]
-        called = ALL_ATTENTION_FUNCTIONS.get(attention) if attention in ALL_ATTENTION_FUNCTIONS else None
+        attributes = tuple({name: value for name, value in vars(m).items() if name not in _BOOKKEEPING} for m in held)
+        values = (value for found in attributes for value in found.values() if isinstance(value, PreTrainedConfig))
+        configs = {id(config): config for config in values}  # a forward may read any field
         return Modules(
             tuple(map(weakref.ref, held)),
             kinds,
-            tuple({name: value for name, value in vars(m).items() if name not in _BOOKKEEPING} for m in held),
-            (*code, called, nn.Module.__call__, F.linear),
+            attributes,
+            tuple(copy.deepcopy(vars(config)) for config in configs.values()),
+            code_of(kinds) if code is None else code,
         )
 
     def same(self, other: Modules) -> bool:
@@ -115,6 +119,8 @@ class Modules:
             and identical(self.kinds, other.kinds)
             and identical(self.code, other.code)
             and all(map(_equal, self.attributes, other.attributes))
+            and len(self.configs) == len(other.configs)
+            and all(map(_equal, self.configs, other.configs))
         )
 
 
@@ -142,32 +148,6 @@ class Source:
             and self.buffers.same(other.buffers)
             and self.weights.same(other.weights)
         )
-
-
-def _called_by(kind: type) -> Iterator[Any]:
-    """The forward of a class, and the current values of the names it uses."""
-    forward = getattr(kind, "forward", None)
-    yield forward
-    for names, name in _names_in(forward):
-        yield names.get(name)
-
-
-@functools.cache
-def _names_in(function: Any) -> tuple[tuple[dict[str, Any], str], ...]:
-    """The namespaces and names that a function looks up, including those of functions in the same module that it calls."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-    left: list[Callable[..., Any]] = [function]
-    while left:
-        one = left.pop()
-        code, names = getattr(one, "__code__", None), getattr(one, "__globals__", {})
-        left += [inner] if (inner := getattr(one, "__wrapped__", None)) is not None else []
-        for name in () if code is None else code.co_names:
-            if name in names and (id(names), name) not in found:
-                found[id(names), name] = names, name
-                value = names[name]
-                if getattr(value, "__module__", None) == names.get("__name__") and hasattr(value, "__code__"):
-                    left.append(value)
-    return tuple(found.values())
 
 
 def identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -23,6 +23,7 @@ __all__ = [
     "copy_adapter",
     "has_adapter",
     "mixes_adapters",
+    "outside_layers",
     "require_in_layers",
     "save_adapter",
     "trusting",
@@ -76,20 +77,27 @@ def mixes_adapters(model: nn.Module) -> bool:
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
-def require_in_layers(model: nn.Module, role: str) -> None:
-    """Reject adapters that do more than change layers: the loop runs the wrapped model, so they would be ignored.
+def outside_layers(model: nn.Module) -> str | None:
+    """Which adapter does more than change layers; the loop runs the wrapped model, and would ignore it.
 
-    Raises ValueError for prompt and prefix tuning, adapters activated by tokens of the prompt, and mixtures of adapters.
+    None without prompt or prefix tuning, adapters that tokens of the prompt activate, and mixtures of adapters.
     """
     if unwrapped(model) is model:
-        return
+        return None
     for name, config in getattr(model, "peft_config", {}).items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None) or kind in _AROUND:
-            raise ValueError(
-                f"{role}: its adapter {name!r} ({type(config).__name__}) works outside the model's layers and cannot be "
-                "assisted; call generate of the model itself, or use an adapter such as LoRA"
-            )
+            return f"its adapter {name!r} ({type(config).__name__}) works outside the model's layers"
+    return None
+
+
+def require_in_layers(model: nn.Module, role: str) -> None:
+    """Raise ValueError for adapters that do more than change layers."""
+    reason = outside_layers(model)
+    if reason is not None:
+        raise ValueError(
+            f"{role}: {reason} and cannot be assisted; call generate of the model itself, or use an adapter such as LoRA"
+        )
 
 
 def save_adapter(model: Any, folder: str | Path, role: str, **kwargs: Any) -> None:

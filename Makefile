@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo chat test test-all fuzz lint format docs site-check docs-serve notebooks notebooks-check clients-check clients-run handover-check clean
+.PHONY: help demo chat test test-all fuzz lint format docs site-check docs-serve notebooks notebooks-check clients-check clients-run handover-check dist clean
 
 help: ## this list
 	@echo "assisted: exact speculative decoding for Hugging Face models"
@@ -74,12 +74,17 @@ clients-run: $(VENV)/.clients
 handover-check: $(VENV)/.test ## folders of `assisted handover` in vLLM and llama.cpp; ARGS="--vllm PYTHON --llamacpp LLAMA_SERVER"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/handover.py $(ARGS)
 
+dist: $(VENV)/.dist ## build the sdist and the wheel into dist/, and check them
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
+	$(BIN)/twine check --strict dist/*
+
 clean: ## remove the virtual environment and everything built
 	rm -rf $(VENV) .venv-clients site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find assisted tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp file per extra (or comma-separated extras): .venv/.test says that `.[test]` is installed.
-$(VENV)/.demo $(VENV)/.gguf $(VENV)/.test $(VENV)/.docs $(VENV)/.notebooks $(VENV)/.clients: $(VENV)/.%: $(VENV)/.torch pyproject.toml constraints.txt constraints-clients.txt
+$(VENV)/.demo $(VENV)/.gguf $(VENV)/.test $(VENV)/.docs $(VENV)/.notebooks $(VENV)/.clients $(VENV)/.dist: $(VENV)/.%: $(VENV)/.torch pyproject.toml constraints.txt constraints-clients.txt
 	@echo "Installing assisted[$*] ..."
 	@$(PIP) install --quiet -c constraints.txt -c constraints-clients.txt -e ".[$*]"
 	@touch $@

@@ -21,6 +21,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT / "notebooks"), str(ROOT / "benchmarks")]
 
+import address  # noqa: E402
 import chart  # noqa: E402
 import render  # noqa: E402
 
@@ -29,6 +30,7 @@ INLINE = re.compile(r"<code>([^<]* [^<]*)</code>")
 CHART, LIST, MAP = "<!-- chart -->", "<!-- notebooks -->", "<!-- map -->"
 ROUND, VALUES = "<!-- round -->", "<!-- values -->"
 _pages: dict[str, render.Page] = {}
+_order: list[Any] = []  # all pages, as the navigation lists them
 
 
 def on_config(config: Any) -> Any:
@@ -53,6 +55,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    markdown = address.addressed(markdown, address.repository())
     if LIST in markdown:
         head = ["| notebook | the question | before it |", "|---|---|---|"]
         rows = [f"| [{note.title}]({note.slug}.md) | {note.question} | {note.before} |" for note in _pages.values()]
@@ -115,6 +118,18 @@ def _map() -> str:
             rooms.append(f'<div class="room"><strong><code>{label}</code></strong> {says}</div>')
         rows.append(f'<div class="level">{"".join(rooms)}</div>')
     return f'<div class="map">{"".join(rows)}</div>'
+
+
+def on_nav(nav: Any, **_: Any) -> Any:
+    _order[:] = nav.pages
+    return nav
+
+
+def on_post_build(config: Any) -> None:
+    """llms.txt: all pages with their titles, for programs that read documentation (llmstxt.org)."""
+    links = [f"- [{page.title}]({page.url or 'index.html'})" for page in _order]
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", "", *links, ""]
+    (Path(config.site_dir) / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
 def on_serve(server: Any, **_: Any) -> Any:

@@ -108,7 +108,7 @@ def must_be_plain(
     if mixes_adapters(model):
         return MIXED
     if model.training and getattr(model, "is_activation_checkpointing", False):
-        return "in training mode, activation checkpointing leaves no cache to rewind"
+        return "in training mode, activation checkpointing leaves no cache to rewind; call model.eval() first"
     if (why := rounds_by_pass(model)) is not None:
         return f"{why}: a forward pass over several tokens rounds differently than passes over one token"
     if generation_config.use_cache is False:

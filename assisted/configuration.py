@@ -104,7 +104,10 @@ class AssistedConfig(PretrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """All fields, and the names by which transformers loads the pair when `assisted` was not imported."""
         classes = {"AutoConfig": "AssistedConfig", "AutoModelForCausalLM": "AssistedModelForCausalLM"}
-        return super().to_dict() | {"auto_map": {auto: f"{_CODE}.{name}" for auto, name in classes.items()}}
+        fields = super().to_dict() | {"auto_map": {auto: f"{_CODE}.{name}" for auto, name in classes.items()}}
+        if isinstance(fields.get("target"), dict):
+            fields["target"].pop("_name_or_path", None)  # where it was read from is nobody else's business
+        return fields
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Write config.json, and the modeling_assisted.py that it names."""

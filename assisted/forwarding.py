@@ -42,7 +42,10 @@ OWN = frozenset(  # names of transformers that the pair implements itself; all o
         "half",
         "to",
         # the purpose of the pair
+        "continuous_batching_context_manager",
         "generate",
+        "generate_batch",
+        "init_continuous_batching",
         "get_memory_footprint",
     }
 )

@@ -183,6 +183,7 @@ def _extend(
         keep_scores=bool(details and generation_config.output_scores),
         keep_logits=bool(details and generation_config.output_logits),
     )
+    call.recorder.row_tokens = text.row_tokens  # which grows: the report of a running call reads it
     embeddings = model_kwargs.get("inputs_embeds")  # of a prompt whose ids may also be in the text
     further = constants(model_kwargs)
     because = trusted.forward
@@ -221,7 +222,6 @@ def _extend(
         own_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]
     drafting = drafter.start(Call(own_mask, distribution.for_draft(), length, text.max_length, target, call.settings))
     decode(target, drafting, text, distribution, length, logits, call.recorder)
-    call.recorder.row_tokens = list(text.row_tokens)
     call.recorder.predicted_speedup = length.predicted_speedup
     return text, target
 

@@ -60,6 +60,7 @@ _KINDS = 16  # kinds of calls whose measurements are kept
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _ALIKE = 0.8  # of 1: a name this similar to an argument is taken for a misspelling
 _BOOKS = threading.Lock()  # guards what calls in several threads write to a model
+_CONTINUOUS = "continuous batching runs the target's own loop over all requests"
 _OTHER_MODE = "this generation mode is neither greedy nor sampling"
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _HUB_ARGUMENTS = (*_SNAPSHOT, "proxies", "trust_remote_code")
@@ -101,8 +102,9 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         self.length: lengths.Length | None = None
         self._lengths: list[tuple[Any, lengths.Length]] = []  # of earlier calls, latest last, with their measurements
         self._recorded = Recorder()
+        self._running: Recorder | None = None
         self._costs_keys: dict[Any, str] = {}
-        self._overridden: set[str] = set()  # settings that were warned of
+        self._warned: set[str] = set()  # what was warned of once
         self.watch: Callable[[Round], None] | None = None
         self.fast = "auto"
         self.graphs = Graphs()
@@ -110,7 +112,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy: everything but the results of calls. A copy measures for itself."""
-        return {**self.__dict__, "length": None, "_lengths": [], "_costs_keys": {}, "watch": None}
+        return {**self.__dict__, "length": None, "_lengths": [], "_costs_keys": {}, "watch": None, "_running": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AssistedModelForCausalLM:
         """A pair of copies, which share nothing with the originals."""
@@ -330,7 +332,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             require_own_drafting(generation_config, self.generation_config, kwargs)
         if lossy_typical is not None and not assisted:
             raise ValueError("lossy_typical: has no effect without drafts; leave it out, or pass assisted=True")
-        recorder = Recorder(self.watch)
+        recorder = Recorder(self.watch, started=time.perf_counter())
         settings = CallSettings(require_mode(self.fast), ranks=ranks_of(self.target, *self.drafter.modules))
         if not assisted:
             recorder.ran("plain", "assisted=False")
@@ -341,13 +343,14 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         lengths_started: list[tuple[Any, lengths.Length]] = []
         start_length = functools.partial(self._start_length, policy, lengths_started, settings.ranks)
         call = HookedCall(self, start_length, self._warn_overridden, recorder, settings, lossy_typical)
-        started = time.perf_counter()
         if assisted:
             token = CALL.set(call)
+            self._running = recorder
             try:
                 output = hooked(self.target).generate(inputs, generation_config, **kwargs)
             finally:
                 CALL.reset(token)
+                self._running = None
                 call.settings.over = True
                 for _, length in lengths_started:
                     length.end()
@@ -359,7 +362,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if not recorder.row_tokens:
             prompt = inputs if inputs is not None else kwargs.get("input_ids")
             _count_plain(recorder, output, 0 if prompt is None else prompt.shape[1])
-        recorder.seconds = time.perf_counter() - started
+        recorder.stop()
         with _BOOKS:
             self._recorded.add(recorder)
             for kind, length in lengths_started:
@@ -369,6 +372,43 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 remembered.remember(self._costs_key(kind, settings.ranks), length.costs)
         self.report = recorder.report()
         return output
+
+    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The target's own `generate_batch`, which decodes many requests together, without drafts and with one warning."""
+        self._warn_continuous()
+        recorder = Recorder(started=time.perf_counter(), way="plain", because=_CONTINUOUS)
+        results: dict[str, Any] = self.target.generate_batch(inputs, *args, **kwargs)
+        recorder.row_tokens = [len(found.generated_tokens) for found in results.values()]
+        recorder.target_passes = sum(max(0, tokens - 1) for tokens in recorder.row_tokens)
+        recorder.stop()
+        with _BOOKS:
+            self._recorded.add(recorder)
+        self.report = recorder.report()
+        return results
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """The target's own manager of requests, which decodes without drafts and without a report, with one warning."""
+        self._warn_continuous()
+        return self.target.init_continuous_batching(*args, **kwargs)
+
+    def continuous_batching_context_manager(self, *args: Any, **kwargs: Any) -> Any:
+        """As `init_continuous_batching`, for a `with` block."""
+        self._warn_continuous()
+        return self.target.continuous_batching_context_manager(*args, **kwargs)
+
+    def _warn_continuous(self) -> None:
+        self.report = Report(way="plain", because=_CONTINUOUS)  # an earlier call's would be taken for this one's
+        if "continuous batching" not in self._warned:
+            self._warned.add("continuous batching")
+            warn_plain(
+                "continuous batching runs the target's own loop over all requests; `generate` with a batch drafts"
+            )
+
+    @property
+    def running(self) -> Report | None:
+        """Counts and times so far of the assisted `generate` that was started last and has not ended; None between calls."""
+        recorder = self._running
+        return None if recorder is None else recorder.report()
 
     @property
     def totals(self) -> Report:
@@ -496,8 +536,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
 
     def _warn_overridden(self, name: str, value: Any) -> None:
         """Warn once of a setting of the target's generation config that is not used here."""
-        if name not in self._overridden:
-            self._overridden.add(name)
+        if name not in self._warned:
+            self._warned.add(name)
             warnings.warn(
                 f"generation_config.{name} = {value!r} is not used: it chooses a drafting method of transformers, and this "
                 f"model drafts with {type(self.spec).__name__}. Instead: {OTHER_MODES[name]}, or set it to None.",

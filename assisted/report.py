@@ -1,10 +1,12 @@
-"""Counts and times of `generate`, and how they are printed.
+"""Counts and times of `generate`, and how they are shown.
 
 `Recorder` collects them in the loop, round by round. A caller reads the `Report` afterwards.
 """
 
 from __future__ import annotations
 
+import html
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,7 +22,7 @@ _WAYS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """Counts and times of one `generate`, or of several in `model.totals`. Tokens are counted over all rows of a batch.
 
@@ -99,6 +101,14 @@ class Report:
             lines.append(f"{_WAYS[self.way]}: {self.because}")
         return "\n".join(lines)
 
+    __repr__ = __str__  # the text, where a notebook or a console shows the value
+
+    def _repr_html_(self) -> str:
+        """The lines as a table, for notebooks."""
+        rows = (line.partition(": ") if ": " in line else ("", "", line) for line in html.escape(str(self)).split("\n"))
+        cells = "".join(f"<tr><th>{name}</th><td style='text-align: left'>{said}</td></tr>" for name, _, said in rows)
+        return f"<table>{cells}</table>"
+
     def _rate(self) -> float:
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
@@ -108,9 +118,11 @@ class Recorder:
     """Counts during a `generate`; `add` merges another one for totals.
 
     watch: called with every round, to draw or measure it.
+    started: when the call began, by time.perf_counter; None once it is over.
     """
 
     watch: Callable[[Round], None] | None = None
+    started: float | None = None
     seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -154,6 +166,11 @@ class Recorder:
         if self.watch is not None:
             self.watch(round)
 
+    def stop(self) -> None:
+        """End the call."""
+        if self.started is not None:
+            self.seconds, self.started = time.perf_counter() - self.started, None
+
     def add(self, other: Recorder) -> None:
         """Merge the counts of another call."""
         seconds = ("seconds", "draft_seconds", "verify_seconds", "prompt_seconds", "plain_seconds")
@@ -166,15 +183,16 @@ class Recorder:
             mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
 
     def report(self) -> Report:
-        """The counts and times so far."""
-        accepted_at = self.accepted_at + [0] * (len(self.drafted_at) - len(self.accepted_at))
+        """The counts and times so far, also for another thread than the one that counts."""
+        accepted_at, drafted_at = list(self.accepted_at), list(self.drafted_at)
+        accepted_at += [0] * (len(drafted_at) - len(accepted_at))
         return Report(
             new_tokens=sum(self.row_tokens),
             target_passes=self.target_passes,
             drafted=self.drafted,
             accepted=self.accepted,
-            acceptance_by_position=tuple(a / d for a, d in zip(accepted_at, self.drafted_at, strict=True)),
-            seconds=self.seconds,
+            acceptance_by_position=tuple(a / d for a, d in zip(accepted_at, drafted_at, strict=False) if d),
+            seconds=self.seconds if self.started is None else time.perf_counter() - self.started,
             draft_seconds=self.draft_seconds,
             verify_seconds=self.verify_seconds,
             prompt_seconds=self.prompt_seconds,

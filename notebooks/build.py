@@ -29,6 +29,7 @@ from typing import Any
 
 import jupytext
 import nbformat
+from address import BADGE, addressed, colab, repository
 from nbformat import NotebookNode
 
 HERE = Path(__file__).resolve().parent
@@ -89,14 +90,19 @@ def read(source: Path) -> NotebookNode:
     """The notebook of a source, not run: the same bytes each time for the same source."""
     # a commented %pip stays a comment: a build installs nothing
     notebook = jupytext.read(source, fmt={"extension": ".py", "format_name": "percent", "comment_magics": False})
+    address = repository()
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number:02}"
         labels = tags(cell)
         cell.metadata = NotebookNode({"tags": labels} if labels else {})
+        if "colab" in labels:
+            cell.source = addressed(cell.source, address)
         if cell.cell_type == "markdown" and "answer" in labels:  # folds wherever Markdown is shown
             cell.source = f"<details>\n<summary>Answer</summary>\n\n{cell.source}\n\n</details>"
         elif {"answer", "folded"} & set(labels):
             cell.metadata.jupyter = {"source_hidden": True}
+    if link := colab(f"notebooks/{source.stem}.ipynb", address):
+        notebook.cells[0].source += f"\n\n{BADGE}({link})"
     _plain_metadata(notebook)
     return notebook
 

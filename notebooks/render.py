@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import nbformat
+from address import BADGE, colab, repository
 from nbformat import NotebookNode
 
 HERE = Path(__file__).resolve().parent
@@ -57,7 +58,13 @@ def render(path: Path) -> Page:
     page = Page(
         path.stem, title.removeprefix("# ").strip(), " ".join(question.split()).strip("*"), " ".join(about.split())
     )
-    parts = [title, words(question), words(about), _downloads(path.stem), *map(words, rest)]
+    parts = [
+        title,
+        words(question),
+        words(about),
+        _downloads(path.stem),
+        *(words(text) for text in rest if BADGE not in text),
+    ]
     for before, cell in zip(notebook.cells, notebook.cells[1:], strict=False):
         if cell.cell_type == "code":
             part = _code(cell, page)
@@ -82,11 +89,12 @@ def _folded(kind: str, *inside: str) -> str:
 
 
 def _downloads(slug: str) -> str:
+    link = colab(f"notebooks/{slug}.ipynb", repository())
     return (
         '!!! tip "Run it yourself"\n'
         f"    [The notebook]({slug}.ipynb){{ download }}, as it ran, or [without output and answers](student/{slug}.ipynb)"
         "{ download }, to work in. [How to start it](index.md#run-them)."
-    )
+    ) + (f" [Open it in Colab]({link})." if link else "")
 
 
 def words(source: str) -> str:

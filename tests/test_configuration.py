@@ -9,7 +9,7 @@ import torch
 from architectures import ARCHITECTURES, WINDOW
 from transformers import AutoConfig, LlamaConfig
 
-from assisted import AssistedConfig, lengths
+from assisted import AssistedConfig, AssistedModelForCausalLM, lengths
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 DRAFT = {"method": "draft-model", "quantization": "nf4"}
@@ -112,6 +112,17 @@ def test_the_targets_config_stays_as_it_was(tmp_path):
     config.to_dict()["target"]["vocab_size"] = 1
     assert config.target is target
     assert target.to_dict() == before
+
+
+def test_no_path_of_this_machine_is_written(tmp_path):
+    """Not where the target was read from, and not, for a pair that is read and saved again, where the pair was."""
+    model = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft")
+    for folder in (tmp_path / "once", tmp_path / "again"):
+        model.save_pretrained(folder)
+        model = AssistedModelForCausalLM.from_pretrained(folder)
+        for file in folder.rglob("*.json"):
+            assert "_name_or_path" not in file.read_text(encoding="utf-8"), file
+        assert model.config._name_or_path == str(folder / "target")
 
 
 def test_the_policy_comes_back():

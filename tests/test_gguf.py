@@ -60,6 +60,17 @@ def test_the_path_of_a_file(file: Path) -> None:
     compare(AssistedModelForCausalLM.from_pretrained(file), file)
 
 
+def test_a_folder_with_nothing_but_a_file(one: Path, tmp_path: Path) -> None:
+    shutil.copy(one, tmp_path)
+    (tmp_path / "README.md").write_text("A model.")
+    compare(AssistedModelForCausalLM.from_pretrained(tmp_path, draft=str(tmp_path)), one)
+    shutil.copy(one, tmp_path / "another.gguf")
+    with pytest.raises(ValueError, match=r"^target: .*another\.gguf, target\.gguf.*name one"):
+        AssistedModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^draft: .*name one"):
+        AssistedModelForCausalLM.from_pretrained(one, draft=str(tmp_path))
+
+
 def test_a_draft_in_another_folder_gets_no_file(file: Path, tmp_path: Path) -> None:
     same = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
     AssistedModelForCausalLM.from_models(same).save_pretrained(tmp_path / "pair")
@@ -158,7 +169,7 @@ def test_sizes_that_the_file_does_not_hold(one: Path, field: str, value: int, tm
 
 def test_a_missing_package_is_named_with_its_extra(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"assisted\[gguf\]"):
+    with pytest.raises(ImportError, match=r"\[gguf\]"):
         AssistedModelForCausalLM.from_pretrained(one.parent, gguf_file=one.name)
 
 

@@ -16,6 +16,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -258,6 +260,34 @@ REFUSED = [
 ]
 
 
+def test_an_engine_that_hands_no_hidden_states_to_heads_is_named(tmp_path: Path) -> None:
+    """vLLM 0.32 has EAGLE-3 for Llama, not for Gemma: the folder would be refused when the server starts."""
+    config = GemmaConfig(vocab_size=len(words()), head_dim=8, **SIZES)
+    target = saved(tmp_path / "target", config, GemmaForCausalLM)
+    save_eagle(EagleHead(EagleConfig.for_target(AutoModelForCausalLM.from_pretrained(target))), tmp_path / "eagle")
+    with pytest.raises(ValueError, match=r"^draft: vLLM .*GemmaForCausalLM.*draft model"):
+        hand_over("vllm", target, tmp_path / "out", tmp_path / "eagle")
+    assert not (tmp_path / "out").exists()
+    assert hand_over("sglang", target, tmp_path / "out", tmp_path / "eagle").method == "eagle3"
+
+
+def test_vllm_gets_a_length_that_all_models_can_read(models_of: Path, tmp_path: Path) -> None:
+    short = saved(
+        tmp_path / "short",
+        LlamaConfig(vocab_size=len(words()), **SIZES | {"max_position_embeddings": 96}),
+        LlamaForCausalLM,
+    )
+    long = saved(
+        tmp_path / "long",
+        LlamaConfig(vocab_size=len(words()), **SIZES | {"max_position_embeddings": 2**17}),
+        LlamaForCausalLM,
+    )
+    for target, draft, length in ((models_of / "target", short, "96"), (long, long, "8192")):
+        found = hand_over("vllm", target, tmp_path / length, draft)
+        assert found.command[found.command.index("--max-model-len") + 1] == length
+        assert any("131072" in note for note in found.notes) == (length == "8192")
+
+
 @pytest.mark.parametrize(("engine", "draft", "message"), REFUSED)
 def test_what_an_engine_cannot_take(engine: str, draft: Any, message: str, models_of: Path, tmp_path: Path) -> None:
     given = models_of / draft if isinstance(draft, str) and (models_of / draft).exists() else draft
@@ -385,7 +415,7 @@ def test_what_gguf_files_cannot_hold(models_of: Path, tmp_path: Path, monkeypatc
         hand_over("llamacpp", models_of / "target", tmp_path / "wrong", "ngram")
     assert not (tmp_path / "wrong" / "target.gguf").exists()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"assisted\[gguf\]"):
+    with pytest.raises(ImportError, match=r"\[gguf\]"):
         hand_over("llamacpp", models_of / "target", tmp_path / "out", "ngram")
 
 

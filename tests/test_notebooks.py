@@ -38,7 +38,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-build, render = (load(ROOT / path) for path in ("notebooks/build.py", "notebooks/render.py"))
+build, render, addressing = (load(ROOT / "notebooks" / name) for name in ("build.py", "render.py", "address.py"))
 SOURCES = build.sources()
 every_source = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
@@ -94,13 +94,16 @@ def test_runs(source: Path) -> None:
 def test_no_kernel_outlives_a_build(tmp_path: Path) -> None:
     for module in ("nbclient", "ipykernel"):
         pytest.importorskip(module, reason="pip install '.[notebooks]'")
-    shutil.copy(ROOT / "notebooks" / "build.py", tmp_path)
+    there = tmp_path / "notebooks"
+    there.mkdir()
+    for name in ("mkdocs.yml", "notebooks/build.py", "notebooks/address.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
     pipe = tmp_path / "pipe"
     cell = f"import time\n\nheld = open({str(pipe)!r}, 'w', buffering=1)\nheld.write('up\\n')\ntime.sleep(600)\n"
-    (tmp_path / "99_try.py").write_text(f"# %%\n{cell}", encoding="utf-8")
+    (there / "99_try.py").write_text(f"# %%\n{cell}", encoding="utf-8")
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    with subprocess.Popen([sys.executable, tmp_path / "build.py", "--run-only"], stderr=subprocess.DEVNULL) as building:
+    with subprocess.Popen([sys.executable, there / "build.py", "--run-only"], stderr=subprocess.DEVNULL) as building:
         assert select.select([reader], [], [], 120)[0], "no kernel came up"
         assert os.read(reader, 10) == b"up\n"
         building.terminate()
@@ -175,6 +178,32 @@ def test_reading_gives_the_same_each_time(small: Path) -> None:
     assert cells[1].source == "# %pip install nothing"  # a build must not install
     assert cells[-2].metadata == {"tags": ["answer"], "jupyter": {"source_hidden": True}}
     assert cells[-3].source.startswith("<details>\n<summary>Answer</summary>\n\nThe same:")
+
+
+def test_the_address_takes_the_place_of_the_word_that_stands_for_it(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One setting: with an address, no notebook and no page names REPOSITORY any more; without one, both explain it."""
+    address = "https://github.com/someone/assisted"
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
+    lines = [build.read(source).cells[1].source for source in SOURCES]
+    for text in [*lines, *(text for text in pages if "git clone" in text and "REPOSITORY" in text)]:
+        assert "REPOSITORY` is the address" in text or "REPOSITORY is the address" in text
+        named = addressing.addressed(text, address)
+        assert "REPOSITORY" not in named and f"git clone --depth 1 {address} repository" in named
+    monkeypatch.setattr(build, "repository", lambda: address)
+    made = build.read(small)
+    assert made.cells[0].source.endswith(
+        "(https://colab.research.google.com/github/someone/assisted/blob/main/notebooks/99_try.ipynb)"
+    )
+    monkeypatch.setattr(render, "repository", lambda: address)
+    nbformat.write(made, small.with_suffix(".ipynb"))
+    assert "badge" not in render.render(small.with_suffix(".ipynb")).markdown, (
+        "the site asks no other host for a picture"
+    )
+    page = render.render(build.target(SOURCES[0])).markdown
+    assert f"colab.research.google.com/github/someone/assisted/blob/main/notebooks/{SOURCES[0].stem}.ipynb" in page
+    assert addressing.colab("a.ipynb", "https://example.org/someone/assisted") == addressing.colab("a.ipynb", "") == ""
 
 
 def test_student_version_gives_nothing_away(small: Path) -> None:

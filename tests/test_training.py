@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
+import signal
 from dataclasses import asdict
 
 import numpy as np
@@ -15,15 +18,16 @@ from pairs import tokenizer as tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM
+from assisted.extras import install
 from assisted.heads.eagle_formats import load_eagle
 from assisted.heads.medusa import MedusaHeads
-from assisted.training import checkpoints
-from assisted.training.data import Text
+from assisted.training import checkpoints, eagle, trainer
+from assisted.training.data import Text, Windows, pack
 from assisted.training.distill import Distillation, DistillSettings, first_draft
 from assisted.training.eagle import EagleSettings, EagleTraining, frequent_tokens
 from assisted.training.early_exit import EarlyExitSettings, EarlyExitTraining, dropped_layers
 from assisted.training.medusa import MedusaSettings, MedusaTraining
-from assisted.training.method import needs
+from assisted.training.method import fitting_batch, needs
 from assisted.training.plan import Plan
 from assisted.training.trainer import train
 
@@ -100,6 +104,58 @@ def test_an_interrupted_training_is_the_uninterrupted_one(name, text, tmp_path):
     assert not (tmp_path / "parts" / "checkpoint.pt").exists()
 
 
+@pytest.mark.parametrize("during", [0, 3])
+def test_ctrl_c_finishes_the_step_and_says_how_to_go_on(during, target, text, tmp_path):
+    """The first one ends the step with a checkpoint, from which the run goes on as if it had not been stopped."""
+    whole = made("medusa", target, text)
+    quietly(whole, text, PLAN, tmp_path / "whole")
+
+    cut = Windows(text.training, PLAN.context, PLAN.batch, PLAN.seed)
+
+    def interrupted(step):
+        if step == during:
+            os.kill(os.getpid(), signal.SIGINT)
+        return cut[step]
+
+    said, handler = [], signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(made("medusa", target, text), text, PLAN, tmp_path / "parts", say=said.append, batches=interrupted)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert f"step {during + 1} of 6" in said[-1] and "same command" in said[-1] and str(tmp_path / "parts") in said[-1]
+    part = made("medusa", target, text)
+    quietly(part, text, PLAN, tmp_path / "parts")
+    assert all(torch.equal(state(part)[key], value) for key, value in state(whole).items())
+    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+
+
+def test_a_second_ctrl_c_does_not_wait(target, text, tmp_path):
+    def stuck(step):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the step goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        train(made("medusa", target, text), text, PLAN, tmp_path, say=lambda line: None, batches=stuck)
+
+
+def test_the_first_step_says_how_long_it_will_take(target, text, tmp_path):
+    said = []
+    train(made("medusa", target, text), text, PLAN, tmp_path, say=said.append, stop_after=2)
+    assert sum("6 steps" in line and "measurements" in line for line in said) == 1
+
+
+def test_held_out_acceptance_has_an_error_bar(target, text, tmp_path):
+    """From the spread of the rows: none without spread, and smaller with more rows."""
+    method = made("medusa", target, text)
+    quietly(method, text, dataclasses.replace(PLAN, evaluate_rows=8), tmp_path)
+    last = [row for row in rows(tmp_path) if "greedy" in row][-1]
+    held_out = pack(text.held_out, PLAN.context, 8)
+    with torch.no_grad():
+        each = torch.tensor([[one.greedy for one in method.acceptance(row[None])] for row in held_out])
+    assert last["greedy"] == pytest.approx(each.mean(0).tolist())
+    assert last["error"] == pytest.approx((1.96 * each.std(0) / len(each) ** 0.5).tolist())
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_the_target_is_never_changed(name, target, text, tmp_path):
     before = {key: tensor.clone() for key, tensor in target.state_dict().items()}
@@ -137,6 +193,54 @@ def test_needs_are_what_is_kept(optimizer, target, text, tmp_path):
     assert announced.checkpoint < size < announced.checkpoint + 40_000
     assert announced.frozen == sum(4 * p.numel() for p in target.parameters())
     assert announced.memory == announced.frozen + announced.trained + announced.gradients + announced.optimizer
+
+
+def test_a_batch_is_chosen_by_memory_once(target, text, tmp_path, monkeypatch):
+    """And a run that is resumed with more memory keeps it."""
+    row = 16 * PLAN.context * VOCABULARY
+    method = made("medusa", target, text)
+    for free, batch in ((0, 8), (10**12, 8), (2 * 3 * row, 3), (1, 1)):
+        assert fitting_batch(method, PLAN.context, free) == batch
+    assert fitting_batch(method, PLAN.context, 2 * 5 * row, processes=2) == 4
+    assert fitting_batch(method, PLAN.context, 1, processes=3) == 3
+    chosen = dataclasses.replace(PLAN, batch=0)
+    monkeypatch.setattr(trainer, "free_memory", lambda: 2 * 3 * row)
+    quietly(made("medusa", target, text), text, chosen, tmp_path, stop_after=2)
+    monkeypatch.setattr(trainer, "free_memory", lambda: 10**12)
+    for _ in range(2):  # resumed, then found finished
+        quietly(made("medusa", target, text), text, chosen, tmp_path)
+        assert json.loads((tmp_path / "training.json").read_text())["batch"] == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+@pytest.mark.parametrize("factor", [1, 40])
+def test_an_untrained_heads_logits_are_moderate(name, factor, text):
+    """However large the target's norm is, stored as w or as 1 + w, the first loss is near that of a uniform guess."""
+    target = build(BY_NAME[name], num_hidden_layers=LAYERS)
+    with torch.no_grad():
+        norm = target.get_submodule("model.norm")
+        size = norm(torch.ones(1, 1, target.config.hidden_size))[0, 0]
+        norm.weight.add_((factor - 1) * size)  # the same change for both ways to store it
+        assert torch.allclose(norm(torch.ones(1, 1, target.config.hidden_size))[0, 0], factor * size)
+    training = EagleTraining(target, EagleSettings(unroll=2, positions=2), text.training)
+    ids = torch.from_numpy(text.training[:32].astype("int64"))[None]
+    with torch.no_grad():
+        states = next(training._unrolled(ids, training._features(ids), 2))
+        assert training.student.logits(states).std(-1).mean() < 3
+        if factor > 1:  # the target's own certainty
+            assert training.student.norm.weight.mean() < factor * size.mean()
+
+
+def test_a_large_vocabulary_is_reduced(target, text, monkeypatch):
+    monkeypatch.setattr(eagle, "LARGE", VOCABULARY - 1)
+    monkeypatch.setattr(eagle, "REDUCED", 30)
+    assert EagleTraining(target, EagleSettings(), text.training).settings()["draft_vocab"] == 30
+    for settings, stream in (
+        (EagleSettings(), None),
+        (EagleSettings(version=1), text.training),
+        (EagleSettings(draft_vocab=VOCABULARY), text.training),
+    ):
+        assert EagleTraining(target, settings, stream).student.d2t is None, "all tokens"
 
 
 def test_muon_without_matrices_is_refused(target, text, tmp_path):
@@ -198,6 +302,7 @@ def test_a_save_that_is_interrupted_costs_nothing(tmp_path, monkeypatch):
     ("fields", "message"),
     [
         ({"steps": 0}, "steps: 0"),
+        ({"batch": -1}, "batch: -1"),
         ({"steps": 1, "optimizer": "sgd"}, "optimizer: 'sgd' is not known; one of adamw, muon"),
         ({"steps": 1, "warmup": 0.7, "cooldown": 0.7}, "warmup, cooldown: 0.7 and 0.7"),
     ],
@@ -219,7 +324,7 @@ def test_without_matplotlib_a_line_says_so(target, text, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     said = []
     train(made("medusa", target, text), text, PLAN, tmp_path, say=said.append)
-    assert any("pip install 'assisted[train]'" in line for line in said)
+    assert any(install("train") in line for line in said)
     assert not (tmp_path / "training.png").exists()
 
 
@@ -351,7 +456,7 @@ def test_low_rank_changes_are_merged(target, text, tmp_path):
 
 def test_low_rank_changes_without_peft(target, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ImportError, match="pip install 'assisted\\[train\\]'"):
+    with pytest.raises(ImportError, match=re.escape(install("train"))):
         EarlyExitTraining(target, tiny_tokenizer(), EarlyExitSettings(lora=2))
 
 

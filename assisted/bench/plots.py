@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..extras import install
 from .results import Point, Result, Row
 
 __all__ = ["pictures", "require_matplotlib"]
@@ -62,7 +63,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError('the page draws with matplotlib: pip install "assisted[bench]"') from error
+        raise ImportError(f"the page draws with matplotlib: {install('bench')}") from error
     return matplotlib
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..extras import install
+
 __all__ = ["UNNAMED", "Question", "of_dataset", "of_file"]
 
 UNNAMED = "questions"
@@ -57,7 +59,7 @@ def of_dataset(name: str) -> Iterator[Question]:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(f'prompts: {name!r} needs the datasets library: pip install "assisted[bench]"') from error
+        raise ImportError(f"prompts: {name!r} needs the datasets library: {install('bench')}") from error
     path, *rest = name.split(":")
     config, split = (rest[0] if len(rest) > 1 else None), (rest[-1] if rest else None)
     try:

@@ -56,7 +56,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         help="cut or extend all prompts to each of these lengths",
     )
     out = parser.add_argument_group("the result")
-    out.add_argument("--html", type=Path, metavar="FILE", help='write a page with plots; needs "assisted[bench]"')
+    out.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots; needs the bench extra")
     out.add_argument("--read", type=Path, metavar="FILE", help="measure nothing, show what --json wrote")
 
 

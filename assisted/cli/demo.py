@@ -18,6 +18,7 @@ import torch
 from .. import zoo
 from ..bench import Prompt, Result, Row, brief, held_out_prompts
 from ..drafts import Draft, Round
+from ..extras import install
 from ..lengths.adaptive import Adaptive
 from ..lengths.policies import Confidence
 from ..loading.quantization import memory_bytes
@@ -31,7 +32,7 @@ try:
     from rich.table import Table
     from rich.text import Text as Styled
 except ImportError as error:
-    raise ImportError('the demo draws with rich: pip install "assisted[demo]", or use --json') from error
+    raise ImportError(f"the demo draws with rich: {install('demo')}, or use --json") from error
 
 __all__ = ["Watch", "show"]
 

@@ -93,9 +93,14 @@ def draft_model(engine: Engine, pair: Any, notes: list[str]) -> tuple[PreTrained
     return model, False
 
 
-def require_head(engine: Engine, head: EagleHead) -> None:
-    """Raise ValueError for a head that the engine would read differently, or not at all."""
-    config = head.config
+def require_head(engine: Engine, head: EagleHead, target: PreTrainedModel) -> None:
+    """Raise ValueError for a head that the engine would read differently or not at all, or could not run with the target."""
+    config, architecture = head.config, type(target).__name__
+    if architecture in engine.without_taps:
+        raise ValueError(
+            f"draft: {engine.title} cannot run an EAGLE-3 head with a {architecture}, whose hidden states it does not hand to "
+            "heads; use a draft model or 'ngram'"
+        )
     if config.version != 3:
         raise ValueError(
             f"draft: it is an EAGLE-1 head, and only EAGLE-3 heads are handed over to {engine.title}; train one (assisted "

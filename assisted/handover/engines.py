@@ -16,6 +16,21 @@ __all__ = ["ENGINES", "Engine", "Job", "Launch", "Options"]
 Options = dict[str, Any]
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Switches of an EAGLE-3 head. An engine that ignores one that is set runs a different head, without an error."""
+CONTEXT = 8192  # tokens of a request, where the models allow more: engines reserve memory for all of them at the start
+
+# vLLM 0.32's own classes that hand no hidden states to an EAGLE-3 head: it stops at the start. Others inherit from those that
+# do, or run through its transformers backend, which does for all.
+_VLLM_WITHOUT_TAPS = """
+AXK1ForCausalLM BloomForCausalLM Cohere2ForCausalLM CohereForCausalLM DbrxForCausalLM DeepseekV32ForCausalLM
+DeepseekV4ForCausalLM Dots3NoteForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM
+FalconH1ForCausalLM FalconMambaForCausalLM GPT2LMHeadModel GPTJForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma3nForConditionalGeneration GemmaForCausalLM Glm4ForCausalLM
+Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM
+GraniteMoeSharedForCausalLM HYV3ForCausalLM HYV4ForCausalLM HrmTextForCausalLM HyperCLOVAXForCausalLM InklingForCausalLM
+JambaForCausalLM KimiLinearForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM LongcatFlashForCausalLM Mamba2ForCausalLM
+MambaForCausalLM MixtralForCausalLM NemotronForCausalLM OPTForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM
+Qwen2MoeForCausalLM Qwen4ExpForCausalLM StableLmForCausalLM Zamba2ForCausalLM
+"""
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,7 @@ class Job:
         default_taps: they are those that an engine assumes.
         translated: the draft model has another tokenizer.
         model_type: of the target.
+        context: tokens that the target and the draft can read; None if their configs do not tell.
     """
 
     kind: str
@@ -42,6 +58,7 @@ class Job:
     default_taps: bool = True
     translated: bool = False
     model_type: str = ""
+    context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,7 @@ class Engine:
         eagle_format: the format of EAGLE heads that it reads.
         norms: the switches of NORMS that its reader knows.
         translates: it can draft with another tokenizer.
+        without_taps: architectures of targets that it cannot run with an EAGLE-3 head.
     """
 
     title: str
@@ -82,6 +100,7 @@ class Engine:
     eagle_format: str = "eagle"
     norms: tuple[str, ...] = ()
     translates: bool = False
+    without_taps: frozenset[str] = frozenset()
 
 
 def _vllm(job: Job) -> Launch:
@@ -111,8 +130,16 @@ def _vllm(job: Job) -> Launch:
         notes.append("Suffix decoding in vLLM needs a package beside it: pip install arctic-inference.")
     if job.kind == "medusa":
         notes.append("Medusa needs vLLM 0.32 or earlier: version 0.33 has dropped it.")
-    command = ("vllm", "serve", "./target", "--dtype", job.dtype, "--speculative-config", json.dumps(config))
-    return Launch(command, config, tuple(notes))
+    length: tuple[str, ...] = ()
+    if job.context is not None:
+        length = ("--max-model-len", str(min(job.context, CONTEXT)))
+    if job.context is not None and job.context > CONTEXT:
+        notes.append(
+            f"The models can read {job.context} tokens. --max-model-len allows {CONTEXT} for a request and its answer, since "
+            "vLLM does not start if its cache has no room for one request of the full length; raise it as memory allows."
+        )
+    options = ("--dtype", job.dtype, *length, "--speculative-config", json.dumps(config))
+    return Launch(("vllm", "serve", "./target", *options), config, tuple(notes))
 
 
 def _sglang(job: Job) -> Launch:
@@ -207,6 +234,7 @@ ENGINES = {
         eagle_format="speculators",
         norms=NORMS,
         translates=True,
+        without_taps=frozenset(_VLLM_WITHOUT_TAPS.split()),
     ),
     "sglang": Engine("SGLang", _sglang, {"draft-model": 4, "eagle3": 3, "ngram": 12, "mtp": 1}),
     "trtllm": Engine(

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from ..extras import install
 from ..loading.gguf import load_gguf
 from ..loading.vocabulary import find_tokenizer
 
@@ -194,6 +195,4 @@ def _gguf() -> Any:
     try:
         return importlib.import_module("gguf")
     except ImportError as error:
-        raise ImportError(
-            "handover: writing GGUF files needs the package gguf: pip install 'assisted[gguf]'"
-        ) from error
+        raise ImportError(f"handover: writing GGUF files needs the package gguf: {install('gguf')}") from error

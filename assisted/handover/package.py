@@ -138,8 +138,9 @@ def _written(engine: str, pair: Any, folder: Path, length: int | None, notes: li
     if kind == "draft-model":
         model, translated = draft_model(has, pair, notes)
         job = dataclasses.replace(job, translated=translated)
+    job = dataclasses.replace(job, context=_context(target.config, *([] if model is None else [model.config])))
     if kind == "eagle3":
-        require_head(has, drafter.head)
+        require_head(has, drafter.head, target)
         taps = tuple(drafter.head.config.taps)
         layers = target.config.get_text_config(decoder=True).num_hidden_layers
         job = dataclasses.replace(job, taps=tuple(tap - 1 for tap in taps), default_taps=taps == default_taps(layers))
@@ -166,6 +167,12 @@ def _written(engine: str, pair: Any, folder: Path, length: int | None, notes: li
         elif kind == "medusa":
             drafter.heads.save(folder / "draft", "vllm", target)
     return describe(engine, folder, job, launch, notes)
+
+
+def _context(*configs: Any) -> int | None:
+    """Tokens that all of the models can read; None if no config tells."""
+    found = [getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) for config in configs]
+    return min((length for length in found if length), default=None)
 
 
 def _own_length(pair: Any, kind: str) -> int | None:
@@ -219,7 +226,7 @@ def _mtp(engine: str, pair: Any, folder: Path, length: int | None, dtype: str | 
             "another draft"
         )
     stored = str(fields.get("dtype") or fields.get("torch_dtype") or "auto").removeprefix("torch.")
-    job = Job(MTP, length or has.kinds[MTP], stored, model_type=config.model_type)
+    job = Job(MTP, length or has.kinds[MTP], stored, model_type=config.model_type, context=_context(config))
     launch = has.launch(job)
     (folder / "target").mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):

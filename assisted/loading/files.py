@@ -19,7 +19,17 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
-__all__ = ["fields_of", "inside", "loading", "local_folder", "require_sizes", "require_sound", "shapes_of", "stored_in"]
+__all__ = [
+    "fields_of",
+    "gguf_files",
+    "inside",
+    "loading",
+    "local_folder",
+    "require_sizes",
+    "require_sound",
+    "shapes_of",
+    "stored_in",
+]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -114,6 +124,13 @@ def require_sizes(fields: Mapping[str, Any], shapes: Shapes, where: str | Path, 
                 )
 
 
+def gguf_files(folder: Path) -> list[Path]:
+    """The GGUF files of a folder that names no other model, sorted."""
+    if not folder.is_dir() or any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return []
+    return sorted(folder.glob("*.gguf"))
+
+
 def require_sound(path: str | Path, role: str) -> None:
     """Reject a model folder with broken or inconsistent files, before anything is loaded.
 
@@ -125,6 +142,8 @@ def require_sound(path: str | Path, role: str) -> None:
     folder = local_folder(path)
     if folder is None:
         return
+    if found := gguf_files(folder):
+        raise ValueError(f"{role}: {folder} has {', '.join(file.name for file in found)}; name one of these files")
     try:
         configs = {name: fields_of(folder / name) for name in _JSON if (folder / name).is_file()}
         shapes = _shapes_in(folder)

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, Pretraine
 from transformers.integrations.gguf import read_gguf_metadata
 from transformers.utils import cached_file, is_gguf_available
 
-from .files import loading
+from ..extras import install
+from .files import gguf_files, loading
 
 __all__ = ["load_gguf", "load_model", "named_in", "read_config", "reading_once", "unmarked"]
 
@@ -27,8 +28,10 @@ _HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "tok
 
 
 def named_in(path: str) -> tuple[str, str | None]:
-    """(folder, file) if `path` is a GGUF file; otherwise (path, None)."""
+    """(folder, file) if `path` is a GGUF file or a folder whose only model is one; otherwise (path, None)."""
     file = Path(path)
+    if len(found := gguf_files(file)) == 1:
+        return path, found[0].name
     if file.suffix != ".gguf" or not file.is_file():
         return path, None
     return str(file.parent), str(file.absolute())  # transformers resolves a bare name in the working directory
@@ -165,9 +168,7 @@ def _reading(role: str, path: str, gguf_file: str | os.PathLike[str]) -> Iterato
     except ImportError as error:
         if _is_installed():
             raise
-        raise ImportError(
-            f"gguf_file: reading {str(gguf_file)!r} needs the package gguf: pip install 'assisted[gguf]'"
-        ) from error
+        raise ImportError(f"gguf_file: reading {str(gguf_file)!r} needs the package gguf: {install('gguf')}") from error
 
 
 def _is_installed() -> bool:

@@ -36,6 +36,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..engine.parts import few_ids, unwrapped
+from ..extras import install
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .gguf import unmarked
 from .packed import HEAD_BITS, PackedConfig
@@ -385,7 +386,7 @@ def _require(method: Any) -> None:
         importlib.import_module(backend)
     except ImportError as error:
         extra = "torchao" if backend == "torchao" else "quant"
-        raise ImportError(f'quantization: this needs {backend}: pip install "assisted[{extra}]"') from error
+        raise ImportError(f"quantization: this needs {backend}: {install(extra)}") from error
 
 
 def _computed_in(dtype: torch.dtype | str | None, config: PretrainedConfig) -> torch.dtype:

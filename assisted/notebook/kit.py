@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..extras import install
 from .slider import COLOURS, Picture, slider
 from .tree import token_tree
 
@@ -41,7 +42,7 @@ def figure_style() -> None:
         import matplotlib
         from matplotlib import rcsetup
     except ImportError as error:
-        raise ImportError('the notebooks draw with matplotlib: pip install "assisted[notebooks]"') from error
+        raise ImportError(f"the notebooks draw with matplotlib: {install('notebooks')}") from error
     inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
     style: Any = {
         **dict.fromkeys(inks, INK),

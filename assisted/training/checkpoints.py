@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["resume", "save"]
+__all__ = ["resume", "save", "settings_in"]
 
 
 def save(
@@ -33,6 +33,14 @@ def save(
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
     os.replace(partial, path)  # an interrupted save must not cost the last good one
+
+
+def settings_in(path: Path) -> dict[str, Any]:
+    """The settings of the run that wrote a checkpoint; none if there is no checkpoint."""
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["about"]
+    return found
 
 
 def resume(

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..extras import install
 from ..zoo import corpus
 
 __all__ = ["Text", "Windows", "pack", "read_dataset", "read_files", "read_text", "tokenize"]
@@ -157,7 +158,7 @@ def read_dataset(name: str, limit: int | None = None) -> Iterator[str]:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError("--dataset needs the datasets library: pip install 'assisted[train]'") from error
+        raise ImportError(f"--dataset needs the datasets library: {install('train')}") from error
     path, *rest = name.split(":")
     split = rest.pop() if rest else "train"
     rows = datasets.load_dataset(path, *rest, split=split)

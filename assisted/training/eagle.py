@@ -6,7 +6,7 @@ Knows heads and features; steps and files are the trainer's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,8 @@ from .plan import setting
 
 __all__ = ["EagleSettings", "EagleTraining", "frequent_tokens"]
 
+LARGE, REDUCED = 65_536, 32_768  # a vocabulary, and how many of a larger one's tokens a head proposes
+SPREAD = 2.0  # standard deviation of the logits of a head that has learned nothing, at most
 TOKEN_WEIGHT = 0.1  # of the token loss in EAGLE-1, relative to that of the features
 
 
@@ -60,7 +62,7 @@ class EagleSettings:
     draft_vocab: int | None = setting(
         None,
         "EAGLE-3: propose only the N most frequent tokens of the text, which saves time where the vocabulary is large "
-        "(default: all)",
+        "(default: all of up to 65,536 tokens, 32,768 of more)",
         metavar="N",
     )
     noise: float = setting(0.1, "EAGLE-1: largest noise added to features, so that the head tolerates its own errors")
@@ -90,7 +92,7 @@ class EagleTraining(Method):
     Args:
         target: never changed.
         settings: of the head.
-        stream: the training text, [N]; needed only for a reduced vocabulary.
+        stream: the training text, [N], from which a reduced vocabulary is chosen; without it, none is reduced by default.
         seed: of the head's initial weights.
         compiled: compile the target's layers and the head's.
     """
@@ -106,6 +108,10 @@ class EagleTraining(Method):
         seed: int = 0,
         compiled: bool = False,
     ):
+        size = target.config.get_text_config(decoder=True).vocab_size
+        if settings.version == 3 and settings.draft_vocab is None and size > LARGE and stream is not None:
+            settings = replace(settings, draft_vocab=REDUCED)
+        reduced = settings.draft_vocab if settings.draft_vocab != size else None
         super().__init__(settings, target, compiled)
         self.target = target
         fields: dict[str, Any] = {"num_hidden_layers": settings.layers}
@@ -113,17 +119,17 @@ class EagleTraining(Method):
             fields |= {"fc_norm": settings.norms, "norm_before_residual": settings.norms}
         if settings.taps is not None:
             fields["taps"] = tuple(settings.taps)
-        if settings.draft_vocab is not None:
-            fields["draft_vocab_size"] = settings.draft_vocab
+        if reduced is not None:
+            fields["draft_vocab_size"] = reduced
         config = EagleConfig.for_target(target, settings.version, **fields)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             head = EagleHead(config)
         self._tokens: Tensor | None = None
-        if settings.draft_vocab is not None:
+        if reduced is not None:
             if stream is None:
                 raise ValueError("stream: a reduced vocabulary is chosen from the training text, and none was given")
-            self._tokens = frequent_tokens(stream, settings.draft_vocab, config.vocab_size)
+            self._tokens = frequent_tokens(stream, reduced, config.vocab_size)
             head.draft_tokens = self._tokens
         self._start(head, target)
         self.student = head
@@ -231,6 +237,9 @@ class EagleTraining(Method):
         scale = norm(torch.ones(1, 1, head.config.hidden_size, dtype=output.dtype, device=output.device))[0, 0]
         if bool((scale > 0).all()):  # an RMS norm, however it stores its weight
             head.norm.weight.copy_(scale)
+        # the states are random at first, and such logits would be far from every distribution: the loss of the first steps
+        spread = float(((head.lm_head.weight * head.norm.weight) ** 2).sum(1).mean().sqrt())
+        head.norm.weight.mul_(min(1.0, SPREAD / spread))
 
 
 def _mask(columns: int, step: int, like: Tensor) -> Tensor:

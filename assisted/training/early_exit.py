@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.parts import Pass, Tap, back, find_layers
+from ..extras import install
 from .losses import Agreement, agreement
 from .method import Method, matrices_of
 from .plan import setting
@@ -151,7 +152,7 @@ def _with_lora(model: PreTrainedModel, rank: int, seed: int) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ImportError("lora needs peft: pip install 'assisted[train]'") from error
+        raise ImportError(f"lora needs peft: {install('train')}") from error
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))

@@ -17,7 +17,10 @@ from transformers import PreTrainedModel
 from .losses import Agreement
 from .plan import Plan
 
-__all__ = ["Method", "Needs", "matrices_of", "needs"]
+__all__ = ["Method", "Needs", "fitting_batch", "matrices_of", "needs"]
+
+
+_BATCH = 8
 
 
 class Method(ABC):
@@ -109,6 +112,16 @@ class Needs:
             f"memory: {_mib(self.memory)} ({listed}) and activations (logits of a batch: {_mib(self.logits)})\n"
             f"disk: {_mib(2 * self.checkpoint)} while a checkpoint replaces another, {_mib(self.checkpoint)} otherwise"
         )
+
+
+def fitting_batch(method: Method, context: int, free: int, processes: int = 1) -> int:
+    """Sequences per step: 8, or as many as leave half of the memory free, at least one for each process.
+
+    free: bytes; 0 if they are not known. A step is taken to hold its logits four times: the target's, the student's, their
+    log-probabilities and the gradient.
+    """
+    rows = free // 2 // (4 * 4 * context * method.vocabulary) if free else _BATCH
+    return max(1, min(_BATCH, rows) // processes) * processes
 
 
 def needs(method: Method, plan: Plan) -> Needs:

@@ -26,7 +26,11 @@ class Plan:
     _argument_group_name = "plan"
 
     steps: int = setting(1000, "optimizer steps", metavar="N")
-    batch: int = setting(8, "sequences per step, of all processes together; more is steadier and slower", metavar="N")
+    batch: int = setting(
+        0,
+        "sequences per step, of all processes together; more is steadier and slower; 0 takes 8, or fewer where memory is short",
+        metavar="N",
+    )
     context: int = setting(256, "tokens per sequence; drafts rarely need more than they are used with", metavar="N")
     lr: float = setting(1e-3, "peak learning rate of AdamW; lower it if the loss jumps")
     optimizer: Literal["adamw", "muon"] = setting(
@@ -42,13 +46,15 @@ class Plan:
     evaluate_every: int | None = setting(
         None, "steps between measurements on held-out text (default: ten measurements per run)", metavar="N"
     )
-    evaluate_rows: int = setting(16, "held-out sequences that are measured", metavar="N")
+    evaluate_rows: int = setting(32, "held-out sequences that are measured; more narrow the error bar", metavar="N")
     checkpoint_every: int = setting(100, "steps between checkpoints; each replaces the one before", metavar="N")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "context", "evaluate_rows", "checkpoint_every"):
+        for name in ("steps", "context", "evaluate_rows", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
+        if self.batch < 0:
+            raise ValueError(f"batch: {self.batch} is less than 0")
         if self.optimizer not in ("adamw", "muon"):
             raise ValueError(f"optimizer: {self.optimizer!r} is not known; one of adamw, muon")
         if not (0 <= self.warmup <= 1 and 0 <= self.cooldown <= 1 and self.warmup + self.cooldown <= 1):

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..extras import install
+
 __all__ = ["draw"]
 
 SMOOTHING = 50  # points of the loss curve, each an average over a stretch of steps
@@ -17,7 +19,7 @@ def draw(metrics: Path, picture: Path, title: str, axis: str, positions: Sequenc
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        return "no plot: it needs matplotlib (pip install 'assisted[train]')"
+        return f"no plot: it needs matplotlib ({install('train')})"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     measured = [row for row in rows if "greedy" in row]

@@ -6,11 +6,16 @@ for bit). Knows steps, optimizers, checkpoints and metrics; the method knows wha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable
-from dataclasses import asdict
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,10 +25,11 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..engine.host import free_memory
 from . import checkpoints
 from .data import Text, Windows, pack
 from .losses import Agreement
-from .method import Method, needs
+from .method import Method, fitting_batch, needs
 from .plan import Plan
 from .plot import draw
 
@@ -72,19 +78,31 @@ def train(
 
     Returns `out`.
 
+    Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt; a second one ends the run at once.
+
     Raises ValueError for a folder that holds another run, and for a text that is too short.
     """
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     processes, main = accelerator.num_processes, accelerator.is_main_process
+    folder = Path(out)
+    checkpoint, result = folder / "checkpoint.pt", folder / "training.json"
+    if not plan.batch:
+        before = json.loads(result.read_text()) if result.exists() else checkpoints.settings_in(checkpoint)
+        free = free_memory()
+        if accelerator.device.type == "cuda":
+            free = torch.cuda.mem_get_info(accelerator.device)[0]
+        batch = before.get("batch") or fitting_batch(method, plan.context, free, processes)
+        plan = replace(plan, batch=batch)
     if plan.batch % processes:
         raise ValueError(f"batch: {plan.batch} sequences cannot be divided among {processes} processes")
     tell = say if main else lambda line: None
-    folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     batches = batches or Windows(text.training, plan.context, plan.batch, plan.seed).__getitem__
     held_out = pack(text.held_out, plan.context, plan.evaluate_rows)
     count = sum(p.numel() for p in method.trained())
-    tell(f"{method.name}: {count:,} parameters to train, {len(text.training):,} tokens of text")
+    tell(
+        f"{method.name}: {count:,} parameters to train, {len(text.training):,} tokens of text, {plan.batch} sequences per step"
+    )
     tell(str(needs(method, plan)))
 
     for module in method.frozen:
@@ -92,30 +110,43 @@ def train(
     scored = accelerator.prepare(_Scored(method))
     optimizers = _optimizers(method, plan)
     about = {"method": method.name, **method.settings(), "text": _digest(text), **asdict(plan)}
-    checkpoint, result = folder / "checkpoint.pt", folder / "training.json"
     if result.exists() and not checkpoint.exists():
         _require_the_same(json.loads(result.read_text()), about, folder)
         tell(f"{folder} already holds the result")
         return folder
     first = checkpoints.resume(checkpoint, method.student, optimizers, about)
     last = plan.steps if stop_after is None else min(stop_after, plan.steps)
-    with torch.random.fork_rng(), _Metrics(folder / METRICS, first, main) as metrics:
+    with torch.random.fork_rng(), _Metrics(folder / METRICS, first, main) as metrics, _interrupts() as interrupted:
         bar = tqdm(total=plan.steps, initial=first, desc=method.name, unit="step", disable=not main)
         for step in range(first, last):
+            began = time.perf_counter()
             if step % plan.evaluations == 0:
                 metrics.write(step, **_measure(method, plan, held_out.to(accelerator.device)))
+            measured = time.perf_counter()
             ids = batches(step)[accelerator.process_index :: processes].to(accelerator.device)
             loss = _step(accelerator, scored, method, plan, optimizers, ids, step)
             metrics.write(step, loss=loss)
             bar.update()
             bar.set_postfix(loss=f"{loss:.4f}", held_out=metrics.shown, refresh=False)
-            if main and ((step + 1) % plan.checkpoint_every == 0 or step + 1 == last):
+            if step == first:
+                bar.clear()
+                tell(_estimate(plan, first, measured - began, time.perf_counter() - measured))
+            stopped = interrupted()
+            if main and ((step + 1) % plan.checkpoint_every == 0 or step + 1 == last or stopped):
                 metrics.flush()
                 checkpoints.save(checkpoint, method.student, optimizers, step + 1, about)
+            if stopped:
+                bar.close()
+                tell(f"stopped after step {step + 1} of {plan.steps}; the same command goes on from {checkpoint}")
+                raise KeyboardInterrupt
         if last == plan.steps:
             if store is not None:
                 _round(method.student, store)
-            metrics.write(plan.steps, **_measure(method, plan, held_out.to(accelerator.device)))
+            found = _measure(method, plan, held_out.to(accelerator.device))
+            metrics.write(plan.steps, **found)
+            bars = zip(found["greedy"], found["error"], strict=True)
+            shown = ", ".join(f"{share:.0%}" + ("" if half is None else f" ± {half:.0%}") for share, half in bars)
+            tell(f"held out, top-1 token right by {method.axis}: {shown}")
         bar.close()
     if last == plan.steps and main:
         method.student.eval()
@@ -126,6 +157,37 @@ def train(
         tell(draw(folder / METRICS, folder / PLOT, f"{method.name} on {text.source}", method.axis, method.positions))
         checkpoint.unlink(missing_ok=True)
     return folder
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Within it, the first Ctrl-C is only noted, since a step that is cut off would leave weights of no step at all. Gives a
+    function that tells whether there was one. Signals are the main thread's: in another one, nothing changes."""
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def note(number: int, frame: Any) -> None:
+        seen.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _estimate(plan: Plan, first: int, measuring: float, step: float) -> str:
+    """How long a run takes by its first step, which also warms up. measuring, step: seconds."""
+    steps = plan.steps - first
+    times = -(-steps // plan.evaluations) + 1
+    minutes = (steps * step + times * measuring) / 60
+    return (
+        f"the first step took {step:.1f} s: {steps} steps and {times} measurements of {measuring:.1f} s take about "
+        f"{minutes:.0f} min at this rate"
+    )
 
 
 def _step(
@@ -164,18 +226,22 @@ def _round(module: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _measure(method: Method, plan: Plan, held_out: Tensor) -> dict[str, Any]:
-    """Acceptance on held-out text, by position, ready for the metrics file."""
+    """Acceptance on held-out text by position, and the error bar of `greedy`, ready for the metrics file."""
     method.student.eval()
-    seen: list[list[Agreement]] = []
     eager = torch.compiler.set_stance("force_eager")  # layers compiled for training would be compiled again
     with eager, torch.autocast(held_out.device.type, dtype=torch.bfloat16, enabled=plan.bfloat16):
-        for rows in held_out.split(plan.batch):
-            seen += [method.acceptance(rows)] * len(rows)
+        seen: list[list[Agreement]] = [method.acceptance(row[None]) for row in held_out]
     positions = list(zip(*seen, strict=True))
     return {
         "greedy": [sum(found.greedy for found in position) / len(position) for position in positions],
         "sampled": [sum(found.sampled for found in position) / len(position) for position in positions],
+        "error": [_error([found.greedy for found in position]) for position in positions],
     }
+
+
+def _error(shares: list[float]) -> float | None:
+    """Half of the 95% interval of a mean over rows, which are independent; positions within a row are not."""
+    return 1.96 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
 
 
 def _optimizers(method: Method, plan: Plan) -> list[torch.optim.Optimizer]:

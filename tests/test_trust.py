@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin, LlamaForCausalLM
 from transformers.activations import ACT2CLS
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.stopping_criteria import MaxLengthCriteria
@@ -600,3 +600,220 @@ def test_the_text_is_that_of_plain_generate(case: Case, rows: int, weights: tupl
         assert text != before  # the change shows
         assert way == case.way
         assert compared(target, model, **call) == (before, OWN if case.kind is None else FORWARD)
+
+
+# --- arguments and caches ---
+
+
+class Steerable(LlamaForCausalLM):
+    """Takes an argument of its own, which `generate` hands to every pass."""
+
+    def forward(self, input_ids=None, steer=None, **kwargs):
+        output = super().forward(input_ids=input_ids, **kwargs)
+        if steer is not None and steer is not False:
+            by = len(steer) if isinstance(steer, (str, list)) else float(torch.as_tensor(steer).float().mean())
+            output.logits = output.logits + by * output.logits.roll(1, -1)
+        return output
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("value", "way"),
+    [(True, FORWARD), (1, FORWARD), (0.7, FORWARD), ("ab", FORWARD), ([1, 2], PLAIN), (torch.ones(3), PLAIN)],
+    ids=["bool", "int", "float", "str", "list", "tensor"],
+)
+def test_an_argument_of_the_forward(value: Any, way: str, rows: int, weights: tuple[Any, Any]) -> None:
+    target, model = made(weights, Steerable)
+    call = LONG | batch(target, rows)
+    before, _ = compared(target, model, **call)
+    text, taken = compared(target, model, steer=value, **call)
+    assert text != before
+    assert taken == way
+    assert compared(target, model, steer=None, **call) == (before, FORWARD)
+    assert compared(target, model, steer=False, **call)[0] == before
+
+
+def test_arguments_that_own_forwards_do_not_know(weights: tuple[Any, Any]) -> None:
+    """Refused as plain `generate` refuses them."""
+    target, model = made(weights)
+    for run in (target, model):
+        with pytest.raises(ValueError, match="steer"):
+            run.generate(**LONG, **batch(target, 1), steer=True)
+
+
+class OddLayer(DynamicLayer):
+    """A layer of a cache that rounds what it stores."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        return super().update((key_states * 2).round() / 2, value_states, *args, **kwargs)
+
+
+class OddCache(DynamicCache):
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        return super().update((key_states * 2).round() / 2, value_states, layer_idx, *args, **kwargs)
+
+
+def odd_layers(config: Any) -> DynamicCache:
+    cache = DynamicCache(config=config)
+    cache.layers = [OddLayer() for _ in cache.layers]
+    return cache
+
+
+def odd_instance(config: Any) -> DynamicCache:
+    cache = DynamicCache(config=config)
+    for layer in cache.layers:
+        layer.update = bound(half_keys(DynamicLayer.update), layer)
+    return cache
+
+
+def odd_update(config: Any) -> DynamicCache:
+    cache = DynamicCache(config=config)
+    cache.update = bound(cache_update, cache)
+    return cache
+
+
+def cache_update(self, key_states, value_states, layer_idx, *args, **kwargs):
+    return DynamicCache.update(self, (key_states * 2).round() / 2, value_states, layer_idx, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [odd_layers, odd_instance, odd_update, lambda config: OddCache(config=config)],
+    ids=["layers", "a layer's method", "the cache's method", "class"],
+)
+def test_a_cache_of_somebodys(cache: Callable[[Any], DynamicCache], weights: tuple[Any, Any]) -> None:
+    target, model = made(weights)
+    call = LONG | batch(target, 1)
+    before, _ = compared(target, model, **call)
+    plain = target.generate(**call, past_key_values=cache(target.config))
+    given = cache(target.config)
+    kinds = [type(layer) for layer in given.layers]
+    with pytest.warns(DraftingStopped, match="slots cannot stand for|cannot be rewound"):
+        text = model.generate(**call, past_key_values=given)
+    assert text.tolist() == plain.tolist() != before
+    assert [type(layer) for layer in given.layers] == kinds
+    assert given.get_seq_length() == text.shape[1] - 1
+    assert compared(target, model, **call) == (before, OWN)
+
+
+def test_positions_below_zero(weights: tuple[Any, Any]) -> None:
+    target, model = made(weights)
+    call = LONG | batch(target, 1)
+    compared(target, model, **call)
+    positions = torch.arange(20)[None] - 5
+    assert compared(target, model, **call, position_ids=positions)[1] == PLAIN
+    assert compared(target, model, **call, position_ids=positions + 5)[1] == OWN
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_embeddings_of_another_dtype(dtype: torch.dtype, weights: tuple[Any, Any]) -> None:
+    """Right, or the error of plain `generate`."""
+    target, model = made(weights)
+    ids = batch(target, 1)["inputs"]
+    call = LONG | {"inputs_embeds": target.get_input_embeddings()(ids).detach().to(dtype)}
+    try:
+        target.generate(**call)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=str(error).split("\n")[0][:40].replace("(", ".").replace(")", ".")):
+            model.generate(**call)
+    else:
+        compared(target, model, **call)
+
+
+def test_an_adapter_outside_the_layers_that_is_added_later(weights: tuple[Any, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    target = copy.deepcopy(weights[0])
+    adapted = peft.get_peft_model(
+        target, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
+    ).eval()
+    model = AssistedModelForCausalLM.from_models(adapted, draft=copy.deepcopy(weights[1]), draft_length=4)
+    call = LONG | batch(target, 1)
+    call["input_ids"] = call.pop("inputs")
+    first = adapted.generate(**call)
+    assert model.generate(**call).tolist() == first.tolist()
+    invocation = call["input_ids"][0, 8:10].tolist()
+    activated = peft.LoraConfig(
+        r=2, init_lora_weights=False, target_modules=["q_proj"], alora_invocation_tokens=invocation
+    )
+    adapted.add_adapter("activated", activated)
+    adapted.set_adapter("activated")
+    plain = adapted.generate(**call)
+    with pytest.warns(DraftingStopped, match="works outside the model's layers"):
+        assert model.generate(**call).tolist() == plain.tolist()
+    assert model.report is not None
+    assert model.report.way == PLAIN
+
+
+def test_a_forward_at_the_address_of_another(weights: tuple[Any, Any]) -> None:
+    """Python gives a new function the address of one that is gone: what was found of that one does not hold for it."""
+    target, model = made(weights)
+    call = LONG | batch(target, 1)
+    own = LlamaForCausalLM.forward
+
+    def sound(self, input_ids=None, **kwargs):
+        return own(self, input_ids=input_ids, **kwargs)
+
+    def nearsighted(self, input_ids=None, **kwargs):
+        output = own(self, input_ids=input_ids, **kwargs)
+        output.logits = output.logits.roll(1, -1) if input_ids.shape[1] == 1 else output.logits
+        return output
+
+    for _ in range(4):
+        for code, way in ((sound, FORWARD), (nearsighted, PLAIN)):
+            again = types.FunctionType(code.__code__, globals(), "forward", code.__defaults__, code.__closure__)
+            with of_class(type("Made", (LlamaForCausalLM,), {"forward": again}), target):
+                assert compared(target, model, **call)[1] == way
+            del again
+
+
+def test_the_dtype_of_the_default_device_is_no_code(weights: tuple[Any, Any]) -> None:
+    """`with torch.device(...)` is a mode, too, and changes no operation of a call."""
+    target, model = made(weights)
+    with torch.device("cpu"):
+        assert compared(target, model, **LONG, **batch(target, 1))[1] == OWN
+
+
+def test_hooks_are_followed_and_lose_nothing_else(weights: tuple[Any, Any]) -> None:
+    target, model = made(weights)
+    call = LONG | batch(target, 1)
+    before, _ = compared(target, model, **call)
+    handle = target.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output.clamp(-0.2, 0.2))
+    assert compared(target, model, **call)[0] != before
+    handle.remove()
+    assert compared(target, model, **call) == (before, OWN)
+
+
+def test_code_between_passes_is_named_when_the_pair_is_made(weights: tuple[Any, Any]) -> None:
+    """A target that can't be verified is refused at once; one that decodes plainly is told of in the call."""
+    target = copy.deepcopy(weights[0])
+    target.__class__ = Nearsighted
+    with pytest.raises(ValueError, match="target: Nearsighted cannot take back rejected tokens"):
+        AssistedModelForCausalLM.from_models(target, draft="suffix")
+
+
+@pytest.mark.parametrize("draft", ["suffix", "ngram", "recycle", "early-exit:1", "layer-skip"])
+@pytest.mark.parametrize("kind", [SteeredCausal, SteeredAfterToken])
+def test_every_kind_of_draft(draft: str, kind: type, weights: tuple[Any, Any]) -> None:
+    target, model = made(weights, draft=draft)
+    call = LONG | batch(target, 2)
+    compared_or_undrafted(target, model, **call)
+    with of_class(kind, target):
+        compared_or_undrafted(target, model, **call)
+    compared_or_undrafted(target, model, **call)
+
+
+def compared_or_undrafted(target: Any, model: AssistedModelForCausalLM, **call: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert model.generate(**call).tolist() == target.generate(**call).tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sampled_text_is_that_of_the_changed_target(seed: int, weights: tuple[Any, Any]) -> None:
+    """With one token to choose from, sampling must give the greedy text of the changed model."""
+    target, model = made(weights)
+    call = LONG | batch(target, 2)
+    with of_class(SteeredCausal, target):
+        plain = target.generate(**call)
+        torch.manual_seed(seed)
+        assert model.generate(**call | {"do_sample": True, "top_k": 1}).tolist() == plain.tolist()

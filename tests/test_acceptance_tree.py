@@ -598,7 +598,7 @@ def test_in_step_the_walk_is_the_same() -> None:
             with mock.patch.object(acceptance, "sample", side_effect=lambda rest, generator: rest.argmax(-1)):
                 scores = p[every, column].log()
                 with mock.patch.object(verification, "probabilities", torch.exp):
-                    token, child = verification._choose(scores, drafted, column, True)
+                    token, child, _ = verification._choose(scores, drafted, column, True)
             for row in (child == 0).nonzero()[:, 0].tolist():
                 if len(path) == 0 or path[-1][row] > 0:
                     assert token[row] == distribution[row].argmax()

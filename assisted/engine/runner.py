@@ -7,7 +7,6 @@ same class.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from ..drafts import Draft
 from .cache import Paths, SlotCache, unsupported_layers
 from .host import on_device
 from .masks import Masks, column_depths
-from .parts import Inject, Tap, device_of
+from .parts import Inject, Tap, device_of, unwrapped
 from .prefill import Group, groups
 from .ranks import ALONE, Ranks
 from .rope import Change, change_of
@@ -62,7 +61,7 @@ class CallSettings:
     over: bool = False
     spent_once: float = 0.0
     ranks: Ranks = ALONE
-    _trusted: weakref.WeakKeyDictionary[nn.Module, Trust] = field(default_factory=weakref.WeakKeyDictionary)
+    _trusted: dict[int, Trust] = field(default_factory=dict)
 
     @property
     def fuses(self) -> bool:
@@ -71,9 +70,10 @@ class CallSettings:
 
     def trust_in(self, model: nn.Module) -> Trust:
         """Whose code a model runs in this call; examined once."""
-        if model not in self._trusted:
-            self._trusted[model] = trust(model)
-        return self._trusted[model]
+        attributes = id(vars(unwrapped(model)))  # the object that `generate` runs shares them with the target
+        if attributes not in self._trusted:
+            self._trusted[attributes] = trust(model)
+        return self._trusted[attributes]
 
     @property
     def of_heads(self) -> CallSettings:

@@ -82,7 +82,8 @@ def trust(model: Any) -> Trust:
     configs: dict[int, Any] = {}
     seen: set[tuple[type, str]] = set()
     for module in modules:
-        kinds.update(map(type, module._buffers.values()))
+        if module._buffers:
+            kinds.update(map(type, module._buffers.values()))
         if "config" in module.__dict__:
             configs[id(module.config)] = module.config
         for child in module._modules.keys():  # noqa: SIM118, a scripted module's cannot be iterated over
@@ -90,8 +91,9 @@ def trust(model: Any) -> Trust:
                 seen.add((type(module), child))
                 if hasattr(type(module), child):
                     forward.append(f"{type(module).__name__}.{child} hides a submodule")
-        for name, value in module.__dict__.items():
-            if name not in _BOOKKEEPING and type(value) not in _INERT and callable(value):
+        for name in module.__dict__.keys() - _BOOKKEEPING:
+            value = module.__dict__[name]
+            if type(value) not in _INERT and callable(value):
                 for function in _functions(value):
                     if not _is_own(function):
                         records.append(record := _examined(function))
@@ -170,8 +172,8 @@ class Code:
         return (
             len(values) == len(self._values)
             and _same(values, self._values)
-            and all(_same(_code(function), code) for function, code in self._codes.items())
-            and all(names.get(name) is value for names, name, value in self._places.values())
+            and all([_same(_code(function), code) for function, code in self._codes.items()])
+            and all([names.get(name) is value for names, name, value in self._places.values()])
         )
 
     def _blame(self, name: str, what: str, function: FunctionType | None = None) -> None:

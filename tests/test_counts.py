@@ -114,7 +114,9 @@ def test_waits(passes, rows, sampled):
         torch.manual_seed(new)
         rounds, waits = rounds_and_waits(passes, model, call, do_sample=sampled, max_new_tokens=new)
         assert rounds >= new / (LENGTH + 1) - 1
-        looks = 2 + sampled  # a CPU asks whether there is anything to draw from; an accelerator is told with the verdict
+        looks = (
+            2 + sampled
+        )  # a CPU asks whether there is anything to draw from; an accelerator is told with the verdict
         assert waits <= looks * rounds + 8  # and what a call does once
 
 

@@ -21,7 +21,7 @@ from assisted.cli.doctor import _quick
 from assisted.cli.main import main
 from assisted.doctor.comparison import Comparison, Written, compare
 from assisted.doctor.diagnosis import Check, Diagnosis, Examination, Settings
-from assisted.doctor.examine import examine, read_prompts
+from assisted.doctor.examine import _way, examine, read_prompts
 from assisted.doctor.findings import advice, bottlenecks, told
 from assisted.doctor.forecast import Drafts, Expected, Token, expect, half_as_wrong, marks, tree_columns
 from assisted.doctor.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
@@ -312,6 +312,7 @@ def an_examination(*drafts: Diagnosis, **fields: Any) -> Examination:
     known: dict[str, Any] = {
         "target": "large",
         "note": None,
+        "way": None,
         "machine": {"processor": "a processor", "device": "cpu", "dtype": "float32", "threads": 1},
         "parameters": 7_000_000,
         "text": "held-out code",
@@ -496,3 +497,21 @@ def test_a_saved_pair_brings_its_own_draft(tmp_path: Path, capsys: pytest.Captur
 
 def test_speedup_is_that_of_the_best_length() -> None:
     assert replace(a_diagnosis(), best=2).speedup.ratio == 1.5
+
+
+def test_it_says_why_a_target_takes_no_shortcuts() -> None:
+    class Louder(type(build(BY_NAME["llama"]))):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 2
+            return output
+
+    target = build(BY_NAME["llama"])
+    assert _way(target) is None
+    target.__class__ = Louder
+    way = _way(target)
+    assert way is not None
+    assert way.startswith("own forward: Louder.forward is")
+    assert "no shortcuts, own forward: Louder.forward" in told(an_examination(way=way)).replace("\n  ", " ")
+    with torch.overrides.TorchFunctionMode():  # around the class that is not own
+        assert _way(target) == "plain: TorchFunctionMode is active"

@@ -123,6 +123,7 @@ class Examination:
     Args:
         target: its name.
         note: a remark on results with this target, or None.
+        way: how its calls run, as in `Report`, and why they take no shortcuts: "own forward: ..."; None if they do.
         machine: processor, device, dtype, threads, versions.
         parameters: of the target.
         text: the source of the prompts.
@@ -142,6 +143,7 @@ class Examination:
 
     target: str
     note: str | None
+    way: str | None
     machine: dict[str, Any]
     parameters: int
     text: str

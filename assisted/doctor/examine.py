@@ -23,6 +23,7 @@ from ..bench.results import machine
 from ..bench.statistics import repeated_share, speedup
 from ..drafters.other_tokenizer import TranslatedDrafter
 from ..engine.runner import context_of
+from ..engine.trust import trust
 from ..lengths.base import Costs
 from ..modeling import AssistedModelForCausalLM
 from ..training.data import read_files
@@ -97,6 +98,7 @@ def examine(
     return Examination(
         target=name,
         note=grown.note(target),
+        way=_way(target),
         machine=machine(target.device, target.dtype),
         parameters=target.num_parameters(),
         text="held-out code" if text in (None, "zoo") else str(text),
@@ -113,6 +115,13 @@ def examine(
         repeated_4grams=repeated_share(race.wrote[race.plain_way]),
         drafts=tuple(one if isinstance(one, Diagnosis) else _diagnosis(one, race, settings) for one in found),
     )
+
+
+def _way(target: PreTrainedModel) -> str | None:
+    trusted = trust(target)
+    if trusted.between is not None:
+        return f"plain: {trusted.between}"
+    return None if trusted.is_own else f"own forward: {trusted.forward}"
 
 
 def read_prompts(text: str | None, tokenizer: Any, settings: Settings) -> list[torch.Tensor]:

@@ -96,6 +96,8 @@ def _head(examination: Examination) -> str:
     ]
     if examination.undrafted is not None:
         lines.append(f"this package without drafts: {_times(examination.undrafted)} that speed")
+    if examination.way:
+        lines.append(f"no shortcuts, {examination.way}")
     if examination.note:
         lines.append(f"note: {examination.note}")
     return "\n".join(fill(line, WIDTH, subsequent_indent="  ") for line in lines)

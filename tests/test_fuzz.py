@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, random_ids
-from fuzz import edits
+from fuzz import changes, edits
 from fuzz.cases import BY_NAME, Call, Case, Edit, draw
 from fuzz.command import main
 from fuzz.minimise import minimised
@@ -47,7 +47,7 @@ def test_all_architectures_and_edits_are_drawn() -> None:
     drawn = {
         step.name for case in map(lambda n: draw(1, n), range(800)) for step in case.steps if isinstance(step, Edit)
     }
-    assert drawn == set(edits.NAMES)
+    assert drawn == {*edits.NAMES, *changes.NAMES, *changes.PREPARED.values()}
 
 
 def test_a_sound_pair_passes() -> None:
@@ -117,7 +117,7 @@ def test_a_token_that_the_target_cannot_say_is_no_near_tie() -> None:
 
 
 def test_the_command_says_what_it_did(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("fuzz.command.draw", lambda seed, number: SOUND)
+    monkeypatch.setattr("fuzz.command.draw", lambda *of: SOUND)
     assert main(["--cases", "2", "--seed", "7"]) == 0
     assert "seed 7: 280 tokens over 1 architectures in 6 calls of 2 cases" in capsys.readouterr().out
     one_too_many(monkeypatch)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import build, half_right, random_ids
+from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
 from pairs import BY_NAME, CALL
 from torch import nn
 from torch.nn import functional
@@ -180,6 +180,16 @@ class Nearsighted(LlamaForCausalLM):
         if input_ids.shape[1] == 1:
             output.logits = output.logits.roll(1, -1)
         return output
+
+
+def unplaced(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def inner(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        if kwargs.get("position_ids") is None:
+            output.logits = output.logits.roll(1, -1)
+        return output
+
+    return inner
 
 
 class Prepares(LlamaForCausalLM):
@@ -600,6 +610,19 @@ def test_the_text_is_that_of_plain_generate(case: Case, rows: int, weights: tupl
         assert text != before  # the change shows
         assert way == case.way
         assert compared(target, model, **call) == (before, OWN if case.kind is None else FORWARD)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "lfm2"])
+def test_a_forward_that_looks_for_positions(name: str) -> None:
+    """`generate` gives it none, so that its text must not come from forward passes with positions."""
+    target = build({about.name: about for about in ARCHITECTURES + RECURRENT}[name])
+    model = AssistedModelForCausalLM.from_models(target, draft="recycle")
+    kind = type(target)
+    before, _ = compared(target, model, **LONG | batch(target, 2))
+    with of_class(type("Unplaced", (kind,), {"forward": unplaced(kind.forward)}), target):
+        text, way = compared(target, model, **LONG | batch(target, 2))
+    assert text != before
+    assert way == PLAIN
 
 
 # --- arguments and caches ---

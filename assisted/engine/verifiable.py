@@ -31,7 +31,7 @@ from .runner import (
     require_rewindable,
     without_gradients,
 )
-from .signatures import takes
+from .signatures import generate_passes, takes
 from .trust import Trust, trust
 
 __all__ = ["TESTED", "masks_of", "obstacle_to", "require_verifiable"]
@@ -171,9 +171,10 @@ def _one_by_one(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> torch
     found = []
     for start, end in [(0, prompt), *((at, at + 1) for at in range(prompt, ids.shape[1]))]:
         kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids[:, :end])}
-        if takes(model, "position_ids"):
+        if generate_passes(model, "position_ids"):
             kwargs["position_ids"] = torch.arange(start, end, device=ids.device)[None]
-        output: Any = model(ids[:, start:end], past_key_values=cache, use_cache=True, return_dict=True, **kwargs)
+        kwargs["past_key_values" if takes(model, "past_key_values") else "cache_params"] = cache
+        output: Any = model(input_ids=ids[:, start:end], use_cache=True, return_dict=True, **kwargs)
         found.append(output.logits[:, -1:].float())
     return torch.cat(found, 1)
 
@@ -191,12 +192,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     prompt, end = 7, 12
     try:
         with _attributes_kept(model) as changed, without_gradients(model):
-            single = _reader(model, ids[:, :prompt])
-            one_by_one = []
-            for column in range(prompt, end):
-                one_by_one.append(single(ids[:, column : column + 1]))
-                single.commit([1, 1])
-            expected = torch.cat(one_by_one, 1).float()
+            expected = _one_by_one(model, ids, prompt)[:, 1:]
 
             several = _reader(model, ids[:, :prompt])
             together = several(ids[:, prompt:end]).float()

@@ -13,6 +13,8 @@ import torch
 from pairs import tokenizer
 from transformers import GenerationConfig
 
+from . import changes
+
 __all__ = ["Stream", "drawn", "made"]
 
 STOPS = ["ab", "k", "Z", "q7", "!!"]
@@ -47,6 +49,7 @@ DRAWN: list[tuple[int, Callable[[random.Random, int, int], dict[str, Any]]]] = [
     (4, lambda c, rows, size: {"criteria": [c.choice(("calls", "sum", "token"))]}),
     (3, lambda c, rows, size: {"stop_strings": STOPS}),
     (2, lambda c, rows, size: {"max_time": 1000.0}),
+    (1, lambda c, rows, size: {"huge": c.choice((10**5, 10**9))}),
     (4, lambda c, rows, size: {"streamer": True}),
     (3, lambda c, rows, size: {"num_return_sequences": c.choice((2, 3)), "do_sample": True, "top_k": 1}),
     (4, lambda c, rows, size: {"return_dict_in_generate": True, c.choice(("output_scores", "output_logits")): True}),
@@ -139,6 +142,14 @@ def made(written: dict[str, Any], model: Any, ids: torch.Tensor) -> dict[str, An
         call["logits_processor"] = [PROCESSORS[name]() for name in call.pop("processors")]
     if "criteria" in call:
         call["stopping_criteria"] = [CRITERIA[name]() for name in call.pop("criteria")]
+    if (limit := call.pop("huge", None)) is not None:  # ends early; what is made for the whole length is not asked for
+        call.pop("cache_implementation", None)
+        call.pop("num_beams", None)
+        call["max_new_tokens"] = limit
+        call["stopping_criteria"] = [*call.get("stopping_criteria", ()), Calls()]
+    if call.pop("cache_layers", False):
+        call["past_key_values"] = changes.cache_of_coarse_layers(model)
+    call.pop("kept", None)
     if call.pop("streamer", False):
         call["streamer"] = Stream()
     if "stop_strings" in call:

@@ -7,15 +7,16 @@ arguments.py, drafts.py and edits.py.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from architectures import ARCHITECTURES, RECURRENT, VOCABULARY, WINDOW, Architecture
 from pairs import ENDS
 
-from . import arguments, drafts, edits
+from . import arguments, changes, drafts, edits
 
-__all__ = ["BY_NAME", "Call", "Case", "Edit", "draw"]
+__all__ = ["BY_NAME", "CHANGED", "Call", "Case", "Edit", "draw"]
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + RECURRENT}
 FUSED = ("llama", "mistral", "mistral-window", "qwen2", "qwen3")  # have layers of this package's own: more to get wrong
@@ -23,6 +24,7 @@ ROUTED = ("moe", "mixtral", "gpt_oss", "deepseek", "glm4_moe", "dbrx", "llama4",
 ROTARY = (*FUSED, "phi3", "olmo2", "granite", "gemma", "stablelm", "starcoder2", "seed_oss", "ernie4_5", "arcee")
 ROWS = (1, 2, 3, 5, 8, 12)  # more cost little, and compare more
 KNOWN = 20  # tokens of the prompts that drafts know
+CHANGED = 0.2  # of the cases put somebody's code in the target
 HEAD = 8  # head_dim of the tiny models
 
 
@@ -51,7 +53,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of the target between calls: a name of `edits.NAMES`, and what it is drawn from."""
+    """A change of the target between calls: a name of `edits.NAMES` or `changes.NAMES`, and what it is drawn from."""
 
     name: str
     seed: int = 0
@@ -81,22 +83,27 @@ class Case:
     steps: tuple[Call | Edit, ...] = ()
 
 
-def draw(seed: int, number: int) -> Case:
-    """Case `number` of `seed`. So many cases in turn go over all architectures as there are, and then again."""
+def draw(seed: int, number: int, changed: float = CHANGED) -> Case:
+    """Case `number` of `seed`. So many cases in turn go over all architectures as there are, and then again.
+
+    changed: the share of cases with somebody's code in the target.
+    """
     chance = random.Random(f"{seed}:{number}")
     names = list(BY_NAME)
     random.Random(f"{seed}:order:{number // (2 * len(names))}").shuffle(names)
     architecture = names[number // 2 % len(names)] if number % 2 else chance.choice((*FUSED, *names))
     about = BY_NAME[architecture]
-    half = chance.random() < 0.06 and not any(name in architecture for name in ROUTED)
+    routed = any(name in architecture for name in ROUTED)  # rounding chooses other experts
+    half = chance.random() < 0.06 and not routed
     kinds = {name: weight for name, weight in drafts.NAMES.items() if not (half and name.startswith("self:"))}
     if about in RECURRENT and chance.random() < 0.9:
         kinds = {name: kinds[name] for name in drafts.FROM_TEXT}
     steps = _steps(chance)
-    if architecture == "falcon-alibi":  # whose padded prompts transformers itself cannot read into a static cache
-        steps = tuple(
-            replace(step, arguments=_but_static(step.arguments)) if isinstance(step, Call) else step for step in steps
-        )
+    changing = random.Random(f"{seed}:{number}:change")
+    if changing.random() < changed:
+        steps = _changed(changing, [name for name in changes.NAMES if name != "low_bits_in_place" or not routed])
+    if architecture in ("falcon-alibi", "gpt_neo"):  # which transformers itself reads wrongly from a static cache
+        steps = tuple(map(_but_static, steps))
     return Case(
         architecture,
         chance.choice((0, 0, 1)),
@@ -168,6 +175,21 @@ def _steps(chance: random.Random) -> tuple[Call | Edit, ...]:
             rows = chance.choice(ROWS)
         found.append(_call(chance, rows, goes_on))
     return tuple(found)
+
+
+def _changed(chance: random.Random, names: Sequence[str]) -> tuple[Call | Edit, ...]:
+    """A call before, during and after a change; some go on in between."""
+    name, rows = chance.choice(names), chance.choice(ROWS[:4])
+    call = _call(chance, rows, False)
+    more = changes.ARGUMENTS.get(name, lambda chance: {})(chance)
+    own = {"use_cache": True, "pad_token_id": 0, "eos_token_id": None} if more else call.arguments
+    call = replace(call, arguments=own | {"max_new_tokens": chance.choice((12, 30, 50))})
+    during = replace(call, arguments=call.arguments | more)
+    found: list[Call | Edit] = [Edit(changes.PREPARED[name], chance.randrange(100))] if name in changes.PREPARED else []
+    found += [call, Edit(name, chance.randrange(100)), during]
+    if not more and chance.random() < 0.4:
+        found.append(replace(_call(chance, rows, True), arguments=during.arguments))
+    return (*found, Edit("undo"), call)
 
 
 def _call(chance: random.Random, rows: int, goes_on: bool) -> Call:

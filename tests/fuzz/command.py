@@ -17,7 +17,8 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
-from .cases import draw
+from .cases import CHANGED, draw
+from .changes import Effect
 from .minimise import kind_of, minimised
 from .running import Outcome, run
 
@@ -32,7 +33,7 @@ def main(words: list[str] | None = None) -> int:
     args = _parser().parse_args(words)
     if args.case is not None:
         return _one(args)
-    total = Total(args.seed)
+    total = Total(args.seed, args.changed)
     try:
         for outcome in _outcomes(args, total):
             total.add(outcome)
@@ -55,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, help="stop after so many compared tokens")
     parser.add_argument("--first", type=int, default=0, help="number of the first case (default: %(default)s)")
     parser.add_argument("--case", type=int, help="run this case alone, and say what it is")
+    parser.add_argument(
+        "--changed",
+        type=float,
+        default=CHANGED,
+        help="share of cases that change the target's code (default: %(default)s)",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--keep-going", action="store_true", help="do not stop after 20 failing cases")
@@ -64,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _one(args: argparse.Namespace) -> int:
     _prepare()
-    case = draw(args.seed, args.case)
+    case = draw(args.seed, args.case, args.changed)
     print(case, flush=True)
     outcome = run(case, args.case)
     print(f"{outcome.tokens} tokens in {outcome.calls} calls, {outcome.accepted} of {outcome.drafted} accepted")
@@ -82,8 +89,8 @@ def _prepare() -> None:
     logging.disable_progress_bar()
 
 
-def _case(seed: int, number: int, minimises: bool) -> Outcome:
-    case = draw(seed, number)
+def _case(seed: int, number: int, changed: float, minimises: bool) -> Outcome:
+    case = draw(seed, number, changed)
     outcome = run(case, number)
     if outcome.failures and minimises:
         outcome.minimal = minimised(case, kind_of(outcome.failures[0]))
@@ -117,7 +124,7 @@ def _in_turn(args: argparse.Namespace, numbers: Iterable[int], over: Any) -> Ite
     for number in numbers:
         if over():
             return
-        yield _case(args.seed, number, not args.no_minimise)
+        yield _case(args.seed, number, args.changed, not args.no_minimise)
 
 
 def _beside(args: argparse.Namespace, numbers: Iterable[int], over: Any) -> Iterator[Outcome]:
@@ -126,7 +133,7 @@ def _beside(args: argparse.Namespace, numbers: Iterable[int], over: Any) -> Iter
     with pool:
         while True:
             free = [] if over() else itertools.islice(left, 2 * args.jobs - len(running))
-            running |= {pool.submit(_case, args.seed, number, not args.no_minimise) for number in free}
+            running |= {pool.submit(_case, args.seed, number, args.changed, not args.no_minimise) for number in free}
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -139,6 +146,7 @@ class Total:
     """What all cases came to."""
 
     seed: int
+    changed: float
     cases: int = 0
     calls: int = 0
     tokens: int = 0
@@ -150,6 +158,7 @@ class Total:
     architectures: collections.Counter[str] = field(default_factory=collections.Counter)
     by_draft: dict[str, list[int]] = field(default_factory=dict)
     messages: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    effect: Effect = field(default_factory=Effect)
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
@@ -163,6 +172,7 @@ class Total:
         self.accepted += outcome.accepted
         self.seconds += outcome.seconds
         self.near_ties += len(outcome.near_ties)
+        self.effect.merge(outcome.effect)
         self.architectures[case.architecture] += outcome.tokens
         counts = self.by_draft.setdefault(case.draft, [0, 0, 0])
         self.by_draft[case.draft] = [
@@ -173,7 +183,8 @@ class Total:
                 self.messages.setdefault(kind, {}).setdefault(text, []).append(number)
         if outcome.failures:
             self.failed += 1
-            again = f"--seed {self.seed} --case {number}"
+            share = "" if self.changed == CHANGED else f" --changed {self.changed:g}"
+            again = f"--seed {self.seed} --case {number}{share}"
             self.failures.append(
                 {"again": again, "differs": outcome.failures, "case": repr(case), "smaller": repr(outcome.minimal)}
             )
@@ -184,6 +195,7 @@ class Total:
         """All of it."""
         compared = [name for name, tokens in self.architectures.items() if tokens]
         shown = {**vars(self), "architectures": dict(self.architectures), "architectures_compared": len(compared)}
+        shown["effect"] = self.effect.counts
         return json.dumps(shown, indent=2)
 
     def __str__(self) -> str:
@@ -197,6 +209,11 @@ class Total:
         ]
         for name, counts in sorted(self.by_draft.items()):
             lines.append(f"{name:<20}" + "".join(f"{count:>10,}" for count in counts))
+        if self.effect:
+            lines += [
+                "\nsomebody's code, during which the target alone wrote another text (altered):",
+                *self.effect.rows(),
+            ]
         titles = {
             "refused": "refused by the pair alone (ValueError)",
             "both_raise": "raised by both",

@@ -26,6 +26,7 @@ NAMES: dict[str, int] = {  # and how often each is drawn; those that are trained
     "recycle": 6,
     "combined": 5,
     "combined texts": 4,
+    "failing member": 2,
     "self:int8-torchao": 3,
     "eagle-1, chains": 1,
     "eagle-3, trees": 1,
@@ -34,6 +35,28 @@ NAMES: dict[str, int] = {  # and how often each is drawn; those that are trained
 }
 FROM_TEXT = ("ngram", "suffix", "suffix tree", "recycle", "combined texts", "llama")  # any target can have these
 _heard = functools.lru_cache(maxsize=8)(half_heard)
+
+
+class _Failing(NGram):
+    """Its drafts are right, but it cannot learn from the fourth round on."""
+
+    def load(self, target: Any, **kwargs: Any) -> Any:
+        drafter = super().load(target, **kwargs)
+        start = drafter.start
+
+        def failing(call: Any) -> Any:
+            drafting, seen = start(call), []
+
+            def observe(round: Any) -> None:
+                seen.append(round)
+                if len(seen) > 3:
+                    raise RuntimeError("this member cannot learn")
+
+            drafting.observe = observe
+            return drafting
+
+        drafter.start = failing
+        return drafter
 
 
 def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> Any:
@@ -52,6 +75,8 @@ def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> A
         return build(ARCHITECTURES[0])
     if name == "combined":
         return Combined((Suffix(corpus=_corpus(target)), DraftModel(half_right(target))))
+    if name == "failing member":
+        return Combined((_Failing(3, 1), Suffix(corpus=_corpus(target))))
     if name == "combined texts":
         return Combined((NGram(3, 1), Suffix()))
     return name

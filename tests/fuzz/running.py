@@ -25,8 +25,9 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, decoding
 from assisted.fast import products
+from assisted.fast.low_bit import LowBitLinear
 
-from . import arguments, edits
+from . import arguments, changes, edits
 from .cases import BY_NAME, KNOWN, Call, Case, Edit
 from .drafts import draft_for
 
@@ -45,7 +46,7 @@ class Outcome:
         tokens: compared, of all rows. calls: that were compared. drafted, accepted: of the pair's reports.
         near_ties: first differences whose two tokens lie closer than rounding. refused: messages of ValueErrors of the pair
             alone. both_raise: messages where the target alone raises, too. warned: what the pair said of going without drafts.
-        failures: what differs.
+        failures: what differs. effect: of somebody's code on the text of the target alone.
     """
 
     number: int | None = None
@@ -60,6 +61,7 @@ class Outcome:
     both_raise: list[str] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    effect: changes.Effect = field(default_factory=changes.Effect)
     minimal: Case | None = None
 
 
@@ -125,8 +127,10 @@ def _run(case: Case, outcome: Outcome, undos: list[edits.Undo]) -> None:
         outcome.failures.append(f"at load: {_said(error)}")
         return
     talk: _Talk | None = None
+    change, written = None, None  # the change at present, and the text without it
     for step in case.steps:
         if isinstance(step, Edit):
+            change = step.name if step.name in changes.NAMES else None
             before = len(undos)
             edits.edit(step.name, step.seed, [alone, target], undos)
             assert len(undos) <= before + 1
@@ -134,6 +138,15 @@ def _run(case: Case, outcome: Outcome, undos: list[edits.Undo]) -> None:
         talk = _Talk.begun(step, alone) if talk is None or not step.continues else talk.gone_on(step, alone)
         if not _compare(step, talk, alone, pair, outcome):
             return
+        if any(isinstance(other, Edit) and other.name in changes.NAMES for other in case.steps) and not step.continues:
+            if change is not None:
+                way = () if pair.report is None else (pair.report.way,)
+                altered = () if written is None or torch.equal(talk.ids, written) else ("altered",)
+                outcome.effect.add(change, "calls", *altered, *way)
+            elif written is None:
+                written = talk.ids
+            elif not torch.equal(talk.ids, written):
+                outcome.failures.append("the fuzzer itself: a change was not undone")
     _unchanged(alone, target, outcome)
 
 
@@ -230,8 +243,15 @@ def _compare(call: Call, talk: _Talk, alone: PreTrainedModel, pair: Any, outcome
         outcome.accepted += pair.report.accepted
     first, second = (_sequences(result) for result in (plain[0], assisted[0]))
     prompt = 0 if "embeds" in call.arguments else talk.ids.shape[1]
+    if call.arguments.get("kept"):
+        talk.ids, outcome.tokens = first, outcome.tokens + second[:, prompt:].numel()
+        outside = changes.outside_kept(alone, second, prompt, call.arguments["top_p"])
+        outcome.failures += [f"{_of(call)}: {where} lies outside of top_p, by the pair" for where in outside[:1]]
+        return not outside
     explain = functools.partial(_scores, call, talk, alone, before, first)
-    if not same_text(call, first, second, prompt, explain, outcome, alone.dtype):
+    coarse = any(isinstance(module, LowBitLinear) for module in alone.modules())  # computes in bfloat16
+    dtype = torch.bfloat16 if coarse else alone.dtype
+    if not same_text(call, first, second, prompt, explain, outcome, dtype):
         return False
     if plain[1] != assisted[1]:
         outcome.failures.append(f"{_of(call)}: the streams differ: {plain[1]!r:.200} and {assisted[1]!r:.200}")

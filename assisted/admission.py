@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 
 from .drafts import DraftingStopped
 from .engine.masks import Masks
+from .engine.ranks import waits_for_others
 from .engine.recurrent import has_uncounted_states
 from .engine.rope import change_of, reads_anew_at
 from .loading.adapters import mixes_adapters
@@ -37,6 +38,7 @@ __all__ = [
     "require_own_drafting",
     "require_prompt",
     "require_rows",
+    "set_in",
     "warn_plain",
 ]
 
@@ -98,6 +100,12 @@ def require_own_drafting(config: GenerationConfig | None, own: GenerationConfig 
             )
 
 
+def set_in(config: GenerationConfig) -> dict[str, Any]:
+    """transformers' own drafting methods that a config chooses, with their values."""
+    values = {name: getattr(config, name, None) for name in SET_MODES}
+    return {name: value for name, value in values.items() if value is not None and value is not False}
+
+
 def must_be_plain(
     model: Any, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
@@ -107,6 +115,8 @@ def must_be_plain(
     """
     if mixes_adapters(model):
         return MIXED
+    if waits_for_others(model):  # each of which has another text
+        return "every process must run as many forward passes as the others"
     if model.training and getattr(model, "is_activation_checkpointing", False):
         return "in training mode, activation checkpointing leaves no cache to rewind; call model.eval() first"
     if (why := rounds_by_pass(model)) is not None:

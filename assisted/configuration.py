@@ -38,6 +38,27 @@ except ImportError as error:
 __all__ = ["AssistedConfig", "AssistedModelForCausalLM"]
 '''
 
+_ENTRY = '''\
+"""`model.generate(**inputs, custom_generate=THIS_REPOSITORY, trust_remote_code=True)` is faster with the draft named here.
+
+The text is the same as without it. The Python package `assisted` does the work.
+"""
+
+try:
+    from assisted.custom_generate import drafting_with
+except ImportError as error:
+    raise ImportError(
+        "custom_generate: the Python package `assisted` drafts for this model, and is not installed here. Install it, or call "
+        "generate without custom_generate."
+    ) from error
+
+generate = drafting_with(
+    draft={draft},
+    draft_length={draft_length},
+    has_files={has_files},
+)
+'''
+
 
 class AssistedConfig(PretrainedConfig):
     """The configuration of an assisted model.
@@ -115,6 +136,14 @@ class AssistedConfig(PretrainedConfig):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{_CODE}.py").write_text(_CODE_FILE, encoding="utf-8")
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    def save_entry(self, folder: Path) -> None:
+        """Write `custom_generate/generate.py` into a saved pair's folder, for `generate(custom_generate=FOLDER_OR_ID)`."""
+        entry = folder / "custom_generate" / "generate.py"
+        entry.parent.mkdir(exist_ok=True)
+        has_files = (folder / "draft").is_dir()
+        text = _ENTRY.format(draft=repr(self.draft), draft_length=repr(self.draft_length), has_files=has_files)
+        entry.write_text(text, encoding="utf-8")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

@@ -1,22 +1,21 @@
-"""The hook into transformers' `generate`, which replaces its loop over tokens.
+"""The loop that transformers' `generate` runs in place of its own (`custom_generate`), which is public for this purpose.
 
-The target's own GenerationMixin prepares ids, processors, criteria and cache. Only the sampling loop is replaced, in a class
-derived from the target's that shares its attributes. The target's own class and state are not changed.
+transformers prepares ids, processors, criteria and cache, and the loop drafts and verifies. The target is not changed. A call
+that cannot be assisted is made again without the loop: then it is the target's own `generate`.
 """
 
 from __future__ import annotations
 
-import functools
+import copy
 import time
 import warnings
 from collections.abc import Callable
-from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -25,7 +24,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from .admission import SET_MODES, cache_name, constants, must_be_plain, require_prompt, require_rows, warn_plain
+from .admission import cache_name, constants, must_be_plain, require_prompt, require_rows, set_in, warn_plain
 from .decoding import decode
 from .distribution import Distribution
 from .drafters import Call
@@ -43,104 +42,169 @@ from .lossy import LossyTypical
 from .report import Recorder
 from .text import Text
 
-__all__ = ["CALL", "HookedCall", "hooked"]
+__all__ = ["Generation"]
+
+_OTHER_MODE = "this generation mode is neither greedy nor sampling"
+_MODES = ("greedy_search", "sample")
+
+
+class _Plainly(Exception):
+    """Ends a call that has to be made again without drafts. Its text is the reason."""
 
 
 @dataclass
-class HookedCall:
-    """The data that the hook needs about the current `generate`.
+class Prepared:
+    """What transformers prepared for a loop over tokens.
 
     Args:
-        model: the pair, which has the `generation_config`, `drafter` and `graphs`.
-        start_length: creates the draft length policy's state, given the number of rows and whether the call samples.
-        overridden: called with name and value of each setting in the target's config that is ignored.
-        recorder, settings, lossy: those of this call.
-        reached: whether the hook was reached, which happens in greedy and sampling modes.
+        model: the target without an adapter's wrapper.
+        input_ids: [B, P] int64, the prompt, which is empty beside `inputs_embeds`.
+        processors, criteria: lists of transformers' logits processors and stopping criteria.
+        config: the settings of the call.
+        kwargs: arguments of the model's forward, with the cache.
     """
 
     model: Any
+    input_ids: torch.Tensor
+    processors: Any
+    criteria: Any
+    config: GenerationConfig
+    kwargs: dict[str, Any]
+
+    @property
+    def cache(self) -> DynamicCache | StaticCache:
+        """The caller's cache, or the one that transformers made."""
+        found: DynamicCache | StaticCache = self.kwargs[cache_name(self.kwargs)]
+        return found
+
+    @property
+    def returns_cache(self) -> bool:
+        """Whether the caller gets the KV, including that of the prompt's padding."""
+        return bool(self.config.return_dict_in_generate) or getattr(self.cache, "_is_user_defined", False)
+
+
+@dataclass
+class Generation:
+    """One assisted call of `generate`.
+
+    Args:
+        pair: has the target, the `generation_config`, the `drafter` and the `graphs`.
+        start_length: creates the draft length policy's state, given the number of rows and whether the call samples.
+        ignored: called with name and value of each setting in the target's config that is ignored.
+        recorder, settings, lossy: those of this call.
+    """
+
+    pair: Any
     start_length: Callable[[int, bool], Length]
-    overridden: Callable[[str, Any], None]
+    ignored: Callable[[str, Any], None]
     recorder: Recorder
     settings: CallSettings
     lossy: LossyTypical | None = None
-    reached: bool = False
+    _streamer: Any = field(default=None, init=False)
+    _tokenizer: Any = field(default=None, init=False)  # that heals the prompt's last token
+    _reached: bool = field(default=False, init=False)
 
+    def run(self, inputs: Any, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
+        """The output of `generate`, whose arguments these are."""
+        model = unwrapped(self.pair.target)
+        generation_config, kwargs = self._as_the_pair(model, generation_config, kwargs)
+        given, for_loop = self._for_the_loop(generation_config, kwargs)
+        self._streamer = kwargs.get("streamer")
 
-CALL: ContextVar[HookedCall] = ContextVar("assisted_call")
+        def loop(
+            model: Any,
+            input_ids: torch.Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: GenerationConfig,
+            **model_kwargs: Any,
+        ) -> Any:
+            self._reached = True
+            if self._tokenizer is not None:
+                input_ids = model.heal_tokens(input_ids, self._tokenizer)
+            return self._loop(
+                Prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+            )
 
+        try:
+            output = model.generate(inputs, given, custom_generate=loop, **for_loop)
+        except _Plainly as plainly:
+            reason = str(plainly)
+        else:
+            if self._reached:
+                return output
+            reason = _OTHER_MODE
+        self.recorder.ran("plain", reason)
+        warn_plain(reason)
+        if not self._reached:
+            return output
+        if self._streamer is not None:
+            kwargs = {**kwargs, "streamer": _AfterThePrompt(self._streamer)}
+        return model.generate(inputs, generation_config, **kwargs)
 
-class _GenerateHook:
-    """Overrides the method of GenerationMixin that loops over tokens, and the source of its settings."""
+    def _as_the_pair(
+        self, model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> tuple[GenerationConfig | None, dict[str, Any]]:
+        """The call's settings without transformers' own drafting methods, and with those of an adapter's wrapper, which may
+        have a config that differs from the inner model's."""
+        own = self.pair.generation_config
+        if own is not model.generation_config:
+            config = GenerationConfig() if config is None else copy.deepcopy(config)
+            config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
+            kwargs = config.update(**kwargs)
+        elsewhere = set_in(own)
+        for name, value in elsewhere.items():
+            self.ignored(name, value)
+        return config, kwargs | dict.fromkeys(elsewhere)
 
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """The target's. An adapter's wrapper may have one that differs from the inner model's."""
-        return CALL.get().model.generation_config
+    def _for_the_loop(
+        self, config: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> tuple[GenerationConfig | None, dict[str, Any]]:
+        """The same settings, without those for which transformers needs a tokenizer, which it doesn't pass on to a loop."""
+        tokenizer = kwargs.get("tokenizer")
+        if tokenizer is None:
+            return config, kwargs
 
-    def _prepare_generation_config(self: Any, *args: Any, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
-        """Ignore transformers' own drafting methods in the model's config, in favor of this model's."""
-        prepared, others = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
-        for name in SET_MODES:
-            value = getattr(prepared, name, None)
-            if value is not None and value is not False:
-                setattr(prepared, name, None)
-                CALL.get().overridden(name, value)
-        return prepared, others
+        def setting(name: str) -> Any:
+            places = (kwargs.get(name), getattr(config, name, None), getattr(self.pair.generation_config, name, None))
+            return next((value for value in places if value is not None), None)
 
-    def _sample(
-        self: Any,
-        input_ids: torch.LongTensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        tokenizer: Any = None,  # for stop strings, which already have it
-        **model_kwargs: Any,
-    ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
-        call = CALL.get()
-        call.reached = True
-        require_prompt(input_ids, model_kwargs)
-        drafter, target = call.model.drafter, unwrapped(call.model.target)
-        trusted = call.settings.trust_in(target)
-        reason = must_be_plain(self, input_ids, generation_config, model_kwargs)
-        if synced_gpus:  # fully sharded data parallel: every process has another text
-            reason = "every process must run as many forward passes as the others"
+        changed: dict[str, Any] = {}
+        if setting("token_healing"):
+            self._tokenizer, changed["token_healing"] = tokenizer, False
+        if (strings := setting("stop_strings")) is not None:
+            criteria = kwargs.get("stopping_criteria") or []
+            changed["stop_strings"] = None
+            if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # a caller's goes first
+                criteria = [*criteria, StopStringCriteria(tokenizer, strings)]
+            changed["stopping_criteria"] = StoppingCriteriaList(criteria)
+        return config, kwargs | changed
+
+    def _loop(self, call: Prepared) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Decode a prepared call with drafts. Raises `_Plainly` if that cannot be done."""
+        if call.config.get_generation_mode() not in _MODES:
+            raise _Plainly(_OTHER_MODE)
+        require_prompt(call.input_ids, call.kwargs)
+        drafter, model = self.pair.drafter, call.model
+        reason = must_be_plain(model, call.input_ids, call.config, call.kwargs)
         if reason is None:  # asked in every call, because the target may have been moved, cast or patched
-            reason = obstacle_to(target, trusted, drafter.run_target)
+            reason = obstacle_to(model, self.settings.trust_in(model), drafter.run_target)
         if reason is not None:
-            call.recorder.ran("plain", reason)
-            warn_plain(reason)
-            return super()._sample(  # type: ignore[misc]
-                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
-            )
-        given = model_kwargs[cache_name(model_kwargs)]
-        details = bool(generation_config.return_dict_in_generate)
-        wanted = details or getattr(given, "_is_user_defined", False)
+            raise _Plainly(reason)
+        given, wanted = call.cache, call.returns_cache
         # such models keep tensors of their angles, which must not be inference tensors
-        keeps = any(change_of(model) is not None for model in (self, *drafter.models))
+        keeps = any(change_of(one) is not None for one in (model, *drafter.models))
         # results are copied outside of this mode, so that callers get ordinary tensors
-        mode = torch.no_grad() if keeps else without_gradients(self, *drafter.modules)
-        with mode, self._optimize_model_for_decode(), prefetching(self):
-            text, target = _extend(
-                self,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                streamer,
-                given,
-                model_kwargs,
-                wanted,
-            )
+        mode = torch.no_grad() if keeps else without_gradients(model, *drafter.modules)
+        with mode, model._optimize_model_for_decode(), prefetching(model):
+            text, target = self._extend(call)
             if wanted:
                 _read_to_the_end(target, text)
-        if streamer is not None:
-            streamer.end()
+        if self._streamer is not None:
+            self._streamer.end()
         if wanted:
-            _hand_back(target, given, self.config.get_text_config(decoder=True))
-        if not details:
+            _hand_back(target, given, model.config.get_text_config(decoder=True))
+        if not call.config.return_dict_in_generate:
             return text.output()
         return GenerateDecoderOnlyOutput(
             sequences=text.output(),
@@ -149,81 +213,81 @@ class _GenerateHook:
             past_key_values=given,
         )
 
+    def _extend(self, call: Prepared) -> tuple[Text, CachedModel]:
+        """Read the prompt and run the loop. Returns the finished text, and the target with its KV."""
+        model, input_ids, config, settings = call.model, call.input_ids, call.config, self.settings
+        trusted = settings.trust_in(model)
+        masks = masks_of(model, trusted)
+        attention_mask = call.kwargs.get("attention_mask")
+        distribution = Distribution(call.processors, config.do_sample, self.lossy)
+        criteria, ranks = call.criteria, settings.ranks
+        if ranks.several:
+            criteria = _shared_call(ranks, input_ids, criteria, distribution.do_sample)
+        pad = config._pad_token_tensor
+        details = config.return_dict_in_generate
+        text = Text(
+            input_ids,
+            criteria,
+            None if pad is None else int(pad),
+            self._streamer,
+            keep_scores=bool(details and config.output_scores),
+            keep_logits=bool(details and config.output_logits),
+        )
+        self.recorder.row_tokens = text.row_tokens  # which grows: the report of a running call reads it
+        embeddings = call.kwargs.get("inputs_embeds")  # of a prompt whose ids may also be in the text
+        further = constants(call.kwargs)
+        because = trusted.forward
+        if further:
+            because = because or f"its forward is given {min(further)}"
+        elif embeddings is not None and embeddings.dtype != model.dtype:
+            because = because or f"inputs_embeds are {embeddings.dtype}"
+        elif not settings.fuses:
+            because = because or 'fast="eager"'
+        if because is not None:
+            settings.mode = "eager"
+            self.recorder.ran("own forward", because)
+        width = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
+        past = call.cache if isinstance(call.cache, DynamicCache) else None
+        if past is not None:
+            require_rows(past, text.rows)
+        limit = text.max_length + max(0, width - input_ids.shape[1]) + (0 if past is None else held(past))
+        cache = slots_for(model, past, text.rows, limit, masks)
+        cache.hide(attention_mask)
+        length = self.start_length(text.rows, distribution.do_sample)
+        drafter = self.pair.drafter
+        target = open_runner(model, lambda form: drafter.run_target(form, cache, masks), settings, self.pair.graphs)
+        target.constants = further
+        if distribution.lossy is not None:
+            _require_possible(distribution, text, target)
+        started = time.perf_counter()
+        logits = _read_prompt(target, call)
+        positions = call.kwargs.get("position_ids")  # autoregressive decoding continues from the last ones
+        cache.begin_rounds(width, None if positions is None else _last_positions(positions, text.rows))
+        if max(cache.unpadded) > target.context:
+            warn_plain(f"the prompt is longer than the target's context of {target.context} tokens")
+        self.recorder.verify_seconds = self.recorder.prompt_seconds = time.perf_counter() - started
+        own_mask = None
+        if attention_mask is not None and input_ids.shape[1] <= attention_mask.shape[1]:
+            own_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]
+        drafting = drafter.start(Call(own_mask, distribution.for_draft(), length, text.max_length, target, settings))
+        decode(target, drafting, text, distribution, length, logits, self.recorder)
+        self.recorder.predicted_speedup = length.predicted_speedup
+        return text, target
 
-def _extend(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    streamer: Any,
-    given: DynamicCache | StaticCache,
-    model_kwargs: dict[str, Any],
-    wanted: bool,
-) -> tuple[Text, CachedModel]:
-    """Read the prompt and run the loop. Returns the finished text, and the target with its KV.
 
-    wanted: whether the caller gets the KV, including that of the prompt's padding.
-    """
-    call = CALL.get()
-    trusted = call.settings.trust_in(unwrapped(call.model.target))
-    masks = masks_of(model, trusted)
-    attention_mask = model_kwargs.get("attention_mask")
-    distribution = Distribution(logits_processor, generation_config.do_sample, call.lossy)
-    ranks = call.settings.ranks
-    if ranks.several:
-        stopping_criteria = _shared_call(ranks, input_ids, stopping_criteria, distribution.do_sample)
-    pad = generation_config._pad_token_tensor
-    details = generation_config.return_dict_in_generate
-    text = Text(
-        input_ids,
-        stopping_criteria,
-        None if pad is None else int(pad),
-        streamer,
-        keep_scores=bool(details and generation_config.output_scores),
-        keep_logits=bool(details and generation_config.output_logits),
-    )
-    call.recorder.row_tokens = text.row_tokens  # which grows: the report of a running call reads it
-    embeddings = model_kwargs.get("inputs_embeds")  # of a prompt whose ids may also be in the text
-    further = constants(model_kwargs)
-    because = trusted.forward
-    if further:
-        because = because or f"its forward is given {min(further)}"
-    elif embeddings is not None and embeddings.dtype != model.dtype:
-        because = because or f"inputs_embeds are {embeddings.dtype}"
-    elif not call.settings.fuses:
-        because = because or 'fast="eager"'
-    if because is not None:
-        call.settings.mode = "eager"
-        call.recorder.ran("own forward", because)
-    width = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
-    past = given if isinstance(given, DynamicCache) else None
-    if past is not None:
-        require_rows(past, text.rows)
-    limit = text.max_length + max(0, width - input_ids.shape[1]) + (0 if past is None else held(past))
-    cache = slots_for(model, past, text.rows, limit, masks)
-    cache.hide(attention_mask)
-    model_kwargs[cache_name(model_kwargs)] = cache
-    length = call.start_length(text.rows, distribution.do_sample)
-    drafter = call.model.drafter
-    target = open_runner(model, lambda form: drafter.run_target(form, cache, masks), call.settings, call.model.graphs)
-    target.constants = further
-    if distribution.lossy is not None:
-        _require_possible(distribution, text, target)
-    started = time.perf_counter()
-    logits = _read_prompt(target, input_ids, generation_config, model_kwargs, wanted)
-    positions = model_kwargs.get("position_ids")  # autoregressive decoding continues from the last ones
-    cache.begin_rounds(width, None if positions is None else _last_positions(positions, text.rows))
-    if max(cache.unpadded) > target.context:
-        warn_plain(f"the prompt is longer than the target's context of {target.context} tokens")
-    call.recorder.verify_seconds = call.recorder.prompt_seconds = time.perf_counter() - started
-    own_mask = None
-    if attention_mask is not None and input_ids.shape[1] <= attention_mask.shape[1]:
-        own_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]
-    drafting = drafter.start(Call(own_mask, distribution.for_draft(), length, text.max_length, target, call.settings))
-    decode(target, drafting, text, distribution, length, logits, call.recorder)
-    call.recorder.predicted_speedup = length.predicted_speedup
-    return text, target
+class _AfterThePrompt(BaseStreamer):
+    """A streamer that has the prompt already."""
+
+    def __init__(self, streamer: Any):
+        self.streamer, self.has_prompt = streamer, False
+
+    def put(self, value: Any) -> None:
+        if self.has_prompt:
+            self.streamer.put(value)
+        self.has_prompt = True
+
+    def end(self) -> None:
+        self.streamer.end()
 
 
 def _shared_call(ranks: Ranks, input_ids: torch.Tensor, criteria: Any, do_sample: bool) -> Any:
@@ -258,50 +322,25 @@ class _AnyRank(StoppingCriteria):
         return torch.tensor(self.ranks.largest(stopped.tolist()), device=input_ids.device).bool()
 
 
-def hooked(target: PreTrainedModel) -> Any:
-    """The target with our sampling loop: an object of a derived class that shares its attributes."""
-    owner = unwrapped(target)
-    other: Any = object.__new__(_hooked_class(type(owner)))  # type: ignore[arg-type]
-    other.__dict__ = owner.__dict__
-    return other
+def _read_prompt(target: CachedModel, call: Prepared) -> torch.Tensor:
+    """Read the prompt into the target's slots as its own `generate` does. Returns the logits after it, [B, 1, V].
 
-
-@functools.cache
-def _hooked_class(target_class: Any) -> type:
-    prepare = target_class.prepare_inputs_for_generation
-
-    @functools.wraps(prepare)  # `generate` reads its signature
-    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The target's own, but it keeps our slots where the target would drop its cache for a long prompt (Phi-3)."""
-        inputs: dict[str, Any] = prepare(self, *args, **kwargs)
-        cache = kwargs.get("past_key_values")
-        return inputs | {"past_key_values": cache} if isinstance(cache, SlotCache) else inputs
-
-    own = {"__module__": target_class.__module__, "prepare_inputs_for_generation": prepare_inputs}
-    return type(target_class.__name__, (_GenerateHook, target_class), own)
-
-
-def _read_prompt(
-    target: CachedModel, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], whole: bool
-) -> torch.Tensor:
-    """Read the prompt as the target's own `generate` does. Returns the logits after it, [B, 1, V].
-
-    whole: also read the padding before short prompts, whose KV only a caller's next turn may use.
+    If the caller gets the KV, the padding before short prompts is read as well: only the caller's next turn may use it.
     """
-    model: Any = target.model
-
-    tensors = {name: value for name, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
+    model, input_ids = _OverSlots(target.model), call.input_ids
+    kwargs = call.kwargs | {cache_name(call.kwargs): target.cache}
+    tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
     by_column = all(tensor.shape[:2] == input_ids.shape for tensor in tensors.values())
 
     def read(rows: list[int], first: int) -> torch.Tensor:
         part: dict[str, Any] = {n: tensor[rows, first:] for n, tensor in tensors.items()} if by_column else {}
         if target.last_only:
             part["last_only"] = True
-        output = model._prefill(input_ids[rows, first:], generation_config, {**model_kwargs, **part})
+        output = type(target.model)._prefill(model, input_ids[rows, first:], call.config, {**kwargs, **part})
         return output.logits[:, -1:].to(input_ids.device)
 
     try:
-        if whole or not by_column:  # with a caller's past, the mask is longer
+        if call.returns_cache or not by_column:  # with a caller's past, the mask is longer
             return read(list(range(len(input_ids))), 0)
         return target.by_groups(input_ids.shape[1], read)
     except IndexError as error:
@@ -310,6 +349,24 @@ def _read_prompt(
                 f"input_ids: the prompt has {input_ids.shape[1]} tokens, but the target's context ends at {target.context}"
             ) from error
         raise
+
+
+class _OverSlots:
+    """A model that keeps our slots where its `generate` would drop its cache for a long prompt (Phi-3)."""
+
+    def __init__(self, model: Any):
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._model(**inputs)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(*args, **kwargs)
+        cache = kwargs.get("past_key_values")
+        return inputs | {"past_key_values": cache} if isinstance(cache, SlotCache) else inputs
 
 
 def _last_positions(positions: torch.Tensor, rows: int) -> list[int]:

@@ -41,7 +41,7 @@ from .engine.runner import CallSettings, require_decoder_config
 from .engine.verifiable import require_verifiable
 from .fast.graphs import Graphs, require_mode
 from .forwarding import ForwardsToTarget
-from .generation import CALL, HookedCall, hooked
+from .generation import Generation
 from .lengths import remembered
 from .loading.adapters import base_path, has_adapter, outside_layers, require_in_layers, save_adapter, trusting
 from .loading.checkpoints import write_index
@@ -61,7 +61,6 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _ALIKE = 0.8  # of 1: a name this similar to an argument is taken for a misspelling
 _BOOKS = threading.Lock()  # guards what calls in several threads write to a model
 _CONTINUOUS = "continuous batching runs the target's own loop over all requests"
-_OTHER_MODE = "this generation mode is neither greedy nor sampling"
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _HUB_ARGUMENTS = (*_SNAPSHOT, "proxies", "trust_remote_code")
 
@@ -340,23 +339,18 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             recorder.ran("plain", reason)
             warn_plain(reason)
             assisted = False
-        lengths_started: list[tuple[Any, lengths.Length]] = []
-        start_length = functools.partial(self._start_length, policy, lengths_started, settings.ranks)
-        call = HookedCall(self, start_length, self._warn_overridden, recorder, settings, lossy_typical)
+        started: list[tuple[Any, lengths.Length]] = []  # by the kind of call, if it was assisted
         if assisted:
-            token = CALL.set(call)
+            start_length = functools.partial(self._start_length, policy, started, settings.ranks)
+            call = Generation(self, start_length, self._warn_ignored, recorder, settings, lossy_typical)
             self._running = recorder
             try:
-                output = hooked(self.target).generate(inputs, generation_config, **kwargs)
+                output = call.run(inputs, generation_config, kwargs)
             finally:
-                CALL.reset(token)
                 self._running = None
-                call.settings.over = True
-                for _, length in lengths_started:
+                settings.over = True
+                for _, length in started:
                     length.end()
-            if not call.reached:
-                recorder.ran("plain", _OTHER_MODE)
-                warn_plain(_OTHER_MODE)
         else:
             output = self.target.generate(inputs, generation_config, **kwargs)
         if not recorder.row_tokens:
@@ -365,9 +359,9 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         recorder.stop()
         with _BOOKS:
             self._recorded.add(recorder)
-            for kind, length in lengths_started:
+            for kind, length in started:
                 self._lengths = [*(entry for entry in self._lengths if entry[0] != kind), (kind, length)][-_KINDS:]
-        for kind, length in lengths_started:
+        for kind, length in started:
             if length.costs is not None and settings.ranks.is_first:
                 remembered.remember(self._costs_key(kind, settings.ranks), length.costs)
         self.report = recorder.report()
@@ -420,14 +414,23 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """Reset `totals`."""
         self._recorded = Recorder()
 
-    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:  # type: ignore[override]
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | Path, push_to_hub: bool = False, custom_generate: bool = False, **kwargs: Any
+    ) -> None:
         """Write one folder: `target/`, `draft/` (if the draft is a model), and a config.json for the pair.
 
-        save_directory: the folder. kwargs: of the target's `save_pretrained`, or of `push_to_hub`.
+        save_directory: the folder. custom_generate: also write `custom_generate/generate.py`, with which the target's own
+        `generate(custom_generate=FOLDER_OR_ID, trust_remote_code=True)` drafts. kwargs: of the target's `save_pretrained`, or
+        of `push_to_hub`.
 
         For a model with a PEFT adapter only the adapter is written, which names its base model. Raises ValueError if it could
         not be read back.
         """
+        if custom_generate and push_to_hub:
+            raise ValueError(
+                "custom_generate: push_to_hub writes the folder again, without it; save the folder first, and upload it with "
+                "`hf upload REPOSITORY FOLDER`"
+            )
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         hub = {name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "token") if name in kwargs}
@@ -449,6 +452,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if target is not self.target:
             config.target = target.config
         config.save_pretrained(folder)
+        if custom_generate:
+            config.save_entry(folder)
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
 
@@ -534,7 +539,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             self._costs_keys[ran] = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
         return self._costs_keys[ran]
 
-    def _warn_overridden(self, name: str, value: Any) -> None:
+    def _warn_ignored(self, name: str, value: Any) -> None:
         """Warn once of a setting of the target's generation config that is not used here."""
         if name not in self._warned:
             self._warned.add(name)

@@ -171,8 +171,10 @@ def test_a_process_alone_exchanges_nothing() -> None:
 def test_data_parallel_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes with other texts, which wait for each other in every forward pass: transformers sets `synced_gpus`."""
     target, model = pair()
-    monkeypatch.setattr("transformers.generation.utils.is_fsdp_managed_module", lambda module: True)
-    monkeypatch.setattr("transformers.generation.utils._get_torch_distributed_world_size", lambda: 2)
+    for name in ("transformers.generation.utils", "assisted.engine.ranks"):
+        monkeypatch.setattr(f"{name}.is_fsdp_managed_module", lambda module: True)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda *group: 2)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *args, **kwargs: None)
     monkeypatch.setattr(trust, "_is_own_file", lambda file: True)  # torch's own, where there are processes
     ids = prompt()["ids"]

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from .host import is_out_of_memory
 
-__all__ = ["ALONE", "Ranks", "fingerprint", "ranks_of"]
+__all__ = ["ALONE", "Ranks", "fingerprint", "ranks_of", "waits_for_others"]
 
 
 class Ranks:
@@ -108,3 +109,10 @@ def ranks_of(*models: nn.Module) -> Ranks:
 def fingerprint(*values: Any) -> int:
     """A number for `Ranks.agree` that stands for numbers and lists of numbers."""
     return zlib.crc32(repr(values).encode())
+
+
+def waits_for_others(model: nn.Module) -> bool:
+    """Whether each forward pass waits for processes with other texts: fully sharded data parallel, DeepSpeed's ZeRO-3."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    return is_fsdp_managed_module(model) or is_deepspeed_zero3_enabled()

@@ -70,10 +70,10 @@ class CallSettings:
 
     def trust_in(self, model: nn.Module) -> Trust:
         """Whose code a model runs in this call; examined once."""
-        attributes = id(vars(unwrapped(model)))  # the object that `generate` runs shares them with the target
-        if attributes not in self._trusted:
-            self._trusted[attributes] = trust(model)
-        return self._trusted[attributes]
+        model = unwrapped(model)
+        if id(model) not in self._trusted:  # both outlive the call
+            self._trusted[id(model)] = trust(model)
+        return self._trusted[id(model)]
 
     @property
     def of_heads(self) -> CallSettings:

@@ -25,6 +25,7 @@ from .engine.masks import Masks
 from .engine.ranks import waits_for_others
 from .engine.recurrent import has_uncounted_states
 from .engine.rope import change_of, reads_anew_at
+from .engine.session import Session
 from .loading.adapters import mixes_adapters
 from .loading.quantization import rounds_by_pass
 
@@ -167,7 +168,9 @@ def _cannot_rewind(cache: Any, name: str, handed_back: bool, by_masks: bool) -> 
     if type(cache) is StaticCache and not getattr(cache, "_is_user_defined", False):
         states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
         return f"{name}: a {kind} of this model cannot be filled" if handed_back and (states or not by_masks) else None
-    if type(cache) is not DynamicCache:
+    if type(cache) is Session and cache.in_slots:
+        return None
+    if type(cache) not in (DynamicCache, Session):
         return f"{name}: a {kind} cannot be rewound here; use a DynamicCache, or leave out cache_implementation"
     for part in (cache, *cache.layers):
         held = [value for value in vars(part).values() if callable(value)]  # methods of its own, or kinds of layers

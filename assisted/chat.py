@@ -1,6 +1,6 @@
-"""A conversation that keeps its KV cache from turn to turn.
+"""A conversation in a session, which keeps what target and drafter have read from turn to turn.
 
-Handles chat templates and the contents of the cache; knows nothing of terminals or drafting.
+Handles chat templates and tokens; knows nothing of terminals or drafting.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from .modeling import AssistedModelForCausalLM
 
@@ -38,7 +37,7 @@ class Reply:
 class Conversation:
     """Messages and their tokens.
 
-    Invariant between turns: `ids` are all tokens that the model has read or generated, `written` is their text, and the cache
+    Invariant between turns: `ids` are all tokens that the model has read or generated, `written` is their text, and the session
     holds all of `ids` but the last token, or it is empty.
 
     Args:
@@ -90,7 +89,7 @@ class Conversation:
             return self._answer(max_new_tokens, kwargs)
         except BaseException:
             self.messages.pop()
-            self._forget_tokens()  # an interrupted call may have written to the cache
+            self._forget_tokens()
             raise
 
     def _answer(self, max_new_tokens: int, kwargs: dict[str, Any]) -> Reply:
@@ -101,12 +100,12 @@ class Conversation:
             raise ContextFull(
                 f"message: the conversation has {len(ids)} tokens, the model's context {limit}; /reset starts a new one"
             )
-        cached = self.cache.get_seq_length()
+        cached = self.session.get_seq_length()
         inputs = torch.tensor([ids], device=self.model.target.device)
         output = self.model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            past_key_values=self.cache,
+            past_key_values=self.session,
             max_new_tokens=max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids)),
             **kwargs,
         )
@@ -132,7 +131,7 @@ class Conversation:
 
     def _forget_tokens(self) -> None:
         self.ids, self.written = [], []
-        self.cache = DynamicCache(config=self.model.target.config)
+        self.session = self.model.session()
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -35,8 +35,8 @@ def decode(
     length: Length,
     logits: torch.Tensor,
     recorder: Recorder,
-) -> None:
-    """Extend `text` until every row has ended.
+) -> Drafting | None:
+    """Extend `text` until every row has ended. Returns the drafting; None if it has failed.
 
     logits: [B, 1, V], the target's after the prompt. They verify an empty draft, which yields the first token.
     """
@@ -79,6 +79,7 @@ def decode(
         length.observe(round)
         if CHECK_INVARIANTS:
             _check(target, text, earlier)
+    return drafting
 
 
 def _verify(target: CachedModel, text: Text, draft: Draft, in_lockstep: bool) -> tuple[Draft, torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ from transformers.generation.stopping_criteria import (
 from .admission import cache_name, constants, must_be_plain, require_prompt, require_rows, set_in, warn_plain
 from .decoding import decode
 from .distribution import Distribution
-from .drafters import Call
+from .drafters import Call, Drafting
 from .engine.cache import SlotCache
 from .engine.parts import unwrapped
 from .engine.prefetch import prefetching
@@ -35,6 +36,7 @@ from .engine.ranks import Ranks, fingerprint
 from .engine.recurrent import held, slots_for
 from .engine.rope import change_of
 from .engine.runner import CachedModel, CallSettings, without_gradients
+from .engine.session import Session
 from .engine.verifiable import masks_of, obstacle_to
 from .fast.runner import open_runner
 from .lengths.base import Length
@@ -197,13 +199,17 @@ class Generation:
         # results are copied outside of this mode, so that callers get ordinary tensors
         mode = torch.no_grad() if keeps else without_gradients(model, *drafter.modules)
         with mode, model._optimize_model_for_decode(), prefetching(model):
-            text, target = self._extend(call)
+            text, target, drafting = self._extend(call)
             if wanted:
                 _read_to_the_end(target, text)
         if self._streamer is not None:
             self._streamer.end()
         if wanted:
-            _hand_back(target, given, model.config.get_text_config(decoder=True))
+            ids = None if "inputs_embeds" in call.kwargs else text.output()
+            if isinstance(given, Session) and target.cache.can_go_on and ids is not None and _holds_all_of(target, ids):
+                given.keep(target.cache, ids, (drafter, drafting))
+            else:
+                _hand_back(target, given, model.config.get_text_config(decoder=True))
         if not call.config.return_dict_in_generate:
             return text.output()
         return GenerateDecoderOnlyOutput(
@@ -213,8 +219,9 @@ class Generation:
             past_key_values=given,
         )
 
-    def _extend(self, call: Prepared) -> tuple[Text, CachedModel]:
-        """Read the prompt and run the loop. Returns the finished text, and the target with its KV."""
+    def _extend(self, call: Prepared) -> tuple[Text, CachedModel, Drafting | None]:
+        """Read the prompt and run the loop. Returns the finished text, the target with its KV, and the drafting unless it
+        failed."""
         model, input_ids, config, settings = call.model, call.input_ids, call.config, self.settings
         trusted = settings.trust_in(model)
         masks = masks_of(model, trusted)
@@ -248,10 +255,14 @@ class Generation:
             self.recorder.ran("own forward", because)
         width = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
         past = call.cache if isinstance(call.cache, DynamicCache) else None
-        if past is not None:
-            require_rows(past, text.rows)
-        limit = text.max_length + max(0, width - input_ids.shape[1]) + (0 if past is None else held(past))
-        cache = slots_for(model, past, text.rows, limit, masks)
+        session = past if isinstance(past, Session) else None
+        if session is not None and session.in_slots:
+            cache = session.go_on(text.rows, text.max_length)
+        else:
+            if past is not None:
+                require_rows(past, text.rows)
+            limit = text.max_length + max(0, width - input_ids.shape[1]) + (0 if past is None else held(past))
+            cache = slots_for(model, past, text.rows, limit, masks)
         cache.hide(attention_mask)
         length = self.start_length(text.rows, distribution.do_sample)
         drafter = self.pair.drafter
@@ -269,10 +280,21 @@ class Generation:
         own_mask = None
         if attention_mask is not None and input_ids.shape[1] <= attention_mask.shape[1]:
             own_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]
-        drafting = drafter.start(Call(own_mask, distribution.for_draft(), length, text.max_length, target, settings))
-        decode(target, drafting, text, distribution, length, logits, self.recorder)
+        earlier, shared = _earlier(session, drafter)
+        started_by = Call(
+            own_mask,
+            distribution.for_draft(),
+            length,
+            text.max_length,
+            target,
+            settings,
+            earlier=earlier,
+            shared=shared,
+        )
+        drafting: Drafting | None = drafter.start(started_by)
+        drafting = decode(target, drafting, text, distribution, length, logits, self.recorder)
         self.recorder.predicted_speedup = length.predicted_speedup
-        return text, target
+        return text, target, drafting
 
 
 class _AfterThePrompt(BaseStreamer):
@@ -397,6 +419,19 @@ def _read_to_the_end(target: CachedModel, text: Text) -> None:
         cache.rewind([known - length + shortest for known, length in zip(cache.known, text.lengths, strict=True)])
         target(text.output()[:, shortest - 1 : longest - 1])
         cache.commit([longest - shortest] * text.rows)
+
+
+def _earlier(session: Session | None, drafter: Any) -> tuple[weakref.ref[Drafting] | None, int]:
+    """The drafting of the call before, by the same drafter, and how many tokens of its text are this text's."""
+    if session is None or session.kept is None:
+        return None, 0
+    by, drafting = session.kept
+    return (None if drafting is None or by is not drafter else weakref.ref(drafting)), session.shared
+
+
+def _holds_all_of(target: CachedModel, ids: torch.Tensor) -> bool:
+    """Whether a target's slots hold a text from its first token on."""
+    return all(known == ids.shape[1] - 1 for known in target.cache.known)
 
 
 def _hand_back(target: CachedModel, given: DynamicCache | StaticCache, config: Any) -> None:

@@ -38,6 +38,7 @@ from .engine.host import processor
 from .engine.parts import device_of, uncompiled, unwrapped
 from .engine.ranks import Ranks, ranks_of
 from .engine.runner import CallSettings, require_decoder_config
+from .engine.session import Session, using
 from .engine.verifiable import require_verifiable
 from .fast.graphs import Graphs, require_mode
 from .forwarding import ForwardsToTarget
@@ -340,21 +341,22 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             warn_plain(reason)
             assisted = False
         started: list[tuple[Any, lengths.Length]] = []  # by the kind of call, if it was assisted
-        if assisted:
-            start_length = functools.partial(self._start_length, policy, started, settings.ranks)
-            call = Generation(self, start_length, self._warn_ignored, recorder, settings, lossy_typical)
-            self._running = recorder
-            try:
-                output = call.run(inputs, generation_config, kwargs)
-            finally:
-                self._running = None
-                settings.over = True
-                for _, length in started:
-                    length.end()
-        else:
-            output = self.target.generate(inputs, generation_config, **kwargs)
+        prompt = inputs if inputs is not None else kwargs.get("input_ids")
+        with using(kwargs.get("past_key_values"), kwargs.get("inputs_embeds", prompt), kwargs.get("attention_mask")):
+            if assisted:
+                start_length = functools.partial(self._start_length, policy, started, settings.ranks)
+                call = Generation(self, start_length, self._warn_ignored, recorder, settings, lossy_typical)
+                self._running = recorder
+                try:
+                    output = call.run(inputs, generation_config, kwargs)
+                finally:
+                    self._running = None
+                    settings.over = True
+                    for _, length in started:
+                        length.end()
+            else:
+                output = self.target.generate(inputs, generation_config, **kwargs)
         if not recorder.row_tokens:
-            prompt = inputs if inputs is not None else kwargs.get("input_ids")
             _count_plain(recorder, output, 0 if prompt is None else prompt.shape[1])
         recorder.stop()
         with _BOOKS:
@@ -397,6 +399,14 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             warn_plain(
                 "continuous batching runs the target's own loop over all requests; `generate` with a batch drafts"
             )
+
+    def session(self) -> Session:
+        """Keys and values for a text that goes on over several calls.
+
+        Pass it as `past_key_values`, with the whole text so far as the prompt. Neither the target nor the drafter reads again
+        what it has read.
+        """
+        return Session(unwrapped(self.target).config.get_text_config(decoder=True))
 
     @property
     def running(self) -> Report | None:

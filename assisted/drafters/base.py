@@ -6,10 +6,11 @@ Knows drafts, the text and the target; nothing of how a draft is verified.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ from ..loading.files import inside
 from ..text import Text
 
 __all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Spec", "Target", "require_positive"]
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ class Call:
             parts of it. A drafter that writes after the committed slots must remove that (`cache.rewind`) before it returns
             or raises.
         settings: how models run in this call, for drafters that capture CUDA graphs (`graphs.Graphs`).
+        earlier: of a text that goes on in a session: the drafting of the call before, by the same drafter. This call may take
+            over what it has read. A weak reference, because draftings keep their calls.
+        shared: tokens that the two calls' texts have in common at their beginning.
     """
 
     attention_mask: torch.Tensor | None
@@ -63,6 +69,13 @@ class Call:
     limit: int
     target: CachedModel
     settings: CallSettings = field(default_factory=CallSettings)
+    earlier: weakref.ref[Drafting] | None = None
+    shared: int = 0
+
+    def before(self, kind: type[_Kind]) -> _Kind | None:
+        """The earlier drafting, if there is one and it is of this kind."""
+        found = None if self.earlier is None else self.earlier()
+        return found if isinstance(found, kind) else None
 
     @property
     def vocab_size(self) -> int:

@@ -6,6 +6,7 @@ Knows drafters and lengths by their interfaces. It estimates the value of a draf
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,9 +107,11 @@ class CombinedDrafter(Drafter):
     def start(self, call: Call) -> Drafting:
         length = call.length
         assert isinstance(length, CombinedLength)
+        earlier = call.before(CombinedDrafting)
+        before = {} if earlier is None else {number: weakref.ref(one) for number, one in earlier.draftings.items()}
         draftings = [
-            drafter.start(replace(call, length=member.length))
-            for member, drafter in zip(length.members, self.members, strict=True)
+            drafter.start(replace(call, length=member.length, earlier=before.get(number)))
+            for number, (member, drafter) in enumerate(zip(length.members, self.members, strict=True))
         ]
         return CombinedDrafting(length.members, draftings, call.settings.ranks)
 

@@ -6,6 +6,7 @@ Knows drafters by their interface. If the target cannot verify trees, only the f
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -58,7 +59,10 @@ class MergedDrafter(CombinedDrafter):
         own = replace(call, length=Fixed().start())
         if not call.target.masks.trees:
             return self.members[0].start(own)
-        return MergedDrafting([member.start(own) for member in self.members])
+        earlier = call.before(MergedDrafting)
+        before = [None] * len(self.members) if earlier is None else list(map(weakref.ref, earlier.members))
+        pairs = zip(self.members, before, strict=True)
+        return MergedDrafting([member.start(replace(own, earlier=one)) for member, one in pairs])
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
         """One draft length, which limits the depth of the tree."""

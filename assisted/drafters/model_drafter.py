@@ -112,13 +112,26 @@ class ModelDrafting(ChainDrafting):
 
     def _catch_up_prompt(self, text: Text) -> CachedModel:
         if self.runner is None:
-            self.runner = self.drafter.runner(self._slots(text.rows), self.call.settings)
+            slots = self._earlier_slots(text)
+            known = 0 if slots is None else slots.get_seq_length()
+            self.runner = self.drafter.runner(slots or self._slots(text.rows), self.call.settings)
             if text.prompt_length:
-                prompt = text.ids[:, : text.prompt_length]
+                prompt = text.ids[:, known : text.prompt_length]
                 self.runner.prefill(self._readable(prompt), self.call.attention_mask)
             else:  # the prompt consists of embeddings, which only the target can read
                 self.runner.cache.begin_rounds()
         return self.runner
+
+    def _earlier_slots(self, text: Text) -> SlotCache | None:
+        """The slots of the call before, if they can be read on."""
+        earlier, call = self.call.before(ModelDrafting), self.call
+        if earlier is None or earlier.runner is None or earlier.drafter is not self.drafter:
+            return None
+        slots = earlier.runner.cache
+        if not (slots.can_go_on and earlier.runner.reads_on and slots.rows == text.rows) or not text.prompt_length:
+            return None
+        slots.go_on(min(*slots.known, call.shared, text.prompt_length - 1), call.limit)
+        return slots if call.attention_mask is None else None
 
     def _slots(self, rows: int) -> SlotCache:
         return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)

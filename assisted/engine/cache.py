@@ -146,6 +146,25 @@ class SlotCache(Cache):
             own.hold(layer, length)
         return slots
 
+    def go_on(self, length: int, limit: int) -> None:
+        """Prepare to read a further prompt after the first `length` columns of every row. limit: as for a new cache.
+
+        For slots that hold no padding and are not right-aligned.
+        """
+        for place in range(self.rows):
+            if self.order[place] != place:
+                self._swap(place, self.order.index(place))
+        self.running = list(self.order)
+        self.limit = max(self.limit, limit, 2 * self.capacity)  # over all prompts, memory grows by doubling
+        self.lengths, self.start = [length] * self.rows, None
+        for layer in self.slot_layers:
+            layer.filled = length
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether `go_on` is possible: slots are columns of the text, in all rows."""
+        return type(self) is SlotCache and not self.right_aligned and self.visible is None and not any(self.padding)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

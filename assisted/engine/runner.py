@@ -239,6 +239,7 @@ class CachedModel(Runner):
         # without positions from `generate`, a model counts them itself, including padding
         self._counts_padding = self._takes_positions and not generate_passes(self.model, "position_ids")
         self._takes_logits_to_keep = takes(self.model, "logits_to_keep")
+        self.reads_on = self._takes_logits_to_keep  # whether `prefill` can read after a past: through the whole forward
         change = change_of(self.model)
         if not runnable.is_own and change is None:  # its angles may change beyond the context, as dynamic ones do
             change = Change(self.context, once=False)
@@ -246,15 +247,19 @@ class CachedModel(Runner):
             self.change, self.in_lockstep = change, True
 
     def prefill(self, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Read a prompt, [B, P] int64, as `generate` does. Returns the logits after it, [B, 1, V]."""
+        """Read a prompt, [B, P] int64, as `generate` does. Returns the logits after it, [B, 1, V].
+
+        After `SlotCache.go_on`, the prompt's further columns, without a mask.
+        """
         self.cache.hide(attention_mask)
+        past = max((layer.filled for layer in self.cache.slot_layers), default=0)
 
         def read(rows: list[int], first: int) -> torch.Tensor:
             mask = None if attention_mask is None else attention_mask[rows, first:]
             kwargs: dict[str, Any] = {"attention_mask": mask}
             if self._takes_positions:
                 if mask is None:
-                    kwargs["position_ids"] = torch.arange(first, ids.shape[1], device=self.device)[None]
+                    kwargs["position_ids"] = past + torch.arange(first, ids.shape[1], device=self.device)[None]
                 else:
                     kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0).to(self.device)
             if self._takes_logits_to_keep:

@@ -13,9 +13,9 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
-from . import drafters, lengths
-from .modeling import AssistedModelForCausalLM
-from .report import Report
+from .. import drafters, lengths
+from ..modeling import AssistedModelForCausalLM
+from ..report import Report
 
 __all__ = ["drafting_with", "report_of"]
 

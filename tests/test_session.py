@@ -1,0 +1,299 @@
+"""A text that goes on from call to call in a session: neither target nor drafter reads again what it has read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from pairs import BY_NAME, CALL, pair
+from torch import nn
+from transformers import DynamicCache
+
+from assisted import AssistedModelForCausalLM, Merged
+from assisted.drafters import DraftModel
+from assisted.engine import cache
+from assisted.engine.cache import SlotCache
+
+TURNS = 4
+NEW = 6  # tokens of a user's turn
+
+
+@contextlib.contextmanager
+def counted(*modules: nn.Module) -> Iterator[list[int]]:
+    """The columns that each module reads."""
+    read = [0] * len(modules)
+
+    def hook(number: int) -> Any:
+        def count(module: Any, args: Any, kwargs: Any) -> None:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            read[number] += ids.shape[1]
+
+        return count
+
+    handles = [
+        module.register_forward_pre_hook(hook(number), with_kwargs=True) for number, module in enumerate(modules)
+    ]
+    try:
+        yield read
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def turns(count: int = TURNS, rows: int = 1) -> list[torch.Tensor]:
+    return list(random_ids(pair()[0], rows, NEW * count).split(NEW, 1))
+
+
+def talked(model: Any, past: Any, added: list[torch.Tensor], **kwargs: Any) -> list[list[Any]]:
+    """The text after each turn."""
+    ids, texts = added[0][:, :0], []
+    for turn in added:
+        ids = model.generate(torch.cat([ids, turn], 1), past_key_values=past, **CALL | kwargs)
+        texts.append(ids.tolist())
+    return texts
+
+
+def plain_talk(target: Any, added: list[torch.Tensor], **kwargs: Any) -> list[list[Any]]:
+    """The same without a past."""
+    ids, texts = added[0][:, :0], []
+    for turn in added:
+        ids = target.generate(torch.cat([ids, turn], 1), **CALL | kwargs)
+        texts.append(ids.tolist())
+    return texts
+
+
+DRAFTS: dict[str, Any] = {
+    "model": lambda target: DraftModel(half_right(target)),
+    "suffix": lambda target: "suffix",
+    "early-exit:1": lambda target: "early-exit:1",
+    "layer-skip": lambda target: "layer-skip",
+    "list": lambda target: ["suffix", DraftModel(half_right(target))],
+    "merged": lambda target: Merged(("ngram", DraftModel(half_right(target)))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("fast", ["auto", "eager"])
+def test_the_text_of_every_turn_is_plain(draft: str, rows: int, fast: str) -> None:
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, DRAFTS[draft](target), draft_length=4, fast=fast)
+    added = turns(rows=rows)
+    session = model.session()
+    assert talked(model, session, added) == plain_talk(target, added)
+    assert session.in_slots
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT], ids=lambda one: one.name)
+def test_all_architectures(architecture: Any) -> None:
+    target = build(architecture)
+    try:
+        model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=3)
+    except ValueError:
+        pytest.skip("refused as a target")
+    added = turns(3)
+    try:
+        expected = talked(target, DynamicCache(config=target.config), added)
+    except (RuntimeError, ValueError):
+        pytest.skip("transformers itself does not continue from a past")
+    assert talked(model, model.session(), added) == expected
+
+
+def test_only_new_tokens_are_read() -> None:
+    """Ten turns, of which each but the first reads what was added, in the target and in the draft."""
+    target = build(BY_NAME["llama"])
+    draft = half_right(target)
+    model = AssistedModelForCausalLM.from_models(target, draft, draft_length=3, fast="eager")
+    session, ids = model.session(), turns(1)[0][:, :0]
+    for number, turn in enumerate(turns(10)):
+        prompt = torch.cat([ids, turn], 1)
+        with counted(target, draft) as read:
+            ids = model.generate(prompt, past_key_values=session, **CALL)
+        assert model.report is not None
+        verified = model.report.drafted + model.report.target_passes
+        unread = prompt.shape[1] if number == 0 else NEW + 1  # with the last token of the answer
+        assert read[0] <= unread + verified
+        # the last tokens of the text before, which were accepted without being read, and each step's own
+        assert read[1] <= unread + 2 + 2 * verified
+    assert ids.shape[1] == 10 * (NEW + CALL["max_new_tokens"])
+
+
+def test_slots_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither are they copied out and in at each turn, nor does each turn need larger ones."""
+    _, model = pair()
+    session, grown, added = model.session(), [], turns(12)
+    monkeypatch.setattr("assisted.engine.cache._GROWTH", 8)
+    ids = torch.tensor(talked(model, session, added[:1], max_new_tokens=4)[0])
+    monkeypatch.setattr(SlotCache, "to_dynamic", None)
+    monkeypatch.setattr(SlotCache, "of", None)
+    monkeypatch.setattr(
+        "assisted.engine.cache._grown",
+        lambda store, capacity, own=cache._grown: grown.append(1) or own(store, capacity),
+    )
+    for turn in added[1:]:
+        ids = model.generate(torch.cat([ids, turn], 1), past_key_values=session, **CALL | {"max_new_tokens": 4})
+    copies = 2 * 2 * 2  # of keys and values, in two layers, by target and draft
+    assert 0 < len(grown) <= 5 * copies
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 12, 20])
+def test_a_changed_text_is_read_again_from_the_change_on(at: int) -> None:
+    target, model = pair()
+    session, added = model.session(), turns(2)
+    text = torch.tensor(talked(model, session, added[:1])[0])
+    changed = torch.cat([text, added[1]], 1)
+    changed[0, at] = (changed[0, at] + 1) % 90 + 3
+    with counted(target) as read:
+        found = model.generate(changed, past_key_values=session, **CALL)
+    assert found.tolist() == target.generate(changed, **CALL).tolist()
+    assert read[0] >= changed.shape[1] - at
+
+
+@pytest.mark.parametrize("kept", [1, 4, 13, 26])
+def test_a_shorter_text(kept: int) -> None:
+    target, model = pair()
+    session = model.session()
+    text = torch.tensor(talked(model, session, turns(1))[0])[:, :kept]
+    assert model.generate(text, past_key_values=session, **CALL).tolist() == target.generate(text, **CALL).tolist()
+
+
+def test_other_code_sees_a_dynamic_cache() -> None:
+    target, model = pair()
+    session, cache, added = model.session(), DynamicCache(config=target.config), turns(2)
+    text = torch.tensor(talked(model, session, added[:1])[0])
+    talked(target, cache, added[:1])
+    assert session.get_seq_length() == cache.get_seq_length() == text.shape[1] - 1
+    assert isinstance(session, DynamicCache) and session.in_slots
+    branch, stored = copy.deepcopy(session), pickle.loads(pickle.dumps(session))
+    assert session.in_slots and not branch.in_slots
+    for held, expected in zip(session.layers, cache.layers, strict=True):
+        assert torch.allclose(held.keys, expected.keys, atol=1e-5)
+    assert not session.in_slots
+    prompt = torch.cat([text, added[1]], 1)
+    expected = target.generate(prompt, **CALL).tolist()
+    for past in (session, branch, stored):
+        assert target.generate(prompt, past_key_values=past, **CALL).tolist() == expected
+
+
+@pytest.mark.parametrize("more", [{"assisted": False}, {"do_sample": True, "top_k": 1}], ids=str)
+def test_turns_of_other_kinds_in_between(more: dict[str, Any]) -> None:
+    target, model = pair()
+    session, added, ids = model.session(), turns(3), turns(1)[0][:, :0]
+    for number, turn in enumerate(added):
+        prompt = torch.cat([ids, turn], 1)
+        ids = model.generate(prompt, past_key_values=session, **CALL | (more if number == 1 else {}))
+        assert ids.tolist() == target.generate(prompt, **CALL).tolist()
+
+
+def test_padded_prompts_and_rows_that_end_early() -> None:
+    target, model = pair()
+    call = CALL | {"eos_token_id": [2, *range(5, 40)]}
+    ids = random_ids(pair()[0], 3, 8)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[2, :1] = 0
+    session, cache = model.session(), DynamicCache(config=target.config)
+    for _ in range(3):
+        expected = target.generate(ids, attention_mask=mask, past_key_values=cache, **call)
+        found = model.generate(ids, attention_mask=mask, past_key_values=session, **call)
+        assert found.tolist() == expected.tolist()
+        added = random_ids(pair()[0], 3, 2, 1)
+        ids, new = torch.cat([found, added], 1), found.shape[1] + 2 - mask.shape[1]
+        mask = torch.cat([mask, torch.ones(3, new, dtype=torch.int64)], 1)
+
+
+def test_only_the_new_tokens_as_prompt() -> None:
+    """transformers also takes the new tokens alone, with a mask for all."""
+    target, model = pair()
+    session, cache, added = model.session(), DynamicCache(config=target.config), turns(2)
+    text = talked(model, session, added[:1])[0]
+    talked(target, cache, added[:1])
+    new = torch.cat([torch.tensor(text)[:, -1:], added[1]], 1)
+    mask = torch.ones(1, len(text[0]) + NEW, dtype=torch.int64)
+    expected = target.generate(new, attention_mask=mask, past_key_values=cache, **CALL)
+    assert model.generate(new, attention_mask=mask, past_key_values=session, **CALL).tolist() == expected.tolist()
+
+
+def test_a_call_that_fails_leaves_the_text_before_it() -> None:
+    target, model = pair()
+    session, added = model.session(), turns(2)
+    text = torch.tensor(talked(model, session, added[:1])[0])
+    prompt = torch.cat([text, added[1]], 1)
+
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > prompt.shape[1] + 5:
+            raise RuntimeError("no more")
+        return scores
+
+    with pytest.raises(RuntimeError, match="no more"):
+        model.generate(prompt, past_key_values=session, logits_processor=[fails], **CALL)
+    assert session.get_seq_length() == text.shape[1] - 1
+    assert model.generate(prompt, past_key_values=session, **CALL).tolist() == target.generate(prompt, **CALL).tolist()
+
+
+def test_rows_must_be_the_same() -> None:
+    _, model = pair()
+    session = model.session()
+    text = torch.tensor(talked(model, session, turns(1))[0])
+    with pytest.raises(ValueError, match="past_key_values"):
+        model.generate(text, past_key_values=session, num_return_sequences=2, **CALL | {"do_sample": True})
+    assert session.get_seq_length() == text.shape[1] - 1
+
+
+def test_one_call_at_a_time() -> None:
+    _, model = pair()
+    session, errors = model.session(), []
+
+    def inside(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        def other() -> None:
+            try:
+                model.generate(ids, past_key_values=session, **CALL)
+            except ValueError as error:
+                errors.append(str(error))
+
+        if not errors:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        return scores
+
+    talked(model, session, turns(1), logits_processor=[inside])
+    assert len(errors) == 1 and "session" in errors[0]
+
+
+def test_another_pair_goes_on() -> None:
+    """The drafter's state is that of one drafter only."""
+    target, model = pair()
+    other = AssistedModelForCausalLM.from_models(target, half_right(target), draft_length=3)
+    session, added, ids = model.session(), turns(4), turns(1)[0][:, :0]
+    expected = plain_talk(target, added)
+    for number, turn in enumerate(added):
+        one = (model, other)[number % 2]
+        ids = one.generate(torch.cat([ids, turn], 1), past_key_values=session, **CALL)
+        assert ids.tolist() == expected[number]
+
+
+def test_no_chain_of_calls_is_kept() -> None:
+    _, model = pair()
+    session, seen, ids = model.session(), [], turns(1)[0][:, :0]
+    for turn in turns(4):
+        ids = model.generate(torch.cat([ids, turn], 1), past_key_values=session, **CALL)
+        seen.append(weakref.ref(session.kept[1]))
+    gc.collect()
+    assert [one() is None for one in seen] == [True, True, True, False]
+
+
+def test_sampled_turns() -> None:
+    """With one token to choose from, sampling is greedy, but it runs through the rules for sampled drafts."""
+    target, model = pair()
+    added, sampled = turns(3), {"do_sample": True, "top_k": 1}
+    assert talked(model, model.session(), added, **sampled) == plain_talk(target, added)

@@ -256,6 +256,7 @@ class Generation:
         width = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
         past = call.cache if isinstance(call.cache, DynamicCache) else None
         session = past if isinstance(past, Session) else None
+        settings.outlives = session is not None
         if session is not None and session.in_slots:
             cache = session.go_on(text.rows, text.max_length)
         else:

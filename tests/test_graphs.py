@@ -26,6 +26,7 @@ from assisted.fast import runner as opening
 from assisted.fast.captures import CudaGraphs
 from assisted.fast.graphs import Graphs
 from assisted.fast.runner import open_runner
+from assisted.fast.static_buffers import StaticBuffers
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 WITH_SLOTS = [a for a in ARCHITECTURES if a.masks != "2d" and a.name != "llama4"]
@@ -593,3 +594,22 @@ def test_a_capture_that_fails_leaves_the_device_usable(on_cuda, monkeypatch, kin
     other = on_cuda(*pair(fast="auto"))
     check_on_cuda(*other)
     assert (other[1].graphs.replays > 0) == (kind is not Synchronizes)
+
+
+def test_sessions_share_static_buffers(monkeypatch):
+    """Two conversations and a call of its own take turns. All are captured, in the same slots at fixed addresses."""
+    target, model = pair()
+    texts = {name: random_ids(target, 1, 0) for name in ("one", "other")}
+    sessions = {name: model.session() for name in texts}
+    copies = []
+    monkeypatch.setattr(StaticBuffers, "_leave", lambda self, own=StaticBuffers._leave: copies.append(1) or own(self))
+    for turn in range(4):
+        for name in ("one", "one", "other"):
+            prompt = torch.cat([texts[name], random_ids(target, 1, 5, seed=turn + 10 * len(name))], 1)
+            texts[name] = model.generate(prompt, past_key_values=sessions[name], **CALL)
+            assert texts[name].tolist() == target.generate(prompt, **CALL).tolist()
+        ids = random_ids(target, 1, 9, seed=turn)
+        assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
+    assert model.graphs.replays > 50
+    turns_taken = 4 * 4 * 2  # by target and draft
+    assert len(copies) < turns_taken  # a turn after a turn of the same session moves nothing

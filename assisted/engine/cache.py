@@ -119,6 +119,7 @@ class SlotCache(Cache):
         self.right_aligned = right_aligned
         self.capacity = 0
         self._is_short = False  # of memory
+        self.outlives = False  # the call: a session goes on from these slots
         self.lengths = [0] * rows
         self.order = list(range(rows))
         self.running = list(self.order)  # the rows that forward passes run over, in storage order

@@ -53,12 +53,14 @@ class CallSettings:
     Args:
         mode: one of `fast.graphs.MODES`.
         over: the call has returned, so the next one may use the captured forward passes.
+        outlives: a session keeps the slots of the target and of the drafter after the call.
         spent_once: seconds that the call has spent so far on one-time work, mainly captures.
         ranks: the processes that must decide alike, because each holds a part of the weights.
     """
 
     mode: str = "eager"
     over: bool = False
+    outlives: bool = False
     spent_once: float = 0.0
     ranks: Ranks = ALONE
     _trusted: dict[int, Trust] = field(default_factory=dict)

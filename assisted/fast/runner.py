@@ -38,7 +38,7 @@ def open_runner(
         fuse: creates the `Runnable` if the settings allow fused models, given whose code the model runs; `fused` by default.
     """
     runner = run(form(model, settings, fuse))
-    runner.settings = settings
+    runner.settings, runner.cache.outlives = settings, settings.outlives
     graphs.serve(runner, model, settings)
     return runner
 

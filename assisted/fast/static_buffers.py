@@ -5,6 +5,7 @@ Deals with slots and drafts, not with models or with how a forward pass is captu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,7 @@ class StaticBuffers:
             self.visible = torch.ones(self.rows, capacity, dtype=torch.bool, device=self.device)
             self.path = numbers(self.rows, WIDTHS[-1])  # for a tree, the columns to keep, in order
         self._lent: list[torch.Tensor | None] = [None] * len(cache.layers)  # the keys of the call that uses the slots
+        self._lent_to: weakref.ref[SlotCache] | None = None
         self.states: dict[Hashable, torch.Tensor] = {}  # [rows, columns, D], for parts that start from hidden states
         self.shown: tuple[int, ...] | None = None  # the order of rows for which `visible` is filled
 
@@ -64,7 +66,9 @@ class StaticBuffers:
 
     def take(self, cache: SlotCache) -> None:
         """Move a call's slots here. Values of earlier calls are set to zero, because they may be NaN."""
+        self._leave()
         held = max(cache.lengths)
+        self._lent_to = weakref.ref(cache)
         self._lent = [None] * len(self._lent)
         for place, (layer, own) in enumerate(zip(cache.slot_layers, self.slots.slot_layers, strict=True)):
             if not layer.is_initialized:
@@ -77,6 +81,15 @@ class StaticBuffers:
             self._lent[place] = layer.keys
         cache.capacity = self.capacity
         self.shown = None
+
+    def _leave(self) -> None:
+        """Give a copy to slots of an earlier call that are still needed: another call is going to overwrite these."""
+        cache = None if self._lent_to is None else self._lent_to()
+        if cache is None or not cache.outlives:
+            return
+        for layer, lent in zip(cache.slot_layers, self._lent, strict=True):
+            if lent is not None and layer.keys is lent:
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
     def feed(self, cache: SlotCache, rows: int, columns: int, ids: torch.Tensor, draft: Draft | None) -> None:
         """Fill the next pass's inputs for the first `rows` storage indices. Columns after those of `ids` are padding."""

@@ -5,8 +5,8 @@ Tensors only; knows nothing of models, caches or acceptance rules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -165,6 +165,8 @@ class Round:
         path: per row the columns of `logits` that its new tokens were chosen from, in order, perhaps followed by more.
             None for chains, where these are the first columns.
         draft_seconds, verify_seconds: time spent drafting, and the rest of the step.
+        states: [B, n + 1, D] each, the hidden states that the drafter needs of the target (`Drafter.needs`), by index. Valid
+            until the target's next forward pass: read them in `observe`, and copy what you keep.
     """
 
     draft: Draft
@@ -178,6 +180,7 @@ class Round:
     path: list[list[int]] | None = None
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    states: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def counted(

@@ -33,12 +33,12 @@ from .engine.cache import SlotCache
 from .engine.parts import unwrapped
 from .engine.prefetch import prefetching
 from .engine.ranks import Ranks, fingerprint
-from .engine.recurrent import held, slots_for
+from .engine.recurrent import held, slots_for, target_runner
 from .engine.rope import change_of
 from .engine.runner import CachedModel, CallSettings, without_gradients
 from .engine.session import Session
 from .engine.verifiable import masks_of, obstacle_to
-from .fast.runner import open_runner
+from .fast.runner import form
 from .lengths.base import Length
 from .lossy import LossyTypical
 from .report import Recorder
@@ -190,7 +190,7 @@ class Generation:
         drafter, model = self.pair.drafter, call.model
         reason = must_be_plain(model, call.input_ids, call.config, call.kwargs)
         if reason is None:  # asked in every call, because the target may have been moved, cast or patched
-            reason = obstacle_to(model, self.settings.trust_in(model), drafter.run_target)
+            reason = obstacle_to(model, self.settings.trust_in(model), drafter.needs)
         if reason is not None:
             raise _Plainly(reason)
         given, wanted = call.cache, call.returns_cache
@@ -267,7 +267,8 @@ class Generation:
         cache.hide(attention_mask)
         length = self.start_length(text.rows, distribution.do_sample)
         drafter = self.pair.drafter
-        target = open_runner(model, lambda form: drafter.run_target(form, cache, masks), settings, self.pair.graphs)
+        target = target_runner(form(model, settings), cache, masks, drafter.needs)
+        self.pair.graphs.serve(target, model, settings)
         target.constants = further
         if distribution.lossy is not None:
             _require_possible(distribution, text, target)
@@ -291,6 +292,7 @@ class Generation:
             settings,
             earlier=earlier,
             shared=shared,
+            states=target.states,
         )
         drafting: Drafting | None = drafter.start(started_by)
         drafting = decode(target, drafting, text, distribution, length, logits, self.recorder)

@@ -37,7 +37,7 @@ from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel, CallSettings
 from assisted.fast.fused import fused
 from assisted.fast.graphs import Graphs
-from assisted.fast.runner import open_runner
+from assisted.fast.runner import form
 from assisted.lengths import Adaptive, Fixed
 from assisted.loading.vocabulary import find_tokenizer
 from assisted.plan import plan
@@ -298,9 +298,8 @@ def rate(model: PreTrainedModel, ids: torch.Tensor, columns: int, mode: str, cou
     """Forward passes per second over some positions after a prompt; their keys and values are not kept."""
     holder, drafter, settings = Graphs(), ModelDrafter(model), CallSettings(MODES[mode])
     cache = SlotCache(1, ids.shape[1] + 64)
-    runner = open_runner(
-        model, lambda form: CachedModel(form, cache, drafter.masks), settings, holder, drafter.fused if bare else fused
-    )
+    runnable = form(model, settings, drafter.fused if bare else fused)
+    runner = holder.serve(CachedModel(runnable, cache, drafter.masks), model, settings)
     runner.prefill(ids, None)
     tokens = ids[:, :columns].contiguous()
     for _ in range(4):

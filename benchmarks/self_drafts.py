@@ -45,7 +45,7 @@ def bytes_read(model: AssistedModelForCausalLM) -> float:
     if isinstance(drafter, SkipDrafter):
         return drafter.search.cost(drafter.search.skipped)
     if isinstance(drafter, ExitDrafter):
-        left_out = drafter.layers.of(target)[drafter.exit_layer :]
+        left_out = drafter.needs.layers.of(target)[drafter.exit_layer :]
         return 1 - sum(memory_bytes(layer) for layer in left_out) / memory_bytes(target)
     return memory_bytes(target, *drafter.modules) / memory_bytes(target) - 1
 

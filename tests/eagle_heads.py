@@ -12,10 +12,9 @@ import torch
 from architectures import random_ids
 from transformers import DynamicCache, PreTrainedModel
 
-from assisted.drafters.eagle import find_taps
+from assisted.drafters.eagle import needs_of
 from assisted.engine.cache import SlotCache
-from assisted.engine.runner import Masks
-from assisted.engine.tapped import TappedModel
+from assisted.engine.runner import CachedModel, Masks
 from assisted.heads.eagle import EagleConfig, EagleHead, unrolled_mask
 
 __all__ = ["features_of", "random_head", "trained_head", "written"]
@@ -32,18 +31,17 @@ def random_head(target: PreTrainedModel, version: int = 3, seed: int = 0, **fiel
     return head
 
 
-_known_taps = functools.lru_cache(maxsize=4)(find_taps)
+_known_needs = functools.lru_cache(maxsize=4)(needs_of)
 
 
 @torch.no_grad()
 def features_of(target: PreTrainedModel, head: EagleHead, ids: torch.Tensor) -> torch.Tensor:
     """What a head goes on from, [B, n, F], of a text that is not padded."""
-    layers, final_norm = _known_taps(target, head)
     masks = Masks.of(target)
     cache = SlotCache(len(ids), ids.shape[1], right_aligned=not masks.trees)
-    model = TappedModel(target, cache, masks, layers, head.config.taps, final_norm)
+    model = CachedModel(target, cache, masks, _known_needs(head, target))
     model.prefill(ids, None)
-    return torch.cat([model.states(tap) for tap in head.config.taps], -1)
+    return torch.cat([model.states[tap] for tap in head.config.taps], -1)
 
 
 def written(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:

@@ -164,7 +164,7 @@ def test_code_is_looked_at_without_being_run():
 @pytest.mark.parametrize(("others", "filled_up"), [(0, 16), (4, 16), (20, 400)])
 def test_single_columns_get_a_code_where_they_are_many(rows, low_bit_bytes, others, filled_up):
     """others: passes over more columns between two over one."""
-    runner = SimpleNamespace(kind="whole", runnable=Runnable(None, low_bit_bytes=low_bit_bytes))
+    runner = SimpleNamespace(runnable=Runnable(None, low_bit_bytes=low_bit_bytes))
     code = CompiledCode()
     assert not code._fills_up(runner, rows, False)  # there is no code that they could share
     code.trust(Shape("whole", rows, 2, 0, False), True)
@@ -176,7 +176,7 @@ def test_single_columns_get_a_code_where_they_are_many(rows, low_bit_bytes, othe
 
 
 def test_a_single_column_of_one_row_needs_no_code_of_its_own():
-    code, runner = CompiledCode(), SimpleNamespace(kind="whole", runnable=Runnable(None))
+    code, runner = CompiledCode(), SimpleNamespace(runnable=Runnable(None))
     assert code._fills_up(runner, 1, False)
 
 

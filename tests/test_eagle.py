@@ -22,8 +22,10 @@ from transformers import AutoTokenizer, DynamicCache, LogitsProcessor, LogitsPro
 from assisted import AssistedModelForCausalLM, Merged, decoding, zoo
 from assisted.drafters import Eagle
 from assisted.drafters import eagle as module
+from assisted.drafters.base import Call
 from assisted.drafters.eagle import EagleDrafter, EagleDrafting
 from assisted.drafts import Draft
+from assisted.engine.needs import Needs
 from assisted.engine.trust import trust
 from assisted.heads.runner import HeadRunner
 from assisted.lengths import Confidence
@@ -426,11 +428,6 @@ def test_among_others(make):
     assert model.totals.accepted > 0
 
 
-def test_two_heads_do_not_share_a_target():
-    with pytest.raises(ValueError, match="only one"):
-        AssistedModelForCausalLM.from_models(pair()[0], draft=[Eagle(learned(1)), Eagle(learned(3))])
-
-
 def test_rows_of_features_without_gaps():
     blocks = [torch.arange(6.0).view(2, 3, 1), 10 + torch.arange(4.0).view(2, 2, 1)]
     joined, counts = module._joined([(blocks[0], [3, 1]), (blocks[1], [0, 2])])
@@ -564,11 +561,16 @@ class StaleKeys(EagleDrafting):
 class LowerTaps(EagleDrafter):
     """Features of one layer too low."""
 
-    def run_target(self, model: Any, cache: Any, masks: Any) -> Any:
-        lower = module.TappedModel(model, cache, masks, self.layers, [tap - 1 for tap in self.head.config.taps])
-        states = lower.states
-        lower.states = lambda tap: states(tap - 1)  # type: ignore[method-assign]
-        return lower
+    def __init__(self, spec: Eagle, head: Any, needs: Needs):
+        super().__init__(spec, head, Needs(needs.layers, frozenset(state - 1 for state in needs.states)))
+
+    def start(self, call: Call) -> EagleDrafting:
+        return LowerStates(self, call)
+
+
+class LowerStates(EagleDrafting):
+    def _read(self, states: Any) -> list[torch.Tensor]:
+        return super()._read({state + 1: states[state] for state in states})
 
 
 MUTANTS = {

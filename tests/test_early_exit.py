@@ -141,9 +141,9 @@ def breaking(monkeypatch, calls, error):
     whole = split.front
 
     def front(model, layers, end):
-        part, tap = whole(model, layers, end)
+        part = whole(model, layers, end)
         own = layers.of(part)
-        return layers.replaced(part, [Breaking(own[0], calls, error), *own[1:]]), tap
+        return layers.replaced(part, [Breaking(own[0], calls, error), *own[1:]])
 
     monkeypatch.setattr(split, "front", front)
 
@@ -173,12 +173,7 @@ def test_an_interruption_leaves_the_slots_as_they_were(monkeypatch, calls):
     model = target()
     ours = pair(model, "early-exit:2")
     caught = []
-    run_target = early_exit.ExitDrafter.run_target
-    monkeypatch.setattr(
-        early_exit.ExitDrafter,
-        "run_target",
-        lambda *args: caught.append(run_target(*args)) or caught[-1],
-    )
+    monkeypatch.setattr(early_exit, "Split", lambda target: caught.append(target) or split.Split(target))
     before = snapshot(model)
     breaking(monkeypatch, calls, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):

@@ -25,7 +25,6 @@ from assisted.fast import capture, captures, graphs
 from assisted.fast import runner as opening
 from assisted.fast.captures import CudaGraphs
 from assisted.fast.graphs import Graphs
-from assisted.fast.runner import open_runner
 from assisted.fast.static_buffers import StaticBuffers
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
@@ -54,9 +53,9 @@ def pair(name="llama", **kwargs):
 def served(model, rows=1, limit=200, mode="auto"):
     """A runner with captured passes, and what holds them."""
     holder = Graphs()
-    runner = open_runner(
-        model, lambda form: CachedModel(form, SlotCache(rows, limit), Masks.of(model)), CallSettings(mode), holder
-    )
+    settings = CallSettings(mode)
+    runner = CachedModel(opening.form(model, settings), SlotCache(rows, limit), Masks.of(model))
+    holder.serve(runner, model, settings)
     return runner, holder
 
 
@@ -537,7 +536,7 @@ def test_a_part_is_run_as_the_whole_is():
     part = runner.part(target, "a part")
     assert part.cache is runner.cache
     assert part.passes is holder
-    assert part.kind != runner.kind
+    assert part.runnable.kind != runner.runnable.kind
     assert runtime.CachedModel(target, runner.cache, runner.masks).passes is not holder
 
 

@@ -17,9 +17,9 @@ from assisted.drafters import layer_skip
 from assisted.drafters.chain import predicted_speedup
 from assisted.drafters.skip_search import SkipSearch
 from assisted.engine.cache import SlotCache
+from assisted.engine.needs import Needs
 from assisted.engine.parts import Tap
-from assisted.engine.runner import Masks
-from assisted.engine.tapped import TappedModel
+from assisted.engine.runner import CachedModel, Masks
 from assisted.fast.fused import FusedLayer, fused
 
 CALL = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -135,7 +135,7 @@ def test_a_failed_trial_costs_speed_only(monkeypatch):
     def candidate(target, skipped):
         part = whole(target, skipped)
         if skipped != ours.drafter.search.skipped:
-            part = ours.drafter.layers.replaced(part, [*ours.drafter.layers.of(part)[:-1], Broken()])
+            part = ours.drafter.needs.layers.replaced(part, [*ours.drafter.needs.layers.of(part)[:-1], Broken()])
         return part
 
     whole = ours.drafter.part
@@ -152,7 +152,7 @@ def test_fused_layers_are_skipped_like_the_models_own(name, no_fallback):
     model = target(name)
     drafter = pair(model).drafter
     fast, ids = fused(model).module, random_ids(model, 2, 9)
-    assert all(isinstance(layer, FusedLayer) for layer in drafter.layers.of(fast))
+    assert all(isinstance(layer, FusedLayer) for layer in drafter.needs.layers.of(fast))
     attention, mlp = (
         {i for i, s in enumerate(drafter.sublayers) if s.modules[0][0] == (n,)} for n in ("self_attn", "mlp")
     )
@@ -169,8 +169,8 @@ def test_drafting_does_not_touch_what_a_head_reads(no_fallback):
     """In a list with a trained head, the target keeps its states in taps."""
     model = target()
     drafter = pair(model).drafter
-    tapped = TappedModel(model, SlotCache(1, 8), Masks.of(model), drafter.layers, [2, 4])
-    part = drafter.part(tapped.untapped, frozenset({3, 8}))
+    tapped = CachedModel(model, SlotCache(1, 8), Masks.of(model), Needs.of_states(model, 2, 4))
+    part = drafter.part(tapped.bare.module, frozenset({3, 8}))
     assert any(isinstance(module, Tap) for module in tapped.model.modules())
     assert not any(isinstance(module, Tap) for module in part.modules())
 

@@ -146,10 +146,6 @@ def test_among_others_it_learns_and_drafts_from_their_rounds():
         with no_fallback():
             assert model.generate(ids, **CALL | {"max_new_tokens": NEW}).tolist() == text.tolist()
         assert model.report.tokens_per_pass > 3.2
-    with pytest.raises(ValueError, match="own layers"):
-        AssistedModelForCausalLM.from_models(
-            target, draft=["early-exit:1", Medusa(knowing(target, text, ids.shape[1] - 1))]
-        )
 
 
 def test_trees_hold_second_guesses():

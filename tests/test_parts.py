@@ -53,12 +53,12 @@ def test_front_and_back_make_the_whole(architecture):
     layers = find_layers(model)
     assert len(layers) == model.config.get_text_config().num_hidden_layers
     for end in range(1, len(layers)):
-        first, tap = front(model, layers, end)
+        first, taps = tapped(front(model, layers, end), layers, [end])
         early = run(first, ids)
         assert early.shape == whole.shape
         assert not torch.equal(early, whole)
         rest, inject = back(model, layers, end)
-        inject.hidden = tap.hidden
+        inject.hidden = taps[end].hidden
         torch.testing.assert_close(run(rest, ids), whole, rtol=0, atol=1e-6)
     same, taps = tapped(model, layers, range(1, len(layers) + 1))
     assert torch.equal(run(same, ids), whole)
@@ -74,7 +74,7 @@ def model():
 
 
 def test_weights_are_shared(model):
-    part, _ = front(model, find_layers(model), 2)
+    part = front(model, find_layers(model), 2)
     own = {id(weight) for weight in model.parameters()}
     assert {id(weight) for weight in part.parameters()} < own
 
@@ -85,7 +85,7 @@ def test_hooks_of_layers_and_of_the_model_fire(model):
     seen = []
     for name, module in (("model", model.model), ("0", model.model.layers[0]), ("2", model.model.layers[2])):
         module.register_forward_hook(lambda *_, name=name: seen.append(name))
-    part, _ = front(model, layers, 1)
+    part = front(model, layers, 1)
     run(part, ids)
     assert seen == ["0", "model"]
 
@@ -95,7 +95,7 @@ def test_a_part_follows_what_the_model_becomes(model):
     ids = random_ids(model, 1, 5)
     layers = find_layers(model)
     model.lm_head = nn.Linear(32, 7, bias=False)
-    part, _ = front(model, layers, 1)
+    part = front(model, layers, 1)
     assert run(part, ids).shape == (1, 5, 7)
 
 
@@ -104,7 +104,7 @@ def test_accelerates_hooks_run_the_parts(model):
     ids = random_ids(model, 1, 5)
     whole = run(model, ids)
     layers = find_layers(model)
-    first, tap = front(model, layers, 1)
+    first, taps = tapped(front(model, layers, 1), layers, [1])
     early = run(first, ids)
 
     class Counting(accelerate.hooks.ModelHook):
@@ -118,33 +118,33 @@ def test_accelerates_hooks_run_the_parts(model):
         accelerate.hooks.add_hook_to_module(module, Counting())
     assert find_layers(model) == layers
     Counting.calls = 0
-    first, tap = front(model, layers, 1)
+    first, taps = tapped(front(model, layers, 1), layers, [1])
     assert torch.equal(run(first, ids), early)
     assert Counting.calls == 3
     rest, inject = back(model, layers, 1)
-    inject.hidden = tap.hidden
+    inject.hidden = taps[1].hidden
     torch.testing.assert_close(run(rest, ids), whole, rtol=0, atol=1e-6)
 
 
 def test_a_bound_forward_is_bound_to_the_part(model):
     ids = random_ids(model, 1, 5)
     layers = find_layers(model)
-    part, _ = front(model, layers, 1)
+    part = front(model, layers, 1)
     early = run(part, ids)
     original = type(model.model).forward
     model.model.forward = types.MethodType(lambda self, *args, **kwargs: original(self, *args, **kwargs), model.model)
-    part, _ = front(model, layers, 1)
+    part = front(model, layers, 1)
     assert torch.equal(run(part, ids), early)
 
 
 def test_a_compiled_model_runs_its_parts_eagerly(model):
     ids = random_ids(model, 1, 5)
     layers = find_layers(model)
-    part, _ = front(model, layers, 1)
+    part = front(model, layers, 1)
     early = run(part, ids)
     model.forward = torch.compile(model.forward)
     model.model.compile()
-    part, _ = front(model, layers, 1)
+    part = front(model, layers, 1)
     assert torch.equal(run(part, ids), early)
 
 

@@ -21,7 +21,7 @@ from ..engine.runner import CallSettings
 from ..engine.split import timed
 from ..engine.verifiable import masks_of
 from ..fast.graphs import Graphs
-from ..fast.runner import open_runner
+from ..fast.runner import form
 from ..loading.quantization import memory_bytes
 
 __all__ = ["Bandwidth", "Memory", "PassTimes", "bandwidth", "memory", "pass_times"]
@@ -104,7 +104,7 @@ def pass_times(
     masks = masks_of(target, settings.trust_in(target))
     # recurrent states cannot undo a pass over one token: each turn leaves one more
     cache = slots_for(target, None, 1, context + widest + repeats + 3, masks)
-    run = open_runner(target, lambda form: target_runner(form, cache, masks), settings, Graphs())
+    run = Graphs().serve(target_runner(form(target, settings), cache, masks), target, settings)
     uncounted = 1 if target.device.type == "cpu" else 3  # the first turns capture passes and compare them
     text = ids.to(target.device).repeat(-(-(context + widest) // len(ids)))[None]
     found: dict[int, list[float]] = {width: [] for width in columns}

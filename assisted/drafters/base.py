@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -18,9 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distribution import Distribution
 from ..drafts import Draft, Round
-from ..engine.cache import SlotCache
-from ..engine.recurrent import target_runner
-from ..engine.runner import CachedModel, CallSettings, Masks, Runnable
+from ..engine.needs import NOTHING, Needs
+from ..engine.runner import CachedModel, CallSettings
 from ..lengths.base import DraftLength, Length
 from ..loading.files import inside
 from ..text import Text
@@ -61,6 +60,9 @@ class Call:
         earlier: of a text that goes on in a session: the drafting of the call before, by the same drafter. This call may take
             over what it has read. A weak reference, because draftings keep their calls.
         shared: tokens that the two calls' texts have in common at their beginning.
+        states: [B, P', D] each, the prompt's hidden states that the drafter needs (`Drafter.needs`), by index. P' is below P
+            if the caller passed past keys and values, or read the prompt in chunks. Valid until the target's next forward
+            pass: take what you keep in `Drafter.start`. It may be kept without copying.
     """
 
     attention_mask: torch.Tensor | None
@@ -71,6 +73,7 @@ class Call:
     settings: CallSettings = field(default_factory=CallSettings)
     earlier: weakref.ref[Drafting] | None = None
     shared: int = 0
+    states: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def before(self, kind: type[_Kind]) -> _Kind | None:
         """The earlier drafting, if there is one and it is of this kind."""
@@ -108,6 +111,9 @@ class Drafter:
     model: PreTrainedModel | None = None
     """The draft model, if there is one."""
 
+    needs: Needs = NOTHING
+    """What it needs of the target besides its logits: hidden states, or parts. The target of a call serves all its drafters."""
+
     @property
     def models(self) -> list[PreTrainedModel]:
         """All draft models."""
@@ -128,13 +134,6 @@ class Drafter:
         earlier: the state after the last similar call, None if there was none.
         """
         return policy.start(earlier)
-
-    def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> CachedModel:
-        """The runner of the target over the slots of `cache`. Drafters that use its layers or hidden states override this.
-
-        model: the target, in the form to run. masks: the attention masks that it understands.
-        """
-        return target_runner(model, cache, masks)
 
 
 class Spec:

@@ -5,6 +5,8 @@ Knows drafters and lengths by their interfaces. It estimates the value of a draf
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -16,9 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts import Draft, DraftingStopped, Round
-from ..engine.cache import SlotCache
+from ..engine.needs import NOTHING
 from ..engine.ranks import ALONE, Ranks
-from ..engine.runner import CachedModel, Masks, Runnable
 from ..lengths.base import DraftLength, Length
 from ..text import Text
 from .base import Call, Drafter, Drafting, Spec, Target
@@ -41,8 +42,7 @@ class Combined(Spec):
     tokens per second. Useful for text with repetitions: these are copied, and the model drafts the rest.
 
     Args:
-        drafters: as strings or specs. At least two; at most one of them may draft with the target's own layers or hidden
-            states.
+        drafters: as strings or specs, at least two.
     """
 
     name: ClassVar[str] = "combined"
@@ -83,6 +83,7 @@ class CombinedDrafter(Drafter):
 
     def __init__(self, members: list[Drafter]):
         self.members = members
+        self.needs = functools.reduce(operator.or_, (member.needs for member in members), NOTHING)
 
     @property
     def models(self) -> list[PreTrainedModel]:
@@ -115,28 +116,10 @@ class CombinedDrafter(Drafter):
         ]
         return CombinedDrafting(length.members, draftings, call.settings.ranks)
 
-    def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> CachedModel:
-        """Run the target as the member requires that overrides `run_target`, if there is one."""
-        return runs_target(self.members).run_target(model, cache, masks)
-
 
 def load_all(drafters: tuple[Any, ...], target: Target, **kwargs: Any) -> list[Drafter]:
-    """Load all drafters of a list. Raises ValueError if two of them override `run_target`."""
-    members = [parse(draft).load(target, **kwargs) for draft in drafters]
-    if sum(_has_own_way(member) for member in members) > 1:
-        raise ValueError("draft: only one drafter of a list may draft with the target's own layers or hidden states")
-    return members
-
-
-def runs_target(members: list[Drafter]) -> Drafter:
-    """The member that overrides `run_target`; the first member if none does."""
-    return next((member for member in members if _has_own_way(member)), members[0])
-
-
-def _has_own_way(member: Drafter) -> bool:
-    if isinstance(member, CombinedDrafter):
-        return any(map(_has_own_way, member.members))
-    return type(member).run_target is not Drafter.run_target
+    """Load all drafters of a list."""
+    return [parse(draft).load(target, **kwargs) for draft in drafters]
 
 
 @dataclass

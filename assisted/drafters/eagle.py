@@ -1,11 +1,12 @@
 """EAGLE (2401.15077, 2406.16858, 2503.01840): a trained head drafts from the target's hidden states.
 
 The head has its own KV slots. For committed tokens they hold the result of the target's true features; what it computes for
-drafted tokens is removed after every round. Knows the tapped target; the head's module and file formats are in heads/.
+drafted tokens is removed after every round. Knows the target's hidden states; the head's module and file formats are in heads/.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,12 +18,12 @@ from transformers import PreTrainedModel
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.host import on_device, padded
-from ..engine.parts import Layers, device_of, few_ids, find_layers, unwrapped
-from ..engine.runner import Masks, Runnable, require_rewindable
-from ..engine.tapped import TappedModel, find_final_norm
+from ..engine.needs import Needs
+from ..engine.parts import device_of, few_ids, unwrapped
+from ..engine.runner import CachedModel, Masks, Runnable, require_rewindable
 from ..engine.trust import Trust
 from ..fast.graphs import Graphs
-from ..fast.runner import open_runner
+from ..fast.runner import form
 from ..fast.sources import Source
 from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import load_eagle, save_eagle
@@ -35,7 +36,7 @@ from .chain import ChainDrafting
 from .eagle_tree import Limits, grow
 from .trees import Offers, learn
 
-__all__ = ["Eagle", "EagleDrafter", "find_taps"]
+__all__ = ["Eagle", "EagleDrafter", "needs_of"]
 
 TOP_K_CPU, TOP_K = 4, 10
 NODES_CPU, NODES = 16, 60
@@ -82,20 +83,20 @@ class Eagle(HeadSpec):
         if isinstance(self.path, str):
             output = model.get_output_embeddings()
             head.to(device_of(model if output is None else output), model.dtype)
-        return EagleDrafter(self, head, *find_taps(model, head))
+        return EagleDrafter(self, head, needs_of(head, model))
 
 
 class EagleDrafter(Drafter):
-    """A loaded head, and the location of the target's hidden states.
+    """A loaded head.
 
     Args:
         spec: the options.
         head: not changed.
-        layers, final_norm: of the target (`find_layers`, `find_final_norm`).
+        needs: the hidden states that it reads (`needs_of`).
     """
 
-    def __init__(self, spec: Eagle, head: EagleHead, layers: Layers, final_norm: tuple[str, ...]):
-        self.spec, self.head, self.layers, self.final_norm = spec, head, layers, final_norm
+    def __init__(self, spec: Eagle, head: EagleHead, needs: Needs):
+        self.spec, self.head, self.needs = spec, head, needs
         self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
         self._fused: tuple[Source, Runnable] | None = None
@@ -131,9 +132,6 @@ class EagleDrafter(Drafter):
         """Save the head in a format that the spec reads."""
         save_eagle(self.head, folder)
 
-    def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> TappedModel:
-        return TappedModel(model, cache, masks, self.layers, self.head.config.taps, self.final_norm)
-
     def start(self, call: Call) -> EagleDrafting:
         return EagleDrafting(self, call)
 
@@ -158,14 +156,10 @@ class EagleDrafting(ChainDrafting):
         self.offers: list[Offers] = []  # of the proposed tree, until it is verified
         # hidden states of the prompt, until the head first runs; of its last columns only if the caller passed past keys and
         # values, or if the prompt was read in chunks
-        self.prompt: list[torch.Tensor] = []
-        if isinstance(call.target, TappedModel):
-            self.prompt = self._states(call.target)
-            self.first = call.target.cache.positions(self.prompt[0].device) - self.prompt[0].shape[1]
+        self.prompt = self._read(call.states)
+        self.first = call.target.cache.positions(self.prompt[0].device) - self.prompt[0].shape[1]
 
     def propose(self, text: Text, budget: int) -> Draft:
-        if not isinstance(self.call.target, TappedModel):
-            raise TypeError("EAGLE needs the target to be run by EagleDrafter.run_target")
         if self.broken is not None and self.broken:
             raise FloatingPointError("the head's logits are not a number")
         drafter = self.drafter
@@ -186,10 +180,8 @@ class EagleDrafting(ChainDrafting):
 
     def observe(self, round: Round) -> None:
         """Keep the features of the committed tokens, whichever drafter proposed them."""
-        target, counts, path = self.call.target, round.kept, round.path
-        if not isinstance(target, TappedModel):
-            return
-        features, width = torch.cat(self._states(target), -1), max(counts)
+        counts, path = round.kept, round.path
+        features, width = torch.cat(self._read(round.states), -1), max(counts)
         if path is not None:
             kept = padded([columns[:width] for columns in path], features.device)[:, :, None]
             features = features.gather(1, kept.expand(-1, -1, features.shape[-1]))
@@ -198,10 +190,10 @@ class EagleDrafting(ChainDrafting):
             learn(self.rates, self.offers, self.text, counts)
             self.offers = []
 
-    def _states(self, target: TappedModel) -> list[torch.Tensor]:
-        """The hidden states tapped in the target's last forward pass, [B, n, Ht] each."""
-        device = self.drafter.head.device
-        return [target.states(tap).to(device) for tap in self.drafter.head.config.taps]
+    def _read(self, states: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """The hidden states that the head reads, [B, n, Ht] each, on its device."""
+        head = self.drafter.head
+        return [states[tap].to(head.device) for tap in head.config.taps]
 
     def _begun(self, text: Text) -> HeadRunner:
         """The head's runner. When it is created, the prompt's features become unread."""
@@ -214,13 +206,10 @@ class EagleDrafting(ChainDrafting):
             rows, width = features.shape[:2]
             self.skipped = text.prompt_length - width  # columns of the text without a feature
             mask = call.attention_mask[:, -width:] if call.attention_mask is not None and text.prompt_length else None
-            self.runner = open_runner(
-                drafter.head,
-                lambda form: HeadRunner(form, call.target.model, call.limit + drafter.most, first, mask),
-                call.settings.of_heads,
-                drafter.graphs,
-                drafter.fused,
-            )
+            settings, limit = call.settings.of_heads, call.limit + drafter.most
+            head = form(drafter.head, settings, drafter.fused)
+            runner = HeadRunner(head, call.target.model, limit, first, mask)
+            self.runner = drafter.graphs.serve(runner, drafter.head, settings)
             if self.runner.cache.visible is not None:  # the target's states of padding may be NaN
                 features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)
             self.unread.insert(0, (features, [width] * rows))
@@ -280,8 +269,8 @@ def _joined(blocks: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor,
     return features.gather(1, index.expand(-1, -1, features.shape[-1])), totals
 
 
-def find_taps(model: PreTrainedModel, head: EagleHead) -> tuple[Layers, tuple[str, ...]]:
-    """Locate the target's layers and its final norm, and test them on a few tokens.
+def needs_of(head: EagleHead, model: PreTrainedModel) -> Needs:
+    """The hidden states that a head reads of a target, tested on a few tokens.
 
     Raises ValueError if the hidden states that the head reads are not available or do not have its sizes.
     """
@@ -291,17 +280,14 @@ def find_taps(model: PreTrainedModel, head: EagleHead) -> tuple[Layers, tuple[st
         size = model.config.get_text_config(decoder=True).vocab_size
         if config.vocab_size != size:
             raise ValueError(f"it was trained for a vocabulary of {config.vocab_size}, but the target's has {size}")
-        layers = find_layers(model)
-        final_norm = find_final_norm(model, layers) if len(layers) in config.taps else ()
-        if not all(1 <= tap <= len(layers) for tap in config.taps):
-            raise ValueError(f"it reads the hidden states {config.taps} of a target with {len(layers)} layers")
+        needs = Needs.of_states(model, *config.taps)
         masks, ids = Masks.of(model), few_ids(model)
         cache = SlotCache(1, ids.shape[1], right_aligned=not masks.trees)
-        target = TappedModel(model, cache, masks, layers, config.taps, final_norm)
+        target = CachedModel(model, cache, masks, needs)
         with torch.no_grad():
             target.prefill(ids, None)
             for tap in config.taps:
-                shape = tuple(target.states(tap).shape)
+                shape = tuple(target.states[tap].shape)
                 if shape != (1, ids.shape[1], config.target_hidden_size):
                     raise ValueError(
                         f"hidden state {tap} of {ids.shape[1]} tokens has the shape {shape}; expected a width of "
@@ -314,4 +300,4 @@ def find_taps(model: PreTrainedModel, head: EagleHead) -> tuple[Layers, tuple[st
                 raise ValueError("the target has no output embedding, which the head needs to compute logits")
     except Exception as error:
         raise ValueError(problem + str(error)) from error
-    return layers, final_norm
+    return needs

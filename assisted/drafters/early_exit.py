@@ -16,9 +16,10 @@ from ..acceptance import top1
 from ..distribution import Distribution, probabilities
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
+from ..engine.needs import Needs
 from ..engine.parts import Layers, few_ids, find_layers, unwrapped
-from ..engine.runner import Masks, Runnable, require_rewindable
-from ..engine.split import Begun, SplitModel, timed
+from ..engine.runner import CachedModel, Masks, require_rewindable
+from ..engine.split import Begun, Split, timed
 from ..text import Text
 from .base import Call, Drafter, Spec, Target
 from .chain import PartDrafting
@@ -81,7 +82,7 @@ class ExitDrafter(Drafter):
     """A target's layers and the statistics of early exits. exit_layer: see `EarlyExit`."""
 
     def __init__(self, layers: Layers, exit_layer: int | None = None):
-        self.layers = layers
+        self.needs = Needs(layers, split=True)
         self.choice = ExitChoice(len(layers), exit_layer)
         self._warned = False
 
@@ -89,9 +90,6 @@ class ExitDrafter(Drafter):
     def exit_layer(self) -> int:
         """How many layers draft at present."""
         return self.choice.layer
-
-    def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> SplitModel:
-        return SplitModel(model, cache, masks, self.layers)
 
     def start(self, call: Call) -> ExitDrafting:
         return ExitDrafting(self, call)
@@ -116,58 +114,52 @@ class ExitDrafting(PartDrafting):
     def __init__(self, drafter: ExitDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
+        self.split = Split(call.target)
         self.proposed: Draft | None = None  # until it is verified
 
-    @property
-    def target(self) -> SplitModel:
-        """The target of this call. Raises TypeError if `ExitDrafter.run_target` did not create it."""
-        if not isinstance(self.call.target, SplitModel):
-            raise TypeError("early exit needs the target to be run by ExitDrafter.run_target")
-        return self.call.target
-
     def propose(self, text: Text, budget: int) -> Draft:
-        choice, target = self.drafter.choice, self.target
+        choice = self.drafter.choice
         self.text, self.before = text, list(text.lengths)
         self.end, self.budget = choice.layer, budget
         measured = choice.to_measure()
-        part, tap = target.front(self.end)
-        hidden: list[torch.Tensor] = []
+        part = self.split.front(self.end)
+        read: list[dict[int, torch.Tensor]] = []
 
         def draft() -> Draft:
-            return self.draft_with(part, text, budget, lambda: hidden.append(tap.hidden))
+            return self.draft_with(part, text, budget, lambda: read.append(dict(part.states)))
 
         if measured is None:
             self.proposed = draft()
         else:
-            self.proposed, seconds = timed(draft, target.device)
-            self.seconds = seconds / len(hidden)
-        target.begun = Begun(self.proposed, self.end, torch.cat(hidden, -2), list(target.cache.lengths))
-        target.measured = measured
+            self.proposed, seconds = timed(draft, part.device)
+            self.seconds = seconds / len(read)
+        self.split.begin(self.proposed, self.end, read, measured)
         return self.proposed
 
     def observe(self, round: Round) -> None:
         proposed, self.proposed = self.proposed, None
         if not round.draft.is_that_of(proposed):
             return
-        choice, target, accepted = self.drafter.choice, self.target, round.accepted
+        choice, split, accepted = self.drafter.choice, self.split, round.accepted
         for row in round.unfinished:
             choice.learn(self.end, accepted[row], min(accepted[row] + 1, round.drafted[row]))
-        if target.states:
-            (cost,) = self.call.settings.ranks.largest([self.seconds / target.seconds])
+        if split.measured:
+            (cost,) = self.call.settings.ranks.largest([self.seconds / split.seconds])
             choice.learn_cost(self.end, cost)
-            self._measure(target, round)
-            target.states = {}
+            self._measure(round)
+            split.measured = {}
         choice.decide(round.draft.width, self.budget)
         self.drafter.warn_if_hopeless()
 
-    def _measure(self, target: SplitModel, round: Round) -> None:
+    def _measure(self, round: Round) -> None:
         """Compare the other exits with the target at the newly committed positions."""
         text, distribution, draft, logits = self.text, self.call.distribution, round.draft, round.logits
         grown = [(row, round.kept[row]) for row in round.unfinished]
         at = [(row, column) for column in range(logits.shape[1]) for row, new in grown if column < new]
         rows, columns = (list(numbers) for numbers in zip(*at[:MEASURED_COLUMNS], strict=True))
-        states = [hidden[..., rows, columns, :].to(target.device) for hidden in target.states.values()]
-        exits = target.exits(torch.cat(states, -2)[..., None, :, :]).to(logits.device).split(len(rows))
+        measured, device = self.split.measured, self.call.target.device
+        states = [hidden[..., rows, columns, :].to(device) for hidden in measured.values()]
+        exits = self.split.exits(torch.cat(states, -2)[..., None, :, :]).to(logits.device).split(len(rows))
 
         def scores_at(logits: torch.Tensor) -> torch.Tensor:
             scores = (
@@ -180,7 +172,7 @@ class ExitDrafting(PartDrafting):
         shares = [
             _agreement(scores_at(logits.index_put(index, own.to(logits.dtype))), wanted, distribution) for own in exits
         ]
-        for end, share in zip(target.states, torch.stack(shares).tolist(), strict=True):
+        for end, share in zip(measured, torch.stack(shares).tolist(), strict=True):
             self.drafter.choice.learn(end, share, len(rows))
 
 
@@ -196,18 +188,20 @@ def _require_whole(model: PreTrainedModel, layers: Layers, end: int) -> None:
     """Raises ValueError if the two parts do not compute the same logits as the whole model."""
     masks = Masks.of(model)
     ids = few_ids(model, 8)
-    target = SplitModel(model, SlotCache(1, ids.shape[1] + 1, right_aligned=not masks.trees), masks, layers)
+    cache = SlotCache(1, ids.shape[1] + 1, right_aligned=not masks.trees)
+    target = CachedModel(model, cache, masks, Needs(layers, split=True))
     target.prefill(ids[:, :4], None)
     draft = Draft(ids[:, 5:], torch.tensor([3]))
     whole = target(ids[:, 4:], draft).float()  # not committed
     try:
-        part, tap = target.front(end)
+        split = Split(target)
+        part = split.front(end)
         part(ids[:, 4:])
-        begun = Begun(draft, end, tap.hidden, list(target.cache.lengths))
+        begun = Begun(draft, end, dict(part.states), list(target.cache.lengths))
         target.cache.commit([ids.shape[1] - 4])
         part(ids[:, :1])  # anything that layers pass on besides hidden states now belongs to another token
         target.cache.rewind([4])
-        parts = target.finish(begun, ids[:, 4:], draft).float()
+        parts = split.finish(begun, ids[:, 4:], draft).float()
     except Exception as error:
         raise ValueError(
             f"draft: early exit cannot be used with this target, {type(model).__name__}: its layers from {end} on do not run "

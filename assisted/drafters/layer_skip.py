@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..acceptance import top1
 from ..drafts import Draft, Round
+from ..engine.needs import Needs
 from ..engine.parts import Layers, find_layers, try_out, unwrapped
 from ..engine.runner import CachedModel, require_rewindable
 from ..engine.sublayers import Sublayer, find_sublayers, without
@@ -92,7 +93,7 @@ class SkipDrafter(Drafter):
     """A target's layers and sublayers, and the search for the sublayers to skip. spec: the options of the search."""
 
     def __init__(self, layers: Layers, sublayers: list[Sublayer], spec: LayerSkip):
-        self.layers = layers
+        self.needs = Needs(layers)
         self.sublayers = sublayers
         self.window = spec.window
         inner = [index for index, sublayer in enumerate(sublayers) if 0 < sublayer.layer < len(layers) - 1]
@@ -111,7 +112,7 @@ class SkipDrafter(Drafter):
 
     def part(self, target: PreTrainedModel, skipped: frozenset[int]) -> PreTrainedModel:
         """The target, in the form that a call runs, without the given sublayers."""
-        return without(target, self.layers, self.sublayers, skipped)
+        return without(target, self.needs.layers, self.sublayers, skipped)
 
     def warn_if_hopeless(self) -> None:
         """Warn once if drafting gives no speedup."""
@@ -168,7 +169,8 @@ class SkipDrafting(PartDrafting):
         target = self.call.target
         if skipped not in self._parts:
             self._parts.clear()  # sets that were tried before do not return
-            self._parts[skipped] = target.part(self.drafter.part(target.untapped, skipped), ("without", skipped))
+            part = self.drafter.part(target.bare.module, skipped)
+            self._parts[skipped] = target.part(part, ("without", skipped))
         return self._parts[skipped]
 
     def _width(self, text: Text) -> int:

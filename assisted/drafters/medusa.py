@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 
 from ..acceptance import top1
 from ..drafts import Draft, Round
-from ..engine.cache import SlotCache
 from ..engine.host import on_device
-from ..engine.parts import Layers, device_of, find_layers, unwrapped
-from ..engine.runner import Masks, Runnable, require_rewindable
-from ..engine.tapped import TappedModel, find_final_norm
+from ..engine.needs import Needs
+from ..engine.parts import device_of, unwrapped
+from ..engine.runner import Masks, require_rewindable
 from ..heads.medusa import MedusaHeads, output_size
 from ..lengths.base import DraftLength, Length
 from ..lengths.rates import Rates
@@ -69,8 +68,7 @@ class Medusa(HeadSpec):
         model = unwrapped(target.model)
         require_rewindable(model, "target")
         try:
-            layers = find_layers(model)
-            final_norm = find_final_norm(model, layers)
+            needs = Needs.of_states(model, -1)
         except Exception as error:
             raise ValueError(f"draft: Medusa heads cannot be used with this target: {error}") from error
         size, hidden_size = output_size(model)
@@ -83,7 +81,7 @@ class Medusa(HeadSpec):
                 f"draft: these heads have hidden size {heads.hidden_size} and vocabulary size {heads.vocab_size}, the target "
                 f"{hidden_size} and {size}; heads work only with the model that they were trained for"
             )
-        return MedusaDrafter(self, heads.eval(), model, layers, final_norm)
+        return MedusaDrafter(self, heads.eval(), model, needs)
 
 
 class MedusaDrafter(Drafter):
@@ -93,14 +91,11 @@ class MedusaDrafter(Drafter):
         spec: the options.
         heads: on the target's device; not changed.
         target: the target, whose output embedding the heads may share.
-        layers, final_norm: of the target (`find_layers`, `find_final_norm`).
+        needs: the target's last hidden state.
     """
 
-    def __init__(
-        self, spec: Medusa, heads: MedusaHeads, target: PreTrainedModel, layers: Layers, final_norm: tuple[str, ...]
-    ):
-        self.spec, self.heads, self.target = spec, heads, target
-        self.layers, self.final_norm = layers, final_norm
+    def __init__(self, spec: Medusa, heads: MedusaHeads, target: PreTrainedModel, needs: Needs):
+        self.spec, self.heads, self.target, self.needs = spec, heads, target, needs
         self.rates = {do_sample: Rates(heads.heads) for do_sample in (False, True)}
 
     @property
@@ -116,9 +111,6 @@ class MedusaDrafter(Drafter):
         """Save the heads in a format that the spec reads."""
         plain = self.heads.token_map is None and self.heads.bias is not None
         self.heads.save(folder, "medusa" if plain else "vllm", self.target)
-
-    def run_target(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> TappedModel:
-        return TappedModel(model, cache, masks, self.layers, [len(self.layers)], self.final_norm)
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
         length = policy.start(earlier)
@@ -151,11 +143,10 @@ class MedusaDrafting(Drafting):
         self.text: Text | None = None
         self.guesses: dict[int, list[Guesses]] = {}  # by row, then by head, until they are verified
         # the target's hidden state of the last but one committed token of each row, [B, H]
-        self.states = self._seen()[:, -1] if isinstance(call.target, TappedModel) else None
+        (self.last,) = drafter.needs.states
+        self.states = call.states[self.last][:, -1]
 
     def propose(self, text: Text, budget: int) -> Draft:
-        if self.states is None:
-            raise TypeError("Medusa heads need the target to be run by MedusaDrafter.run_target")
         self.text = text
         heads = self.drafter.heads
         logits = heads(self.states, self.drafter.target.get_output_embeddings(), budget)  # [D, B, V]
@@ -166,20 +157,13 @@ class MedusaDrafting(Drafting):
 
     def observe(self, round: Round) -> None:
         """Keep the hidden states of the committed tokens, whichever drafter proposed them, and judge the last guesses."""
-        if self.states is None:
-            return
         counts, path = round.kept, round.path
-        hidden = self._seen()
+        hidden = round.states[self.last]
         last = [max(count, 1) - 1 for count in counts]  # of ended rows, any
         if path is not None:
             last = [columns[index] for columns, index in zip(path, last, strict=True)]
         self.states = hidden[torch.arange(len(counts), device=hidden.device), on_device(last, hidden.device)]
         self._learn(counts)
-
-    def _seen(self) -> torch.Tensor:
-        """The hidden states of the target's last forward pass, [B, n, H]."""
-        assert isinstance(self.call.target, TappedModel)
-        return self.call.target.states(len(self.drafter.layers))
 
     def _learn(self, counts: list[int]) -> None:
         """Compare each head whose earlier heads were right with the committed token. counts: committed tokens of each row."""

@@ -20,7 +20,7 @@ from ..engine.runner import CachedModel, CallSettings, Masks, Runnable, is_sum_o
 from ..engine.trust import Trust
 from ..fast.fused import fused
 from ..fast.graphs import Graphs
-from ..fast.runner import open_runner
+from ..fast.runner import form
 from ..text import Text
 from .base import Call, Drafter, Drafting
 from .chain import ChainDrafting
@@ -50,9 +50,8 @@ class ModelDrafter(Drafter):
 
     def runner(self, cache: SlotCache, settings: CallSettings) -> CachedModel:
         """A runner of the draft over these slots, in the form that the call settings ask for."""
-        return open_runner(
-            self.model, lambda form: CachedModel(form, cache, self.masks), settings, self.graphs, self.fused
-        )
+        runner = CachedModel(form(self.model, settings, self.fused), cache, self.masks)
+        return self.graphs.serve(runner, self.model, settings)
 
     def fused(self, model: PreTrainedModel, trusted: Trust) -> Runnable:
         """The draft in fewer operations; the outer forward is skipped if it does nothing but call the submodules."""

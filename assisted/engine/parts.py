@@ -76,12 +76,9 @@ class Layers:
         return with_children(model, {self.path: nn.ModuleList(layers)})
 
 
-def front(model: PreTrainedModel, layers: Layers, end: int) -> tuple[PreTrainedModel, Tap]:
-    """Layers [0, end), the final norm and the head; and the tap that keeps the output states of layer end - 1."""
-    own = layers.of(model)
-    tap = Tap(own[end - 1])
-    passed = [Pass(form) for form in layers.forms[end:]]
-    return layers.replaced(model, [*own[: end - 1], tap, *passed]), tap
+def front(model: PreTrainedModel, layers: Layers, end: int) -> PreTrainedModel:
+    """Layers [0, end), the final norm and the head."""
+    return layers.replaced(model, [*layers.of(model)[:end], *(Pass(form) for form in layers.forms[end:])])
 
 
 def back(model: PreTrainedModel, layers: Layers, start: int) -> tuple[PreTrainedModel, Inject]:

@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 
 from ..drafts import Draft
 from .cache import Paths, SlotCache, SlotLayer, unsupported_layers
+from .needs import NOTHING, Needs
 from .runner import CachedModel, Masks, Runnable
 
 __all__ = [
@@ -183,8 +184,8 @@ class RecurrentModel(CachedModel):
     is_repeatable = False  # some of its states have read the columns
     cache: RecurrentCache
 
-    def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks):
-        super().__init__(model, cache, masks)
+    def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks, needs: Needs = NOTHING):
+        super().__init__(model, cache, masks, needs)
         self.unread = torch.empty(cache.rows, 0, dtype=torch.long, device=self.device)  # [B, k], committed
         self.ids = self.unread  # [B, k + n], of the last forward pass
 
@@ -201,7 +202,10 @@ class RecurrentModel(CachedModel):
             self.cache.save()
         if used is not None:
             used = [unread + count for count in used]
-        return super().__call__(self.ids, None, used)[:, unread:]
+        logits = super().__call__(self.ids, None, used)
+        for tap in self.runnable.taps.values():
+            tap.hidden = tap.hidden[:, unread:]
+        return logits[:, unread:]
 
     def _would_straddle(self) -> bool:
         """Whether the rotary angles of the unread columns differ from those of the new ones."""
@@ -235,9 +239,14 @@ def is_recurrent(model: PreTrainedModel) -> bool:
     return model._supports_default_dynamic_cache() and _STATES.issuperset(unsupported_layers(config))
 
 
-def target_runner(model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks) -> CachedModel:
-    """A target over the slots from `slots_for`, for drafters that need no special runner."""
-    return (RecurrentModel if isinstance(cache, RecurrentCache) else CachedModel)(model, cache, masks)
+def target_runner(
+    model: PreTrainedModel | Runnable,
+    cache: SlotCache,
+    masks: Masks,
+    needs: Needs = NOTHING,
+) -> CachedModel:
+    """A target over the slots from `slots_for`. needs: those of all drafters."""
+    return (RecurrentModel if isinstance(cache, RecurrentCache) else CachedModel)(model, cache, masks, needs)
 
 
 def slots_for(model: PreTrainedModel, given: Cache | None, rows: int, limit: int, masks: Masks) -> SlotCache:

@@ -7,7 +7,7 @@ same class.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -21,7 +21,8 @@ from ..drafts import Draft
 from .cache import Paths, SlotCache, unsupported_layers
 from .host import on_device
 from .masks import Masks, column_depths
-from .parts import Inject, Tap, device_of, unwrapped
+from .needs import NOTHING, Needs, States
+from .parts import Inject, Tap, device_of, tapped, unwrapped
 from .prefill import Group, groups
 from .ranks import ALONE, Ranks
 from .rope import Change, change_of
@@ -96,6 +97,9 @@ class Runnable:
         copied: the parameters that the module has copied. `fast.fused` checks them for changes in every call.
         low_bit_bytes: bytes of its low-bit weights. Products with these round to bfloat16, whatever the module's dtype is.
         is_own: it runs transformers' own code. Anything else runs whole, because its parts may not add up to it.
+        kind: distinguishes the modules of a call that run over the same slots.
+        taps: modules in it whose output is needed in addition to the forward's, by index of the hidden state.
+        inject: for parts and heads, the module that holds their input states.
     """
 
     module: Any
@@ -104,6 +108,17 @@ class Runnable:
     copied: Sequence[torch.Tensor] = ()
     low_bit_bytes: int = 0
     is_own: bool = True
+    kind: Hashable = "whole"
+    taps: Mapping[int, Tap] = field(default_factory=dict)
+    inject: Inject | None = None
+
+    def tapped(self, needs: Needs) -> Runnable:
+        """The same module as another object that also keeps the needed hidden states of its last forward pass."""
+        if not needs.states:
+            return self
+        module, taps = tapped(self.module, needs.layers, sorted(needs.states), needs.final_norm)
+        last_only = self.last_only and len(needs.layers) not in taps
+        return replace(self, module=module, last_only=last_only, kind=(self.kind, *taps), taps=taps)
 
 
 class Inputs(NamedTuple):
@@ -147,16 +162,10 @@ class Runner:
     Attributes:
         passes: how its forward passes are run.
         settings: those of the call.
-        kind: distinguishes the runners of a call that share slots.
         constants: further arguments of every forward pass, from the caller of `generate`.
-        taps: modules whose output is needed in addition to the forward's.
-        inject: for parts and heads, the module that holds their input states.
     """
 
-    kind: Hashable = "whole"
     constants: Mapping[str, Any] = MappingProxyType({})
-    taps: Sequence[Tap] = ()
-    inject: Inject | None = None
 
     def __init__(self, runnable: Runnable, cache: SlotCache, device: torch.device, context: int):
         self.runnable, self.cache, self.device, self.context = runnable, cache, device, context
@@ -188,7 +197,7 @@ class Runner:
         read: a forward pass over given rows, starting at a given column, that returns the output at the last column,
         [rows, 1, ...]. This method returns the output of all rows, [B, 1, ...].
         """
-        cache, rows = self.cache, sorted(self.cache.running)
+        cache, rows, taps = self.cache, sorted(self.cache.running), self.runnable.taps.values()
         apart = (
             self.is_capturable and not cache.layers and cache.visible is not None and cache.visible.shape[1] <= width
         )
@@ -202,11 +211,11 @@ class Runner:
                 part = read(rows, first)
             if last is None:
                 last = part.new_zeros(cache.rows, *part.shape[1:])
-                states = [tap.hidden.new_zeros(cache.rows, width, tap.hidden.shape[-1]) for tap in self.taps]
+                states = [tap.hidden.new_zeros(cache.rows, width, tap.hidden.shape[-1]) for tap in taps]
             last[rows] = part
-            for of_all, tap in zip(states, self.taps, strict=True):
+            for of_all, tap in zip(states, taps, strict=True):
                 of_all[rows, first:] = tap.hidden
-        for of_all, tap in zip(states, self.taps, strict=True):
+        for of_all, tap in zip(states, taps, strict=True):
             tap.hidden = of_all
         assert last is not None
         return last
@@ -219,21 +228,27 @@ class CachedModel(Runner):
         model: any decoder-only causal LM, or its `Runnable`; it is not changed.
         cache: its slots.
         masks: `Masks.of(model)`.
+        needs: what drafters need of it.
 
     Attributes:
-        untapped: the model as it is run, without taps; parts for drafting are made of it.
+        bare: the model as it is run, without taps; parts for drafting are made of it.
+        states: the hidden states that `needs` asks for, of the last forward pass.
+        begun: runs the next forward pass if a drafter has begun it (`Split`). Called like this runner; returns None if the
+            draft is another one.
     """
 
     in_lockstep = False  # whether all rows of a batch must keep the same number of columns
     is_repeatable = True  # whether a forward pass that failed can be run again
     change: Change | None = None  # of the rotary angles, if this call may reach it
     masks: Masks
+    begun: Callable[[torch.Tensor, Draft | None, list[int] | None], torch.Tensor | None] | None = None
 
-    def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks):
-        runnable = model if isinstance(model, Runnable) else Runnable(model)
+    def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks, needs: Needs = NOTHING):
+        self.bare = model if isinstance(model, Runnable) else Runnable(model)
+        runnable, self.needs = self.bare.tapped(needs), needs
         self.model: Any = runnable.module
-        self.untapped = self.model
         super().__init__(runnable, cache, device_of(self.model), context_of(self.model))
+        self.states = States(runnable.taps, cache)
         self.last_only = runnable.last_only
         self.masks = masks
         self._takes_cache = "past_key_values" if takes(self.model, "past_key_values") else "cache_params"
@@ -281,7 +296,15 @@ class CachedModel(Runner):
         used: how many columns of each row are needed, None for all; the others may be after the end of the context.
         Returns [B, n, V], zeros for rows that don't run.
         """
-        return self.passes.run(self, ids, draft, used)
+        self.states.end()
+        self.states = States(self.runnable.taps, self.cache)
+        begun, self.begun = self.begun, None
+        logits = None if begun is None else begun(ids, draft, used)
+        return self.passes.run(self, ids, draft, used) if logits is None else logits
+
+    def run_only(self, rows: list[int]) -> None:
+        if not self.needs.split:  # the states of the columns begun are those of all rows
+            super().run_only(rows)
 
     def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
         cache, width = self.cache, ids.shape[1]
@@ -323,14 +346,17 @@ class CachedModel(Runner):
         self,
         model: PreTrainedModel | Runnable,
         kind: Hashable,
-        taps: Sequence[Tap] = (),
+        states: Iterable[int] = (),
         inject: Inject | None = None,
     ) -> CachedModel:
-        """A part of the model, or a copy, over the same slots, run in the same way. kind: identifies the part."""
-        runnable = model if isinstance(model, Runnable) else replace(self.runnable, module=model)
-        part = CachedModel(runnable, self.cache, self.masks)
+        """A part of the model, or a copy, over the same slots, run in the same way.
+
+        kind: identifies the part. states: the hidden states that it keeps. inject: the module that holds its input states.
+        """
+        runnable = model if isinstance(model, Runnable) else replace(self.bare, module=model)
+        needs = replace(self.needs, states=frozenset(states))
+        part = CachedModel(replace(runnable, kind=kind, inject=inject), self.cache, self.masks, needs)
         part.passes, part.settings, part.constants = self.passes, self.settings, self.constants
-        part.kind, part.taps, part.inject = kind, taps, inject
         return part
 
     @property

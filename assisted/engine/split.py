@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..drafts import Draft, DraftingStopped
-from .cache import SlotCache
 from .host import wait
-from .parts import Inject, Layers, Tap, back, few_ids, front, tapped, try_out
-from .runner import CachedModel, Masks, Runnable
+from .parts import Inject, back, few_ids, front, try_out
+from .runner import CachedModel
 
-__all__ = ["Begun", "SplitModel", "timed"]
+__all__ = ["Begun", "Split", "timed"]
+
+_States = Mapping[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,107 +31,133 @@ class Begun:
     Args:
         draft: the draft of these columns.
         end: how many layers the front has.
-        hidden: [..., B, m, D], their output states for the first m of n + 1 columns; m is n or n + 1.
+        states: of layer `end - 1`, and others that are needed of layers before: [..., B, m, D] for the first m of n + 1
+            columns; m is n or n + 1.
         lengths: each row's length before these columns.
+        measured: run the whole model instead of the back, and measure the states after these numbers of layers; None does not.
     """
 
     draft: Draft
     end: int
-    hidden: torch.Tensor
+    states: _States
     lengths: list[int]
+    measured: Sequence[int] | None = None
 
 
-class SplitModel(CachedModel):
-    """The target in two parts. Where the front ran while drafting, the target's forward pass runs only the back.
+class Split:
+    """A target in two parts. Where the front ran while drafting, the target's next forward pass runs only the back.
 
-    A draft from elsewhere, or one changed since, goes through the whole model as in `CachedModel`.
+    A draft from elsewhere, or one changed since, goes through the whole model.
+
+    Args:
+        target: the target of a call, whose needs include a split.
+
+    Attributes:
+        measured: after a forward pass for which `begin` was told to measure layers, their output states, by number of layers.
+        seconds: that this forward pass took.
     """
 
-    def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks, layers: Layers):
-        super().__init__(model, cache, masks)
-        self.layers = layers
-        self.begun: Begun | None = None
-        self.measured: list[int] | None = None  # layers to tap in the next forward pass
-        self.states: dict[int, torch.Tensor] = {}  # tapped in the last forward pass
-        self.seconds = 0.0  # of the last forward pass, if layers were tapped
-        self._fronts: dict[int, tuple[CachedModel, Tap]] = {}
+    def __init__(self, target: CachedModel):
+        self.target, self.layers = target, target.needs.layers
+        self.measured: _States = {}
+        self.seconds = 0.0
+        self._fronts: dict[int, CachedModel] = {}
         self._backs: dict[int, tuple[CachedModel, Inject]] = {}
 
-    def run_only(self, rows: list[int]) -> None:
-        """No effect: all rows run, because the states kept of a round cover all of them."""
-
-    def front(self, end: int) -> tuple[CachedModel, Tap]:
-        """Layers [0, end) and the head, over the same slots."""
+    def front(self, end: int) -> CachedModel:
+        """Layers [0, end) and the head, over the target's slots. Its states are those of layer `end - 1`, and the needed ones
+        before."""
         if end not in self._fronts:
-            model, tap = front(self.model, self.layers, end)
-            self._fronts[end] = self.part(model, ("front", end), [tap]), tap
+            model = front(self.target.bare.module, self.layers, end)
+            states = {end, *(state for state in self.target.needs.states if state < end)}
+            self._fronts[end] = self.target.part(model, ("front", end), states)
         return self._fronts[end]
 
-    def __call__(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
-        begun, self.begun = self.begun, None
-        measured, self.measured = self.measured, None
-        self.states = {}
-        if (
-            not self.runnable.is_own
-            or draft is None
-            or begun is None
-            or not draft.is_that_of(begun.draft)
-            or begun.lengths != self.cache.lengths
-        ):
-            return super().__call__(ids, draft, used)
+    def begin(self, draft: Draft, end: int, read: Sequence[_States], measured: Sequence[int] | None = None) -> None:
+        """Let the target's next forward pass, if it verifies this draft, go on after layer `end - 1`.
+
+        read: the front's states, of one forward pass after the other. measured: as in `Begun`.
+        """
+        begun = Begun(draft, end, _joined(read), list(self.target.cache.lengths), measured)
+        self.target.begun = partial(self._go_on, begun)
+
+    def _go_on(
+        self, begun: Begun, ids: torch.Tensor, draft: Draft | None, used: list[int] | None
+    ) -> torch.Tensor | None:
+        """The target's forward pass, [B, n + 1, V]; None if the whole model must run."""
+        self.measured = {}
+        same = draft is not None and draft.is_that_of(begun.draft) and begun.lengths == self.target.cache.lengths
+        if not same or not self.target.runnable.is_own:
+            return None
         try:
-            if measured is not None:
-                return self._measure(measured, ids, draft, used)
-            return self.finish(begun, ids, draft, used)
+            run = self.finish if begun.measured is None else self._measure
+            return run(begun, ids, draft, used)
         except Exception as error:
-            if not self.settings.ranks.may_go_on(error):
+            if not self.target.settings.ranks.may_go_on(error):
                 raise
             name = type(error).__name__
             warnings.warn(
                 f"Finishing the drafted tokens failed ({name}: {error}); reading them with the whole model.",
                 DraftingStopped,
-                stacklevel=2,
+                stacklevel=3,
             )
-            return super().__call__(ids, draft, used)
+            return None
 
-    def finish(self, begun: Begun, ids: torch.Tensor, draft: Draft, used: list[int] | None = None) -> torch.Tensor:
+    def finish(
+        self, begun: Begun, ids: torch.Tensor, draft: Draft | None, used: list[int] | None = None
+    ) -> torch.Tensor:
         """The target's forward pass over a draft that the front has begun, [B, n + 1, V]."""
-        hidden = self._read_rest(begun, ids, used)
-        if begun.end not in self._backs:
-            model, inject = back(self.model, self.layers, begun.end)
-            self._backs[begun.end] = self.part(model, ("back", begun.end), inject=inject), inject
-        rest, inject = self._backs[begun.end]
-        inject.hidden = hidden
-        return rest(ids, draft, used)
+        states, end = self._read_rest(begun, ids, used), begun.end
+        if end not in self._backs:
+            model, inject = back(self.target.bare.module, self.layers, end)
+            after = (state for state in self.target.needs.states if state > end)
+            self._backs[end] = self.target.part(model, ("back", end), after, inject), inject
+        rest, inject = self._backs[end]
+        inject.hidden = states[end]
+        logits = rest(ids, draft, used)
+        self._show({**states, **rest.states})
+        return logits
 
-    def _read_rest(self, begun: Begun, ids: torch.Tensor, used: list[int] | None) -> torch.Tensor:
+    def _read_rest(self, begun: Begun, ids: torch.Tensor, used: list[int] | None) -> _States:
         """The front's states of all columns. The last drafted token may not have been read until now."""
-        done = begun.hidden.shape[-2]
+        done = begun.states[begun.end].shape[-2]
         if done == ids.shape[1]:
-            return begun.hidden
-        known = self.cache.known
-        reader, tap = self.front(begun.end)
+            return begun.states
+        cache, reader = self.target.cache, self.front(begun.end)
+        known = cache.known
         try:
-            self.cache.commit([done] * len(known))
+            cache.commit([done] * len(known))
             reader(ids[:, done:], used=None if used is None else [max(0, count - done) for count in used])
         finally:
-            self.cache.rewind(known)
-        return torch.cat([begun.hidden, tap.hidden], -2)
+            cache.rewind(known)
+        return _joined([begun.states, reader.states])
 
-    def _measure(self, ends: list[int], ids: torch.Tensor, draft: Draft, used: list[int] | None) -> torch.Tensor:
-        """The whole model in one timed forward pass, with taps."""
-        model, taps = tapped(self.model, self.layers, ends)
-        whole = CachedModel(replace(self.runnable, module=model), self.cache, self.masks)
-        whole.constants = self.constants
-        logits, self.seconds = timed(lambda: whole(ids, draft, used), self.device)
-        self.states = {end: tap.hidden for end, tap in taps.items()}
+    def _measure(self, begun: Begun, ids: torch.Tensor, draft: Draft | None, used: list[int] | None) -> torch.Tensor:
+        """The whole model in one timed forward pass that also keeps the states after the measured numbers of layers."""
+        target, ends = self.target, begun.measured or ()
+        needs = replace(target.needs, states=target.needs.states | set(ends))
+        whole = CachedModel(target.bare, target.cache, target.masks, needs)
+        whole.constants = target.constants
+        logits, self.seconds = timed(lambda: whole(ids, draft, used), target.device)
+        self.measured = {end: whole.states[end] for end in ends}
+        self._show(whole.states)
         return logits
+
+    def _show(self, states: _States) -> None:
+        """Let the target's own taps hold these states, as if it had run as a whole."""
+        for index, tap in self.target.runnable.taps.items():
+            tap.hidden = states[index]
 
     def exits(self, states: torch.Tensor) -> torch.Tensor:
         """[..., 1, n, D] hidden states of any layer -> [n, V], their logits through the final norm and the head."""
-        model, inject = back(self.model, self.layers, len(self.layers))
+        model, inject = back(self.target.bare.module, self.layers, len(self.layers))
         inject.hidden = states
         return try_out(model, few_ids(model, states.shape[-2])).logits[0]  # the tokens' embeddings are not used
+
+
+def _joined(read: Sequence[_States]) -> _States:
+    """States of several forward passes, column after column."""
+    return {index: torch.cat([states[index] for states in read], -2) for index in read[0]}
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:

@@ -9,7 +9,7 @@ states, all other classes and all models that run somebody's code are checked.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,12 +19,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..drafts import Draft
 from .cache import SlotCache
+from .needs import NOTHING, Needs
 from .parts import device_of, unwrapped
 from .recurrent import RecurrentCache, RecurrentModel, is_recurrent
 from .runner import (
     CachedModel,
     Masks,
-    Runnable,
     context_of,
     is_rewindable,
     require_decoder,
@@ -44,8 +44,6 @@ _LONG = 40  # tokens of the longer prompt, unless a sliding window asks for more
 _LONGEST = 512
 _MANY = 16  # results kept for a model that changes
 _TRIED: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, str | None]] = weakref.WeakKeyDictionary()
-
-_Run = Callable[[Runnable, SlotCache, Masks], CachedModel]
 
 _NAMES = (
     "apertus arcee biogpt codegen cohere cohere2 dbrx deepseek_v2 deepseek_v3 diffllama ernie4_5 exaone4 falcon gemma gemma2 "
@@ -69,11 +67,11 @@ def require_verifiable(model: PreTrainedModel) -> None:
         raise ValueError(f"target: {reason}. Generate with the model itself, or choose another target.")
 
 
-def obstacle_to(model: PreTrainedModel, trusted: Trust, run: _Run = CachedModel) -> str | None:
+def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING) -> str | None:
     """Why a target cannot verify drafts; None if it can.
 
-    trusted: whose code it runs. run: makes the runner of the call. The check runs a few tokens, and again when the device, the
-    dtype, the code or a setting of somebody's code has changed. `TESTED` models that run transformers' own code are exempt.
+    trusted: whose code it runs. needs: those of the call's drafters. The check runs a few tokens, and again when the device,
+    the dtype, the code or a setting of somebody's code has changed. `TESTED` models that run transformers' own code are exempt.
     """
     model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
     recurrent = is_recurrent(model)
@@ -84,12 +82,12 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, run: _Run = CachedModel)
     if not recurrent and trusted.is_own and model.config.get_text_config(decoder=True).model_type in TESTED:
         return None
     tried = _TRIED.setdefault(model.base_model, {})
-    key = (device_of(model), model.dtype, trusted.code, () if trusted.is_own else (run, _settings(model)))
+    key = (device_of(model), model.dtype, trusted.code, () if trusted.is_own else (needs, _settings(model)))
     if key not in tried:
         if len(tried) >= _MANY:
             tried.clear()
         masks = masks_of(model, trusted)
-        tried[key] = _obstacle(model) if recurrent else _obstacle_of_slots(model, masks, run)
+        tried[key] = _obstacle(model) if recurrent else _obstacle_of_slots(model, masks, needs)
     if tried[key] is None:
         return None
     what = "keeps a recurrent state and " if recurrent else ""
@@ -108,7 +106,7 @@ def _settings(model: PreTrainedModel) -> tuple[Any, ...]:
     return tuple(value if type(value) in (bool, float, str) else type(value) for value in found)
 
 
-def _obstacle_of_slots(model: PreTrainedModel, masks: Masks, run: _Run) -> str | None:
+def _obstacle_of_slots(model: PreTrainedModel, masks: Masks, needs: Needs) -> str | None:
     """Why a model without states can't verify drafts over slots; None if it can. The check uses two rows that keep different
     numbers of tokens, after a short prompt and after one that is longer than a window, and a token tree if the masks allow one.
     """
@@ -116,7 +114,7 @@ def _obstacle_of_slots(model: PreTrainedModel, masks: Masks, run: _Run) -> str |
     long = min(max([_LONG, *(window + 3 for window in windows)]), _LONGEST, context_of(model) // 2)
     try:
         with without_gradients(model):
-            found = [pair for prompt in sorted({5, max(5, long)}) for pair in _compared(model, masks, run, prompt)]
+            found = [pair for prompt in sorted({5, max(5, long)}) for pair in _compared(model, masks, needs, prompt)]
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -134,14 +132,14 @@ def _obstacle_of_slots(model: PreTrainedModel, masks: Masks, run: _Run) -> str |
 
 
 def _compared(
-    model: PreTrainedModel, masks: Masks, run: _Run, prompt: int
+    model: PreTrainedModel, masks: Masks, needs: Needs, prompt: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Logits of the runner, and those of the model one token at a time, [2, n, V] each."""
     size = model.config.get_text_config(decoder=True).vocab_size
     longest = prompt + 3 + max(map(sum, zip(*_KEEPS, strict=True)))
     ids = (torch.arange(7, 7 + 2 * longest, device=device_of(model)).view(2, longest) * 7919) % size
     expected = _one_by_one(model, ids, prompt)
-    runner = run(Runnable(model), SlotCache(2, longest + 3, right_aligned=not masks.trees), masks)
+    runner = CachedModel(model, SlotCache(2, longest + 3, right_aligned=not masks.trees), masks, needs)
     yield runner.prefill(ids[:, :prompt], None), expected[:, :1]
     here = [0, 0]  # tokens of each row that the slots hold, after the prompt
 

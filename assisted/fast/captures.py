@@ -95,7 +95,7 @@ class Captures:
         columns = self._columns(runner, rows, width, tree)
         if columns is None or columns > WIDTHS[-1] or last + width > runner.context:
             return None
-        return Shape(runner.kind, rows, columns, self._slots(last + columns), tree)
+        return Shape(runner.runnable.kind, rows, columns, self._slots(last + columns), tree)
 
     def sort(self, shape: Shape) -> Hashable:
         """A key that is equal for shapes of one sort."""
@@ -188,9 +188,10 @@ class Captures:
 
     def _takes_constants(self, runner: Runner) -> bool:
         """Whether the weights are constants of this runner's code, which keeps another copy of them. Decided once per kind."""
-        if runner.kind not in self._frozen:
-            self._frozen[runner.kind] = self.constants and may_take(runner.runnable.low_bit_bytes)
-        return self._frozen[runner.kind]
+        kind = runner.runnable.kind
+        if kind not in self._frozen:
+            self._frozen[kind] = self.constants and may_take(runner.runnable.low_bit_bytes)
+        return self._frozen[kind]
 
     def _arguments(self, runner: Runner, shape: Shape) -> tuple[torch.Tensor | None, ...]:
         """The buffers that a forward pass of this shape reads."""
@@ -202,17 +203,18 @@ class Captures:
             buffers.numbers[:rows],
             buffers.parents[:rows, : columns - 1] if tree else None,
             buffers.visible[:rows, :top],
-            None if runner.inject is None else buffers.states[kind][:rows, :columns],
+            None if runner.runnable.inject is None else buffers.states[kind][:rows, :columns],
         )
 
     def _function(self, runner: Runner, tree: bool) -> _Run:
         """The runner's forward pass as a function of `_arguments`, over the slots of the buffers."""
-        if (runner.kind, tree) in self._functions:
-            return self._functions[runner.kind, tree]
+        kind = runner.runnable.kind
+        if (kind, tree) in self._functions:
+            return self._functions[kind, tree]
         assert self.buffers is not None
         twin: Any = copy.copy(runner)
         _renew(twin, runner, self.buffers.slots)
-        self._twins[runner.kind, tree] = twin
+        self._twins[kind, tree] = twin
 
         def run(
             ids: torch.Tensor,
@@ -222,13 +224,13 @@ class Captures:
             states: torch.Tensor | None,
         ) -> list[torch.Tensor]:
             if states is not None:
-                twin.inject.hidden = states
+                twin.runnable.inject.hidden = states
             logits = twin.static_forward(Inputs(ids, numbers[:, :1], numbers[:, 1:2], parents, visible))
-            return [logits, *(tap.hidden for tap in twin.taps)]
+            return [logits, *(tap.hidden for tap in twin.runnable.taps.values())]
 
         if not self.compiled:
             return run
-        made = self._functions[runner.kind, tree] = capture.compiled(run, self._takes_constants(runner))
+        made = self._functions[kind, tree] = capture.compiled(run, self._takes_constants(runner))
         return made
 
 
@@ -324,7 +326,7 @@ class CompiledCode(Captures):
 
     def _seen_to(self, shape: Shape, runner: Runner, replay: CodeReplay, see: Callable[[], _T]) -> _T:
         """Call `see`, which checks a pass. The result of the check holds for all passes of its sort."""
-        sort, twin = self.sort(shape), self._twins[runner.kind, shape.tree]
+        sort, twin = self.sort(shape), self._twins[shape.kind, shape.tree]
         _renew(twin, runner, twin.cache)  # the model may be another of the same kind than in the last call
         with self._compiling(runner):
             seen = see()
@@ -352,7 +354,7 @@ class CompiledCode(Captures):
         low-bit weights, as long as code for more columns exists and such passes are few."""
         if rows == 1 and not runner.runnable.low_bit_bytes:
             return True
-        one, two = (self.sort(Shape(runner.kind, rows, columns, 0, tree)) for columns in (1, 2))
+        one, two = (self.sort(Shape(runner.runnable.kind, rows, columns, 0, tree)) for columns in (1, 2))
         if one in self._trusted or two not in self._trusted:
             return False
         count, before = self._filled_up.get(one, (0, self.replays))
@@ -364,7 +366,7 @@ def results(outputs: list[torch.Tensor], runner: Runner, buffers: StaticBuffers,
     """The logits of a replay, [B, n, V], zeros for rows that don't run. The runner's taps hold the tapped outputs."""
     cache, running = runner.cache, len(runner.cache.running)
     logits, *states = (output[:running, :width] for output in outputs)
-    for tap, hidden in zip(runner.taps, states, strict=True):
+    for tap, hidden in zip(runner.runnable.taps.values(), states, strict=True):
         tap.hidden = hidden
     if cache.running == list(range(cache.rows)):
         return logits

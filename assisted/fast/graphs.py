@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ _TOLERANCE = {torch.float32: 3e-3, torch.float64: 3e-3}  # of logits, relative t
 _HALF_TOLERANCE = 0.1
 
 _log = logging.getLogger(__name__)
+_Runner = TypeVar("_Runner", bound=Runner)
 
 
 def captures_for(mode: str, device: torch.device) -> type[Captures] | None:
@@ -82,11 +83,17 @@ class Graphs(Passes):
             self._captures.clear()
         self.reason = reason
 
-    def serve(self, runner: Runner, model: nn.Module, settings: CallSettings) -> None:
-        """Replay the forward passes of this runner, and of runners that share its slots, where possible.
+    def serve(self, runner: _Runner, model: nn.Module, settings: CallSettings) -> _Runner:
+        """Let a call's settings hold for a runner, and replay its forward passes, and those of runners that share its slots,
+        where possible. Returns the runner.
 
         runner: a new one, before its prompt. model: the original model, even if the runner runs another form of it.
         """
+        runner.settings, runner.cache.outlives = settings, settings.outlives
+        self._serve(runner, model, settings)
+        return runner
+
+    def _serve(self, runner: Runner, model: nn.Module, settings: CallSettings) -> None:
         kind = captures_for(settings.mode, runner.device)
         if kind is None or not runner.is_capturable:
             return
@@ -124,7 +131,8 @@ class Graphs(Passes):
         if shape is None or not captures.is_expected(shape):
             return None
         started = time.perf_counter()
-        states = None if runner.inject is None else runner.inject.hidden
+        inject = runner.runnable.inject
+        states = None if inject is None else inject.hidden
         try:
             buffers = captures.hold(cache, shape.top)
             trusted, known = captures.is_trusted(shape), shape in captures.passes
@@ -132,7 +140,7 @@ class Graphs(Passes):
             expected = runner.eager(ids, draft) if by_eager else None
             buffers.feed(cache, shape.rows, shape.columns, ids, draft)
             if states is not None:
-                buffers.feed_states(runner.kind, cache, shape.rows, states)
+                buffers.feed_states(shape.kind, cache, shape.rows, states)
             if not known:
                 first = captures.add(shape, runner, trusted)
                 expected = (
@@ -152,8 +160,8 @@ class Graphs(Passes):
             self._give_up(f"{type(error).__name__}: {error}")
             return None
         finally:
-            if runner.inject is not None and states is not None:  # a capture replaces them
-                runner.inject.hidden = states
+            if inject is not None and states is not None:  # a capture replaces them
+                inject.hidden = states
         done = time.perf_counter()
         difference = capture.distance(logits, expected, cache.running)
         self._spend(time.perf_counter() - started - (done - replayed))

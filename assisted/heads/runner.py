@@ -6,6 +6,7 @@ Independent of drafts and of the text. Each column combines the target's feature
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,9 +45,6 @@ class HeadRunner(Runner):
         attention_mask: [B, n] for the first n columns, 0 at padding; None without padding.
     """
 
-    kind = "head"
-    inject: Inject
-
     def __init__(
         self,
         head: EagleHead | Runnable,
@@ -55,11 +53,12 @@ class HeadRunner(Runner):
         first: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ):
+        self.inject = Inject(None)  # holds the input states of a step
         runnable = head if isinstance(head, Runnable) else Runnable(head)
+        runnable = replace(runnable, kind="head", inject=self.inject)
         self.head: Any = runnable.module
         context = self.head.config.max_position_embeddings
         super().__init__(runnable, SlotCache(len(first), limit), self.head.device, context)
-        self.inject = Inject(None)  # holds the input states of a step
         self.target = target
         self.first = first.to(self.device)
         self.cache.hide(attention_mask)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..engine.needs import find_final_norm
 from ..engine.parts import find_layers, tapped
-from ..engine.tapped import find_final_norm
 
 __all__ = ["Features", "Seen"]
 

@@ -1,0 +1,240 @@
+"""What drafters need of the target: hidden states that are transformers' own, and several heads in one list."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, RECURRENT, build, random_ids
+from eagle_heads import random_head, trained_head
+from medusa_heads import knowing_what_follows
+from pairs import CALL, ENDS
+from test_methods import assisted_without_fallback
+from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
+from test_sampling import NEW_TOKENS as SAMPLED
+from transformers import PreTrainedModel
+
+from assisted import AssistedModelForCausalLM, Eagle, Medusa, Merged, Suffix, decoding
+from assisted.drafters.base import Call, Drafter, Drafting, Spec, Target
+from assisted.drafts import Draft, Round
+from assisted.engine.needs import NOTHING, Needs
+from assisted.text import Text
+
+BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
+
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch):
+    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+
+
+def test_needs_unite():
+    target = build(BY_NAME["llama"], num_hidden_layers=4)
+    one, last, split = Needs.of_states(target, 2), Needs.of_states(target, -1, 1), Needs(one_layers(target), split=True)
+    both = one | last | split | NOTHING
+    assert both == NOTHING | split | last | one
+    assert (both.states, both.split, len(both.layers)) == ({1, 2, 4}, True, 4)
+    assert both.final_norm == last.final_norm == ("model", "norm")
+    with pytest.raises(ValueError, match=r"\[5\] of a target with 4 layers"):
+        Needs.of_states(target, 5)
+    with pytest.raises(ValueError, match="0"):
+        Needs.of_states(target, 0)
+
+
+def one_layers(target: PreTrainedModel) -> Any:
+    return Needs.of_states(target).layers
+
+
+# -- the states themselves
+
+
+@dataclass(frozen=True)
+class Watch(Spec):
+    """Proposes nothing and keeps the states of every committed token, or proposes what is known, in trees if possible."""
+
+    name: ClassVar[str] = "watch"
+
+    known: Any = None
+
+    def load(self, target: Target, **kwargs: Any) -> Watcher:
+        return Watcher(Needs.of_states(target.model, 1, -1), self.known)
+
+
+class Watcher(Drafter):
+    def __init__(self, needs: Needs, known: Any):
+        self.needs, self.known = needs, known
+
+    def start(self, call: Call) -> Drafting:
+        self.last = Watching(self, call)
+        return self.last
+
+
+class Watching(Drafting):
+    def __init__(self, drafter: Watcher, call: Call):
+        self.known, self.trees = drafter.known, call.target.masks.trees and not call.target.in_lockstep
+        assert set(call.states) == drafter.needs.states
+        prompt = {index: list(states.clone()) for index, states in call.states.items()}
+        self.seen = {index: [[row] for row in rows] for index, rows in prompt.items()}
+        self.earlier: Round | None = None
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        if self.known is None:
+            return Draft.empty(text.rows)
+        tokens = torch.stack([self.known[row, length : length + 3] for row, length in enumerate(text.lengths)])
+        lengths = torch.tensor([0 if ended else 3 for ended in text.ended])
+        tokens[:, 2] = (tokens[:, 2] + 1) % 90
+        if not self.trees:
+            return Draft(tokens, lengths)
+        both = torch.stack([(tokens + 7) % 90, tokens], 2).flatten(1)
+        return Draft(both, 2 * lengths, parents=torch.tensor([-1, -1, 1, 1, 3, 3]).expand_as(both).contiguous())
+
+    def observe(self, round: Round) -> None:
+        for index, rows in self.seen.items():
+            assert round.states[index].shape[:2] == round.logits.shape[:2]
+            for row, parts in enumerate(rows):
+                if round.kept[row]:
+                    parts.append(round.states[index][row, list(round.columns(row))])
+        if self.earlier is not None:
+            assert len(self.earlier.states) == 0
+            with pytest.raises(KeyError, match="earlier forward pass"):
+                self.earlier.states[1]
+        self.earlier = round
+
+
+def require_own_states(target: PreTrainedModel, watcher: Watcher, output: torch.Tensor, padding: list[int]) -> None:
+    """Every committed token's states are those of one forward pass of the target over the row's text."""
+    for row, hidden in enumerate(padding):
+        seen = {index: torch.cat(rows[row])[hidden:] for index, rows in watcher.last.seen.items()}
+        width = len(next(iter(seen.values())))
+        assert width >= 12 - hidden
+        text = output[row, hidden : hidden + width][None]
+        wanted = target(text, attention_mask=torch.ones_like(text), output_hidden_states=True).hidden_states
+        for index, states in seen.items():
+            scale = wanted[index].abs().max()
+            torch.testing.assert_close(states / scale, wanted[index][0] / scale, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("beside", [[], ["early-exit:1"], ["early-exit"]], ids=["alone", "split", "measured"])
+@pytest.mark.parametrize("name", BY_NAME)
+@torch.no_grad()
+def test_states_are_transformers_own(name, beside):
+    """Of the prompt, of chains and trees, of a split target's two parts, of rows that end early."""
+    target = build(BY_NAME[name])
+    recurrent = BY_NAME[name] in RECURRENT
+    if name in ("gemma3n", "mamba2") or (beside and recurrent):
+        pytest.skip(
+            "its layers pass on several states, its hidden_states begin after the first layer, or it can't be split"
+        )
+    ids, padding = random_ids(target, 3, 12, seed=4), [0, 3, 5]
+    mask = (torch.arange(12) >= torch.tensor(padding)[:, None]).long()
+    ids = ids.where(mask.bool(), 0)
+    call = CALL | {"attention_mask": mask, "use_cache": True, "eos_token_id": None if recurrent else ENDS}
+    plain = target.generate(ids, **call)
+    known = torch.nn.functional.pad(plain, (0, 4), value=3)
+    try:
+        model = AssistedModelForCausalLM.from_models(
+            target, draft=[Watch(None if beside else known), *(beside or [Watch()])], draft_length=3
+        )
+    except ValueError as error:
+        assert "no final norm" in str(error) or "layers" in str(error)
+        pytest.skip(str(error))
+    ours = assisted_without_fallback(model, ids, **call)
+    assert ours.tolist() == plain.tolist()
+    assert model.report.drafted > 0
+    require_own_states(target, model.drafter.members[0], plain, padding)
+
+
+# -- several heads
+
+HEADS = {
+    "eagle": lambda target: Eagle(trained_head(target, 3, steps=30, unrolled=1)),
+    "eagle-1": lambda target: Eagle(trained_head(target, 1, steps=30, unrolled=1), tree=False),
+    "random eagle": lambda target: Eagle(random_head(target, 3, seed=7, taps=(1, 2)), tree=False),
+    "medusa": lambda target: Medusa(knowing_what_follows(target)),
+    "early-exit": lambda target: "early-exit:1",
+    "layer-skip": lambda target: "layer-skip:0.25",
+    "suffix": lambda target: Suffix(tree=True),
+}
+LISTS = [
+    ("eagle", "random eagle"),
+    ("eagle", "eagle-1", "suffix"),
+    ("suffix", "eagle", "medusa"),
+    ("medusa", "random eagle"),
+    ("eagle", "early-exit"),
+    ("early-exit", "suffix", "eagle", "medusa"),
+    ("layer-skip", "medusa", "early-exit"),
+]
+
+
+@functools.cache
+def spec_of(name: str, head: str) -> Any:
+    return HEADS[head](target_of(name))
+
+
+@functools.cache
+def target_of(name: str) -> PreTrainedModel:
+    return build(BY_NAME[name])
+
+
+@pytest.mark.parametrize("make", [list, Merged], ids=["list", "merged"])
+@pytest.mark.parametrize("heads", LISTS, ids=" + ".join)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe", "gpt2", "bloom"])
+def test_several_heads_in_a_list(name, heads, make):
+    """Token by token what plain `generate` writes: one row, a ragged batch, and another turn over the cache returned."""
+    target = target_of(name)
+    model = AssistedModelForCausalLM.from_models(
+        target, draft=make([spec_of(name, head) for head in heads]), draft_length=4
+    )
+    one = random_ids(target, 1, 20, seed=20)
+    plain = target.generate(one, **CALL)
+    assert assisted_without_fallback(model, one, **CALL).tolist() == plain.tolist()
+
+    four, caches = random_ids(target, 4, 12, seed=4), [None, None]
+    mask = (torch.arange(12) >= 2 * torch.arange(4)[:, None]).long()
+    four = four.where(mask.bool(), 0)
+    call = CALL | {"eos_token_id": ENDS, "return_dict_in_generate": True, "use_cache": True}
+    for _ in range(2):
+        plain = target.generate(four, attention_mask=mask, past_key_values=caches[0], **call)
+        ours = assisted_without_fallback(model, four, attention_mask=mask, past_key_values=caches[1], **call)
+        assert ours.sequences.tolist() == plain.sequences.tolist()
+        caches = [plain.past_key_values, ours.past_key_values]
+        four = torch.cat([plain.sequences, random_ids(target, 4, 3, seed=9)], 1)
+        mask = torch.nn.functional.pad(mask, (0, four.shape[1] - mask.shape[1]), value=1)
+    assert model.totals.accepted > 0
+
+
+@pytest.mark.parametrize("heads", [("eagle", "medusa"), ("random eagle", "medusa"), ("early-exit", "medusa")])
+def test_a_head_knows_as_much_among_others_as_alone(heads):
+    """Where all others are mostly wrong, the one that is right has its tokens accepted: it read the states of every round."""
+    target = target_of("llama")
+    ids = random_ids(target, 1, 20, seed=20)
+
+    def tokens_per_pass(draft: Any) -> float:
+        model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=4)
+        assisted_without_fallback(model, ids, **CALL)
+        return model.report.tokens_per_pass
+
+    alone = [tokens_per_pass(spec_of("llama", head)) for head in heads]
+    assert max(alone) > 2
+    assert tokens_per_pass(Merged([spec_of("llama", head) for head in heads])) >= max(alone) - 0.2
+
+
+@pytest.mark.parametrize("make", [list, Merged], ids=["list", "merged"])
+@pytest.mark.parametrize(
+    "heads", [("eagle", "random eagle"), ("eagle-1", "medusa"), ("early-exit", "eagle", "suffix")], ids=" + ".join
+)
+def test_several_heads_follow_the_targets_distribution(heads, make):
+    target = tiny(0, layers=2)
+    made = {**HEADS, "random eagle": lambda target: Eagle(random_head(target, 3, seed=7), tree=False)}
+    draft = make([made[head](target) for head in heads])
+    model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=2)
+    torch.manual_seed(23)
+    kwargs = {"top_k": 0, "temperature": 0.7}
+    ids = assisted_without_fallback(
+        model, PROMPT, max_new_tokens=SAMPLED, do_sample=True, num_return_sequences=SEQUENCES, **kwargs
+    )
+    assert model.report.accepted > 0
+    assert p_value(counts(ids), exact_distribution(target, **kwargs)) > ALPHA

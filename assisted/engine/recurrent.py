@@ -240,10 +240,7 @@ def is_recurrent(model: PreTrainedModel) -> bool:
 
 
 def target_runner(
-    model: PreTrainedModel | Runnable,
-    cache: SlotCache,
-    masks: Masks,
-    needs: Needs = NOTHING,
+    model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks, needs: Needs = NOTHING
 ) -> CachedModel:
     """A target over the slots from `slots_for`. needs: those of all drafters."""
     return (RecurrentModel if isinstance(cache, RecurrentCache) else CachedModel)(model, cache, masks, needs)

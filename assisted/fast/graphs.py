@@ -90,21 +90,17 @@ class Graphs(Passes):
         runner: a new one, before its prompt. model: the original model, even if the runner runs another form of it.
         """
         runner.settings, runner.cache.outlives = settings, settings.outlives
-        self._serve(runner, model, settings)
-        return runner
-
-    def _serve(self, runner: Runner, model: nn.Module, settings: CallSettings) -> None:
         kind = captures_for(settings.mode, runner.device)
         if kind is None or not runner.is_capturable:
-            return
+            return runner
         with self._lock:
             if self._settings is settings or (self._settings is not None and not self._settings.over):
-                return
+                return runner
             self._settings, self._served = settings, weakref.ref(runner.cache)
         trusted = settings.trust_in(model)
         self.obstacle = trusted.forward or trusted.between or obstacle(model, runner.device)
         if self.obstacle is not None:
-            return
+            return runner
         made_for = (settings.mode, kind, capture.fingerprint(model, runner.runnable.module))
         inner = Modules.of([module for module in model.modules() if module is not model], trusted.code)
         constants = None
@@ -118,6 +114,7 @@ class Graphs(Passes):
             self._made_for, self._inner, self._constants, self.reason = made_for, inner, constants, None
         self._captures.begin_call()
         runner.passes = self
+        return runner
 
     def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None, used: list[int] | None) -> torch.Tensor:
         logits = self._replay(runner, ids, draft) if self._serves(runner.cache) else None

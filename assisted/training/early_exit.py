@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..engine.parts import Pass, Tap, back, find_layers
+from ..engine.parts import Pass, back, find_layers, tapped
 from ..extras import install
 from .losses import Agreement, agreement
 from .method import Method, matrices_of
@@ -131,9 +131,7 @@ class EarlyExitTraining(Method):
         """Logits [B, T, V], and for each exit the states [B, T, H] after its layers."""
         own = zip(self._layers.of(self.model), self._layers.forms, strict=True)
         layers = [Pass(form) if number in dropped else layer for number, (layer, form) in enumerate(own)]
-        taps = {number: Tap(layers[number - 1]) for number in exits}
-        tapped = [taps.get(number, layer) for number, layer in enumerate(layers, 1)]
-        model = self._layers.replaced(self.model, tapped)
+        model, taps = tapped(self.model, self._layers, exits, own=layers)
         logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
         return logits, {number: tap.hidden for number, tap in taps.items()}
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from assisted import DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
 
-__all__ = ["METHODS", "Method"]
+__all__ = ["HEADS", "LISTS", "METHODS", "Method"]
 
 
 @dataclass(frozen=True)
@@ -80,4 +80,25 @@ METHODS = [
     Method("blockwise", lambda target: Medusa(knowing_what_follows(target), tree=False)),
     Method("eagle-1, chains", lambda target: Eagle(trained_head(target, 1, steps=30, unrolled=1), tree=False)),
     Method("eagle-3, trees", eagle_3, refuses=stacks_states),
+]
+
+HEADS = {
+    "eagle": lambda target: Eagle(trained_head(target, 3, steps=30, unrolled=1)),
+    "eagle-1": lambda target: Eagle(trained_head(target, 1, steps=30, unrolled=1), tree=False),
+    "random eagle": lambda target: Eagle(random_head(target, 3, seed=7, taps=(1, 2)), tree=False),
+    "medusa": lambda target: Medusa(knowing_what_follows(target)),
+    "early-exit": lambda target: "early-exit:1",
+    "layer-skip": lambda target: "layer-skip:0.25",
+    "suffix": lambda target: Suffix(tree=True),
+}
+"""Methods that read the target's states, or run parts of it; for lists of several."""
+
+LISTS = [
+    ("eagle", "random eagle"),
+    ("eagle", "eagle-1", "suffix"),
+    ("suffix", "eagle", "medusa"),
+    ("medusa", "random eagle"),
+    ("eagle", "early-exit"),
+    ("early-exit", "suffix", "eagle", "medusa"),
+    ("layer-skip", "medusa", "early-exit"),
 ]

@@ -7,9 +7,10 @@ import pytest
 import torch
 from architectures import build, half_right, random_ids
 from eagle_heads import trained_head, written
+from medusa_heads import knowing_what_follows
 from pairs import BY_NAME
 
-from assisted import AssistedModelForCausalLM, Eagle, Merged, decoding
+from assisted import AssistedModelForCausalLM, Eagle, Medusa, Merged, decoding
 from assisted.engine.runner import Runnable
 from assisted.fast import capture, captures, products
 from assisted.fast.captures import CompiledCode, Shape
@@ -118,6 +119,23 @@ def test_an_eagle_head():
         eager.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert model.totals.accepted == eager.totals.accepted > 0  # the head's drafts are its own
     assert model.drafter.graphs.reason is None and model.drafter.graphs.replays > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quickly")
+def test_two_heads_and_an_early_exit():
+    target = build(BY_NAME["llama"])
+    heads = [
+        Eagle(trained_head(target, 3), tree=False),
+        "early-exit:1",
+        Medusa(knowing_what_follows(target), tree=False),
+    ]
+    for drafts in (heads, [heads[1], heads[0]], [heads[2], heads[0]]):
+        model = AssistedModelForCausalLM.from_models(target, draft=drafts, draft_length=3, fast="compile")
+        for _ in range(3):
+            says_what_plain_says(model, written(target)[0][:1, :20])
+        assert model.totals.accepted > 0
+        assert model.graphs.reason is None and model.graphs.replays > 0
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
 from eagle_heads import trained_head
-from methods import METHODS
+from methods import HEADS, LISTS, METHODS
 from pairs import CALL, ENDS, no_fallback, prompt
 from recording import Recording
+from test_needs import BESIDE, check_states
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 
-from assisted import AssistedModelForCausalLM, Eagle, decoding
+from assisted import AssistedModelForCausalLM, Eagle, Merged, decoding
 from assisted.drafters import eagle, model_drafter
 from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import runner as runtime
@@ -113,6 +114,24 @@ def test_a_trained_head_is_captured_as_a_draft_model_is(version, rows, kind):
     assert said[0] == said[1] == said[2]
     assert model.drafter.graphs.replays > 3
     assert model.drafter.graphs.reason is None
+
+
+@pytest.mark.parametrize("make", [list, Merged], ids=["list", "merged"])
+@pytest.mark.parametrize("heads", LISTS, ids=" + ".join)
+def test_several_heads_in_a_list(heads, make):
+    target = build(BY_NAME["llama"])
+    _, model = pair(draft=make([HEADS[head](target) for head in heads]))
+    check(target, model)
+    check(target, model, 1)
+    assert model.graphs.replays > 0
+    assert model.graphs.reason is None
+
+
+@BESIDE
+def test_the_states_of_replays(beside):
+    model = check_states(build(BY_NAME["llama"]), beside, calls=3)
+    assert model.graphs.replays > 0
+    assert model.graphs.reason is None
 
 
 @pytest.mark.parametrize("architecture", WITH_SLOTS, ids=lambda a: a.name)

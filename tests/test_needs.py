@@ -59,7 +59,8 @@ class Watch(Spec):
     known: Any = None
 
     def load(self, target: Target, **kwargs: Any) -> Watcher:
-        return Watcher(Needs.of_states(target.model, 1, -1), self.known)
+        layers = target.model.config.get_text_config().num_hidden_layers
+        return Watcher(Needs.of_states(target.model, *range(1, layers + 1)), self.known)
 
 
 class Watcher(Drafter):
@@ -150,6 +151,12 @@ def test_states_are_transformers_own(name, beside):
             "its layers pass on several states, its hidden_states begin after the first layer, or it can't be split"
         )
     check_states(build(BY_NAME[name]), beside, recurrent)
+
+
+@pytest.mark.parametrize("beside", [[], ["early-exit:2"], ["early-exit"]], ids=["alone", "split", "measured"])
+def test_all_states_of_a_deeper_target(beside):
+    """States before, at and after the split."""
+    check_states(build(BY_NAME["llama"], num_hidden_layers=5), beside, calls=3)
 
 
 # -- several heads

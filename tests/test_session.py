@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from methods import HEADS
 from pairs import BY_NAME, CALL, pair
 from torch import nn
 from transformers import DynamicCache
@@ -78,6 +79,8 @@ DRAFTS: dict[str, Any] = {
     "layer-skip": lambda target: "layer-skip",
     "list": lambda target: ["suffix", DraftModel(half_right(target))],
     "merged": lambda target: Merged(("ngram", DraftModel(half_right(target)))),
+    "heads": lambda target: [HEADS[head](target) for head in ("medusa", "eagle", "early-exit")],
+    "merged heads": lambda target: Merged([HEADS[head](target) for head in ("eagle", "medusa", "random eagle")]),
 }
 
 

@@ -9,7 +9,7 @@ from architectures import ARCHITECTURES, build, half_right
 from methods import METHODS, half_heard
 from transformers import PreTrainedModel
 
-from assisted import Combined, DraftModel, NGram, Suffix
+from assisted import Combined, DraftModel, Merged, NGram, Suffix
 
 __all__ = ["FROM_TEXT", "NAMES", "draft_for"]
 
@@ -32,6 +32,8 @@ NAMES: dict[str, int] = {  # and how often each is drawn; those that are trained
     "eagle-3, trees": 1,
     "medusa": 3,
     "blockwise": 2,
+    "heads": 2,
+    "merged heads": 2,
 }
 FROM_TEXT = ("ngram", "suffix", "suffix tree", "recycle", "combined texts", "llama")  # any target can have these
 _heard = functools.lru_cache(maxsize=8)(half_heard)
@@ -77,6 +79,9 @@ def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> A
         return Combined((Suffix(corpus=_corpus(target)), DraftModel(half_right(target))))
     if name == "failing member":
         return Combined((_Failing(3, 1), Suffix(corpus=_corpus(target))))
+    if name.endswith("heads"):
+        heads = [_BY_NAME[head](target) for head in ("early-exit:1", "eagle-1, chains", "medusa")]
+        return Merged(heads) if name == "merged heads" else Combined(heads[::-1])
     if name == "combined texts":
         return Combined((NGram(3, 1), Suffix()))
     return name

@@ -25,6 +25,7 @@ from assisted.drafters import eagle as module
 from assisted.drafters.base import Call
 from assisted.drafters.eagle import EagleDrafter, EagleDrafting
 from assisted.drafts import Draft
+from assisted.engine.cache import SlotCache
 from assisted.engine.needs import Needs
 from assisted.engine.trust import trust
 from assisted.heads.runner import HeadRunner
@@ -259,7 +260,7 @@ def test_a_node_is_read_as_its_path_alone(depth, width, padded, seed):
     text, features = tokens(rows, known), torch.randn(rows, known, 32, generator=generator)
 
     def started() -> tuple[HeadRunner, torch.Tensor]:
-        runner = HeadRunner(head, target, 64, first, mask if padded else None)
+        runner = HeadRunner(head, target, SlotCache(len(first), 64), first, mask if padded else None)
         # rows of different lengths: the second one has read a column less
         return runner, runner.read(text, features, [known, known - 1])[:, None]
 

@@ -5,6 +5,7 @@ import torch
 from eagle_heads import random_head
 from pairs import ROUNDING, pair
 
+from assisted.engine.cache import SlotCache
 from assisted.fast.fused import FusedLayer
 from assisted.heads import fused as module
 from assisted.heads.fused import fused_head, source_of
@@ -35,7 +36,7 @@ def test_what_it_says_is_what_the_head_says(kind):
     assert other.module.fc is head.fc
     for mask in (None, torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])):
         first = torch.zeros(2, 1, dtype=torch.int64) if mask is None else -(1 - mask).sum(1, keepdim=True)
-        runners = [HeadRunner(part, target, 32, first, mask) for part in (head, other)]
+        runners = [HeadRunner(part, target, SlotCache(len(first), 32), first, mask) for part in (head, other)]
         generator = torch.Generator().manual_seed(0)
 
         def step(width, run, runners=runners, generator=generator):

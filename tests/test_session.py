@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -14,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from eagle_heads import trained_head
 from methods import HEADS
 from pairs import BY_NAME, CALL, pair
 from torch import nn
 from transformers import DynamicCache
 
-from assisted import AssistedModelForCausalLM, Merged
-from assisted.drafters import DraftModel
+from assisted import AssistedModelForCausalLM, Eagle, Merged
+from assisted.drafters import DraftModel, eagle
 from assisted.engine import cache
 from assisted.engine.cache import SlotCache
 
@@ -72,7 +74,16 @@ def plain_talk(target: Any, added: list[torch.Tensor], **kwargs: Any) -> list[li
     return texts
 
 
+@functools.cache
+def head(version: int) -> Any:
+    return trained_head(build(BY_NAME["llama"]), version, steps=30)
+
+
 DRAFTS: dict[str, Any] = {
+    "eagle-1": lambda target: Eagle(head(1)),
+    "eagle-3, chains": lambda target: Eagle(head(3), tree=False),
+    "suffix and a head": lambda target: ["suffix", Eagle(head(3))],
+    "two heads": lambda target: [Eagle(head(1)), Eagle(head(3))],
     "model": lambda target: DraftModel(half_right(target)),
     "suffix": lambda target: "suffix",
     "early-exit:1": lambda target: "early-exit:1",
@@ -129,6 +140,47 @@ def test_only_new_tokens_are_read() -> None:
         # the last tokens of the text before, which were accepted without being read, and each step's own
         assert read[1] <= unread + 2 + 2 * verified
     assert ids.shape[1] == 10 * (NEW + CALL["max_new_tokens"])
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("tree", [True, False])
+def test_a_head_goes_on_as_if_it_had_read_the_whole_text(
+    version: int, tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drafts in a session's turns what it drafts after reading the text anew, and reads only the new columns."""
+    monkeypatch.setattr(eagle, "learn", lambda *args: None)  # or the second call would draft other trees
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(
+        target, Eagle(head(version), tree=tree, nodes=6), draft_length=3, fast="eager"
+    )
+    session, read, ids = model.session(), [], turns(1)[0][:, :0]
+    module = model.drafter.head
+    fuse = module.fuse
+    module.fuse = lambda states: read.append(states.shape[1]) or fuse(states)
+    for number, turn in enumerate(turns(10)):
+        prompt = torch.cat([ids, turn], 1)
+        anew = model.generate(prompt, **CALL)
+        report, read[:] = model.report, []
+        ids = model.generate(prompt, past_key_values=session, **CALL)
+        assert ids.tolist() == anew.tolist()
+        assert model.report is not None and report is not None
+        assert (model.report.drafted, model.report.accepted) == (report.drafted, report.accepted)
+        assert read[0] <= (NEW if number == 0 else 2 * NEW)
+
+
+@pytest.mark.parametrize("at", [0, 3, 11, 17, 25, 26])
+def test_a_head_after_a_changed_text(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eagle, "learn", lambda *args: None)
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, Eagle(head(3), nodes=6), draft_length=3, fast="eager")
+    session, added = model.session(), turns(2)
+    text = torch.cat([torch.tensor(talked(model, session, added[:1])[0]), added[1]], 1)
+    text[0, at] = (text[0, at] + 1) % 90 + 3
+    anew = model.generate(text, **CALL)
+    report = model.report
+    assert model.generate(text, past_key_values=session, **CALL).tolist() == anew.tolist()
+    assert report is not None and model.report is not None
+    assert (model.report.drafted, model.report.accepted) == (report.drafted, report.accepted)
 
 
 def test_slots_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

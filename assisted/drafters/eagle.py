@@ -141,7 +141,7 @@ class EagleDrafting(ChainDrafting):
 
     Column s combines the target's feature of one token with the token after it. Hence the last committed token has no column.
     Invariant before each round: the slots of row b hold its first `cache.lengths[b]` columns, all from true features; the
-    features of its remaining columns are in `unread`.
+    features of its remaining columns are in `unread`. In a session, both are taken over from the call before.
     """
 
     def __init__(self, drafter: EagleDrafter, call: Call):
@@ -158,6 +158,37 @@ class EagleDrafting(ChainDrafting):
         # values, or if the prompt was read in chunks
         self.prompt = self._read(call.states)
         self.first = call.target.cache.positions(self.prompt[0].device) - self.prompt[0].shape[1]
+        self.skipped = 0  # columns of the text without a feature
+        self.slots: SlotCache | None = None  # of the call before, until the head first runs
+        self.taken: list[tuple[torch.Tensor, list[int]]] = []  # its features that the head has not read
+        if (earlier := call.before(EagleDrafting)) is not None and earlier.drafter is drafter:
+            self._take_over(earlier, call.target.cache.known[0] - self.prompt[0].shape[1])
+
+    def _take_over(self, earlier: EagleDrafting, past: int) -> None:
+        """Go on from the head's state after the call before. past: columns of the text before those in `prompt`.
+
+        Not from a head that started in the middle of the text, and not if rows have different numbers of features.
+        """
+        slots = earlier.slots if earlier.runner is None else earlier.runner.cache
+        features, counts = _joined(earlier._features())
+        held = [0] * len(counts) if slots is None else slots.known
+        late = (
+            earlier.skipped > 0 or (slots is not None and not slots.can_go_on) or self.call.attention_mask is not None
+        )
+        if late or len({*held}) > 1 or len({*counts}) > 1 or held[0] + counts[0] < past or len(held) != len(self.first):
+            return
+        known = min(held[0], past)
+        if slots is not None:
+            slots.go_on(known, self.call.limit + self.drafter.most)
+        self.slots, self.first = slots, torch.zeros_like(self.first)
+        self.taken = [(features[:, : past - known], [past - known] * len(counts))]
+
+    def _features(self) -> list[tuple[torch.Tensor, list[int]]]:
+        """The features that the head has not read, in the order of the text."""
+        if self.runner is not None:
+            return self.unread
+        rows, width = self.prompt[0].shape[:2]
+        return [*self.taken, (torch.cat(self.prompt, -1), [width] * rows), *self.unread]
 
     def propose(self, text: Text, budget: int) -> Draft:
         if self.broken is not None and self.broken:
@@ -204,16 +235,18 @@ class EagleDrafting(ChainDrafting):
                 first = first + features.shape[1] - 1
                 features = features[:, -1:]
             rows, width = features.shape[:2]
-            self.skipped = text.prompt_length - width  # columns of the text without a feature
+            if not self.taken:
+                self.skipped = text.prompt_length - width
             mask = call.attention_mask[:, -width:] if call.attention_mask is not None and text.prompt_length else None
             settings, limit = call.settings.of_heads, call.limit + drafter.most
             head = form(drafter.head, settings, drafter.fused)
-            runner = HeadRunner(head, call.target.model, limit, first, mask)
+            slots = SlotCache(rows, limit) if self.slots is None else self.slots
+            runner = HeadRunner(head, call.target.model, slots, first, mask)
             self.runner = drafter.graphs.serve(runner, drafter.head, settings)
             if self.runner.cache.visible is not None:  # the target's states of padding may be NaN
                 features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)
-            self.unread.insert(0, (features, [width] * rows))
-            self.prompt = []
+            self.unread = [*self.taken, (features, [width] * rows), *self.unread]
+            self.prompt, self.taken = [], []
         return self.runner
 
     def _read_committed(self, runner: HeadRunner, text: Text) -> torch.Tensor:

@@ -113,7 +113,7 @@ class ModelDrafting(ChainDrafting):
         if self.runner is None:
             slots = self._earlier_slots(text)
             known = 0 if slots is None else slots.get_seq_length()
-            self.runner = self.drafter.runner(slots or self._slots(text.rows), self.call.settings)
+            self.runner = self.drafter.runner(self._slots(text.rows) if slots is None else slots, self.call.settings)
             if text.prompt_length:
                 prompt = text.ids[:, known : text.prompt_length]
                 self.runner.prefill(self._readable(prompt), self.call.attention_mask)

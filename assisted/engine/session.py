@@ -84,7 +84,8 @@ class Session(DynamicCache):
         most = min(self._ids.shape[1], ids.shape[1])
         differ = (self._ids[:, :most].to(ids.device) != ids[:, :most]).any(0).int()
         self.shared = int(differ.argmax()) if bool(differ.any()) else most
-        self._length = min(self._length, self.shared, ids.shape[1] - 1)  # the last token is always read
+        # a head's last column needs the token after it, and the prompt's last token is always read
+        self._length = max(0, min(self._length, self.shared - 1, ids.shape[1] - 1))
 
     def go_on(self, rows: int, limit: int) -> SlotCache:
         """The slots, ready to read the rest of a prompt. limit: as for `SlotCache`. Only if they are `in_slots`.

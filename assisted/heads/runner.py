@@ -40,7 +40,7 @@ class HeadRunner(Runner):
     Args:
         head: the head, or its `Runnable`; it is not changed.
         target: the model whose embeddings it may share.
-        limit: the largest number of slots needed.
+        slots: new ones, or those of an earlier call with the same text.
         first: [B, 1] int64, position of each row's first column; negative if padding precedes the text.
         attention_mask: [B, n] for the first n columns, 0 at padding; None without padding.
     """
@@ -49,7 +49,7 @@ class HeadRunner(Runner):
         self,
         head: EagleHead | Runnable,
         target: PreTrainedModel,
-        limit: int,
+        slots: SlotCache,
         first: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ):
@@ -58,7 +58,7 @@ class HeadRunner(Runner):
         runnable = replace(runnable, kind="head", inject=self.inject)
         self.head: Any = runnable.module
         context = self.head.config.max_position_embeddings
-        super().__init__(runnable, SlotCache(len(first), limit), self.head.device, context)
+        super().__init__(runnable, slots, self.head.device, context)
         self.target = target
         self.first = first.to(self.device)
         self.cache.hide(attention_mask)

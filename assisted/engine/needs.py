@@ -70,6 +70,10 @@ class States(Mapping[int, torch.Tensor]):
     which may overwrite them; then this mapping is empty, so that nobody reads others by mistake and no memory is held. A
     drafter reads them in `start` and `observe`, and keeps copies of the few that it needs for longer. Only the prompt's are
     never overwritten: a tensor read in `start` may be kept without copying.
+
+    Args:
+        taps: modules that hold the states of the running rows, by index.
+        cache: the slots of this forward pass.
     """
 
     def __init__(self, taps: Mapping[int, Tap], cache: SlotCache):
@@ -95,7 +99,7 @@ class States(Mapping[int, torch.Tensor]):
 def find_final_norm(model: PreTrainedModel, layers: Layers) -> tuple[str, ...]:
     """The path of the module after the last layer whose output is transformers' last hidden state.
 
-    Raises ValueError if there is none.
+    model: any causal LM. layers: its layers (`find_layers`). Raises ValueError if there is none.
     """
     ids = few_ids(model)
     where = layers.path[:-1]

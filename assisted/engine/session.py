@@ -102,7 +102,7 @@ class Session(DynamicCache):
         return self._slots
 
     def keep(self, slots: SlotCache, ids: torch.Tensor, kept: Any) -> None:
-        """Hold a finished call's slots, its text [B, L] int64, and the drafter with its state."""
+        """Hold what a call leaves. slots: the target's. ids: its text, [B, L] int64. kept: the drafter with its state."""
         self._layers = []
         self._slots, self._ids, self.kept, self._length = slots, ids, kept, ids.shape[1] - 1
 

@@ -79,10 +79,11 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING) 
         return (
             f"{type(model).__name__} keeps something else than keys and values, which cannot take back rejected tokens"
         )
-    if not recurrent and trusted.is_own and model.config.get_text_config(decoder=True).model_type in TESTED:
+    is_own = trusted.is_own and not trusted.hooks
+    if not recurrent and is_own and model.config.get_text_config(decoder=True).model_type in TESTED:
         return None
     tried = _TRIED.setdefault(model.base_model, {})
-    key = (device_of(model), model.dtype, trusted.code, () if trusted.is_own else (needs, _settings(model)))
+    key = (device_of(model), model.dtype, trusted.code, trusted.hooks, () if is_own else (needs, _settings(model)))
     if key not in tried:
         if len(tried) >= _MANY:
             tried.clear()

@@ -91,7 +91,7 @@ def trust(model: Any) -> Trust:
     for module in (*wrappers, *modules):
         if module._buffers:
             kinds.update(map(type, module._buffers.values()))
-        if module._forward_hooks or module._forward_pre_hooks:
+        if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in module.__dict__:
             hooks += [(_name_of(model, module), hook) for hook in _hooks(module)]
         for child in module._modules.keys():  # noqa: SIM118, a scripted module's cannot be iterated over
             if (type(module), child) not in seen:
@@ -113,7 +113,7 @@ def trust(model: Any) -> Trust:
                         what = f"the {name} of {_name_of(model, module)} was replaced: {_blame_of(record)}"
                         is_between = name in _steps() or record.between or module in wrappers
                         (between if is_between else forward).append(what)
-                if _is_of_another(value, name, module):
+                if module not in wrappers and _is_of_another(value, name, module):
                     forward.append(f"the {name} of {_name_of(model, module)} was replaced by that of another module")
         if isinstance(module, torch.jit.ScriptModule):
             forward.append(f"{_name_of(model, module)} is traced or scripted")
@@ -432,7 +432,11 @@ def _is_generated(function: FunctionType, name: str, space: Mapping[str, Any]) -
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    """Those of torch, and what accelerate's run."""
+    hook = module.__dict__.get("_hf_hook")
+    parts = () if hook is None else (hook, *getattr(hook, "hooks", ()))  # a SequentialHook holds several
+    of_accelerate = [function for part in parts for function in (part.pre_forward, part.post_forward)]
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *of_accelerate]
 
 
 def _global_hooks() -> list[Any]:

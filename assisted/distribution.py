@@ -195,8 +195,8 @@ def _nucleus(processor: hf.TopPLogitsWarper, ids: torch.Tensor, scores: torch.Te
 
 
 def _is_known(processor: LogitsProcessor) -> bool:
-    """Whether a processor treats each row by itself. A repetition penalty with a tensor `prompt_ignore_length` does not, nor may
-    a class that somebody has patched."""
+    """Whether a processor treats each row by itself. A repetition penalty with a tensor `prompt_ignore_length` does not. A
+    class that somebody has patched may not."""
     of_the_batch = isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
     kind = type(processor)
     return kind in _PREFIX_FREE | _NOT_YET | _PREFIX_READING and not of_the_batch and blamed([kind]) is None

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_trust import LONG, OWN, PLAIN, batch, compared, made, mlps, weights
+from architectures import build, half_right
+from pairs import BY_NAME
+from test_trust import LONG, OWN, PLAIN, batch, compared, made, mlps
 from test_trust_further import only_generated
 from torch import nn
 
@@ -21,6 +23,13 @@ from assisted.loading.quantization import quantize_copy
 
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
+
+
+@pytest.fixture(scope="module")
+def weights() -> tuple[Any, Any]:
+    target = build(BY_NAME["llama"])
+    return target, half_right(target)
+
 
 PARTS = {"target_modules": ["q_proj", "v_proj"]}
 ADAPTERS: dict[str, Callable[[], Any]] = {
@@ -144,9 +153,6 @@ def test_compiled_models(name: str, weights: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("name", ["nf4", "int8", "int4", "int8-torchao", "int8-quanto", "int8-bitsandbytes"])
 def test_quantized_targets(name: str, weights: tuple[Any, Any]) -> None:
     """Own code in whatever way they are stored. Some round by the width of a pass, and have been decoded plainly before."""
-    from architectures import build
-    from pairs import BY_NAME
-
     wide = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16}
     original = build(BY_NAME["llama"], **wide).to(torch.bfloat16)
     try:

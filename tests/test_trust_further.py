@@ -15,14 +15,14 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, RECURRENT, build
+from architectures import ARCHITECTURES, RECURRENT, build, half_right
 from pairs import BY_NAME, tokenizer
 from test_trust import (
     CASES,
@@ -44,7 +44,6 @@ from test_trust import (
     patched,
     swapped,
     together,
-    weights,
 )
 from torch import nn
 from torch.nn import functional
@@ -63,6 +62,12 @@ from assisted.fast.fused import fused
 
 NEAR = 0.15  # of the scores' spread: two tokens so close in bfloat16 are a near-tie
 FUSED = {"llama", "mistral", "mistral-window", "qwen2", "qwen3"}
+
+
+@pytest.fixture(scope="module")
+def weights() -> tuple[Any, Any]:
+    target = build(BY_NAME["llama"])
+    return target, half_right(target)
 
 
 # --- objects and closures that own code uses ---
@@ -433,7 +438,9 @@ def compared_if_told(target: Any, model: AssistedModelForCausalLM, **call: Any) 
     return plain.tolist(), model.report.way
 
 
-@pytest.mark.parametrize("case", [case for case in (*CASES, *FURTHER) if "traced" not in case.name], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in (*CASES, *FURTHER) if "traced" not in case.name], ids=lambda case: case.name
+)
 def test_half_precision(case: Case, weights: tuple[Any, Any]) -> None:
     """In bfloat16 texts part where the target's two best tokens nearly tie, or where its own pass over the text parts, too."""
     target, model = made(weights, case.kind)
@@ -589,7 +596,9 @@ class TemperatureByLength(processors.TemperatureLogitsWarper):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
-    "make", [lambda: Remembers(4), lambda: Penalty(1.3), lambda: TemperatureByLength(1.5)], ids=["top-k", "penalty", "t"]
+    "make",
+    [lambda: Remembers(4), lambda: Penalty(1.3), lambda: TemperatureByLength(1.5)],
+    ids=["top-k", "penalty", "t"],
 )
 def test_processors_derived_from_known_ones(make: Any, rows: int, weights: tuple[Any, Any]) -> None:
     target, model = made(weights)
@@ -672,8 +681,8 @@ def test_settings_of_a_class_of_somebodys(weights: tuple[Any, Any]) -> None:
 def test_a_tokenizer_with_methods_of_its_own(weights: tuple[Any, Any]) -> None:
     class Backwards(type(tokenizer())):  # type: ignore[misc]
         def get_vocab(self) -> dict[str, int]:
-            found = super().get_vocab()
-            return dict(zip(found, reversed(found.values()), strict=True))
+            found = sorted(super().get_vocab())
+            return {word: number for number, word in enumerate(reversed(found))}
 
     words = tokenizer()
     words.__class__ = Backwards
@@ -695,9 +704,8 @@ def test_a_wrapper_of_somebodys(weights: tuple[Any, Any]) -> None:
             return super().generate(*args, **kwargs).flip(-1)
 
     adapted = peft.get_peft_model(
-        copy.deepcopy(weights[0]), peft.LoraConfig(
-            task_type="CAUSAL_LM", r=2, init_lora_weights=False, target_modules=["q_proj"]
-        )
+        copy.deepcopy(weights[0]),
+        peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False, target_modules=["q_proj"]),
     ).eval()
     model = AssistedModelForCausalLM.from_models(adapted, draft=copy.deepcopy(weights[1]), draft_length=4)
     call = LONG | batch(weights[0], 3)

@@ -83,7 +83,10 @@ def trust(model: Any) -> Trust:
     kinds = {*_ALWAYS, *map(type, modules), *map(type, parameters)}
     forward: list[str] = []
     between = _modes()
-    between += [record for record in map(_blame_of, code_of(map(type, wrappers))) if record]
+    between += [blame for blame in map(_blame_of, code_of(map(type, wrappers))) if blame]
+    for wrapper in wrappers:  # whose own `generate` runs that of the model
+        called = _functions(getattr(type(wrapper), "generate", None))
+        between += [f"{type(wrapper).__name__}.generate is {_where(one)}" for one in called if not _is_own(one)]
     records: list[Code] = []
     configs: dict[int, Any] = {}
     hooks: list[tuple[str, Any]] = [("all modules", hook) for hook in _global_hooks()]
@@ -129,12 +132,11 @@ def trust(model: Any) -> Trust:
     tried: list[Any] = []
     for name, hook in hooks:
         for function in _functions(hook):
-            if not _is_own(function):
-                records.append(record := _examined(function))
-                if record.alters:
-                    tried += [record, *_switches(hook)]
-                    if _counts(function.__code__):
-                        between.append(f"a hook of {name} is {_where(function)}, which remembers something")
+            if not _is_own(function) and (record := _examined(function)).alters:
+                records.append(record)
+                tried += [record, *_switches(hook)]
+                if _counts(function.__code__):
+                    between.append(f"a hook of {name} is {_where(function)}, which remembers something")
     of_kinds = code_of(kinds)
     forward += [record.forward for record in of_kinds if record.forward]
     between += [record.between for record in of_kinds if record.between]
@@ -364,17 +366,26 @@ def _counts(code: CodeType) -> bool:
 
 @functools.cache
 def _alters(code: CodeType) -> bool:
-    """Whether a hook may return something, or write into what it is given."""
+    """Whether a hook may return something, or write into what it is given. One that collects and counts does neither."""
     last: Any = None
+    method, is_local = None, False  # what a line calls first, and whether it looks at what the hook is given
     for step in dis.get_instructions(code):
+        if step.starts_line:
+            method, is_local = None, False
+        if step.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            method = method or step.argval
+        is_local = is_local or step.opname.startswith("LOAD_FAST")
         is_none = step.argval is None if step.opname == "RETURN_CONST" else _is_none(last) and not step.is_jump_target
-        if step.opname.startswith("RETURN_") and step.opname != "RETURN_GENERATOR" and not is_none:
+        if step.opname in ("RETURN_VALUE", "RETURN_CONST") and not is_none and method not in _COLLECT:
             return True
-        written = step.opname == "STORE_FAST" and last is not None and _is_in_place(last)
-        if step.opname == "STORE_SUBSCR" or written:
+        is_written = step.opname == "STORE_FAST" and last is not None and _is_in_place(last)
+        if is_local and (step.opname == "STORE_SUBSCR" or is_written):
             return True
         last = step
     return any(name.endswith("_") and not name.endswith("__") for name in _names_in(code))
+
+
+_COLLECT = {"append", "extend", "insert"}  # of a list, which return nothing
 
 
 def _is_none(step: Any) -> bool:
@@ -417,7 +428,9 @@ def _spaces(value: Any) -> Iterator[tuple[Any, Mapping[str, Any], Mapping[str, A
 
 _CALLED = (FunctionType, MethodType, BuiltinFunctionType, classmethod, staticmethod, property, functools.partial)
 _HEAP = 1 << 9  # a class made in Python
-_IMPLIED = frozenset({"__call__", "__init__", "__new__", "__post_init__", "__getattr__", "__getattribute__", "__getitem__"})
+_IMPLIED = frozenset(
+    {"__call__", "__init__", "__new__", "__post_init__", "__getattr__", "__getattribute__", "__getitem__"}
+)
 
 
 def _is_fake(module: ModuleType) -> bool:
@@ -445,7 +458,9 @@ def _global_hooks() -> list[Any]:
 
 def _switches(hook: Any) -> Iterator[Any]:
     """The settings of a hook that is an object or a method of one."""
-    found = vars(getattr(hook, "__self__", hook)).values() if hasattr(getattr(hook, "__self__", hook), "__dict__") else ()
+    found = (
+        vars(getattr(hook, "__self__", hook)).values() if hasattr(getattr(hook, "__self__", hook), "__dict__") else ()
+    )
     return (value for value in found if type(value) in (bool, float, str))
 
 
@@ -493,7 +508,8 @@ def _is_from_elsewhere(function: FunctionType, kind: type) -> bool:
 
 def _is_of_another(value: Any, name: str, owner: nn.Module) -> bool:
     """Whether an attribute of a module is a method of another module, or a method of another class of transformers."""
-    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ is not owner:
+    bound = value.__self__ if isinstance(value, MethodType) else owner
+    if isinstance(bound, nn.Module) and bound is not owner and (name == "forward" or bound not in owner.children()):
         return True
     hidden = getattr(type(owner), name, None)
     models = [function for function in _functions(value) if function.__code__.co_filename.startswith(_MODELS)]

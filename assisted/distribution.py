@@ -17,6 +17,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 
 from .drafts import Draft
 from .engine.host import on_device
+from .engine.trust import blamed
 from .lossy import LossyTypical
 
 __all__ = ["Distribution", "probabilities"]
@@ -67,7 +68,7 @@ class Distribution:
     do_sample: bool
     lossy: LossyTypical | None = None
 
-    @property
+    @functools.cached_property
     def in_order(self) -> bool:
         """Whether every committed prefix must be processed once, in order: a processor may depend on more than its prefix."""
         return not all(map(_is_known, self.processors))
@@ -194,9 +195,11 @@ def _nucleus(processor: hf.TopPLogitsWarper, ids: torch.Tensor, scores: torch.Te
 
 
 def _is_known(processor: LogitsProcessor) -> bool:
-    """Whether a processor treats each row by itself. A repetition penalty with a tensor `prompt_ignore_length` does not."""
+    """Whether a processor treats each row by itself. A repetition penalty with a tensor `prompt_ignore_length` does not. A
+    class that somebody has patched may not."""
     of_the_batch = isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
-    return type(processor) in _PREFIX_FREE | _NOT_YET | _PREFIX_READING and not of_the_batch
+    kind = type(processor)
+    return kind in _PREFIX_FREE | _NOT_YET | _PREFIX_READING and not of_the_batch and blamed([kind]) is None
 
 
 def _prefixes(ids: torch.Tensor, lengths: list[int], draft: Draft, nodes: Sequence[int]) -> list[list[torch.Tensor]]:

@@ -39,6 +39,7 @@ from .engine.parts import device_of, uncompiled, unwrapped
 from .engine.ranks import Ranks, ranks_of
 from .engine.runner import CallSettings, require_decoder_config
 from .engine.session import Session, using
+from .engine.trust import blamed
 from .engine.verifiable import require_verifiable
 from .fast.graphs import Graphs, require_mode
 from .forwarding import ForwardsToTarget
@@ -336,7 +337,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         settings = CallSettings(require_mode(self.fast), ranks=ranks_of(self.target, *self.drafter.modules))
         if not assisted:
             recorder.ran("plain", "assisted=False")
-        elif (reason := self._must_be_plain(settings, kwargs)) is not None:
+        elif (reason := self._must_be_plain(settings, {"inputs": inputs, **kwargs})) is not None:
             recorder.ran("plain", reason)
             warn_plain(reason)
             assisted = False
@@ -485,7 +486,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """Why the target's own `generate` must run a call; None if drafts may be verified. kwargs: of the call."""
         if kwargs.get("adapter_names") is not None:
             return MIXED
-        return outside_layers(self.target) or settings.trust_in(self.target).between
+        given = {type(value) for value in kwargs.values() if isinstance(value, torch.Tensor)}
+        return outside_layers(self.target) or settings.trust_in(self.target).between or blamed(given)
 
     def _start_length(
         self,

@@ -58,7 +58,7 @@ class Text:
         self.prompt_length = width
         # a tokenizer's `model_max_length` may be 1e30; if the prompt has already reached the limit, transformers generates one
         # token, too
-        limit = min(sys.maxsize, *(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)))
+        limit = min(sys.maxsize, *(c.max_length for c in criteria if type(c) is MaxLengthCriteria))
         self.max_length = max(width + 1, math.ceil(limit))
         self.ids = prompt
         self._make_room(width + 1)

@@ -73,10 +73,12 @@ class CallSettings:
 
     def trust_in(self, model: nn.Module) -> Trust:
         """Whose code a model runs in this call; examined once."""
-        model = unwrapped(model)
-        if id(model) not in self._trusted:  # both outlive the call
-            self._trusted[id(model)] = trust(model)
-        return self._trusted[id(model)]
+        inner = id(
+            unwrapped(model)
+        )  # asked of an adapter's wrapper first, whose code counts, too; both outlive the call
+        if inner not in self._trusted:
+            self._trusted[inner] = trust(model)
+        return self._trusted[inner]
 
     @property
     def of_heads(self) -> CallSettings:

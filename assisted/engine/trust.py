@@ -14,7 +14,8 @@ import os
 import sys
 import sysconfig
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -22,10 +23,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules import module as torch_modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from transformers import GenerationMixin, cache_utils
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedConfig, cache_utils
 from transformers.generation import stopping_criteria
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -33,9 +35,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .hooks import looked_over
 from .parts import unwrapped
 
-__all__ = ["Code", "Trust", "code_of", "trust"]
+__all__ = ["Code", "Trust", "blamed", "code_of", "trust"]
 
-_LIBRARIES = ("transformers", "torch", "accelerate", "peft")
+_LIBRARIES = ("transformers", "torch", "accelerate", "peft", "huggingface_hub")
 _QUANTIZERS = "auto_round awq bitsandbytes compressed_tensors eetq gptqmodel hqq optimum.quanto quark torchao vptq"
 _KERNELS = "causal_conv1d fla flash_attn flash_attn_interface kernels mamba_ssm"  # transformers imports them itself
 _PACKAGES = (*_LIBRARIES, *_QUANTIZERS.split(), *_KERNELS.split())
@@ -44,9 +46,8 @@ _MODELS = os.path.join(os.path.dirname(transformers.__file__), "models", "")
 _NEVER_RUN = {"__init__", "__init_subclass__", "__repr__", "_init_weights", "extra_repr", "generate"}
 _BOOKKEEPING = frozenset(vars(nn.Module()))
 _OUTPUTS = {"logits", "last_hidden_state", "hidden_states", "past_key_values"}  # set in what a forward returns
-_INERT = frozenset(
-    {bool, bytes, dict, float, int, list, str, tuple, torch.Tensor, torch.dtype, torch.device, type(None)}
-)
+_VALUES = (bool, bytes, dict, float, int, list, str, tuple, torch.Tensor)
+_INERT = frozenset({*_VALUES, torch.dtype, torch.device, type(None)})
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,14 @@ class Trust:
         between: the same for what runs between forward passes, in the cache, or around every operation. Only the model's own
             `generate` runs it where it should.
         code: the records of all code examined. Other code, own or not, has other records.
+        hooks: somebody's hooks that may change what a module gets or returns, with their switches. They run with the modules
+            that they are attached to, but only a trial shows whether they treat several tokens as they treat one.
     """
 
     forward: str | None = None
     between: str | None = None
     code: tuple[Code, ...] = ()
+    hooks: tuple[Any, ...] = ()
 
     @property
     def is_own(self) -> bool:
@@ -73,19 +77,25 @@ class Trust:
 
 def trust(model: Any) -> Trust:
     """Whose code this model runs at present. Takes about a microsecond for each of its modules."""
-    model = unwrapped(model)
+    outer, model = model, unwrapped(model)
+    wrappers = [] if outer is model else list(dict.fromkeys((outer, getattr(outer, "base_model", outer))))
     modules, parameters = looked_over(model)
     kinds = {*_ALWAYS, *map(type, modules), *map(type, parameters)}
     forward: list[str] = []
     between = _modes()
+    between += [blame for blame in map(_blame_of, code_of(map(type, wrappers))) if blame]
+    for wrapper in wrappers:  # whose own `generate` runs that of the model
+        called = _functions(getattr(type(wrapper), "generate", None))
+        between += [f"{type(wrapper).__name__}.generate is {_where(one)}" for one in called if not _is_own(one)]
     records: list[Code] = []
     configs: dict[int, Any] = {}
+    hooks: list[tuple[str, Any]] = [("all modules", hook) for hook in _global_hooks()]
     seen: set[tuple[type, str]] = set()
-    for module in modules:
+    for module in (*wrappers, *modules):
         if module._buffers:
             kinds.update(map(type, module._buffers.values()))
-        if "config" in module.__dict__:
-            configs[id(module.config)] = module.config
+        if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in module.__dict__:
+            hooks += [(_name_of(model, module), hook) for hook in _hooks(module)]
         for child in module._modules.keys():  # noqa: SIM118, a scripted module's cannot be iterated over
             if (type(module), child) not in seen:
                 seen.add((type(module), child))
@@ -93,30 +103,53 @@ def trust(model: Any) -> Trust:
                     forward.append(f"{type(module).__name__}.{child} hides a submodule")
         for name in module.__dict__.keys() - _BOOKKEEPING:
             value = module.__dict__[name]
-            if type(value) not in _INERT and callable(value):
+            if type(value) in _INERT:
+                continue
+            if isinstance(value, PreTrainedConfig):
+                configs[id(value)] = value
+            elif isinstance(value, _VALUES):  # a number, a text, a tensor of a kind of its own
+                kinds.add(type(value))
+            elif callable(value):
                 for function in _functions(value):
                     if not _is_own(function):
                         records.append(record := _examined(function))
-                        what = (
-                            f"the {name} of {_name_of(model, module)} was replaced: {record.forward or record.between}"
-                        )
-                        (between if name in _steps() or record.between else forward).append(what)
-                if _is_of_another(value, name, module):
+                        what = f"the {name} of {_name_of(model, module)} was replaced: {_blame_of(record)}"
+                        is_between = name in _steps() or record.between or module in wrappers
+                        (between if is_between else forward).append(what)
+                if module not in wrappers and _is_of_another(value, name, module):
                     forward.append(f"the {name} of {_name_of(model, module)} was replaced by that of another module")
         if isinstance(module, torch.jit.ScriptModule):
             forward.append(f"{_name_of(model, module)} is traced or scripted")
     for config in configs.values():
+        kinds.add(type(config))
         used = getattr(config, "_attn_implementation", None)
         for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             for function in _functions(table[used]) if used in table else ():
                 records.append(record := _examined(function))
                 if record.forward or record.between:
-                    what = f"the attention {used!r} was registered: {record.forward or record.between}"
+                    what = f"the attention {used!r} was registered: {_blame_of(record)}"
                     (between if record.between else forward).append(what)
+    tried: list[Any] = []
+    for name, hook in hooks:
+        for function in _functions(hook):
+            if not _is_own(function) and (record := _examined(function)).alters:
+                records.append(record)
+                tried += [record, *_switches(hook)]
+                if _counts(function.__code__):
+                    between.append(f"a hook of {name} is {_where(function)}, which remembers something")
     of_kinds = code_of(kinds)
     forward += [record.forward for record in of_kinds if record.forward]
     between += [record.between for record in of_kinds if record.between]
-    return Trust(next(iter(forward), None), next(iter(between), None), (*of_kinds, *records))
+    return Trust(next(iter(forward), None), next(iter(between), None), (*of_kinds, *records), tuple(tried))
+
+
+def blamed(kinds: Iterable[type]) -> str | None:
+    """What is somebody's in these classes; None if nothing is."""
+    return next((blame for blame in map(_blame_of, code_of(kinds)) if blame), None)
+
+
+def _blame_of(record: Code) -> str | None:
+    return record.forward or record.between
 
 
 def code_of(kinds: Iterable[type]) -> tuple[Code, ...]:
@@ -144,8 +177,10 @@ class Code:
         self.between: str | None = None
         self._source = weakref.ref(source)
         self._codes: dict[FunctionType, tuple[Any, ...]] = {}
-        self._places: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
-        self._in_cache = isinstance(source, type) and issubclass(source, _AROUND)
+        self._cells: list[tuple[CellType, Any]] = []
+        self._places: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}  # by owner
+        # what all operations run is the cache's, the criteria's and this package's, too
+        self._is_around = source is torch.Tensor or (isinstance(source, type) and issubclass(source, _AROUND))
         self._values = _values_of(source)
         if not isinstance(source, type):
             self._examine("", source, source.__qualname__, False)
@@ -156,14 +191,25 @@ class Code:
             if name == "forward" and not functions:
                 self._blame(name, f"{what} is {value!r}")
             for function in functions:
-                self._examine(name, function, what, _is_from_elsewhere(function, source))
+                if not _is_generated(function, name, vars(source)):
+                    self._examine(name, function, what, _is_from_elsewhere(function, source))
+
+    @property
+    def alters(self) -> bool:
+        """Whether a hook with this code may change what a module gets or returns."""
+        return any(_alters(function.__code__) for function in self._codes if not _is_own(function))
 
     def _examine(self, name: str, function: FunctionType, what: str, is_foreign: bool) -> None:
-        self._codes[function] = _code(function)
+        self._note(function)
         if is_foreign or not _is_own(function):
             self._blame(name, f"{what} is {_where(function)}", function)
         if name in _steps() or _computes(function) or not _is_own(function):
             self._follow(function, what, name)
+
+    def _note(self, function: FunctionType) -> None:
+        self._codes[function] = _code(function)
+        cells = [cell for cell in function.__closure__ or () if cell != _EMPTY]
+        self._cells += [(cell, cell.cell_contents) for cell in cells if _may_differ(cell.cell_contents, function)]
 
     def is_current(self) -> bool:
         """Whether all of it is still the same."""
@@ -174,12 +220,13 @@ class Code:
             and _same(values, self._values)
             and all([_same(_code(function), code) for function, code in self._codes.items()])
             and all([names.get(name) is value for names, name, value in self._places.values()])
+            and all([cell.cell_contents is value for cell, value in self._cells])
         )
 
     def _blame(self, name: str, what: str, function: FunctionType | None = None) -> None:
         if function is not None and _remembers(function.__code__):
             what, name = f"{what}, which remembers something between forward passes", "_sample"
-        if name in _steps() or self._in_cache:
+        if name in _steps() or self._is_around:
             self.between = self.between or what
         else:
             self.forward = self.forward or what
@@ -190,20 +237,29 @@ class Code:
         while left:
             one = left.pop()
             used = _names_in(one.__code__)
-            spaces = [one.__globals__]  # and the modules among its values: nn, functional, linear
-            for space in spaces:
-                for used_name in used & space.keys():
+            # what a global name stands for, and the attributes used of it: of nn, of functional, of a class, of an object
+            spaces: list[tuple[Any, Mapping[str, Any], frozenset[str], Mapping[str, Any]]]
+            spaces = [(one, one.__globals__, used, {})]
+            known = {id(one)}
+            for owner, space, names, first in spaces:
+                for used_name in names & space.keys():
                     value = space[used_name]
-                    self._places[id(space), used_name] = space, used_name, value
-                    if isinstance(value, ModuleType):
-                        if _is_own_file(getattr(value, "__file__", None) or "") and vars(value) not in spaces:
-                            spaces.append(vars(value))
+                    self._places[id(owner), used_name] = space, used_name, value
+                    if first and used_name not in first:  # an object's own attribute would hide this one of its class
+                        self._places[id(first), used_name] = first, used_name, None
+                    if type(value) in _INERT:
                         continue
-                    for called in [] if isinstance(value, type) else _functions(value):
-                        if called in seen:
+                    if isinstance(value, ModuleType) and _is_fake(value):
+                        self._blame(name, f"{root} uses {used_name}, which is a module of somebody's")
+                    for inner, its, before in _spaces(value):
+                        if id(inner) not in known:
+                            known.add(id(inner))
+                            spaces.append((inner, its, used | _IMPLIED if isinstance(inner, type) else used, before))
+                    for called in [] if isinstance(value, (type, ModuleType)) else _functions(value):
+                        if called in seen or _is_generated(called, used_name, space):
                             continue
                         seen.add(called)
-                        self._codes[called] = _code(called)
+                        self._note(called)
                         if not _is_own(called):
                             self._blame(name, f"{root} calls {used_name}, which is {_where(called)}", called)
                         if _computes(called) or not _is_own(called):
@@ -222,6 +278,7 @@ _ALWAYS = (  # what slots stand for, what the loop does itself, and what all ten
     stopping_criteria.MaxLengthCriteria,
     stopping_criteria.StopStringCriteria,
     stopping_criteria.StoppingCriteriaList,
+    LogitsProcessorList,
 )
 
 
@@ -251,21 +308,21 @@ def _functions(value: Any) -> list[FunctionType]:
         if isinstance(one, FunctionType):
             found[one] = None
             cells = [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY]
-            left += [held for held in cells if isinstance(held, _WRAPPERS)]
+            left += [held for held in cells if callable(held)]
         elif isinstance(one, (MethodType, classmethod, staticmethod)):
             left.append(one.__func__)
         elif isinstance(one, property):
             left += [part for part in (one.fget, one.fset, one.fdel) if part is not None]
         elif isinstance(one, (functools.partial, functools.partialmethod)):
-            left += [one.func, *(held for held in (*one.args, *one.keywords.values()) if isinstance(held, _WRAPPERS))]
-        else:  # an object of some class, a descriptor perhaps
+            left += [one.func, *(held for held in (*one.args, *one.keywords.values()) if callable(held))]
+        else:  # an object of some class, a descriptor perhaps, and what it holds
             left += [
                 method for name in ("__call__", "__get__") if (method := getattr(type(one), name, None)) is not None
             ]
+            left += [] if isinstance(one, nn.Module) else filter(callable, getattr(one, "__dict__", {}).values())
     return list(found)
 
 
-_WRAPPERS = (FunctionType, MethodType, functools.partial)
 _EMPTY = CellType()
 
 
@@ -280,10 +337,63 @@ def _names_in(code: CodeType) -> frozenset[str]:
 def _remembers(code: CodeType) -> bool:
     """Whether a function stores to attributes or global names, which later forward passes may read. Drafts that are taken back
     would stay in there."""
-    steps = [step for step in dis.get_instructions(code) if step.opname in ("STORE_ATTR", "STORE_GLOBAL")]
-    return any(step.argval not in _OUTPUTS for step in steps) or any(
-        _remembers(part) for part in code.co_consts if isinstance(part, CodeType)
+    return bool(_stored(code)) or any(_remembers(part) for part in code.co_consts if isinstance(part, CodeType))
+
+
+def _stored(code: CodeType) -> Counter[str]:
+    """The attributes and the names of outer scopes that a function stores to, and how often."""
+    return Counter(
+        step.argval
+        for step in dis.get_instructions(code)
+        if (step.opname in ("STORE_ATTR", "STORE_GLOBAL") and step.argval not in _OUTPUTS)
+        or (step.opname == "STORE_DEREF" and step.argval in code.co_freevars)
     )
+
+
+@functools.cache
+def _counts(code: CodeType) -> bool:
+    """Whether a function reads again what it stores. One that counts its calls and does nothing with the number does not."""
+    read, added, last = Counter[str](code.co_consts), Counter[str](), None
+    for step in dis.get_instructions(code):
+        if step.opname.startswith("LOAD") and isinstance(step.argval, str) and step.opname != "LOAD_CONST":
+            read[step.argval] += 1
+        elif step.opname.startswith(("BINARY", "INPLACE")):
+            last = step
+        elif step.opname.startswith("STORE") and last is not None and _is_in_place(last):
+            added[step.argval], last = added[step.argval] + 1, None
+    return any(read[name] > added[name] for name in _stored(code))
+
+
+@functools.cache
+def _alters(code: CodeType) -> bool:
+    """Whether a hook may return something, or write into what it is given. One that collects and counts does neither."""
+    last: Any = None
+    method, is_local = None, False  # what a line calls first, and whether it looks at what the hook is given
+    for step in dis.get_instructions(code):
+        if step.starts_line:
+            method, is_local = None, False
+        if step.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            method = method or step.argval
+        is_local = is_local or step.opname.startswith("LOAD_FAST")
+        is_none = step.argval is None if step.opname == "RETURN_CONST" else _is_none(last) and not step.is_jump_target
+        if step.opname in ("RETURN_VALUE", "RETURN_CONST") and not is_none and method not in _COLLECT:
+            return True
+        is_written = step.opname == "STORE_FAST" and last is not None and _is_in_place(last)
+        if is_local and (step.opname == "STORE_SUBSCR" or is_written):
+            return True
+        last = step
+    return any(name.endswith("_") and not name.endswith("__") for name in _names_in(code))
+
+
+_COLLECT = {"append", "extend", "insert"}  # of a list, which return nothing
+
+
+def _is_none(step: Any) -> bool:
+    return step is not None and step.opname == "LOAD_CONST" and step.argval is None
+
+
+def _is_in_place(step: Any) -> bool:
+    return step.opname.startswith("INPLACE_") or (step.opname == "BINARY_OP" and step.argrepr.endswith("="))
 
 
 def _values_of(source: type | FunctionType) -> tuple[Any, ...]:
@@ -292,6 +402,66 @@ def _values_of(source: type | FunctionType) -> tuple[Any, ...]:
 
 def _code(function: FunctionType) -> tuple[Any, ...]:
     return function.__code__, function.__defaults__, function.__kwdefaults__
+
+
+def _may_differ(held: Any, function: FunctionType) -> bool:
+    """Whether another object in a function's closure would be other code, or another switch of somebody's."""
+    return not _is_own(function) or isinstance(held, (FunctionType, MethodType, functools.partial))
+
+
+def _spaces(value: Any) -> Iterator[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]:
+    """Where the attributes of a value are looked up: owners, their names, and the names that come before."""
+    if isinstance(value, ModuleType):
+        if _is_fake(value) or _is_own_file(getattr(value, "__file__", None) or ""):
+            yield value, vars(value), {}
+        return
+    kind = value if isinstance(value, type) else type(value)
+    if issubclass(kind, (nn.Module, *_CALLED)):
+        return
+    own: Any = {} if kind is value else getattr(value, "__dict__", {})
+    if own:
+        yield value, own, {}
+    for base in kind.__mro__:
+        if base.__flags__ & _HEAP:
+            yield base, vars(base), own
+
+
+_CALLED = (FunctionType, MethodType, BuiltinFunctionType, classmethod, staticmethod, property, functools.partial)
+_HEAP = 1 << 9  # a class made in Python
+_IMPLIED = frozenset(
+    {"__call__", "__init__", "__new__", "__post_init__", "__getattr__", "__getattribute__", "__getitem__"}
+)
+
+
+def _is_fake(module: ModuleType) -> bool:
+    """Whether Python imported nothing of this kind."""
+    return type(module) is ModuleType and sys.modules.get(module.__name__) is not module
+
+
+def _is_generated(function: FunctionType, name: str, space: Mapping[str, Any]) -> bool:
+    """Whether it is a method that Python wrote for a dataclass or a named tuple."""
+    is_written = function.__code__.co_filename == "<string>" and name.startswith("__")
+    return is_written and ("__dataclass_fields__" in space or "_field_defaults" in space)
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """Those of torch, and what accelerate's run."""
+    hook = module.__dict__.get("_hf_hook")
+    parts = () if hook is None else (hook, *getattr(hook, "hooks", ()))  # a SequentialHook holds several
+    of_accelerate = [function for part in parts for function in (part.pre_forward, part.post_forward)]
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *of_accelerate]
+
+
+def _global_hooks() -> list[Any]:
+    return [*torch_modules._global_forward_hooks.values(), *torch_modules._global_forward_pre_hooks.values()]
+
+
+def _switches(hook: Any) -> Iterator[Any]:
+    """The settings of a hook that is an object or a method of one."""
+    found = (
+        vars(getattr(hook, "__self__", hook)).values() if hasattr(getattr(hook, "__self__", hook), "__dict__") else ()
+    )
+    return (value for value in found if type(value) in (bool, float, str))
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -338,7 +508,8 @@ def _is_from_elsewhere(function: FunctionType, kind: type) -> bool:
 
 def _is_of_another(value: Any, name: str, owner: nn.Module) -> bool:
     """Whether an attribute of a module is a method of another module, or a method of another class of transformers."""
-    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module) and value.__self__ is not owner:
+    bound = value.__self__ if isinstance(value, MethodType) else owner
+    if isinstance(bound, nn.Module) and bound is not owner and (name == "forward" or bound not in owner.children()):
         return True
     hidden = getattr(type(owner), name, None)
     models = [function for function in _functions(value) if function.__code__.co_filename.startswith(_MODELS)]

@@ -182,11 +182,13 @@ def _source(modules: list[nn.Module], parameters: list[torch.Tensor], copied: bo
     """The source of a faster model: these modules, and the code of the whole model."""
     low = [module for module in modules if isinstance(module, LowBitLinear)]  # joined, but not copied
     others = (module for module in modules if not isinstance(module, LowBitLinear))
-    found = (buffer for module in others for buffer in module._buffers.values() if buffer is not None)
+    held = Modules.of(modules, trusted.code)
+    found = [buffer for module in others for buffer in module._buffers.values() if buffer is not None]
+    found += [value for own in held.attributes for value in own.values() if isinstance(value, torch.Tensor)]
     # wrapper subclasses belong to modules that are called
     buffers = [buffer for buffer in found if not is_traceable_wrapper_subclass(buffer)]
     return Source(
-        Modules.of(modules, trusted.code),
+        held,
         Weights.of(parameters, copied),
         # angles are tabulated on a CPU only
         Weights.of(buffers, all(buffer.device.type == "cpu" for buffer in buffers)),

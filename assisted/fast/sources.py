@@ -86,8 +86,8 @@ def _multipliers(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Modules:
-    """Everything that modules compute with, except tensors: their identity, their attributes, the fields of their configs, and
-    the code of their classes. Keeps no module alive.
+    """Everything that modules compute with, except the values of tensors: their identity, their attributes, the fields of their
+    configs, and the code of their classes. Keeps no module alive.
     """
 
     modules: tuple[weakref.ref[nn.Module], ...]

@@ -160,7 +160,7 @@ def made(written: dict[str, Any], model: Any, ids: torch.Tensor) -> dict[str, An
     if "prefix_allowed" in call:
         call["prefix_allowed_tokens_fn"] = _allowed(call.pop("prefix_allowed"), size)
     if call.pop("watermarking", False):
-        call["watermarking_config"] = {"bias": 2.5, "seeding_scheme": "selfhash", "greenlist_ratio": 0.25}
+        call["watermarking_config"] = WATERMARK
     if call.pop("embeds", False):
         call["inputs_embeds"] = model.get_input_embeddings()(ids).detach()
     if call.pop("config_object", False):
@@ -169,4 +169,5 @@ def made(written: dict[str, Any], model: Any, ids: torch.Tensor) -> dict[str, An
     return call
 
 
+WATERMARK = {"bias": 2.5, "seeding_scheme": "selfhash", "greenlist_ratio": 0.25}
 _SETTINGS = set(GenerationConfig().to_dict()) - {"transformers_version"} | {"max_new_tokens", "do_sample"}

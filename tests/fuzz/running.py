@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from architectures import build, random_ids
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, WatermarkingConfig
 
 from assisted import AssistedModelForCausalLM, decoding
 from assisted.engine.signatures import takes
@@ -341,7 +341,10 @@ def _scores(call: Call, talk: _Talk, alone: PreTrainedModel, cache: Any, text: t
     """The scores of the target alone in every step of the text that it wrote, [B, V] each."""
     follow = _Follow(text)
     own = [arguments.PROCESSORS[name]() for name in call.arguments.get("processors", ())]
-    others = {name: value for name, value in call.arguments.items() if name != "processors"}
+    others = {name: value for name, value in call.arguments.items() if name not in ("processors", "watermarking")}
+    if "watermarking" in call.arguments:  # which `generate` itself would put behind the processor that follows
+        size = alone.config.get_text_config().vocab_size
+        own.append(WatermarkingConfig(**arguments.WATERMARK).construct_processor(size, alone.device))
     try:
         _generate(alone, replace(call, arguments=others), talk, cache, alone, logits_processor=[*own, follow])
     except Exception:

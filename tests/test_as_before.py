@@ -1,0 +1,168 @@
+"""What known libraries do to a target is no code of somebody's: its text is right, and no shortcut is lost.
+
+Adapters of PEFT, accelerate's hooks, quantizers, and torch.compile. Hooks of one's own are in test_trust_further.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import build, half_right
+from pairs import BY_NAME
+from test_trust import LONG, OWN, PLAIN, batch, compared, made, mlps
+from test_trust_further import only_generated
+from torch import nn
+
+from assisted import AssistedModelForCausalLM
+from assisted.loading.quantization import quantize_copy
+
+peft = pytest.importorskip("peft")
+accelerate = pytest.importorskip("accelerate")
+
+
+@pytest.fixture(scope="module")
+def weights() -> tuple[Any, Any]:
+    target = build(BY_NAME["llama"])
+    return target, half_right(target)
+
+
+PARTS = {"target_modules": ["q_proj", "v_proj"]}
+ADAPTERS: dict[str, Callable[[], Any]] = {
+    "LoRA": lambda: peft.LoraConfig(r=2, init_lora_weights=False, **PARTS),
+    "DoRA": lambda: peft.LoraConfig(r=2, init_lora_weights=False, use_dora=True, **PARTS),
+    "IA3": lambda: peft.IA3Config(
+        init_ia3_weights=False, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "VeRA": lambda: peft.VeraConfig(r=4, init_weights=False, target_modules=["q_proj"]),
+    "OFT": lambda: peft.OFTConfig(oft_block_size=4, init_weights=False, **PARTS),
+    "LoHa": lambda: peft.LoHaConfig(r=2, init_weights=False, **PARTS),
+    "LoKr": lambda: peft.LoKrConfig(r=2, init_weights=False, **PARTS),
+}
+
+
+def strengthened(adapted: Any) -> None:
+    """Adapters start close to nothing."""
+    for name, weight in adapted.named_parameters():
+        if any(mark in name for mark in ("lora_", "ia3_", "vera_lambda", "oft_", "hada_", "lokr_")):
+            weight.data.add_(0.4 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))))
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters(kind: str, weights: tuple[Any, Any]) -> None:
+    """At work, switched, disabled, enabled again, merged, unmerged, and merged for good."""
+    adapted = peft.get_peft_model(copy.deepcopy(weights[0]), ADAPTERS[kind]()).eval()
+    adapted.add_adapter("other", ADAPTERS[kind]())
+    strengthened(adapted)
+    model = AssistedModelForCausalLM.from_models(adapted, draft=copy.deepcopy(weights[1]), draft_length=4)
+    call = LONG | batch(weights[0], 3)
+    call["input_ids"] = call.pop("inputs")
+
+    def text() -> list[list[int]]:
+        found, way = compared(adapted, model, **call)
+        assert way == OWN
+        return found
+
+    first = text()
+    adapted.set_adapter("other")
+    other = text()
+    assert other != first
+    with adapted.disable_adapter():
+        bare = text()
+        assert bare not in (first, other)
+    assert text() == other
+    adapted.set_adapter("default")
+    assert text() == first
+    adapted.merge_adapter()
+    text()
+    adapted.unmerge_adapter()
+    text()
+    merged = adapted.merge_and_unload()
+    model = AssistedModelForCausalLM.from_models(merged, draft=copy.deepcopy(weights[1]), draft_length=4)
+    assert compared(merged, model, **call)[1] == OWN
+
+
+class Steers(accelerate.hooks.ModelHook):
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        return output.clamp(-0.2, 0.2)
+
+
+class SteersGenerated(accelerate.hooks.ModelHook):
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        return only_generated(module, (), output)
+
+
+@pytest.mark.parametrize(
+    ("hook", "way"),
+    [
+        (lambda: accelerate.hooks.AlignDevicesHook(execution_device=torch.device("cpu")), OWN),
+        (lambda: accelerate.hooks.SequentialHook(accelerate.hooks.AlignDevicesHook(), Steers()), OWN),
+        (Steers, OWN),
+        (SteersGenerated, PLAIN),
+        (lambda: accelerate.hooks.SequentialHook(Steers(), SteersGenerated()), PLAIN),
+    ],
+    ids=["moves", "moves and steers", "steers", "steers what is generated", "steers twice"],
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_hooks_of_accelerate(hook: Any, way: str, rows: int, weights: tuple[Any, Any]) -> None:
+    target, model = made(weights)
+    call = LONG | batch(target, rows)
+    before, _ = compared(target, model, **call)
+    for mlp in mlps(target):
+        accelerate.hooks.add_hook_to_module(mlp, hook())
+    assert compared(target, model, **call)[1] == way
+    accelerate.hooks.remove_hook_from_module(target, recurse=True)
+    assert compared(target, model, **call) == (before, OWN)
+
+
+@pytest.mark.parametrize("moved", [accelerate.cpu_offload, accelerate.dispatch_model])
+def test_models_that_accelerate_moves(moved: Any, weights: tuple[Any, Any]) -> None:
+    where = {"device_map": {"": "cpu"}} if moved is accelerate.dispatch_model else {"execution_device": "cpu"}
+    target = moved(copy.deepcopy(weights[0]), **where)
+    model = AssistedModelForCausalLM.from_models(target, draft=copy.deepcopy(weights[1]), draft_length=4)
+    for rows in (1, 3):
+        assert compared(target, model, **LONG, **batch(weights[0], rows))[1] == OWN
+
+
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "whole": lambda target: torch.compile(target, backend="eager"),
+    "in place": lambda target: target.compile(backend="eager"),
+    "layers": lambda target: [layer.compile(backend="eager") for layer in target.model.layers],
+    "a submodule": lambda target: setattr(
+        target.model.layers[0], "mlp", torch.compile(target.model.layers[0].mlp, backend="eager")
+    ),
+    "a forward": lambda target: setattr(target, "forward", torch.compile(target.forward, backend="eager")),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_models(name: str, weights: tuple[Any, Any]) -> None:
+    target = copy.deepcopy(weights[0])
+    given = COMPILED[name](target)
+    given = given if isinstance(given, nn.Module) else target
+    model = AssistedModelForCausalLM.from_models(given, draft=copy.deepcopy(weights[1]), draft_length=4)
+    for rows in (1, 3):
+        assert compared(given, model, **LONG, **batch(target, rows))[1] == OWN
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "int4", "int8-torchao", "int8-quanto", "int8-bitsandbytes"])
+def test_quantized_targets(name: str, weights: tuple[Any, Any]) -> None:
+    """Own code in whatever way they are stored. Some round by the width of a pass, and have been decoded plainly before."""
+    wide = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    original = build(BY_NAME["llama"], **wide).to(torch.bfloat16)
+    try:
+        target = quantize_copy(original, name)
+    except (ImportError, ValueError) as error:
+        pytest.skip(str(error))
+    model = AssistedModelForCausalLM.from_models(target, draft="recycle", draft_length=4)
+    call = LONG | batch(original, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        model.generate(**call)
+    assert model.report is not None
+    assert model.report.way == OWN or "rounds differently" in str(model.report.because)

@@ -332,7 +332,7 @@ def _shared_call(ranks: Ranks, input_ids: torch.Tensor, criteria: Any, do_sample
             stacklevel=2,
         )
     known = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)  # they depend on the text alone
-    return StoppingCriteriaList([c if isinstance(c, known) else _AnyRank(c, ranks) for c in criteria])
+    return StoppingCriteriaList([c if type(c) in known else _AnyRank(c, ranks) for c in criteria])
 
 
 class _AnyRank(StoppingCriteria):

@@ -1,18 +1,82 @@
-"""The command that adds an extra to this installation, for error messages.
+"""What is installed beside this package: entries that other packages add, and the command that adds an extra.
 
-Knows how the package was installed: from a package index, from an archive, or from a clone.
+An extra's command depends on how the package was installed: from a package index, from an archive, or from a clone.
 """
 
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, distribution
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["install"]
+__all__ = ["Registry", "install"]
 
 NAME = "assisted"
+T = TypeVar("T")
+
+
+class Registry(MutableMapping[str, T], Generic[T]):
+    """What callers choose by name: this package's own entries, and those of other installed packages.
+
+    The latter are entry points of a group. They are loaded when their name is first looked up, or when all entries are listed.
+    One that fails costs its own entry alone, with one warning.
+
+    Args:
+        group: of the entry points, such as "assisted.methods".
+        require: raises an exception for a name and something that cannot be its entry.
+        own: this package's entries.
+    """
+
+    def __init__(self, group: str, require: Callable[[str, Any], None], own: Mapping[str, T] | None = None):
+        self.group, self.require = group, require
+        self._entries = dict(own or {})
+        self._tried: set[EntryPoint] = set()
+        self._lock = threading.RLock()  # an entry point may register itself while it is loaded
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._entries:
+            self._load(name)
+        return self._entries[name]
+
+    def __setitem__(self, name: str, entry: T) -> None:
+        self.require(name, entry)
+        taken = self._entries.get(name, entry)
+        if taken is not entry and repr(taken) != repr(entry):  # a class that is defined again replaces itself
+            raise ValueError(f"{name!r} is the name of {taken!r}")
+        self._entries[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._load()
+        return iter(tuple(self._entries))
+
+    def __len__(self) -> int:
+        self._load()
+        return len(self._entries)
+
+    def _load(self, name: str | None = None) -> None:
+        with self._lock:
+            for point in entry_points(group=self.group):
+                if point in self._tried or name not in (None, point.name):
+                    continue
+                self._tried.add(point)
+                before = self._entries.copy()
+                try:
+                    self[point.name] = point.load()
+                except Exception as error:
+                    self._entries = before
+                    warnings.warn(
+                        f"{self.group}: {point.name!r} cannot be used, since its entry point {point.value!r} raised "
+                        f"{type(error).__name__}: {error}",
+                        stacklevel=3,
+                    )
 
 
 def install(extra: str) -> str:

@@ -46,11 +46,12 @@ from .forwarding import ForwardsToTarget
 from .generation import Generation
 from .lengths import remembered
 from .loading.adapters import base_path, has_adapter, outside_layers, require_in_layers, save_adapter, trusting
+from .loading.backends.quanto import copy_shells
 from .loading.checkpoints import write_index
 from .loading.files import inside, loading, require_sound
 from .loading.gguf import load_gguf, named_in, read_config, reading_once, unmarked
 from .loading.names import DTYPES, closest
-from .loading.quantization import copy_shells, memory_bytes
+from .loading.quantization import memory_bytes
 from .loading.vocabulary import find_tokenizer
 from .lossy import LossyTypical
 from .report import Recorder, Report

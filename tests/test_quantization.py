@@ -27,8 +27,8 @@ from transformers import (
 from assisted import AssistedModelForCausalLM
 from assisted.extras import install
 from assisted.fast.low_bit import LowBitLinear
+from assisted.loading.backends import find
 from assisted.loading.quantization import (
-    BACKENDS,
     NAMES,
     load_quantized,
     memory_bytes,
@@ -361,7 +361,7 @@ def test_a_missing_backend_names_the_extra(name: str, tmp_path: Path, monkeypatc
     for attempt in (
         lambda: resolve(name, torch.float32),
         lambda: load_quantized(str(tmp_path), name),
-        lambda: resolve({"quant_method": {v: k for k, v in BACKENDS.items()}[MODULES[name]]}, torch.float32),
+        lambda: resolve({"quant_method": find(name)[0].name}, torch.float32),
     ):
         with pytest.raises(ImportError, match=re.escape(install(extra))):
             attempt()

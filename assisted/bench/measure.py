@@ -5,7 +5,6 @@ Knows the parts of the protocol, their order, and what the demo leaves out. Know
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,8 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import zoo
-from ..drafters import DraftModel, Eagle, parse
+from ..drafters import METHODS, DraftModel, Eagle, parse
 from ..drafters.other_tokenizer import TranslatedDrafter
+from ..loading.backends import find, placed
 from ..modeling import AssistedModelForCausalLM
 from . import contestants as who
 from . import grown
@@ -33,9 +33,6 @@ from .ties import largest_gap
 __all__ = ["brief", "default_drafts", "fastest", "load", "measure", "pad_token", "point", "transformers_assisted"]
 
 HEAT_BATCHES = 2  # on which transformers' settings are compared, at least
-_TEXT_ALONE = ("suffix", "ngram", "recycle")
-_OWN_PARTS = ("early-exit", "layer-skip")
-_QUANTIZERS = ("bitsandbytes", "torchao", "optimum.quanto")
 
 
 def measure(
@@ -229,9 +226,8 @@ def default_drafts(pair: AssistedModelForCausalLM, draft: str | None, target: st
 
     draft: the name of the pair's draft, None for no model. target: its name, which says which of the shipped heads fit.
     """
-    strings = [*_TEXT_ALONE, *_OWN_PARTS]
-    if pair.target.device.type == "cpu" or any(map(_is_installed, _QUANTIZERS)):
-        strings.append("self:int8")
+    quantizes = find(placed("int8", pair.target.device.type))[0].is_installed
+    strings = [spec.sample for spec in METHODS.values() if spec.sample and (quantizes or not spec.quantizes)]
     if target == "zoo:target":
         strings += [f"zoo:{name}" for name in zoo.HEADS]
     elif grown.is_shipped(target):
@@ -312,10 +308,3 @@ def _some(batches: list[Batch]) -> list[Batch]:
 def _prefixed(prefix: str, progress: Progress) -> Progress:
     """The same progress with a prefix to its messages."""
     return lambda what, share: progress(prefix + what, share)
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent of a dotted name
-        return False

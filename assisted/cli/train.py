@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +21,16 @@ from .arguments import DEFAULT, STORED, dtype_name, print_json, require_tokenize
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
 
+    from ..training.method import Method
+
 __all__ = ["add", "options"]
 
-METHODS = {
+TRAININGS = {
     "distill": "train a small draft on the target's distribution",
     "early-exit": "train a model to predict from its own early layers",
     "medusa": "train heads on the last hidden state, each for one token further ahead",
     "eagle": "train one layer that continues from the target's hidden states",
 }
-RATES = {"early-exit": 1e-4}  # where the plan's is too high
 
 
 class _Unread(argparse.ArgumentParser):
@@ -65,7 +68,8 @@ def add(commands: Any, command: Callable[..., argparse.ArgumentParser]) -> None:
     train = commands.add_parser("train", help="distill a draft, train heads or early exits", description=about)
     train.set_defaults(alone=train)
     methods = train.add_subparsers(metavar="METHOD", parser_class=_Unread)
-    for name, text in METHODS.items():
+    added = {point.name: f"train {point.name}" for point in entry_points(group="assisted.methods")}  # not loaded: slow
+    for name, text in (added | TRAININGS).items():
         command(name, functools.partial(_train, name), text, methods)
 
 
@@ -78,7 +82,7 @@ def options(method: str) -> HfArgumentParser:
     parser = HfArgumentParser(
         prog=f"assisted train {method}",
         usage="%(prog)s --target TARGET --out FOLDER (--text PATH ... | --dataset NAME | --chats N) [options]",
-        description=METHODS[method].capitalize() + ".",
+        description=(TRAININGS.get(method) or f"train {method}").capitalize() + ".",
         formatter_class=argparse.HelpFormatter,
     )
     parser.register("action", None, _Option)
@@ -111,34 +115,24 @@ def options(method: str) -> HfArgumentParser:
         metavar="PATH",
         help="let half of the chats be about pieces of these: files, folders, patterns; or zoo",
     )
-    for kind in (_method(method)[0], Plan):
+    trained = _method(method)
+    for kind in (trained.options, Plan):
         parser._add_dataclass_arguments(kind)
         parser.dataclass_types.append(kind)
-    if method in RATES:
-        parser.set_defaults(lr=RATES[method])
+    if trained.rate is not None:
+        parser.set_defaults(lr=trained.rate)
     return parser
 
 
-def _method(name: str) -> tuple[Any, Callable[..., Any]]:
-    """A method's settings, and a function that makes it from (settings, target, tokenizer, text, seed, compiled)."""
-    from ..training.distill import Distillation, DistillSettings
-    from ..training.eagle import EagleSettings, EagleTraining
-    from ..training.early_exit import EarlyExitSettings, EarlyExitTraining
-    from ..training.medusa import MedusaSettings, MedusaTraining
+def _method(name: str) -> type[Method]:
+    """The training of this name. Raises ValueError for a method that is not trained."""
+    from ..drafters import METHODS
 
-    methods: dict[str, tuple[Any, Callable[..., Any]]] = {
-        "distill": (DistillSettings, lambda its, target, words, text, seed, c: Distillation(target, words, its, c)),
-        "early-exit": (
-            EarlyExitSettings,
-            lambda its, model, words, text, *more: EarlyExitTraining(model, words, its, *more),
-        ),
-        "medusa": (MedusaSettings, lambda its, target, words, text, *more: MedusaTraining(target, its, *more)),
-        "eagle": (
-            EagleSettings,
-            lambda its, target, words, text, *more: EagleTraining(target, its, text.training, *more),
-        ),
-    }
-    return methods[name]
+    for place in filter(None, (spec.training for spec in METHODS.values())):
+        method: type[Method] = pkgutil.resolve_name(place)
+        if method.name == name:
+            return method
+    raise ValueError(f"METHOD: {name!r} has no training")
 
 
 def _train(name: str, found: argparse.Namespace) -> None:
@@ -156,6 +150,7 @@ def _train(name: str, found: argparse.Namespace) -> None:
     from ..loading.vocabulary import find_tokenizer
     from ..training.chats import with_chats
     from ..training.data import Text, read_text
+    from ..training.method import Start
     from ..training.trainer import train
     from ..training.written import with_written
 
@@ -177,7 +172,7 @@ def _train(name: str, found: argparse.Namespace) -> None:
     if args.written:
         text = with_written(target, text, args.written, args.out, plan.seed)
     folder = train(
-        _method(name)[1](settings, target, tokenizer, text, plan.seed, args.compile),
+        _method(name).make(settings, Start(target, tokenizer, text, plan.seed, args.compile)),
         text,
         plan,
         args.out,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -20,11 +20,12 @@ from ..distribution import Distribution
 from ..drafts import Draft, Round
 from ..engine.needs import NOTHING, Needs
 from ..engine.runner import CachedModel, CallSettings
+from ..heads.files import stored_numbers
 from ..lengths.base import DraftLength, Length
 from ..loading.files import inside
 from ..text import Text
 
-__all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Spec", "Target", "require_positive"]
+__all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Room", "Spec", "Target", "require_positive"]
 
 _Kind = TypeVar("_Kind")
 
@@ -42,6 +43,25 @@ class Target:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None = None
     path: str | None = None
+
+
+@dataclass(frozen=True)
+class Room:
+    """A call whose memory is counted, from shapes alone (`assisted plan`).
+
+    Args:
+        target: on the meta device.
+        dtype: that the models compute in.
+        tokens: for which keys and values are kept, of all rows together.
+        per_token: numbers that the target's layers keep for a token, each of them.
+        of_model: counts a causal LM of the draft's own, loaded in this quantization: bytes by part.
+    """
+
+    target: PreTrainedModel
+    dtype: torch.dtype
+    tokens: int
+    per_token: tuple[int, ...]
+    of_model: Callable[[Any], dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -137,19 +157,37 @@ class Drafter:
 
 
 class Spec:
-    """The configuration of a method, as the caller writes it: a frozen dataclass.
+    """The configuration of a method, as the caller writes it: a frozen dataclass, made known by `@register(name)`.
 
-    A saved pair stores its fields, except those with the metadata {"saved": False}. Three class variables describe the
-    method for the table in the documentation, where it differs: `trained`, it must be trained for the target; `trees`, it can
-    propose token trees; `has_q`, sampled drafts come with q. None means that this depends on the combined methods.
+    A saved pair stores its fields, except those with the metadata {"saved": False}. The class variables and `memory` are all
+    that planning, benchmarks, serving engines, training and the documentation know of a method.
     """
 
     name: ClassVar[str]
     """The prefix of its string form, and its name in config.json. A class method `named(rest)`, if there is one, makes the spec
     for `"name:rest"`."""
+    title: ClassVar[str] = ""
+    """What drafts, in words: "EAGLE head"."""
     trained: ClassVar[bool | None] = False
+    """It must be trained for the target. None: depends on the combined methods."""
     trees: ClassVar[bool | None] = False
+    """It can propose token trees. None: depends on the combined methods."""
     has_q: ClassVar[bool | None] = False
+    """Sampled drafts come with q. None: depends on the combined methods."""
+    acceptance: ClassVar[tuple[float, float]] = (0.0, 0.7)
+    """The usual share of drafted tokens that are accepted, low and high. Rough: those of copies come from this project's
+    measurements of SmolLM2-135M-Instruct in 8 bits, the others are guesses, as acceptance depends on the text. 2211.17192,
+    2503.01840 and 2401.10774 measure draft models, EAGLE-3 and Medusa."""
+    quantizes: ClassVar[Literal["model", "target"] | None] = None
+    """What its field `quantization` applies to: the causal LM of its field `model`, or a copy of the target."""
+    sample: ClassVar[str | None] = None
+    """The draft string that benchmarks try with any target; None for a method that needs more than the target."""
+    served_as: ClassVar[str | None] = None
+    """Which method of serving engines it is (`handover.engines`), if any."""
+    not_served: ClassVar[str] = ""
+    """Why no engine has it, for the message."""
+    training: ClassVar[str | None] = None
+    """Where its `training.method.Method` is, as "module:class"."""
 
     def load(self, target: Target, **kwargs: Any) -> Drafter:
         """Load the drafter for this target. Raises ValueError if the two cannot work together."""
@@ -158,6 +196,15 @@ class Spec:
     def parts(self) -> Sequence[Spec]:
         """The specs that it combines, in order; itself if it combines none."""
         return [self]
+
+    def memory(self, room: Room) -> dict[str, int]:
+        """Bytes that it takes beside the target, by part in words. Raises ValueError if the two cannot work together."""
+        return {}
+
+    @classmethod
+    def reads(cls, fields: dict[str, Any], folder: Path) -> bool:
+        """Whether a folder, which a caller passes as draft, holds heads of this method. fields: of its config.json."""
+        return False
 
     def written(self, folder: str) -> dict[str, Any]:
         """The entry for config.json. folder: the subfolder of the saved pair that `save` writes to."""
@@ -201,6 +248,10 @@ class HeadSpec(Spec):
             )
         spec: type[Any] = cls
         return spec(rest)
+
+    def memory(self, room: Room) -> dict[str, int]:
+        path = getattr(self, "path", None)
+        return {self.title: stored_numbers(path) * room.dtype.itemsize} if isinstance(path, str) else {}
 
     def written(self, folder: str) -> dict[str, Any]:
         return super().written(folder) | {"path": folder}

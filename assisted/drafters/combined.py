@@ -23,7 +23,7 @@ from ..engine.ranks import ALONE, Ranks
 from ..lengths.base import DraftLength, Length
 from ..text import Text
 from .base import Call, Drafter, Drafting, Spec, Target
-from .registry import parse, read
+from .registry import parse, read, register
 
 __all__ = ["Combined", "CombinedDrafter"]
 
@@ -33,6 +33,7 @@ CERTAIN = 2.0  # while some drafter has fewer rounds, a draft with this many exp
 SURE = 0.75  # or with this share of the tokens that it may have: before its costs are known, these are few
 
 
+@register("combined")
 @dataclass(frozen=True)
 class Combined(Spec):
     """Several drafters in order, the cheapest first: `["suffix", "zoo:draft"]`.
@@ -45,10 +46,9 @@ class Combined(Spec):
         drafters: as strings or specs, at least two.
     """
 
-    name: ClassVar[str] = "combined"
-    trained: ClassVar[bool | None] = None
+    title = "Several drafters in turns"
+    trained = has_q = None
     trees: ClassVar[bool | None] = None
-    has_q: ClassVar[bool | None] = None
     too_few: ClassVar[str] = "is not a combination"
 
     drafters: tuple[Any, ...]

@@ -22,14 +22,16 @@ from ..loading.files import inside, loading, require_sound
 from ..loading.gguf import load_gguf, named_in
 from ..loading.quantization import load_quantized, require_runs, save_quantized
 from ..loading.vocabulary import find_tokenizer, same_tokens
-from .base import Spec, Target
+from .base import Room, Spec, Target
 from .model_drafter import ModelDrafter
 from .other_tokenizer import TranslatedDrafter
+from .registry import register
 from .tree_drafter import TreeDrafter
 
 __all__ = ["DraftModel"]
 
 
+@register("draft-model")
 @dataclass(frozen=True)
 class DraftModel(Spec):
     """A small causal LM drafts: `"Qwen/Qwen3-0.6B"`, a folder, `"zoo:draft"`, or a loaded model.
@@ -44,10 +46,12 @@ class DraftModel(Spec):
         tokenizer: the draft's tokenizer, if it is not stored beside the model.
     """
 
-    name: ClassVar[str] = "draft-model"
-    trained: ClassVar[bool | None] = False
-    trees: ClassVar[bool | None] = False
-    has_q: ClassVar[bool | None] = True
+    title = "Draft model"
+    has_q = True
+    acceptance = (0.5, 0.85)
+    quantizes = "model"
+    served_as: ClassVar[str | None] = "draft-model"
+    training = "assisted.training.distill:Distillation"
 
     model: str | PreTrainedModel
     quantization: Any = None
@@ -59,6 +63,9 @@ class DraftModel(Spec):
         object.__setattr__(self, "model", uncompiled(self.model))
         if isinstance(self.model, str) and not self.model.strip():
             raise ValueError("draft: the path is empty; name a Hub id or a folder, or leave draft out")
+
+    def memory(self, room: Room) -> dict[str, int]:
+        return room.of_model(self.quantization)
 
     def written(self, folder: str) -> dict[str, Any]:
         how = self.quantization

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from .base import Target, require_positive
 from .draft_model import DraftModel
 from .model_drafter import ModelDrafter
 from .other_tokenizer import TranslatedDrafter
+from .registry import register
 from .tree_drafter import BEAM, CANDIDATES, TreeDrafter
 
 __all__ = ["DraftTree"]
 
 
+@register("draft-tree")
 @dataclass(frozen=True)
 class DraftTree(DraftModel):
     """A small causal LM drafts a token tree: `"draft-tree:zoo:draft"`.
@@ -34,9 +36,11 @@ class DraftTree(DraftModel):
         candidates: children that a node may have, at least 1.
     """
 
-    name: ClassVar[str] = "draft-tree"
-    trees: ClassVar[bool | None] = True
-    has_q: ClassVar[bool | None] = False
+    title = "Draft model, large trees"
+    trees = True
+    has_q = False
+    served_as = None
+    not_served = "engines draft no trees of this kind; DraftModel drafts chains"
 
     nodes: int | None = None
     beam: int = BEAM

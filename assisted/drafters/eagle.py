@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,14 +26,15 @@ from ..fast.graphs import Graphs
 from ..fast.runner import form
 from ..fast.sources import Source
 from ..heads.eagle import EagleHead
-from ..heads.eagle_formats import load_eagle, save_eagle
+from ..heads.eagle_formats import is_eagle, load_eagle, require_eagle, save_eagle
 from ..heads.fused import fused_head, source_of
 from ..heads.runner import HeadRunner
 from ..lengths.rates import Rates
 from ..text import Text
-from .base import Call, Drafter, HeadSpec, Target, require_positive
+from .base import Call, Drafter, HeadSpec, Room, Target, require_positive
 from .chain import ChainDrafting
 from .eagle_tree import Limits, grow
+from .registry import register
 from .trees import Offers, learn
 
 __all__ = ["Eagle", "EagleDrafter", "needs_of"]
@@ -42,6 +43,7 @@ TOP_K_CPU, TOP_K = 4, 10
 NODES_CPU, NODES = 16, 60
 
 
+@register("eagle")
 @dataclass(frozen=True)
 class Eagle(HeadSpec):
     """A trained EAGLE head drafts: `"eagle:DIR"`. The checkpoint determines whether it is EAGLE-1 or EAGLE-3.
@@ -58,10 +60,11 @@ class Eagle(HeadSpec):
         nodes: a fixed tree size. By default it is chosen by measured cost, at most 60 nodes on an accelerator and 16 on a CPU.
     """
 
-    name: ClassVar[str] = "eagle"
-    trained: ClassVar[bool | None] = True
-    trees: ClassVar[bool | None] = True
-    has_q: ClassVar[bool | None] = True
+    title = "EAGLE heads"
+    trained = trees = has_q = True
+    acceptance = (0.55, 0.85)
+    served_as = "eagle3"
+    training = "assisted.training.eagle:EagleTraining"
 
     path: str | EagleHead
     tree: bool | None = None
@@ -70,6 +73,16 @@ class Eagle(HeadSpec):
 
     def __post_init__(self) -> None:
         require_positive(self, "top_k", "nodes")
+
+    def memory(self, room: Room) -> dict[str, int]:
+        if isinstance(self.path, str):
+            require_eagle(self.path, room.target)
+        own = {"keys and values": room.tokens * room.dtype.itemsize * room.per_token[-1]} if room.per_token else {}
+        return super().memory(room) | own
+
+    @classmethod
+    def reads(cls, fields: dict[str, Any], folder: Path) -> bool:
+        return is_eagle(fields, folder)
 
     def load(self, target: Target, **kwargs: Any) -> EagleDrafter:
         """Load the head and locate the hidden states that it reads. kwargs: dtype, device_map, Hub arguments.

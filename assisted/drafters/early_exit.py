@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -24,6 +24,7 @@ from ..text import Text
 from .base import Call, Drafter, Spec, Target
 from .chain import PartDrafting
 from .exit_choice import ExitChoice
+from .registry import register
 
 __all__ = ["EarlyExit", "ExitDrafter"]
 
@@ -31,6 +32,7 @@ MEASURED_COLUMNS = 8  # maximum per round: for every measured layer, each column
 TOLERANCE = 1e-3  # relative to the largest logit: the operations are the same, but kernels may differ
 
 
+@register("early-exit")
 @dataclass(frozen=True)
 class EarlyExit(Spec):
     """The target's first layers draft for it: `"early-exit"`, `"early-exit:6"`.
@@ -43,8 +45,11 @@ class EarlyExit(Spec):
             predicted speedup and keeps measuring. Give a number if the model card names one.
     """
 
-    name: ClassVar[str] = "early-exit"
-    has_q: ClassVar[bool | None] = True
+    title = "Early exit"
+    has_q = True
+    acceptance = (0.3, 0.7)
+    sample = "early-exit"
+    training = "assisted.training.early_exit:EarlyExitTraining"
 
     exit_layer: int | None = None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +21,7 @@ from ..engine.sublayers import Sublayer, find_sublayers, without
 from ..text import Text
 from .base import Call, Drafter, Spec, Target
 from .chain import PartDrafting
+from .registry import register
 from .skip_search import SkipSearch
 
 __all__ = ["LayerSkip", "SkipDrafter"]
@@ -28,6 +29,7 @@ __all__ = ["LayerSkip", "SkipDrafter"]
 LEAST = 4  # minimum number of tokens per row in a trial
 
 
+@register("layer-skip")
 @dataclass(frozen=True)
 class LayerSkip(Spec):
     """The target drafts for itself, skipping attention and MLP sublayers: `"layer-skip"`, `"layer-skip:0.5"`.
@@ -43,8 +45,10 @@ class LayerSkip(Spec):
             improvement.
     """
 
-    name: ClassVar[str] = "layer-skip"
-    has_q: ClassVar[bool | None] = True
+    title = "Layer skipping"
+    has_q = True
+    acceptance = (0.5, 0.8)
+    sample = "layer-skip"
 
     skipped: float = 0.45
     window: int = 32

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,11 +21,12 @@ from ..engine.host import on_device
 from ..engine.needs import Needs
 from ..engine.parts import device_of, unwrapped
 from ..engine.runner import Masks, require_rewindable
-from ..heads.medusa import MedusaHeads, output_size
+from ..heads.medusa import MedusaHeads, output_size, require_medusa
 from ..lengths.base import DraftLength, Length
 from ..lengths.rates import Rates
 from ..text import Text
-from .base import Call, Drafter, Drafting, HeadSpec, Target, require_positive
+from .base import Call, Drafter, Drafting, HeadSpec, Room, Target, require_positive
+from .registry import register
 from .trees import best_paths, from_lists, worthwhile
 
 __all__ = ["Medusa", "MedusaDrafter"]
@@ -33,6 +34,7 @@ __all__ = ["Medusa", "MedusaDrafter"]
 NODES_CPU, NODES = 24, 64
 
 
+@register("medusa")
 @dataclass(frozen=True)
 class Medusa(HeadSpec):
     """Trained heads draft a token tree from the target's last hidden state: `"medusa:DIR"`.
@@ -47,9 +49,11 @@ class Medusa(HeadSpec):
             24 on a CPU.
     """
 
-    name: ClassVar[str] = "medusa"
-    trained: ClassVar[bool | None] = True
-    trees: ClassVar[bool | None] = True
+    title = "Medusa heads"
+    trained = trees = True
+    acceptance = (0.45, 0.7)
+    served_as = "medusa"
+    training = "assisted.training.medusa:MedusaTraining"
 
     path: str | MedusaHeads
     tree: bool = True
@@ -58,6 +62,15 @@ class Medusa(HeadSpec):
 
     def __post_init__(self) -> None:
         require_positive(self, "candidates", "nodes")
+
+    def memory(self, room: Room) -> dict[str, int]:
+        if isinstance(self.path, str):
+            require_medusa(self.path, room.target)
+        return super().memory(room)
+
+    @classmethod
+    def reads(cls, fields: dict[str, Any], folder: Path) -> bool:
+        return "medusa_num_heads" in fields or fields.get("model_type") == "medusa"
 
     def load(self, target: Target, **kwargs: Any) -> MedusaDrafter:
         """Load the heads and locate the hidden states that they read. kwargs: dtype, Hub arguments.

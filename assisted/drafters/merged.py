@@ -20,11 +20,13 @@ from ..lengths.policies import Fixed
 from ..text import Text
 from .base import Call, Drafting, Target
 from .combined import Combined, CombinedDrafter, load_all
+from .registry import register
 from .trees import from_lists
 
 __all__ = ["Merged", "MergedDrafter", "merge"]
 
 
+@register("merged")
 @dataclass(frozen=True)
 class Merged(Combined):
     """Several drafters draft, and the target verifies all their drafts in one forward pass: `Merged(["zoo:draft", "suffix"])`.
@@ -38,8 +40,8 @@ class Merged(Combined):
         drafters: as strings or specs, at least two.
     """
 
-    name: ClassVar[str] = "merged"
-    trees: ClassVar[bool | None] = True
+    title = "Several drafters in one tree"
+    trees = True
     too_few: ClassVar[str] = "cannot be merged"
 
     def load(self, target: Target, **kwargs: Any) -> MergedDrafter:

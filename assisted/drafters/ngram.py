@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import ClassVar
 
 from ..lengths.faded import Faded
 from .base import Call, Drafter, Spec, Target
 from .lookup import NOTHING, Lookup, Proposal
+from .registry import register
 
 __all__ = ["NGram", "NGramDrafter", "NGramIndex"]
 
@@ -21,6 +21,7 @@ MEMORY = 0.9  # weight of the past in the measured acceptance of each n
 PRIOR = 2.0  # initial number of judged tokens, half of them right
 
 
+@register("ngram")
 @dataclass(frozen=True)
 class NGram(Spec):
     """Copies what followed the most recent occurrence of the last n tokens: `"ngram"`, `"ngram:3"`.
@@ -33,7 +34,9 @@ class NGram(Spec):
         min_ngram: the smallest n. With 1, every token that occurred before is a match.
     """
 
-    name: ClassVar[str] = "ngram"
+    title = "n-gram"
+    acceptance = (0.05, 0.6)
+    sample = served_as = "ngram"
 
     max_ngram: int = 4
     min_ngram: int = 2

@@ -6,7 +6,7 @@ The copy reads and writes the target's own KV slots, so it needs no cache of its
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -14,15 +14,17 @@ from ..drafts import Draft
 from ..engine.ranks import ranks_of
 from ..engine.runner import CachedModel, is_rewindable
 from ..fast.runner import form
-from ..loading.quantization import quantize_copy, require_runs
+from ..loading.quantization import quantize_copy, require_runs, stored_bytes
 from ..text import Text
-from .base import Call, Drafter, Drafting, Spec, Target
+from .base import Call, Drafter, Drafting, Room, Spec, Target
 from .chain import PartDrafting
 from .model_drafter import ModelDrafter
+from .registry import register
 
 __all__ = ["QuantizedSelf"]
 
 
+@register("self")
 @dataclass(frozen=True)
 class QuantizedSelf(Spec):
     """A quantized copy of the target drafts for it: `"self:int8"`.
@@ -33,12 +35,17 @@ class QuantizedSelf(Spec):
         quantization: one of `assisted.loading.quantization.NAMES`, or a transformers quantization config. Default "nf4".
     """
 
-    name: ClassVar[str] = "self"
-    trained: ClassVar[bool | None] = False
-    trees: ClassVar[bool | None] = False
-    has_q: ClassVar[bool | None] = True
+    title = "Quantized copy of the target"
+    has_q = True
+    acceptance = (0.85, 0.97)
+    quantizes = "target"
+    sample = "self:int8"
+    not_served = "the copy is made when a pair is loaded, and is no checkpoint"
 
     quantization: Any = "nf4"
+
+    def memory(self, room: Room) -> dict[str, int]:
+        return {"quantized copy": stored_bytes(room.target, str(self.quantization), room.dtype, copy=True)}
 
     @classmethod
     def named(cls, rest: str) -> QuantizedSelf:

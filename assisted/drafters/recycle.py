@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 
 from ..drafts import Draft, Round
 from ..engine.parts import device_of
 from ..text import Text
-from .base import Call, Drafter, Drafting, Spec, Target, require_positive
+from .base import Call, Drafter, Drafting, Room, Spec, Target, require_positive
+from .registry import register
 from .trees import best_paths
 
 __all__ = ["RANKS", "RecyclingDrafter", "Shape", "TokenRecycling", "shape"]
@@ -28,6 +28,7 @@ shape. Measured with the shipped target on held-out code: the mean over greedy t
 NODES_CPU, NODES = 16, 64
 
 
+@register("recycle")
 @dataclass(frozen=True)
 class TokenRecycling(Spec):
     """A table with the latest top successors of each token drafts a token tree: `"recycle"`.
@@ -41,8 +42,10 @@ class TokenRecycling(Spec):
         successors: number kept for each token, 1 to 8. The table takes 4 bytes times successors times vocabulary size.
     """
 
-    name: ClassVar[str] = "recycle"
-    trees: ClassVar[bool | None] = True
+    title = "Token recycling"
+    trees = True
+    acceptance = (0.1, 0.4)
+    sample = "recycle"
 
     nodes: int | None = None
     successors: int = 8
@@ -51,6 +54,11 @@ class TokenRecycling(Spec):
         require_positive(self, "nodes")
         if not 1 <= self.successors <= len(RANKS):
             raise ValueError(f"successors: {self.successors} is not possible; give 1 to {len(RANKS)}")
+
+    def memory(self, room: Room) -> dict[str, int]:
+        return {
+            "table of successors": 4 * self.successors * room.target.config.get_text_config(decoder=True).vocab_size
+        }
 
     @classmethod
     def named(cls, rest: str) -> TokenRecycling:

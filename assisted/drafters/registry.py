@@ -1,30 +1,53 @@
 """The registry of methods: makes specs from a caller's `draft=` and from saved pairs.
 
-Knows specs by their interface, and the registered methods by name: those of this package, and your own.
+Knows specs by their interface, and the registered methods by name: those of this package, of other installed packages (entry
+points of the group `assisted.methods`), and your own.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
+from .. import zoo
 from ..engine.parts import unwrapped
-from ..heads.kinds import kind_of
-from ..loading.files import loading, local_folder
+from ..extras import Registry
+from ..loading.files import fields_of, loading, local_folder
 from ..loading.names import did_you_mean
 from .base import Spec
-from .draft_model import DraftModel
 
-__all__ = ["METHODS", "parse", "read"]
+__all__ = ["METHODS", "kind_of", "parse", "read", "register"]
 
-METHODS: dict[str, type[Any]] = {}
+S = TypeVar("S", bound=type[Spec])
+
+
+def _require(name: str, spec: Any) -> None:
+    if not (isinstance(spec, type) and issubclass(spec, Spec)):
+        raise TypeError(f"{spec!r} is not a subclass of assisted.drafters.Spec")
+    if getattr(spec, "name", None) != name:
+        raise ValueError(f"{spec.__name__} needs @register({name!r})")
+
+
+METHODS: Registry[type[Any]] = Registry("assisted.methods", _require)
 """Every method by name, which is the prefix of its string form and its name in config.json. `METHODS[name].named(rest)` makes
 the spec for `"name:rest"`; a method without a string form has no `named`."""
 
-_DEFAULT = "suffix"
+_DEFAULT, _MODEL = "suffix", "draft-model"
+
+
+def register(name: str) -> Callable[[S], S]:
+    """Makes a spec known by its name: `@register("eagle")` above the class. Raises ValueError for another method's name."""
+
+    def add(spec: S) -> S:
+        spec.name = name
+        METHODS[name] = spec
+        return spec
+
+    return add
 
 
 def parse(draft: Any, quantization: Any = None) -> Spec:
@@ -37,7 +60,7 @@ def parse(draft: Any, quantization: Any = None) -> Spec:
     Raises ValueError for unknown names and for a quantization that does not apply, TypeError for other types.
     """
     spec = _parse(_DEFAULT if draft is None else draft, quantization)
-    if quantization is not None and not any(isinstance(part, DraftModel) for part in spec.parts()):
+    if quantization is not None and not any(part.quantizes == "model" for part in spec.parts()):
         what = f"'{_DEFAULT}', the default draft," if draft is None else repr(draft)
         raise ValueError(f"draft_quantization: {what} does not load a model that could be quantized")
     return spec
@@ -47,7 +70,7 @@ def _parse(draft: Any, quantization: Any) -> Spec:
     if isinstance(draft, Spec):
         if quantization is not None:
             raise ValueError(f"draft_quantization: give it in the spec, {type(draft).__name__}(..., quantization=...)")
-        return _at_path(draft) if isinstance(draft, DraftModel) else draft
+        return _at_path(draft) if draft.quantizes == "model" else draft
     if isinstance(draft, (list, tuple)):
         return METHODS["combined"](tuple(_parse(part, quantization) for part in draft))
     if isinstance(unwrapped(draft), PreTrainedModel):
@@ -55,9 +78,9 @@ def _parse(draft: Any, quantization: Any) -> Spec:
             raise ValueError(
                 "draft_quantization: the draft is already loaded; quantize it when loading, or pass its path as draft"
             )
-        return DraftModel(draft)
+        return METHODS[_MODEL](draft)
     if isinstance(draft, os.PathLike):  # always a path, even if it has the name of a method
-        return _at_path(DraftModel(os.fspath(draft), quantization))
+        return _at_path(METHODS[_MODEL](os.fspath(draft), quantization))
     if not isinstance(draft, str):
         raise TypeError(
             f"draft: {type(draft).__name__} is not a draft spec; give a string, a causal LM or one of "
@@ -72,10 +95,10 @@ def _parse(draft: Any, quantization: Any) -> Spec:
         return METHODS["combined"](tuple(_parse(part, quantization) for part in parts))
     if has_method:
         return METHODS[method].named(rest)
-    return _at_path(DraftModel(draft, quantization))
+    return _at_path(METHODS[_MODEL](draft, quantization))
 
 
-def _at_path(spec: DraftModel) -> Spec:
+def _at_path(spec: Any) -> Spec:
     """The spec for a path, whose files show whether it holds trained heads or a draft model."""
     kind = kind_of(spec.model) if isinstance(spec.model, str) else None
     if kind is None:
@@ -97,6 +120,27 @@ def _require_place(model: Any) -> None:
         f"draft: {model!r} is neither a method ({', '.join(known)}) nor a folder, and a Hub id has a slash, as in "
         f"Qwen/Qwen3-0.6B{did_you_mean(model, known)}"
     )
+
+
+def kind_of(path: str | Path) -> str | None:
+    """The method of the heads at a path; None for anything else, or if nothing is found.
+
+    path: a folder, a `zoo:` name, or a Hub id, of which only the local copy is read. Raises ValueError for an unknown kind of
+    speculator.
+    """
+    folder = local_folder(zoo.resolve(str(path)))
+    if folder is None:
+        return None
+    try:
+        fields = fields_of(folder / "config.json")
+    except (OSError, ValueError):
+        return None
+    found = next((name for name, method in METHODS.items() if method.reads(fields, folder)), None)
+    if found is None and "speculators_model_type" in fields:
+        raise ValueError(
+            f"draft: {folder} is a speculator of kind {fields['speculators_model_type']!r}, which no installed method reads"
+        )
+    return found
 
 
 def read(fields: dict[str, Any] | None, pair: Path) -> Spec:

@@ -9,13 +9,14 @@ import copy
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from ..drafts import Draft, Round
 from ..lengths.faded import Faded
 from ..text import Text
 from .base import Call, Drafter, Spec, Target, require_positive
 from .lookup import NOTHING, Lookup, Proposal
+from .registry import register
 from .suffix_tree import Continuation, Point, SuffixTree, grown
 
 __all__ = ["Suffix", "SuffixDrafter"]
@@ -25,6 +26,7 @@ MEMORY = 0.95  # weight of the past in how often the counts were right
 PRIOR = 4.0  # initial number of tokens that the counts promised, half of which were right
 
 
+@register("suffix")
 @dataclass(frozen=True)
 class Suffix(Spec):
     """Copies what most often followed the last tokens: `"suffix"`, the default draft.
@@ -49,8 +51,10 @@ class Suffix(Spec):
             users who must not learn about each other. Off by default.
     """
 
-    name: ClassVar[str] = "suffix"
-    trees: ClassVar[bool | None] = True
+    title = "Suffix"
+    trees = True
+    acceptance = (0.05, 0.7)
+    sample = served_as = "suffix"
 
     max_match: int = 24
     min_probability: float = 0.1

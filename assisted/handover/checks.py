@@ -10,22 +10,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..drafters import Combined, DraftModel, Eagle, Medusa, Merged, NGram, QuantizedSelf, Spec, Suffix
+from ..drafters import Spec
 from ..drafters.other_tokenizer import TranslatedDrafter
 from ..heads.eagle import EagleHead
 from ..loading.adapters import has_adapter
 from ..loading.gguf import unmarked
-from .engines import ENGINES, NORMS, Engine
+from .engines import DRAFTS, ENGINES, NORMS, Engine
 
 __all__ = ["MTP", "draft_model", "kind_of", "plain_model", "require_head"]
 
-KINDS: dict[type[Spec], str] = {
-    DraftModel: "draft-model",
-    Eagle: "eagle3",
-    Medusa: "medusa",
-    NGram: "ngram",
-    Suffix: "suffix",
-}
 MTP = "mtp"
 
 
@@ -35,22 +28,21 @@ def kind_of(engine: str, spec: Spec, draft: Any = None) -> str:
     draft: as the caller wrote it, None for a saved pair's or the default.
     """
     has = ENGINES[engine]
-    kind = KINDS.get(type(spec))
+    kind = spec.served_as
     if kind is not None and kind in has.kinds:
         return kind
-    shown = {"draft-model": "a draft model", "eagle3": "an EAGLE-3 head", "medusa": "Medusa heads"}
-    others = [shown.get(known, f"'{known}'") for known in has.kinds if known != MTP]
+    others = [DRAFTS.get(known, f"'{known}'") for known in has.kinds if known != MTP]
     instead = f"use {', '.join(others[:-1])} or {others[-1]}"
     if engine == "llamacpp" and kind == "eagle3":
         instead = (
             "a GGUF file of it could not be verified by reading it back. llama.cpp's own convert_hf_to_gguf.py converts heads "
             f"without fc_norm (--target-model-dir names the target); or {instead}"
         )
-    if isinstance(spec, (Combined, Merged)):
+    if len(spec.parts()) > 1:
         named = " or ".join(repr(part.name) for part in spec.parts())
         instead = f"hand over one of its drafts ({named}) by draft=, or {instead}"
-    if isinstance(spec, QuantizedSelf):
-        instead = f"the copy is made when a pair is loaded, and is no checkpoint; {instead}"
+    if spec.not_served:
+        instead = f"{spec.not_served}; {instead}"
     raise ValueError(f"draft: {has.title} cannot draft with {_shown(spec, draft)!r}: {instead}")
 
 

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ENGINES", "Engine", "Job", "Launch", "Options"]
+__all__ = ["DRAFTS", "ENGINES", "Engine", "Job", "Launch", "Options"]
 
 Options = dict[str, Any]
+DRAFTS = {"draft-model": "a draft model", "eagle3": "an EAGLE-3 head", "medusa": "Medusa heads"}
+"""The drafting methods with a draft of their own, in words. Specs name the method that they are (`Spec.served_as`)."""
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Switches of an EAGLE-3 head. An engine that ignores one that is set runs a different head, without an error."""
 CONTEXT = 8192  # tokens of a request, where the models allow more: engines reserve memory for all of them at the start
@@ -41,8 +43,7 @@ class Job:
         kind: the drafting method: a key of `Engine.kinds`.
         tokens: number of drafted tokens in each round, at least 1.
         dtype: of the target, as in "float32".
-        settings: of drafts without a model: `max_ngram` and `min_ngram`; or `max_match`, `per_match`, `min_probability` and
-            `remember`.
+        settings: the fields of the draft's spec, such as `max_ngram` and `min_ngram`.
         taps: of an EAGLE head: the target layers after which it reads, counted from 0.
         default_taps: they are those that an engine assumes.
         translated: the draft model has another tokenizer.

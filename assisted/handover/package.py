@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from .. import drafters, zoo
 from ..configuration import AssistedConfig
-from ..drafters import DraftModel, Spec, Suffix
+from ..drafters import Spec
 from ..heads.eagle_config import default_taps
 from ..heads.eagle_formats import save_eagle
 from ..lengths.policies import Fixed
@@ -31,7 +31,6 @@ from .readme import Handover, describe
 __all__ = ["hand_over"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-_SETTINGS = ("max_ngram", "min_ngram", "max_match", "per_match", "min_probability", "remember")
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
@@ -87,10 +86,11 @@ def _loaded(engine: str, path: str | os.PathLike[str], draft: Any, dtype: str | 
     if not str(path):
         raise ValueError("pair: the path is empty; name a saved pair, or a target")
     found = zoo.resolve(str(path))
-    spec, quantization = _spec(found, draft), None
+    spec: Any = _spec(found, draft)
+    quantization = None
     if spec is not None:
         kind_of(engine, spec, draft)
-    if isinstance(spec, DraftModel) and spec.quantization is not None:
+    if spec is not None and spec.quantizes == "model" and spec.quantization is not None:
         quantization, spec = spec.quantization, dataclasses.replace(spec, quantization=None)
     loaded = AssistedModelForCausalLM.from_pretrained(found, draft=spec, dtype=dtype or "auto")
     if quantization is not None:
@@ -98,8 +98,9 @@ def _loaded(engine: str, path: str | os.PathLike[str], draft: Any, dtype: str | 
             f"The draft is quantized here ({_named(quantization)}) and handed over with its original weights: quantize it in "
             "the engine's own format if memory is short."
         )
-    if isinstance(loaded.spec, Suffix) and loaded.spec.corpus:
-        notes.append("The texts that the suffix draft looked up here are not handed over.")
+    for field in dataclasses.fields(loaded.spec):  # type: ignore[arg-type]
+        if getattr(loaded.spec, field.name) and not field.metadata.get("saved", True):
+            notes.append(f"The draft's {field.name} is used here and not handed over.")
     return loaded
 
 
@@ -132,8 +133,7 @@ def _written(engine: str, pair: Any, folder: Path, length: int | None, notes: li
     if length is None:
         length = _own_length(pair, kind) or has.kinds[kind]
         length = min(length, drafter.heads.heads) if kind == "medusa" else length
-    settings = {name: getattr(spec, name) for name in _SETTINGS if hasattr(spec, name)}
-    job = Job(kind, length, str(target.dtype).removeprefix("torch."), settings)
+    job = Job(kind, length, str(target.dtype).removeprefix("torch."), vars(spec))
     model = None
     if kind == "draft-model":
         model, translated = draft_model(has, pair, notes)

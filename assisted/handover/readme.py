@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .engines import ENGINES, Job, Launch
+from .engines import DRAFTS, ENGINES, Job, Launch
 
 __all__ = ["Handover", "describe"]
 
@@ -82,16 +82,11 @@ _CONTENT = {
     "handover.json": "this page for programs: method, command, options",
     "README.md": "this page",
 }
-_DRAFTS = {
-    "draft-model": "the draft model, an ordinary checkpoint",
-    "eagle3": "the EAGLE-3 head",
-    "medusa": "the Medusa heads",
-}
 
 
 def _readme(found: Handover) -> str:
     title = ENGINES[found.engine].title
-    content = _CONTENT | {"draft": _DRAFTS.get(found.method, "")}
+    content = _CONTENT | {"draft": DRAFTS.get(found.method, "")}
     tokens = "1 token" if found.tokens == 1 else f"{found.tokens} tokens"
     command = " \\\n  ".join(_lines(found.command))
     expected = [

@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.activations import ACT2FN
 
-from ..loading.files import fields_of, loading, require_sizes
+from ..loading.files import fields_of, loading, require_sizes, shapes_of
 from .eagle import EagleHead
 from .eagle_config import LAYER_FIELDS, EagleConfig, default_taps
 from .files import find_file, find_folder, public_name, read_tensors, require_tensors
 
-__all__ = ["load_eagle", "require_eagle", "save_eagle"]
+__all__ = ["is_eagle", "load_eagle", "require_eagle", "save_eagle"]
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -55,6 +55,19 @@ def require_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> None
     folder = _folder(path, **hub)
     with loading("draft", folder):
         _checked(folder, target)
+
+
+def is_eagle(fields: dict[str, Any], folder: Path) -> bool:
+    """Whether a folder holds a head that `load_eagle` takes. fields: of its config.json.
+
+    EAGLE-1 heads have the config of a one-layer Llama model and are recognized by their tensor names.
+    """
+    if "speculators_model_type" in fields:
+        return fields["speculators_model_type"] == "eagle3"
+    if "draft_vocab_size" in fields or "Eagle" in str(fields.get("architectures")):
+        return True
+    file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    return fields.get("num_hidden_layers") == 1 and file is not None and "fc.weight" in shapes_of(file)
 
 
 def _folder(path: str | Path, **hub: Any) -> Path:

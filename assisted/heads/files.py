@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from .. import zoo
-from ..loading.files import shapes_of
+from ..loading.files import shapes_of, stored_in
 
-__all__ = ["find_file", "find_folder", "public_name", "read_tensors", "require_tensors"]
+__all__ = ["find_file", "find_folder", "public_name", "read_tensors", "require_tensors", "stored_numbers"]
 
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 
@@ -57,6 +57,12 @@ def find_file(folder: Path, names: Sequence[str]) -> tuple[Path, dict[str, tuple
             except ValueError as error:
                 raise ValueError(f"draft: {error}") from error
     raise ValueError(f"draft: {folder} holds none of {', '.join(names)}")
+
+
+def stored_numbers(path: str | Path) -> int:
+    """How many numbers the heads at a path have, from the header of their file."""
+    file, _ = find_file(find_folder(path), ("model.safetensors", "medusa_lm_head.safetensors"))
+    return sum(count for _, count in stored_in(file).values())
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:

@@ -19,13 +19,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..fast.low_bit import low_bit
 
-__all__ = ["HEAD_BITS", "PackedConfig"]
+__all__ = ["HEAD_BITS", "METHOD", "PackedConfig"]
 
 HEAD_BITS = 8  # of the output head, whatever the other modules have
-_METHOD = "assisted_packed"
+METHOD = "assisted_packed"
 
 
-@register_quantization_config(_METHOD)
+@register_quantization_config(METHOD)
 class PackedConfig(QuantizationConfigMixin):
     """Weights of 8 or 4 bits for a CPU, with products that torch brings; also for a target's `quantization_config`.
 
@@ -43,12 +43,12 @@ class PackedConfig(QuantizationConfigMixin):
     def __init__(self, bits: int = 8, modules_to_not_convert: Sequence[str] | None = None, **kwargs: Any):
         if bits not in (8, 4):
             raise ValueError(f"bits: {bits!r} is not possible; use 8 or 4")
-        self.quant_method = _METHOD  # type: ignore[assignment]
+        self.quant_method = METHOD  # type: ignore[assignment]
         self.bits = bits
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
 
 
-@register_quantizer(_METHOD)
+@register_quantizer(METHOD)
 class _Quantizer(HfQuantizer):
     quantization_config: PackedConfig
 

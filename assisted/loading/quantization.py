@@ -1,34 +1,23 @@
-"""Quantized drafts: named quantization configs, workarounds for the backends, saving, and memory use.
+"""Quantized drafts: named quantization configs, loading, saving, and memory use.
 
-Knows the defects of each backend; nothing of drafting. A quantized model is saved as its original weights: every backend
-here quantizes the same weights to the same bits, but none of them saves quantized tensors reliably.
+Knows backends by their entries (backends/); nothing of drafting. A quantized model is saved as its original weights: every
+backend quantizes the same weights to the same bits, but few save quantized tensors reliably.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
-import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    QuantoConfig,
-    TorchAoConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -36,14 +25,12 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..engine.parts import few_ids, unwrapped
-from ..extras import install
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
+from .backends import BACKENDS, NAMES, Backend, find, names
 from .gguf import unmarked
-from .packed import HEAD_BITS, PackedConfig
 
 __all__ = [
     "NAMES",
-    "copy_shells",
     "load_quantized",
     "memory_bytes",
     "quantize_copy",
@@ -56,47 +43,16 @@ __all__ = [
 
 Quantization: TypeAlias = str | dict[str, Any] | QuantizationConfigMixin
 
-BACKENDS = {"bitsandbytes": "bitsandbytes", "quanto": "optimum.quanto", "torchao": "torchao"}
 RECORD = "assisted_quantization"  # the field of config.json where save_quantized records how to quantize again
 HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
-# Shapes that the CPU kernels require; with others they raise or crash. Applied on all devices, so that drafts are the same.
-FOUR_BIT_OUT, FOUR_BIT_IN = 32, 64  # bitsandbytes packs 32 rows together and scales blocks of 64 along a row
-QUANTO_INT8_IN = 16  # other widths crash the process in bfloat16
-
 _SCALED_PER_PASS = ("torch.ao.nn.quantized.dynamic.", "torch.nn.quantized.dynamic.")
-
-
-def _four_bit(kind: str) -> Callable[[torch.dtype], QuantizationConfigMixin]:
-    # Compute in the model's own dtype: another one would cost casts in every layer.
-    return lambda dtype: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=dtype)
-
-
-def _torchao_int8(dtype: torch.dtype) -> QuantizationConfigMixin:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return TorchAoConfig(Int8WeightOnlyConfig())
-
-
-# Names mean the same on every machine, so that saved pairs do, too.
-_CONFIGS: dict[str, tuple[str, Callable[[torch.dtype], QuantizationConfigMixin]]] = {
-    "nf4": ("bitsandbytes", _four_bit("nf4")),
-    "fp4": ("bitsandbytes", _four_bit("fp4")),
-    "int8": ("assisted_packed", lambda dtype: PackedConfig(8)),
-    "int4": ("assisted_packed", lambda dtype: PackedConfig(4)),
-    "int8-bitsandbytes": ("bitsandbytes", lambda dtype: BitsAndBytesConfig(load_in_8bit=True)),
-    "int4-quanto": ("quanto", lambda dtype: QuantoConfig(weights="int4")),
-    "int8-quanto": ("quanto", lambda dtype: QuantoConfig(weights="int8")),
-    "int8-torchao": ("torchao", _torchao_int8),
-}
-NAMES: tuple[str, ...] = tuple(_CONFIGS)
-_UNPACKED = {8: "int8-bitsandbytes", 4: "int4-quanto"}  # by bits, what replaces weights that are packed for a CPU
 
 
 def resolve(
     quantization: Quantization | None, dtype: torch.dtype, packed: bool = True
 ) -> QuantizationConfigMixin | None:
-    """The transformers config for a name of `NAMES`; a config object or its dict is copied.
+    """The transformers config for a name of a format; a config object or its dict is copied.
 
     "int8" and "int4" are the fastest weights of that size that a device has: on a CPU `PackedConfig`, which needs no further
     package; elsewhere "int8-bitsandbytes" (LLM.int8(), which also quantizes activations and casts them to float16) and
@@ -108,32 +64,27 @@ def resolve(
     Raises ValueError for unknown names and types, ImportError if the backend is missing.
     """
     method = _resolved(quantization, dtype)
-    if isinstance(method, PackedConfig) and not packed:
-        return _resolved(_UNPACKED[method.bits], dtype)
-    return method
+    found = None if method is None else _entry(method)
+    replaced = None if found is None or packed else found.format_of(method)
+    return method if replaced is None or replaced.elsewhere is None else _resolved(replaced.elsewhere, dtype)
 
 
 def _resolved(quantization: Quantization | None, dtype: torch.dtype) -> QuantizationConfigMixin | None:
-    """`resolve` with packed weights."""
+    """`resolve` for a CPU."""
     if quantization is None:
         return None
     if isinstance(quantization, str):
-        if quantization not in _CONFIGS:
-            raise ValueError(
-                f"quantization: {quantization!r} is not known; use one of {', '.join(NAMES)}, "
-                "or a transformers quantization config"
-            )
-        method, make = _CONFIGS[quantization]
-        _require(method)
-        return make(dtype)
+        backend, chosen = find(quantization)
+        backend.require()
+        return chosen.config(dtype)
     if isinstance(quantization, dict):
         if not quantization.keys() & {"quant_method", "load_in_4bit", "load_in_8bit"}:
-            raise ValueError(f"quantization: {quantization!r} has no quant_method; use one of {', '.join(NAMES)}")
+            raise ValueError(f"quantization: {quantization!r} has no quant_method; use one of {', '.join(names())}")
         _require(quantization.get("quant_method", "bitsandbytes"))  # dicts with load_in_4bit may omit it
         return AutoQuantizationConfig.from_dict(quantization)
     if not isinstance(quantization, QuantizationConfigMixin):
         raise ValueError(
-            f"quantization: expected one of {', '.join(NAMES)}, a transformers quantization config or its dict, "
+            f"quantization: expected one of {', '.join(names())}, a transformers quantization config or its dict, "
             f"got {type(quantization).__name__}"
         )
     _require(quantization.quant_method)
@@ -189,7 +140,7 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
         raise ValueError("quantization: part of the model is offloaded; load it into memory, or use another draft")
     method = resolve(quantization, model.dtype, packed=model.device.type == "cpu")
     if method is None:
-        raise ValueError(f"quantization: None makes no quantized copy; use one of {', '.join(NAMES)}")
+        raise ValueError(f"quantization: None makes no quantized copy; use one of {', '.join(names())}")
     # Not by way of a folder: save_pretrained would modify the config of the model that it saves.
     copied: PreTrainedModel = type(model).from_pretrained(
         None,
@@ -259,7 +210,7 @@ def require_runs(model: PreTrainedModel, quantization: Any) -> None:
         name = quantization if isinstance(quantization, str) else type(quantization).__name__
         raise ValueError(
             f"draft_quantization: {type(model).__name__} does not run in {name} ({type(error).__name__}: "
-            f"{str(error)[:200]}); choose another of {', '.join(NAMES)}, or another draft"
+            f"{str(error)[:200]}); choose another of {', '.join(names())}, or another draft"
         ) from error
 
 
@@ -278,48 +229,25 @@ def rounds_by_pass(model: nn.Module) -> str | None:
     return None
 
 
-def copy_shells(memo: dict[int, Any], *models: nn.Module) -> None:
-    """Put copies of quanto's weights, which `copy.deepcopy` cannot copy, into the memo for it."""
-    for model in models:
-        for weight in model.parameters():
-            if type(weight).__module__.startswith("optimum.quanto"):
-                memo.setdefault(id(weight), nn.Parameter(_shell(weight, memo), requires_grad=weight.requires_grad))
-
-
-def _shell(tensor: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a tensor, which may be a wrapper subclass around other tensors."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return copy.deepcopy(tensor, memo)
-    names, how = tensor.__tensor_flatten__()
-    inner = {name: _shell(getattr(tensor, name), memo) for name in names}
-    return type(tensor).__tensor_unflatten__(inner, how, tensor.size(), tensor.stride())
-
-
 def stored_bytes(model: PreTrainedModel, quantization: str | None, dtype: torch.dtype, copy: bool = False) -> int:
     """The bytes that the weights of a model take once they are loaded, from its shapes; it may be on the meta device.
 
-    quantization: a name of `NAMES`, or None. dtype: of weights that are not quantized. copy: count only what a quantized copy
+    quantization: a format's name, or None. dtype: of weights that are not quantized. copy: count only what a quantized copy
     does not share with its original. Raises ValueError for an unknown name and if no layer can be quantized.
     """
     shared = sum({id(weight): weight.numel() for weight in model.parameters()}.values()) * dtype.itemsize
     if quantization is None:
         return 0 if copy else shared
-    if quantization not in _BYTES:
-        raise ValueError(f"quantization: {quantization!r} is not known; use one of {', '.join(NAMES)}")
+    backend, chosen = find(quantization)
     tied = {key.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for key in pair}
-    packs, head = quantization in ("int8", "int4"), model.get_output_embeddings()
-    skipped = [] if packs else [*get_keys_to_not_convert(model)]
-    needs_out, needs_in = (FOUR_BIT_OUT, FOUR_BIT_IN) if quantization in ("nf4", "fp4") else (1, 1)
-    needs_in = QUANTO_INT8_IN if quantization == "int8-quanto" else needs_in
+    head = model.get_output_embeddings()
+    skipped = [] if backend.skips is None else [*get_keys_to_not_convert(model)]
     replaced = made = 0
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, Conv1D)) or not should_convert_module(name, skipped):
+    for name, (module, out, into) in _quantizable(model, backend, skipped).items():
+        if out % chosen.multiples[0] or into % chosen.multiples[1]:
             continue
-        out, into = module.weight.shape[::-1] if isinstance(module, Conv1D) else module.weight.shape
-        if out % needs_out or into % needs_in:
-            continue
-        kind = f"int{HEAD_BITS}" if packs and module is head else quantization
-        made += _BYTES[kind](out, into, dtype.itemsize)
+        stored = backend.formats[backend.head] if backend.head and module is head else chosen
+        made += stored.bytes(out, into, dtype.itemsize)
         replaced += 0 if name in tied else out * into * dtype.itemsize  # an embedding stays beside its quantized head
     if not made:
         raise ValueError(
@@ -328,20 +256,14 @@ def stored_bytes(model: PreTrainedModel, quantization: str | None, dtype: torch.
     return made if copy else shared - replaced + made
 
 
-def _blocks(number: int, of: int) -> int:
-    return -(-number // of)
-
-
-# Bytes of one weight, [out, in], by the size of a number that is not quantized.
-_BYTES: dict[str, Callable[[int, int, int], int]] = {
-    **dict.fromkeys(("nf4", "fp4"), lambda out, into, size: out * into // 2 + 4 * _blocks(out * into, 64) + 64),
-    "int8": lambda out, into, size: out * (16 * _blocks(into, 16) + 2),
-    "int4": lambda out, into, size: 16 * _blocks(out, 16) * _blocks(into, 32) * (16 + 4),
-    "int8-bitsandbytes": lambda out, into, size: out * (into + 4),
-    "int4-quanto": lambda out, into, size: out * into // 2 + 2 * size * _blocks(out * into, 128),
-    "int8-quanto": lambda out, into, size: out * (into + size),
-    "int8-torchao": lambda out, into, size: out * (into + size),
-}
+def _quantizable(model: nn.Module, backend: Backend, skipped: Sequence[str]) -> dict[str, tuple[nn.Module, int, int]]:
+    """The modules that a backend would quantize, with out_features and in_features, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, backend.modules) and should_convert_module(name, [*skipped]):
+            shape: Any = module.weight.shape
+            found[name] = (module, *(shape[::-1] if isinstance(module, Conv1D) else shape))
+    return found
 
 
 def memory_bytes(*models: nn.Module, buffers: bool = True) -> int:
@@ -377,16 +299,16 @@ def _storages(owner: Any) -> Iterator[torch.UntypedStorage]:
             yield from _storages(value)
 
 
+def _entry(method: Any) -> Backend | None:
+    """The backend of a config or of its quant_method; None for one that this package knows nothing of."""
+    method = getattr(method, "quant_method", method)
+    return BACKENDS.get(str(getattr(method, "value", method)))
+
+
 def _require(method: Any) -> None:
-    """Import the backend of a quantization method, or raise ImportError with the install command. Skip unknown methods."""
-    backend = BACKENDS.get(str(getattr(method, "value", method)))
-    if backend is None:
-        return
-    try:
-        importlib.import_module(backend)
-    except ImportError as error:
-        extra = "torchao" if backend == "torchao" else "quant"
-        raise ImportError(f"quantization: this needs {backend}: {install(extra)}") from error
+    backend = _entry(method)
+    if backend is not None:
+        backend.require()
 
 
 def _computed_in(dtype: torch.dtype | str | None, config: PretrainedConfig) -> torch.dtype:
@@ -407,29 +329,16 @@ def _device_type(device_map: Any) -> str:
 
 def _guarded(method: QuantizationConfigMixin, model: PreTrainedModel) -> QuantizationConfigMixin:
     """`method`, set to skip tied weights and layers whose shape its backend does not support. Warns once about the latter."""
-    needs_out, needs_in, skips, transposes = 1, 1, "modules_to_not_convert", False
-    if isinstance(method, BitsAndBytesConfig):
-        skips, transposes = "llm_int8_skip_modules", True  # GPT-2's [in, out] weights are quantized too
-        if method.load_in_4bit:
-            needs_out, needs_in = FOUR_BIT_OUT, FOUR_BIT_IN
-    elif isinstance(method, QuantoConfig):
-        needs_in = QUANTO_INT8_IN if method.weights == "int8" else 1
-    elif isinstance(method, TorchAoConfig):
-        if type(method.quant_type).__name__.startswith("Int4") and not torch.accelerator.is_available():
-            raise ValueError('quantization: torchao has no int4 for CPUs; use "nf4" or "int4"')
-    else:
-        return method  # other backends have no known restrictions
-
+    backend = _entry(method)
+    if backend is None or backend.skips is None:
+        return method
+    chosen = backend.format_of(method)
+    needs_out, needs_in = (1, 1) if chosen is None else chosen.multiples
     # A list given here replaces transformers' own exclusions: the output embedding and tied weights.
-    own = getattr(method, skips)
+    own = getattr(method, backend.skips)
     tied = {key.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for key in pair}
     skipped = {*get_keys_to_not_convert(model)} if own is None else {*own, *tied}
-    shapes = {
-        name: module.weight.shape[::-1] if isinstance(module, Conv1D) else module.weight.shape  # (out, in)
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D) if transposes else nn.Linear)
-        and should_convert_module(name, [*skipped])
-    }
+    shapes = {name: shape for name, (_, *shape) in _quantizable(model, backend, [*skipped]).items()}
     unfit = [name for name, (out, into) in shapes.items() if out % needs_out or into % needs_in]
     rule = f"out_features divisible by {needs_out} and in_features by {needs_in}"
     if len(unfit) == len(shapes):
@@ -443,46 +352,16 @@ def _guarded(method: QuantizationConfigMixin, model: PreTrainedModel) -> Quantiz
             f"but {unfit[0]} has the shape {tuple(shapes[unfit[0]])}",
             stacklevel=3,
         )
-    setattr(method, skips, sorted({*skipped, *unfit}))
+    setattr(method, backend.skips, sorted({*skipped, *unfit}))
     return method
 
 
 def _settled(model: PreTrainedModel) -> PreTrainedModel:
-    """Work around side effects of the backends on a model that was just loaded. Returns the model."""
-    method = getattr(model.config, "quantization_config", None)
-    if isinstance(method, QuantoConfig):
-        # On a CPU, quanto would compile a C++ extension to unpack 4-bit weights; torch can do it in two operations.
-        from optimum.quanto.library.extensions import get_extension, is_extension_available
-
-        if is_extension_available("quanto_cpp") and get_extension("quanto_cpp")._lib is None:
-            get_extension("quanto_cpp")._lib = SimpleNamespace(unpack=_unpack)
-    if isinstance(method, TorchAoConfig):
-        for module in model.modules():
-            module.__dict__.pop("extra_repr", None)  # used by print() only, and prevents pickling
-    if isinstance(method, BitsAndBytesConfig) and method.load_in_8bit:
-        model.register_forward_pre_hook(_silence)
-        model.register_forward_hook(_unsilence, always_call=True)
+    """A model that was just loaded, with the side effects of its backend worked around."""
+    backend = _entry(getattr(model.config, "quantization_config", None))
+    if backend is not None:
+        backend.settle(model)
     return model
-
-
-def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """packed: [rows, ...] uint8 -> [rows * 8 // bits, ...] uint8, the lowest bits of all bytes first."""
-    return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return "inputs will be cast" not in str(record.msg)
-
-
-def _silence(*_: Any) -> None:
-    """bitsandbytes logs in every call of an int8 layer that it casts to float16."""
-    if not torch.compiler.is_compiling():
-        logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
-
-
-def _unsilence(*_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        logging.getLogger("bitsandbytes.autograd._functions").removeFilter(_is_news)
 
 
 def _is_quantized(model: PreTrainedModel) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from .. import zoo
-from ..drafters import DraftModel, QuantizedSelf, parse
+from ..drafters import DraftModel, parse
 from ..drafters.base import Spec
+from ..loading.backends import find, placed
 from .devices import Device, bytes_of, card, here
 from .shapes import Shapes
 from .sizes import Part, Use, parts, weight_bytes
@@ -90,14 +91,8 @@ class Plan:
         if best.draft_quantization:
             given.append(f"draft_quantization={best.draft_quantization!r}")
         given.append(f"dtype=torch.{str(self.use.dtype).removeprefix('torch.')}")
-        if best.quantization == "nf4":
-            computed = f"bnb_4bit_compute_dtype={self.use.dtype}"  # bitsandbytes' default is float32, which is slow
-            given.append(
-                f'quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", {computed})'
-            )
-        elif best.quantization == "int8":
-            how = "BitsAndBytesConfig(load_in_8bit=True)" if cuda else "PackedConfig(8)"
-            given.append(f"quantization_config={how}")
+        if self._config is not None:
+            given.append(f"quantization_config={self._config[0]}")
         if best.offloaded:
             room = sum(part.bytes for part in best.parts if part.name == "target: weights") - best.offloaded
             given.append(f'device_map="auto", max_memory={{0: "{max(room, 0) / 2**30:.1f}GiB", "cpu": "1000GiB"}}')
@@ -108,14 +103,19 @@ class Plan:
     @property
     def imports(self) -> tuple[str, ...]:
         """What `line` needs, a statement each."""
-        line = self.line
-        found = ["import torch"]
-        if "BitsAndBytesConfig" in line:
-            found.append("from transformers import BitsAndBytesConfig")
-        found.append("from assisted import AssistedModelForCausalLM")
-        if "PackedConfig" in line:
-            found.append("from assisted.loading.packed import PackedConfig")
-        return tuple(found)
+        own = "from assisted import AssistedModelForCausalLM"
+        return ("import torch", *sorted([own] if self._config is None else [own, self._config[1]], reverse=True))
+
+    @property
+    def _config(self) -> tuple[str, str] | None:
+        """The Python that makes the target's quantization config, and its import; None for a target that is not quantized."""
+        if self.best.quantization is None:
+            return None
+        name = placed(self.best.quantization, self.device.kind)
+        backend, chosen = find(name)
+        code = chosen.code.format(dtype=self.use.dtype) or f"resolve({name!r}, {self.use.dtype})"
+        home = backend.configs if chosen.code else "assisted.loading.quantization"
+        return code, f"from {home} import {code.partition('(')[0]}"
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON. Bytes, seconds, tokens per second."""
@@ -242,9 +242,9 @@ def plan(
     use = Use(context, rows, drafted, dtype or half, place.kind, quantization, draft_quantization, fast)
     their_draft = draft if isinstance(draft, Shapes) else None
     spec = DraftModel(their_draft.name) if their_draft is not None else parse(draft, draft_quantization)
-    named = spec.parts()
+    named: Sequence[Any] = spec.parts()
     if their_draft is None:
-        models = [one.model for one in named if isinstance(one, DraftModel) and isinstance(one.model, str)]
+        models = [one.model for one in named if one.quantizes == "model" and isinstance(one.model, str)]
         their_draft = Shapes.read(models[0], "draft", trust_remote_code) if models else None
     wanted = their_draft.name if their_draft is not None else "suffix" if draft is None else str(draft)
     found = tuple(
@@ -260,7 +260,8 @@ def plan(
 def _variants(shapes: Shapes, spec: Spec, wanted: str, use: Use) -> list[tuple[str | None, Spec, str, str | None]]:
     """(quantization of the target, spec, its name, quantization of a draft model): as asked first, then what takes less."""
     drafts: list[tuple[Spec, str, str | None]] = [(spec, wanted, use.draft_quantization)]
-    if any(isinstance(one, DraftModel) for one in spec.parts()) and use.draft_quantization is None:
+    quantized = {one.quantizes for one in spec.parts()}
+    if "model" in quantized and use.draft_quantization is None:
         drafts.append((spec, wanted, "nf4" if use.device == "cuda" else "int8"))
     if wanted != "suffix":
         drafts.append((parse("suffix"), "suffix", None))
@@ -269,22 +270,21 @@ def _variants(shapes: Shapes, spec: Spec, wanted: str, use: Use) -> list[tuple[s
         levels = [None, *_LOWER] if use.device == "cuda" else [None, "int8"]
     found = []
     for level in levels:
-        copies = any(isinstance(one, QuantizedSelf) for one in spec.parts()) and level is not None
-        found += [(level, one, name, low) for one, name, low in drafts if not (copies and name == wanted)]
+        again = "target" in quantized and level is not None  # a copy of quantized weights cannot be quantized
+        found += [(level, one, name, low) for one, name, low in drafts if not (again and name == wanted)]
     return found
 
 
 def _candidate(shapes: Shapes, spec: Spec, name: str, use: Use, draft: Shapes | None, place: Device) -> Candidate:
-    how = "int8-bitsandbytes" if use.quantization == "int8" and use.device == "cuda" else use.quantization
+    how = None if use.quantization is None else placed(use.quantization, use.device)
     found = parts(shapes, spec, replace(use, quantization=how), draft, place.memory)
     total = sum(part.bytes for part in found)
     weights = weight_bytes(shapes, how, use.dtype or shapes.model.dtype)
     drafts = sum(part.bytes for part in found if part.name.startswith("draft: ") and "keys" not in part.name)
     states = sum(part.bytes for part in found if part.name == "target: keys and values") // (2 * use.rows)
     offloaded = max(0, min(weights, total - place.memory)) if place.kind == "cuda" else 0
-    layers = (
-        draft.layers if draft is not None and drafts else shapes.layers if name.startswith("self:") else bool(drafts)
-    )
+    copied = any(one.quantizes == "target" for one in spec.parts())
+    layers = draft.layers if draft is not None and drafts else shapes.layers if copied else bool(drafts)
     speed = predict(shapes, spec, weights, drafts, states, place.bandwidth, offloaded, place.bus, layers)
     return Candidate(
         use.quantization, name, use.draft_quantization, tuple(found), total <= place.memory, offloaded, speed

@@ -7,18 +7,14 @@ counted; activations and libraries are estimates that were fitted to measured pe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..drafters import DraftModel, Eagle, Medusa, QuantizedSelf, TokenRecycling
-from ..drafters.base import Spec
+from ..drafters.base import Room, Spec
 from ..engine.shapes import WIDTHS, slots_for
 from ..fast.fused import copy_bytes
 from ..fast.products import copied_in
-from ..heads.eagle_formats import require_eagle
-from ..heads.files import find_file, find_folder
-from ..heads.medusa import require_medusa
-from ..loading.files import stored_in
 from ..loading.quantization import stored_bytes
 from .shapes import Shapes, States
 
@@ -31,7 +27,6 @@ _FAST = {"cpu": 42 * MIB, "cuda": 0}  # what the fast path keeps besides copies:
 _TAKEN = {"cpu": 0.6, "cuda": 1.0}  # activations of a layer that exist at once
 _MASK = {"cpu": 27, "cuda": 0}  # bytes of the prompt's mask and of what it is made from, for each pair of tokens
 _GRAPHS = 12  # captured shapes of a call; an assumption
-_HEADS = ("model.safetensors", "medusa_lm_head.safetensors")
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
     dtype = use.dtype or target.model.dtype
     found = [Part("target: weights", weight_bytes(target, use.quantization, dtype))]
     width = _widest(use)
-    found += _of_states("target", target.states, use, dtype.itemsize, width)
+    found += _of_states("target: ", target.states, use, dtype.itemsize, width)
     found += _of_draft(target, spec, draft, use, dtype)
     if use.fast and use.device == "cpu" and use.quantization is None and target.quantized is None:
         copies = copy_bytes(target.model, dtype, memory)
@@ -118,12 +113,6 @@ def weight_bytes(shapes: Shapes, quantization: str | None, dtype: torch.dtype) -
     return stored_bytes(shapes.model, quantization, dtype)
 
 
-def _head_bytes(path: str, dtype: torch.dtype) -> int:
-    """Bytes of trained heads on the device, from the header of their file."""
-    file, _ = find_file(find_folder(path), _HEADS)
-    return sum(count * dtype.itemsize for _, count in stored_in(file).values())
-
-
 def _widest(use: Use) -> int:
     """Slots of each row: on a GPU rounded up, as captured passes read few numbers of slots."""
     needed = use.context + use.drafted
@@ -132,43 +121,35 @@ def _widest(use: Use) -> int:
     return slots_for(needed + WIDTHS[-1])
 
 
-def _of_states(who: str, states: States, use: Use, itemsize: int, slots: int) -> list[Part]:
+def _of_states(prefix: str, states: States, use: Use, itemsize: int, slots: int) -> list[Part]:
     """Keys and values, and recurrent states, each with the copy that a rejected draft returns to."""
     found = []
     if states.per_token:
         each = [use.rows * slots * itemsize * layer for layer in states.per_token]
-        found.append(Part(f"{who}: keys and values", sum(each)))
+        found.append(Part(f"{prefix}keys and values", sum(each)))
     if states.fixed:
-        found.append(Part(f"{who}: recurrent states", 2 * use.rows * states.fixed))
+        found.append(Part(f"{prefix}recurrent states", 2 * use.rows * states.fixed))
     return found
 
 
 def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype: torch.dtype) -> list[Part]:
     """The parts of all methods in a spec."""
-    found: list[Part] = []
     slots = _widest(use)
-    for one in spec.parts():
-        if isinstance(one, DraftModel) and draft is not None:
-            how = use.draft_quantization or (one.quantization if isinstance(one.quantization, str) else None)
-            found.append(Part("draft: weights", weight_bytes(draft, how, dtype)))
-            found += _of_states("draft", draft.states, use, dtype.itemsize, slots)
-            if use.fast and use.device == "cpu" and how is None and draft.quantized is None:
-                copies = copy_bytes(draft.model, dtype, None)
-                found += [Part("draft: copies of weights", copies)] if copies else []
-        elif isinstance(one, QuantizedSelf):
-            found.append(Part("draft: quantized copy", stored_bytes(target.model, str(one.quantization), dtype, True)))
-        elif isinstance(one, Eagle) and isinstance(one.path, str):
-            require_eagle(one.path, target.model)
-            found.append(Part("draft: EAGLE head", _head_bytes(one.path, dtype)))
-            layers = target.states.per_token
-            if layers:
-                found.append(Part("draft: keys and values", use.rows * slots * dtype.itemsize * layers[-1]))
-        elif isinstance(one, Medusa) and isinstance(one.path, str):
-            require_medusa(one.path, target.model)
-            found.append(Part("draft: Medusa heads", _head_bytes(one.path, dtype)))
-        elif isinstance(one, TokenRecycling):
-            found.append(Part("draft: table of successors", 8 * 4 * target.config.vocab_size))
-    return found
+
+    def of_model(quantization: Any) -> dict[str, int]:
+        if draft is None:
+            return {}
+        how = use.draft_quantization or (quantization if isinstance(quantization, str) else None)
+        found = [
+            Part("weights", weight_bytes(draft, how, dtype)),
+            *_of_states("", draft.states, use, dtype.itemsize, slots),
+        ]
+        if use.fast and use.device == "cpu" and how is None and draft.quantized is None:
+            found.append(Part("copies of weights", copy_bytes(draft.model, dtype, None)))
+        return {part.name: part.bytes for part in found}
+
+    room = Room(target.model, dtype, use.rows * slots, target.states.per_token, of_model)
+    return [Part(f"draft: {name}", size) for one in spec.parts() for name, size in one.memory(room).items() if size]
 
 
 def _per_token(target: Shapes, dtype: torch.dtype) -> int:

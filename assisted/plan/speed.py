@@ -10,28 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..drafters import DraftModel, Eagle, EarlyExit, LayerSkip, Medusa, NGram, QuantizedSelf, Suffix, TokenRecycling
 from ..drafters.base import Spec
 from ..engine.experts import numbers_read
 from ..lengths.cost_model import expected_tokens, speedup
 from .shapes import Shapes
 
-__all__ = ["ACCEPTANCE", "Speed", "expected_tokens", "predict", "read_per_pass"]
+__all__ = ["Speed", "expected_tokens", "predict", "read_per_pass"]
 
-# Share of drafted tokens that are accepted, low and high. Rough: those of copies come from this project's measurements of
-# SmolLM2-135M-Instruct in 8 bits; the others are guesses, as acceptance depends on the text. 2211.17192, 2503.01840 and
-# 2401.10774 measure draft models, EAGLE-3 and Medusa.
-ACCEPTANCE: dict[type, tuple[float, float]] = {
-    DraftModel: (0.5, 0.85),
-    QuantizedSelf: (0.85, 0.97),
-    Eagle: (0.55, 0.85),
-    Medusa: (0.45, 0.7),
-    EarlyExit: (0.3, 0.7),
-    LayerSkip: (0.5, 0.8),
-    Suffix: (0.05, 0.7),
-    NGram: (0.05, 0.6),
-    TokenRecycling: (0.1, 0.4),
-}
 _LONGEST = 15
 _LEAST_COST = 0.01  # of a target pass, for a draft that reads no weights
 _LAUNCH = 0.03  # of a target pass, for the layers of a draft whose weights are read in no time
@@ -90,8 +75,7 @@ def predict(
     low_rate, high_rate = taken(0), taken(1)
     seconds = low_rate[0], high_rate[0]
     draft_share = max(draft_layers * _LAYER[1], drafts / bandwidth[1]) / seconds[1]
-    kinds = [kind for one in spec.parts() for kind in ACCEPTANCE if isinstance(one, kind)]
-    low, high = [max((ACCEPTANCE[kind][side] for kind in kinds), default=0.0) for side in (0, 1)]
+    low, high = (max(one.acceptance[side] for one in spec.parts()) for side in (0, 1))
     cost = draft_share + (_LAUNCH if drafts else _LEAST_COST) * (0.2 if offloaded else 1)
     slow = _best(low, 1.5 * cost, 0.0 if offloaded else _WIDER[1], [took / seconds[0] for took in low_rate])
     fast = _best(high, cost, 0.0 if offloaded else _WIDER[0], [took / seconds[1] for took in high_rate])

@@ -19,7 +19,7 @@ from ..loading.gguf import load_model
 from ..loading.vocabulary import find_tokenizer, same_tokens
 from .features import Features
 from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, rows_at_once
-from .method import Method, matrices_of
+from .method import Method, Start, matrices_of
 from .plan import setting
 
 __all__ = ["DistillSettings", "Distillation", "first_draft"]
@@ -72,6 +72,7 @@ class Distillation(Method):
     """
 
     name = "distill"
+    options = DistillSettings
     student: PreTrainedModel
 
     def __init__(
@@ -100,6 +101,10 @@ class Distillation(Method):
             for layer in find_layers(self.student).of(self.student):
                 layer.compile()
         self.frozen = (target,)
+
+    @classmethod
+    def make(cls, settings: DistillSettings, start: Start) -> Method:
+        return cls(start.target, start.tokenizer, settings, start.compiled)
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         own = int(torch.binomial(torch.tensor(float(len(ids))), torch.tensor(self.about.on_policy)))

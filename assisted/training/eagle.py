@@ -22,7 +22,7 @@ from ..heads.eagle import EagleConfig, EagleHead, unrolled_mask
 from ..heads.eagle_formats import save_eagle
 from .features import Features, Seen
 from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, rows_at_once
-from .method import Method, matrices_of
+from .method import Method, Start, matrices_of
 from .plan import setting
 
 __all__ = ["EagleSettings", "EagleTraining", "frequent_tokens"]
@@ -98,6 +98,7 @@ class EagleTraining(Method):
     """
 
     name = "eagle"
+    options = EagleSettings
     student: EagleHead
 
     def __init__(
@@ -141,6 +142,10 @@ class EagleTraining(Method):
                 attention: Any = layer.self_attn
                 attention.config._attn_implementation = "eager"  # its backward, compiled, is the faster one
                 layer.compile()
+
+    @classmethod
+    def make(cls, settings: EagleSettings, start: Start) -> Method:
+        return cls(start.target, settings, start.text.training, start.seed, start.compiled)
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "taps": list(self.student.config.taps)}

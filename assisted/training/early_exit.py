@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..engine.parts import Pass, back, find_layers, tapped
 from ..extras import install
 from .losses import Agreement, agreement
-from .method import Method, matrices_of
+from .method import Method, Start, matrices_of
 from .plan import setting
 
 __all__ = ["EarlyExitSettings", "EarlyExitTraining", "dropped_layers"]
@@ -77,6 +77,8 @@ class EarlyExitTraining(Method):
     """
 
     name = "early-exit"
+    options = EarlyExitSettings
+    rate = 1e-4
     axis = "exit layer"
 
     def __init__(
@@ -101,6 +103,10 @@ class EarlyExitTraining(Method):
                 layer.compile()
         spread = (round(count * (i + 1) / (_MEASURED_EXITS + 1)) for i in range(_MEASURED_EXITS))
         self.positions = sorted({max(1, layer) for layer in spread})
+
+    @classmethod
+    def make(cls, settings: EarlyExitSettings, start: Start) -> Method:
+        return cls(start.target, start.tokenizer, settings, start.seed, start.compiled)
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         count = len(self._layers)

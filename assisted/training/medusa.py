@@ -16,7 +16,7 @@ from ..engine.parts import find_layers
 from ..heads.medusa import MedusaHeads
 from .features import Features
 from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, rows_at_once
-from .method import Method
+from .method import Method, Start
 from .plan import setting
 
 __all__ = ["MedusaSettings", "MedusaTraining"]
@@ -57,6 +57,7 @@ class MedusaTraining(Method):
     """
 
     name = "medusa"
+    options = MedusaSettings
     student: MedusaHeads
 
     def __init__(self, target: PreTrainedModel, settings: MedusaSettings, seed: int = 0, compiled: bool = False):
@@ -69,6 +70,10 @@ class MedusaTraining(Method):
         self.target = target
         self.frozen = (target,)
         self.positions = range(1, settings.heads + 1)
+
+    @classmethod
+    def make(cls, settings: MedusaSettings, start: Start) -> Method:
+        return cls(start.target, settings, start.seed, start.compiled)
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         seen = self._features(ids)

@@ -14,13 +14,33 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .data import Text
 from .losses import Agreement
 from .plan import Plan
 
-__all__ = ["Method", "Needs", "fitting_batch", "matrices_of", "needs"]
+__all__ = ["Method", "Needs", "Start", "fitting_batch", "matrices_of", "needs"]
 
 
 _BATCH = 8
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a training starts from.
+
+    Args:
+        target: loaded for this training; only early exits change it.
+        tokenizer: its tokenizer.
+        text: to train on.
+        seed: of everything that is drawn.
+        compiled: whether layers and losses are compiled.
+    """
+
+    target: Any
+    tokenizer: Any
+    text: Text
+    seed: int
+    compiled: bool
 
 
 class Method(ABC):
@@ -28,7 +48,9 @@ class Method(ABC):
 
     Attributes:
         name: of the method, shown and written to training.json.
-        about: the settings, a dataclass.
+        options: the dataclass of the settings; the command's options are its fields.
+        rate: the peak learning rate, where the plan's is too high.
+        about: the settings.
         student: the module that is trained; its parameters that require no gradients stay as they are.
         frozen: the modules that are run and never changed, the target first.
         axis: what acceptance is measured along: "position", "exit layer".
@@ -37,6 +59,8 @@ class Method(ABC):
     """
 
     name: str
+    options: type[Any]
+    rate: float | None = None
     about: Any
     student: nn.Module
     frozen: Sequence[nn.Module] = ()
@@ -49,6 +73,11 @@ class Method(ABC):
         self.about = about
         self.compiled = compiled
         self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
+
+    @classmethod
+    @abstractmethod
+    def make(cls, settings: Any, start: Start) -> Method:
+        """The method as `assisted train` runs it. settings: an instance of `options`."""
 
     def settings(self) -> dict[str, Any]:
         """What decides the result besides the plan, ready for json. A checkpoint of other settings is not resumed."""

@@ -111,7 +111,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["demo"], ["generate"], ["chat"], ["zoo"], ["zoo", "list"], ["zoo", "train"], ["zoo", "card"]]
+    "argv", [[], ["demo"], ["generate"], ["chat"], ["zoo"], ["zoo", "list"]]
 )
 def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -593,21 +593,3 @@ def test_zoo_list(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert "MiB" in lines[0]
     assert "missing" in lines[2]
-
-
-def test_zoo_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from assisted.recipe import train
-
-    called: list[tuple[Any, ...]] = []
-
-    def noted(name: str, out: Path, compile_layers: bool, stop_after: int | None) -> Path:
-        called.append((name, out, compile_layers, stop_after))
-        return out / name
-
-    argv = ["zoo", "train", "target", "--out", str(tmp_path), "--stop-after", "3", "--no-compile"]
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "train", noted)
-        assert run_json(capsys, *argv) == {"name": "target", "folder": str(tmp_path / "target")}
-    assert called == [("target", tmp_path, False, 3)]
-    assert main(["zoo", "train", "nothing", "--out", str(tmp_path)]) == 2
-    assert "not a shipped model" in capsys.readouterr().err

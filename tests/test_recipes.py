@@ -1,4 +1,4 @@
-"""assisted/plan/families.json and the page made from it: the configs describe the published models, and nothing lacks a source.
+"""tools/families.json and the page made from it: the configs describe the published models, and nothing lacks a source.
 
 No checkpoint is read. Of models that also read images or sound, the text model is compared with its published count.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from assisted.drafters import registry
 
 ROOT = Path(__file__).parent.parent
-DATA: dict[str, Any] = json.loads((ROOT / "assisted" / "plan" / "families.json").read_text())
+DATA: dict[str, Any] = json.loads((ROOT / "tools" / "families.json").read_text())
 MODELS, KINDS = DATA["models"], DATA["kinds"]
 TARGETS = [target for family in DATA["families"] for target in family["targets"]]
 DRAFTS = [(target, draft) for target in TARGETS for draft in target["drafts"]]
@@ -36,11 +35,7 @@ TINY = {
 @pytest.fixture(scope="module")
 def recipes() -> ModuleType:
     pytest.importorskip("sympy")
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        return importlib.import_module("recipes")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    return importlib.import_module("tools.recipes")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import runpy
 import shlex
 import tomllib
 import types
@@ -19,13 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.cli.train import options
 from assisted.drafters.other_tokenizer import TranslatedDrafter
-from assisted.recipe import shapes as recipe
-from assisted.recipe import train
-from assisted.recipe.shapes import RECIPES, Phase, Recipe, Shape
 from assisted.training import trainer
 from assisted.training.data import read_text
 from assisted.training.early_exit import EarlyExitSettings
 from assisted.zoo import corpus
+from tools.shipped import shapes as recipe
+from tools.shipped import train
+from tools.shipped.shapes import RECIPES, Phase, Recipe, Shape
 
 # ---- names
 
@@ -315,6 +316,15 @@ def test_files_are_one_stream_with_ends(school, tmp_path):
     pieces = np.split(stream, np.flatnonzero(stream == tokenizer.eos_token_id) + 1)[:-1]
     texts = [path.read_text() for path in corpus.training_files()]
     assert [tokenizer.decode(piece[:-1].tolist()) for piece in pieces] == texts
+
+
+def test_the_command(school, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "sys.argv", ["shipped", "train", "target", "--out", str(tmp_path), "--stop-after", "1", "--no-compile"]
+    )
+    runpy.run_module("tools.shipped", run_name="__main__")
+    assert capsys.readouterr().out == f"{tmp_path / 'target'}\n"
+    assert (tmp_path / "target" / "checkpoint.pt").exists()
 
 
 def test_what_cannot_be_trained(school, tmp_path):

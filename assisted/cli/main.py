@@ -219,25 +219,6 @@ def _zoo_list(args: argparse.Namespace) -> None:
         print(f"{model['name']:<26} {size:>10}  {where}")
 
 
-def _zoo_card(args: argparse.Namespace) -> None:
-    from ..recipe.card import measure, write
-
-    if args.json:
-        print_json(measure(args.models))
-    else:
-        print(write(args.models))
-
-
-def _zoo_train(args: argparse.Namespace) -> None:
-    from ..recipe.train import train
-
-    folder = train(args.name, args.out, compile_layers=not args.no_compile, stop_after=args.stop_after)
-    if args.json:
-        print_json({"name": args.name, "folder": str(folder)})
-    else:
-        print(folder)
-
-
 def _load(args: argparse.Namespace, target: str | None = None, draft: str | None = None) -> Any:
     """The pair that the arguments name, with a tokenizer. draft: of this target if `--draft` is not given."""
     from ..modeling import AssistedModelForCausalLM
@@ -357,15 +338,6 @@ def _parser() -> argparse.ArgumentParser:
     zoo.set_defaults(alone=zoo)
     actions = zoo.add_subparsers(metavar="ACTION")
     command("list", _zoo_list, "names, sizes and folders, and what is not installed", actions)
-    card = command("card", _zoo_card, "measure a folder of models on held-out code and write its model card", actions)
-    card.add_argument("--models", type=Path, required=True, help="the folder that zoo train wrote")
-    train = command("train", _zoo_train, "train a shipped model again, from scratch or from its checkpoint", actions)
-    train.add_argument("name", help="target, draft (needs the target in the same folder) or draft-other-tokenizer")
-    train.add_argument("--out", type=Path, required=True, help="the folder of all models, each in a subfolder")
-    train.add_argument("--stop-after", type=int, metavar="N", help="stop with a checkpoint after N steps in all")
-    train.add_argument(
-        "--no-compile", action="store_true", help="do not compile the layers: no compiler needed, slower"
-    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The model card of the shipped models, measured on held-out code: `assisted zoo card`.
+"""The model card of the shipped models, measured on held-out code: `python -m tools.shipped card`.
 
 Every figure in the card is computed here, so that retrained models get a correct card from one command.
 """
@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..bench import held_out_prompts, repeated_share
-from ..drafters import Eagle, Medusa
-from ..modeling import AssistedModelForCausalLM
-from ..zoo import HEADS, corpus
+from assisted.bench import held_out_prompts, repeated_share
+from assisted.drafters import Eagle, Medusa
+from assisted.modeling import AssistedModelForCausalLM
+from assisted.zoo import HEADS, corpus
+
 from .shapes import RECIPES
 
 __all__ = ["Drafting", "Head", "measure", "write"]
@@ -203,8 +204,8 @@ def _card(figures: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "Muon trained the matrices and AdamW the rest, in bfloat16 autocast. `assisted zoo train NAME --out DIR` trains such a",
-        "model again. Weights are stored as bfloat16 and computed in float32.",
+        "Muon trained the matrices and AdamW the rest, in bfloat16 autocast. In a clone, `python -m tools.shipped train NAME",
+        "--out DIR` trains such a model again. Weights are stored as bfloat16 and computed in float32.",
         "",
         f"**Drafting.** `zoo:draft` for `zoo:target`, batch 1, float32, {PROMPTS} held-out functions cut in the middle,",
         f"{NEW_TOKENS} new tokens each. Tokens per forward pass of the target include its own token. Drafts by",

@@ -1,15 +1,15 @@
 """The recipe of the shipped models: shapes, steps and rates, one frozen dataclass per model.
 
-Change a number here and `assisted zoo train` builds another model. The model card states what these achieved.
+Change a number here and `python -m tools.shipped train` builds another model. The model card states what these achieved.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..bench.grown import Shape
-from ..training.early_exit import EarlyExitSettings
-from ..training.plan import Plan
+from assisted.bench.grown import Shape
+from assisted.training.early_exit import EarlyExitSettings
+from assisted.training.plan import Plan
 
 __all__ = ["DRAFT", "OTHER_DRAFT", "RECIPES", "TARGET", "Phase", "Recipe"]
 

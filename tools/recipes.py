@@ -1,9 +1,9 @@
 """docs/recipes.md: targets by family, the drafts published for them, and what they take on a card; and the pairs that fit on
 usual cards, in docs/howto/consumer-gpu.md.
 
-    python benchmarks/recipes.py --docs docs/recipes.md --fitting docs/howto/consumer-gpu.md
+    python -m tools.recipes --docs docs/recipes.md --fitting docs/howto/consumer-gpu.md
 
-Everything is read from assisted/plan/families.json and nothing is measured. Sizes are those of `assisted plan`.
+Everything is read from tools/families.json and nothing is measured. Sizes are those of `assisted plan`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables import publish
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from assisted.bench.table import markdown_table
 from assisted.drafters import DraftModel, Suffix, parse
 from assisted.plan import Shapes, Use, parts, weight_bytes
+from benchmarks.tables import publish
 
 ROOT = Path(__file__).parent.parent
-DATA = ROOT / "assisted" / "plan" / "families.json"
+DATA = ROOT / "tools" / "families.json"
 MARKER = "recipes"
 
 CARDS = (8, 12, 16, 24)  # GB

@@ -1,4 +1,4 @@
-"""Training the shipped models: `assisted zoo train NAME`. Seeded, resumable, offline.
+"""Training the shipped models: `python -m tools.shipped train NAME`. Seeded, resumable, offline.
 
 The package's trainer does it: early-exit training for the target, distillation for its draft, and training on the text for
 the draft with another tokenizer. Knows tokenizers and untrained models; shapes and rates are in shapes.py.
@@ -23,12 +23,13 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..training import trainer
-from ..training.data import Windows, read_text
-from ..training.distill import Distillation, DistillSettings
-from ..training.early_exit import EarlyExitSettings, EarlyExitTraining
-from ..training.method import Method
-from ..zoo import corpus
+from assisted.training import trainer
+from assisted.training.data import Windows, read_text
+from assisted.training.distill import Distillation, DistillSettings
+from assisted.training.early_exit import EarlyExitSettings, EarlyExitTraining
+from assisted.training.method import Method
+from assisted.zoo import corpus
+
 from .shapes import RECIPES, Recipe
 
 __all__ = ["build_model", "train", "train_tokenizer"]

@@ -1,0 +1,1 @@
+"""What this project's makers run in a clone; nothing of it is installed."""

@@ -110,9 +110,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 # Arguments, errors, exit codes
 
 
-@pytest.mark.parametrize(
-    "argv", [[], ["demo"], ["generate"], ["chat"], ["zoo"], ["zoo", "list"]]
-)
+@pytest.mark.parametrize("argv", [[], ["demo"], ["generate"], ["chat"], ["zoo"], ["zoo", "list"]])
 def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([*argv, "--help"])

@@ -1,23 +1,38 @@
 """Draft length policies by name: what a caller may pass, and what is saved with a pair.
 
-Knows every policy of the package, but not how they decide.
+Knows the policies of this package and of other installed packages, but not how they decide.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from ..extras import Registry
 from .adaptive import Adaptive
 from .base import DraftLength
 from .policies import AdaEDL, Confidence, Fixed, Heuristic
 
-__all__ = ["from_dict", "policies", "resolve", "to_dict"]
+__all__ = ["POLICIES", "from_dict", "policies", "resolve", "to_dict"]
+
+
+def _require(name: str, policy: Any) -> None:
+    if not (isinstance(policy, type) and is_dataclass(policy) and hasattr(policy, "start")):
+        raise TypeError(f"{policy!r} is not a dataclass with a method start")
+
+
+POLICIES: Registry[type] = Registry(
+    "assisted.lengths",
+    _require,
+    {"adaptive": Adaptive, "fixed": Fixed, "confidence": Confidence, "heuristic": Heuristic, "adaedl": AdaEDL},
+)
+"""Policies by the names that `draft_length` accepts and config.json holds. Entry points of the group `assisted.lengths` add
+others: frozen dataclasses that can be made without arguments."""
 
 
 def policies() -> dict[str, type]:
-    """The package's policies by the names that `draft_length` accepts and config.json holds."""
-    return {"adaptive": Adaptive, "fixed": Fixed, "confidence": Confidence, "heuristic": Heuristic, "adaedl": AdaEDL}
+    """All policies, by name."""
+    return dict(POLICIES)
 
 
 def resolve(draft_length: int | str | DraftLength | None) -> DraftLength:
@@ -30,11 +45,11 @@ def resolve(draft_length: int | str | DraftLength | None) -> DraftLength:
     if isinstance(draft_length, int) and not isinstance(draft_length, bool):
         return Fixed(draft_length)
     if isinstance(draft_length, str):
-        if draft_length in policies() and draft_length != "fixed":
-            return policies()[draft_length]()
+        if draft_length != "fixed" and draft_length in POLICIES:
+            return POLICIES[draft_length]()
     elif hasattr(draft_length, "start"):
         return draft_length
-    names = ", ".join(f'"{name}"' for name in policies() if name != "fixed")
+    names = ", ".join(f'"{name}"' for name in POLICIES if name != "fixed")
     raise ValueError(
         f"draft_length: {draft_length!r} is not known; give a number of tokens, one of {names}, or a policy such as "
         "assisted.lengths.Confidence(threshold=0.4)"
@@ -42,8 +57,8 @@ def resolve(draft_length: int | str | DraftLength | None) -> DraftLength:
 
 
 def to_dict(policy: DraftLength) -> dict[str, Any] | None:
-    """A policy as plain values for config.json; None for a policy from outside this package."""
-    for name, kind in policies().items():
+    """A policy as plain values for config.json; None for one that has no name."""
+    for name, kind in POLICIES.items():
         if type(policy) is kind:
             return {"policy": name, **asdict(policy)}  # type: ignore[call-overload]
     return None
@@ -57,9 +72,9 @@ def from_dict(fields: dict[str, Any] | None) -> DraftLength:
         raise ValueError(f"draft_length: the saved policy should be an object, but is {fields!r}")
     values = dict(fields)
     name = values.pop("policy", None)
-    if name not in policies():
+    if name not in POLICIES:
         raise ValueError(f"draft_length: the saved policy {name!r} is not known in this version; pass draft_length=")
     try:
-        return policies()[name](**values)
+        return POLICIES[name](**values)
     except TypeError as error:
         raise ValueError(f"draft_length: the saved policy {name!r} cannot be made of {values}: {error}") from error

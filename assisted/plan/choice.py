@@ -103,8 +103,8 @@ class Plan:
     @property
     def imports(self) -> tuple[str, ...]:
         """What `line` needs, a statement each."""
-        own = "from assisted import AssistedModelForCausalLM"
-        return ("import torch", *sorted([own] if self._config is None else [own, self._config[1]], reverse=True))
+        found = ["from assisted import AssistedModelForCausalLM", *([] if self._config is None else self._config[1:])]
+        return ("import torch", *sorted(found, key=lambda statement: statement.startswith("from assisted")))
 
     @property
     def _config(self) -> tuple[str, str] | None:

@@ -77,7 +77,7 @@ class Method(ABC):
     @classmethod
     @abstractmethod
     def make(cls, settings: Any, start: Start) -> Method:
-        """The method as `assisted train` runs it. settings: an instance of `options`."""
+        """The method as `assisted train` runs it. settings: an instance of `options`. start: the target, the text, ..."""
 
     def settings(self) -> dict[str, Any]:
         """What decides the result besides the plan, ready for json. A checkpoint of other settings is not resumed."""

@@ -24,73 +24,57 @@ class Line:
 
     Args:
         method: the name in `assisted.drafters.METHODS`.
-        title, page: of the link.
         written: what is passed as `draft=`.
         needs: what has to be there.
         example: what is passed for the shipped target, as Python; None takes what is written.
+        page: of the link; None has the method's name.
+        other_title: where it is not that of the spec.
     """
 
     method: str
-    title: str
-    page: str
     written: str
     needs: str
     example: str | None = None
+    page: str | None = None
+    other_title: str | None = None
+
+    @property
+    def title(self) -> str:
+        return self.other_title or METHODS[self.method].title
 
 
 LINES = [
-    Line("suffix", "Suffix", "suffix.md", '`"suffix"` or nothing', "nothing"),
-    Line("ngram", "n-gram", "ngram.md", '`"ngram"`', "nothing"),
-    Line("recycle", "Token recycling", "recycle.md", '`"recycle"`', "nothing"),
-    Line(
-        "early-exit",
-        "Early exit",
-        "early-exit.md",
-        '`"early-exit"`',
-        "a target trained for it, to pay off",
-    ),
-    Line("layer-skip", "Layer skipping", "layer-skip.md", '`"layer-skip"`', "a deep target, to pay off"),
-    Line(
-        "self",
-        "Quantized copy of the target",
-        "quantized-self.md",
-        '`"self:int8"`',
-        "memory for the copy",
-    ),
-    Line("draft-model", "Draft model", "draft-model.md", "Hub id, folder", "a small relative", '"zoo:draft"'),
+    Line("suffix", '`"suffix"` or nothing', "nothing"),
+    Line("ngram", '`"ngram"`', "nothing"),
+    Line("recycle", '`"recycle"`', "nothing"),
+    Line("early-exit", '`"early-exit"`', "a target trained for it, to pay off"),
+    Line("layer-skip", '`"layer-skip"`', "a deep target, to pay off"),
+    Line("self", '`"self:int8"`', "memory for the copy", page="quantized-self.md"),
+    Line("draft-model", "Hub id, folder", "a small relative", '"zoo:draft"'),
     Line(
         "draft-model",
-        "Draft with another tokenizer",
-        "other-tokenizer.md",
         "Hub id, folder",
         "any small model",
         '"zoo:draft-other-tokenizer"',
+        "other-tokenizer.md",
+        "Draft with another tokenizer",
     ),
     Line(
         "draft-tree",
-        "Draft model, large trees",
-        "../howto/offload.md",
         '`"draft-tree:ID"`',
         "a small relative; a target whose weights are offloaded, to pay off",
         '"draft-tree:zoo:draft"',
+        "../howto/offload.md",
     ),
-    Line("medusa", "Medusa heads", "medusa.md", '`"medusa:DIR"`', "heads for this target", '"zoo:medusa"'),
-    Line("eagle", "EAGLE heads", "eagle.md", '`"eagle:DIR"`', "a head for this target", '"zoo:eagle3"'),
-    Line(
-        "combined",
-        "Several drafters in turns",
-        "combined.md",
-        '`["suffix", "org/draft"]`',
-        "what its parts need",
-        '["suffix", "zoo:draft"]',
-    ),
+    Line("medusa", '`"medusa:DIR"`', "heads for this target", '"zoo:medusa"'),
+    Line("eagle", '`"eagle:DIR"`', "a head for this target", '"zoo:eagle3"'),
+    Line("combined", '`["suffix", "org/draft"]`', "what its parts need", '["suffix", "zoo:draft"]'),
     Line(
         "merged",
-        "Several drafters in one tree",
-        "specinfer.md",
         '`Merged(["org/draft", "suffix"])`',
         "what its parts need",
         'Merged(["zoo:draft", "suffix"])',
+        "specinfer.md",
     ),
 ]
 
@@ -108,7 +92,7 @@ def cells(line: Line) -> list[str]:
     if trees is None:
         trees = {True: "yes", False: "optional", None: "greedy only"}[tree_option(spec)]
     return [
-        f"[{line.title}]({line.page})",
+        f"[{line.title}]({line.page or line.method + '.md'})",
         line.written,
         line.needs,
         {True: "yes", False: "no", None: "as its parts"}[spec.trained],

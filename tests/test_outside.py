@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import assisted
 from assisted import AssistedModelForCausalLM, Suffix, bench, lengths
+from assisted.bench.measure import default_drafts
 from assisted.bench.table import table
 from assisted.cli.main import main
 from assisted.doctor.diagnosis import Settings
@@ -188,6 +189,13 @@ def test_doctor(given: dict[str, Any]) -> None:
 def test_servers_refuse_the_head(folders: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="vLLM cannot draft with 'bigram:head': use a draft model, an EAGLE-3 head"):
         hand_over("vllm", folders / "target", tmp_path, draft="bigram:head")
+
+
+def test_the_usual_drafts_have_its_sample(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = AssistedModelForCausalLM.from_pretrained(folders / "target")
+    assert "bigram:head" not in default_drafts(pair, None)
+    monkeypatch.setattr(METHODS["bigram"], "sample", "bigram:head")
+    assert default_drafts(pair, None)["bigram:head"] == "bigram:head"
 
 
 def test_names_are_listed(site: Path) -> None:

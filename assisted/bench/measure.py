@@ -216,7 +216,7 @@ def load(target: str, draft: Any = None, **kwargs: Any) -> tuple[AssistedModelFo
         pair = AssistedModelForCausalLM.from_models(model, draft=fits, tokenizer=tokenizer, **kwargs)
     else:
         pair = AssistedModelForCausalLM.from_pretrained(target, draft=draft, **kwargs)
-    if draft is None and isinstance(pair.spec, DraftModel):
+    if draft is None and pair.spec.quantizes == "model":
         draft = "its own draft"  # of a saved pair
     return pair, draft if draft is None or isinstance(draft, str) else repr(draft)
 
@@ -234,7 +234,7 @@ def default_drafts(pair: AssistedModelForCausalLM, draft: str | None, target: st
         strings.append("zoo:eagle3")
     strings += [f"zoo:{name}" for name in zoo.HEADS_OF_PACKAGED.get(target.removeprefix("zoo:"), ())]
     if draft is not None:
-        both = [f"suffix+{draft}"] if isinstance(pair.spec, DraftModel) else []
+        both = [f"suffix+{draft}"] if pair.spec.quantizes == "model" else []
         strings = [draft, *both, *(name for name in strings if name != draft)]
     return _named(strings, pair, draft)
 
@@ -265,7 +265,7 @@ def _fitting(name: str, target: PreTrainedModel) -> Any:
 
 def _loaded(pair: AssistedModelForCausalLM) -> Any:
     """The pair's spec, with the loaded draft model in place of its name."""
-    if not isinstance(pair.spec, DraftModel):
+    if pair.spec.quantizes != "model":
         return pair.spec
     return DraftModel(pair.drafter.models[0], tokenizer=getattr(pair.drafter, "tokenizer", None))
 
@@ -286,7 +286,7 @@ def _loaded_contestants(
 
 def transformers_assisted(pair: AssistedModelForCausalLM) -> list[Contestant]:
     """transformers' assisted generation with the pair's draft model, with translated tokens if needed; [] without a model."""
-    if not isinstance(pair.spec, DraftModel):
+    if pair.spec.quantizes != "model":
         return []
     drafter = pair.drafter
     tokenizers = (pair.tokenizer, drafter.tokenizer) if isinstance(drafter, TranslatedDrafter) else None

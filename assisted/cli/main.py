@@ -102,10 +102,9 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _quantized(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     """The same pair with its draft in 4 bits, unless `--draft-quantization` is given."""
-    from ..drafters import DraftModel
     from ..modeling import AssistedModelForCausalLM
 
-    if args.draft_quantization is not None or not isinstance(model.spec, DraftModel):
+    if args.draft_quantization is not None or model.spec.quantizes != "model":
         return {}
     try:
         pair = AssistedModelForCausalLM.from_models(

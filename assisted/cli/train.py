@@ -12,7 +12,6 @@ import json
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +67,18 @@ def add(commands: Any, command: Callable[..., argparse.ArgumentParser]) -> None:
     train = commands.add_parser("train", help="distill a draft, train heads or early exits", description=about)
     train.set_defaults(alone=train)
     methods = train.add_subparsers(metavar="METHOD", parser_class=_Unread)
-    added = {point.name: f"train {point.name}" for point in entry_points(group="assisted.methods")}  # not loaded: slow
-    for name, text in (added | TRAININGS).items():
+    for name, text in TRAININGS.items():
         command(name, functools.partial(_train, name), text, methods)
+
+    def parse(*args: Any) -> Any:
+        """Add the methods of other packages first. Looking for them takes a while, which other commands are spared."""
+        from importlib.metadata import entry_points
+
+        for name in {point.name for point in entry_points(group="assisted.methods")} - methods.choices.keys():
+            command(name, functools.partial(_train, name), f"train {name}", methods)
+        return known(*args)
+
+    known, train.parse_known_args = train.parse_known_args, parse
 
 
 def options(method: str) -> HfArgumentParser:

@@ -39,7 +39,7 @@ from assisted.plan import plan
 OUTSIDE = Path(__file__).parent / "outside"
 ENTRY_POINTS = """
 [assisted.methods]
-bigram = bigram_head:Bigram
+small = small_head:Small
 [assisted.backends]
 plain_int8 = plain_int8:BACKEND
 [assisted.lengths]
@@ -65,7 +65,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
-    for registry, name in ((METHODS, "bigram"), (BACKENDS, "plain_int8"), (POLICIES, "alternating")):
+    for registry, name in ((METHODS, "small"), (BACKENDS, "plain_int8"), (POLICIES, "alternating")):
         registry.pop(name, None)
 
 
@@ -79,13 +79,13 @@ def folders(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         letters().save_pretrained(root / name)
     (root / "text.txt").write_text("abcdefgh" * 200)
     options = ["--text", str(root / "text.txt"), "--steps", "40", "--batch", "4", "--context", "16", "--width", "16"]
-    assert main(["train", "bigram", "--target", str(root / "target"), "--out", str(root / "head"), *options]) == 0
+    assert main(["train", "small", "--target", str(root / "target"), "--out", str(root / "head"), *options]) == 0
     return root
 
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "head": {"draft": "head"},
-    "head by name": {"draft": "bigram:head"},
+    "head by name": {"draft": "small:head"},
     "quantized draft": {"draft": "draft", "draft_quantization": "int8-plain"},
     "quantized copy": {"draft": "self:int8-plain"},
     "length": {"draft": "draft", "draft_length": "alternating"},
@@ -121,19 +121,19 @@ def test_generates_saves_and_is_read_back(given: dict[str, Any], tmp_path: Path)
 def test_a_fresh_process_reads_it_back(site: Path, folders: Path, tmp_path: Path) -> None:
     """Entry points are loaded when they are needed, and not when the package is imported."""
     AssistedModelForCausalLM.from_pretrained(
-        folders / "target", draft=f"bigram:{folders / 'head'}", draft_length="alternating"
+        folders / "target", draft=f"small:{folders / 'head'}", draft_length="alternating"
     ).save_pretrained(tmp_path)
     code = f"""
 import sys
 sys.path[:0] = [{str(site)!r}, {str(Path(assisted.__file__).parent.parent)!r}]
 import assisted.modeling
 assisted.drafters.parse("suffix"), assisted.lengths.resolve("adaptive")
-assert not {{"bigram_head", "alternating", "plain_int8"}} & sys.modules.keys()
+assert not {{"small_head", "alternating", "plain_int8"}} & sys.modules.keys()
 pair = assisted.AssistedModelForCausalLM.from_pretrained({str(tmp_path)!r})
 print(type(pair.spec).__name__, pair.draft_length, "plain_int8" in sys.modules)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ran.stdout == "Bigram Alternating(short=1, long=5) False\n", ran.stderr
+    assert ran.stdout == "Small Alternating(short=1, long=5) False\n", ran.stderr
 
 
 def test_plan(given: dict[str, Any]) -> None:
@@ -142,8 +142,8 @@ def test_plan(given: dict[str, Any]) -> None:
     )
     drafter = AssistedModelForCausalLM.from_pretrained("target", **given).drafter
     parts = {part.name: part.bytes for part in found.candidates[0].parts}
-    if given["draft"] in ("head", "bigram:head"):
-        assert parts["draft: Bigram head"] == sum(weight.nbytes for weight in drafter.modules[0].parameters())
+    if given["draft"] in ("head", "small:head"):
+        assert parts["draft: Small head"] == sum(weight.nbytes for weight in drafter.modules[0].parameters())
     elif given["draft"] == "draft":
         assert parts["draft: weights"] == memory_bytes(*drafter.modules, buffers=False) + packed_bytes(
             drafter.modules[0]
@@ -187,19 +187,19 @@ def test_doctor(given: dict[str, Any]) -> None:
 
 
 def test_servers_refuse_the_head(folders: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="vLLM cannot draft with 'bigram:head': use a draft model, an EAGLE-3 head"):
-        hand_over("vllm", folders / "target", tmp_path, draft="bigram:head")
+    with pytest.raises(ValueError, match="vLLM cannot draft with 'small:head': use a draft model, an EAGLE-3 head"):
+        hand_over("vllm", folders / "target", tmp_path, draft="small:head")
 
 
 def test_the_usual_drafts_have_its_sample(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = AssistedModelForCausalLM.from_pretrained(folders / "target")
-    assert "bigram:head" not in default_drafts(pair, None)
-    monkeypatch.setattr(METHODS["bigram"], "sample", "bigram:head")
-    assert default_drafts(pair, None)["bigram:head"] == "bigram:head"
+    assert "small:head" not in default_drafts(pair, None)
+    monkeypatch.setattr(METHODS["small"], "sample", "small:head")
+    assert default_drafts(pair, None)["small:head"] == "small:head"
 
 
 def test_names_are_listed(site: Path) -> None:
-    with pytest.raises(ValueError, match=r"neither a method .*suffix, .*bigram.* nor a folder"):
+    with pytest.raises(ValueError, match=r"neither a method .*suffix, .*small.* nor a folder"):
         parse("nothing")
     with pytest.raises(ValueError, match=r"int8, int4, .*int8-plain"):
         find("int3")

@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
-from transformers.cache_utils import (
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from .drafts import DraftingStopped
+from .engine.libraries import (
     DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
-
-from .drafts import DraftingStopped
 from .engine.masks import Masks
 from .engine.ranks import waits_for_others
 from .engine.recurrent import has_uncounted_states

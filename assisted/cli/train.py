@@ -73,6 +73,7 @@ def options(method: str) -> HfArgumentParser:
     """The parser of one method. It gives the method's settings, the plan, and a namespace with everything else."""
     from transformers import HfArgumentParser
 
+    from ..engine.libraries import add_settings
     from ..training.plan import Plan
 
     parser = HfArgumentParser(
@@ -112,8 +113,7 @@ def options(method: str) -> HfArgumentParser:
         help="let half of the chats be about pieces of these: files, folders, patterns; or zoo",
     )
     for kind in (_method(method)[0], Plan):
-        parser._add_dataclass_arguments(kind)
-        parser.dataclass_types.append(kind)
+        add_settings(parser, kind)
     if method in RATES:
         parser.set_defaults(lr=RATES[method])
     return parser

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ..drafts import Draft
 from .cache import Paths, SlotCache, unsupported_layers
 from .host import on_device
+from .libraries import has_default_cache, is_stateful
 from .masks import Masks, column_depths
 from .needs import NOTHING, Needs, States
 from .parts import Inject, Tap, device_of, tapped, unwrapped
@@ -499,8 +500,8 @@ def require_rewindable(model: PreTrainedModel, role: str) -> None:
 
 def _unslotted(model: PreTrainedModel) -> list[str]:
     """What a model keeps in its cache that slots can't hold."""
-    if getattr(model, "_is_stateful", False):
+    if is_stateful(model):
         return ["a recurrent state"]
-    if not model._supports_default_dynamic_cache():
+    if not has_default_cache(model):
         return ["a cache of its own kind"]
     return unsupported_layers(model.config.get_text_config(decoder=True))

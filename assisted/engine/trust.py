@@ -22,15 +22,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import GenerationMixin, cache_utils
 from transformers.generation import stopping_criteria
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .hooks import looked_over
+from .libraries import LOOP, LOOP_METHOD, NOT_IN_FORWARD, active_modes, attention_of
 from .parts import unwrapped
 
 __all__ = ["Code", "Trust", "code_of", "trust"]
@@ -41,7 +39,7 @@ _KERNELS = "causal_conv1d fla flash_attn flash_attn_interface kernels mamba_ssm"
 _PACKAGES = (*_LIBRARIES, *_QUANTIZERS.split(), *_KERNELS.split())
 _MODELS = os.path.join(os.path.dirname(transformers.__file__), "models", "")
 # methods that no forward pass runs, and `generate`, which is called as it is
-_NEVER_RUN = {"__init__", "__init_subclass__", "__repr__", "_init_weights", "extra_repr", "generate"}
+_NEVER_RUN = {"__init__", "__init_subclass__", "__repr__", "extra_repr", "generate", *NOT_IN_FORWARD}
 _BOOKKEEPING = frozenset(vars(nn.Module()))
 _OUTPUTS = {"logits", "last_hidden_state", "hidden_states", "past_key_values"}  # set in what a forward returns
 _INERT = frozenset(
@@ -77,7 +75,7 @@ def trust(model: Any) -> Trust:
     modules, parameters = looked_over(model)
     kinds = {*_ALWAYS, *map(type, modules), *map(type, parameters)}
     forward: list[str] = []
-    between = _modes()
+    between = [f"{name} is active" for name in active_modes()]
     records: list[Code] = []
     configs: dict[int, Any] = {}
     seen: set[tuple[type, str]] = set()
@@ -106,7 +104,7 @@ def trust(model: Any) -> Trust:
         if isinstance(module, torch.jit.ScriptModule):
             forward.append(f"{_name_of(model, module)} is traced or scripted")
     for config in configs.values():
-        used = getattr(config, "_attn_implementation", None)
+        used = attention_of(config)
         for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             for function in _functions(table[used]) if used in table else ():
                 records.append(record := _examined(function))
@@ -178,7 +176,7 @@ class Code:
 
     def _blame(self, name: str, what: str, function: FunctionType | None = None) -> None:
         if function is not None and _remembers(function.__code__):
-            what, name = f"{what}, which remembers something between forward passes", "_sample"
+            what, name = f"{what}, which remembers something between forward passes", LOOP_METHOD
         if name in _steps() or self._in_cache:
             self.between = self.between or what
         else:
@@ -228,10 +226,10 @@ _ALWAYS = (  # what slots stand for, what the loop does itself, and what all ten
 @functools.cache
 def _steps() -> frozenset[str]:
     """The methods that `generate` runs between forward passes."""
-    used = _names_in(GenerationMixin._sample.__code__) | _names_in(GenerationMixin._prefill.__code__)
+    used = frozenset().union(*(_names_in(function.__code__) for function in LOOP))
     return frozenset(
         {
-            "_sample",
+            LOOP_METHOD,
             *(name for name in used - {"__call__"} if isinstance(getattr(GenerationMixin, name, None), FunctionType)),
         }
     )
@@ -353,11 +351,3 @@ def _where(function: FunctionType) -> str:
 def _name_of(model: nn.Module, module: nn.Module) -> str:
     name = next((name for name, one in model.named_modules() if one is module), "")
     return name or f"the {type(model).__name__}"
-
-
-def _modes() -> list[str]:
-    """Modes around this call that see every operation. torch's default device is one that changes no result."""
-    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
-        return []
-    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
-    return [f"{type(mode).__name__} is active" for mode in modes if type(mode) is not DeviceContext]

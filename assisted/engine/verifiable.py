@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..drafts import Draft
 from .cache import SlotCache
+from .libraries import cannot_draft
 from .needs import NOTHING, Needs
 from .parts import device_of, unwrapped
 from .recurrent import RecurrentCache, RecurrentModel, is_recurrent
@@ -73,6 +74,8 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING) 
     trusted: whose code it runs. needs: those of the call's drafters. The check runs a few tokens, and again when the device,
     the dtype, the code or a setting of somebody's code has changed. `TESTED` models that run transformers' own code are exempt.
     """
+    if (lacking := cannot_draft()) is not None:
+        return lacking
     model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
     recurrent = is_recurrent(model)
     if not recurrent and not is_rewindable(model):

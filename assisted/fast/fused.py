@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ..engine.cache import SlotCache
 from ..engine.hooks import is_touched, is_untouched, looked_over
+from ..engine.libraries import is_wrapper_subclass
 from ..engine.parts import few_ids, with_children
 from ..engine.runner import CachedModel, Masks, Runnable
 from ..engine.sublayers import Path, Skippable
@@ -184,7 +184,7 @@ def _source(modules: list[nn.Module], parameters: list[torch.Tensor], copied: bo
     others = (module for module in modules if not isinstance(module, LowBitLinear))
     found = (buffer for module in others for buffer in module._buffers.values() if buffer is not None)
     # wrapper subclasses belong to modules that are called
-    buffers = [buffer for buffer in found if not is_traceable_wrapper_subclass(buffer)]
+    buffers = [buffer for buffer in found if not is_wrapper_subclass(buffer)]
     return Source(
         Modules.of(modules, trusted.code),
         Weights.of(parameters, copied),

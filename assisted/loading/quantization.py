@@ -13,13 +13,11 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,6 +33,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key, unpack_in_torch
 from ..engine.parts import few_ids, unwrapped
 from ..extras import install
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
@@ -197,7 +196,7 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
         state_dict=model.state_dict(),
         dtype=model.dtype,
         device_map=getattr(model, "hf_device_map", None) or {"": model.device},
-        attn_implementation=model.config._attn_implementation,
+        attn_implementation=attention_of(model.config),
         quantization_config=_guarded(method, model),
     )
     copied.generation_config = copy.deepcopy(model.generation_config)
@@ -288,7 +287,7 @@ def copy_shells(memo: dict[int, Any], *models: nn.Module) -> None:
 
 def _shell(tensor: Any, memo: dict[int, Any]) -> Any:
     """A copy of a tensor, which may be a wrapper subclass around other tensors."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not is_wrapper_subclass(tensor):
         return copy.deepcopy(tensor, memo)
     names, how = tensor.__tensor_flatten__()
     inner = {name: _shell(getattr(tensor, name), memo) for name in names}
@@ -360,14 +359,13 @@ def memory_bytes(*models: nn.Module, buffers: bool = True) -> int:
         )
         for storage in _storages(owner)
     )
-    # meta tensors (weights that are offloaded) all have the address 0
-    return sum({(one.device, one.data_ptr() or one._cdata): one.nbytes() for one in found}.values())
+    return sum({(one.device, storage_key(one)): one.nbytes() for one in found}.values())
 
 
 def _storages(owner: Any) -> Iterator[torch.UntypedStorage]:
     """The storages of a tensor, or of the object in which a backend keeps its scales."""
-    if isinstance(owner, torch.Tensor) and is_traceable_wrapper_subclass(owner):
-        for name in owner.__tensor_flatten__()[0]:  # quanto, torchao: a wrapper around the tensors with the data
+    if isinstance(owner, torch.Tensor) and is_wrapper_subclass(owner):
+        for name in owner.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # quanto, torchao: a wrapper around the tensors with the data
             yield from _storages(getattr(owner, name))
         return
     if isinstance(owner, torch.Tensor):
@@ -452,10 +450,7 @@ def _settled(model: PreTrainedModel) -> PreTrainedModel:
     method = getattr(model.config, "quantization_config", None)
     if isinstance(method, QuantoConfig):
         # On a CPU, quanto would compile a C++ extension to unpack 4-bit weights; torch can do it in two operations.
-        from optimum.quanto.library.extensions import get_extension, is_extension_available
-
-        if is_extension_available("quanto_cpp") and get_extension("quanto_cpp")._lib is None:
-            get_extension("quanto_cpp")._lib = SimpleNamespace(unpack=_unpack)
+        unpack_in_torch(_unpack)
     if isinstance(method, TorchAoConfig):
         for module in model.modules():
             module.__dict__.pop("extra_repr", None)  # used by print() only, and prevents pickling
@@ -486,7 +481,7 @@ def _unsilence(*_: Any) -> None:
 
 
 def _is_quantized(model: PreTrainedModel) -> bool:
-    shells = any(is_traceable_wrapper_subclass(weight) for weight in model.parameters())
+    shells = any(is_wrapper_subclass(weight) for weight in model.parameters())
     return shells or getattr(model, "hf_quantizer", None) is not None
 
 

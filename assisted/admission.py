@@ -13,6 +13,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .drafts import DraftingStopped
+from .engine.libraries import CACHE_NAMES as _CACHES
 from .engine.libraries import (
     DummyLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -62,7 +63,6 @@ _OTHER_SETTINGS = (  # settings of transformers' own drafting, without effect he
     "max_matching_ngram_size",
 )
 MIXED = "adapter_names gives every row an adapter of its own"
-_CACHES = ("past_key_values", "cache_params")
 _CONSTANTS = (bool, int, float, str)
 _LAYERS = {  # what slots can stand for
     DummyLayer,

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from .engine.libraries import MODEL_METHODS
+from .engine.libraries import CACHE, MODEL_METHODS
 
 __all__ = ["OWN", "ForwardsToTarget", "surface"]
 
@@ -118,7 +118,7 @@ def _forward(
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "position_ids": position_ids,
-        "past_key_values": past_key_values,
+        CACHE: past_key_values,
         "inputs_embeds": inputs_embeds,
         "labels": labels,
         "use_cache": use_cache,

@@ -21,6 +21,8 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 __all__ = [
+    "CACHE",
+    "CACHE_NAMES",
     "CONFIG_FIELDS",
     "CONFIG_ORIGIN",
     "HOST_COPIES",
@@ -146,6 +148,11 @@ _prefill = _found("transformers", "GenerationMixin._prefill", "every call runs w
 LOOP: tuple[FunctionType, ...] = tuple(function for function in (_sample, _prefill) if function is not None)
 """The functions with `generate`'s loop over tokens."""
 LOOP_METHOD = "_sample"
+_INPUTS = _found("transformers", "GenerationMixin.prepare_inputs_for_generation", "nothing", lambda past_key_values: {})
+CACHE = "cache" if "cache" in inspect.signature(_INPUTS).parameters else "past_key_values"
+"""The argument and output of transformers' models that holds the cache: `cache` from 5.24 on."""
+CACHE_NAMES = tuple(dict.fromkeys((CACHE, "past_key_values", "cache_params")))
+"""All its names, those of older code included."""
 _prepares = _found(
     "transformers", "GenerationMixin._prepare_cache_for_generation", "`generate` fills every cache it made"
 )

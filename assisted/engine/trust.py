@@ -28,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .hooks import looked_over
-from .libraries import LOOP, LOOP_METHOD, NOT_IN_FORWARD, active_modes, attention_of
+from .libraries import CACHE_NAMES, LOOP, LOOP_METHOD, NOT_IN_FORWARD, active_modes, attention_of
 from .parts import unwrapped
 
 __all__ = ["Code", "Trust", "code_of", "trust"]
@@ -41,7 +41,7 @@ _MODELS = os.path.join(os.path.dirname(transformers.__file__), "models", "")
 # methods that no forward pass runs, and `generate`, which is called as it is
 _NEVER_RUN = {"__init__", "__init_subclass__", "__repr__", "extra_repr", "generate", *NOT_IN_FORWARD}
 _BOOKKEEPING = frozenset(vars(nn.Module()))
-_OUTPUTS = {"logits", "last_hidden_state", "hidden_states", "past_key_values"}  # set in what a forward returns
+_OUTPUTS = {"logits", "last_hidden_state", "hidden_states", *CACHE_NAMES}  # set in what a forward returns
 _INERT = frozenset(
     {bool, bytes, dict, float, int, list, str, tuple, torch.Tensor, torch.dtype, torch.device, type(None)}
 )

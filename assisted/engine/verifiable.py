@@ -32,7 +32,7 @@ from .runner import (
     require_rewindable,
     without_gradients,
 )
-from .signatures import generate_passes, takes
+from .signatures import cache_argument, generate_passes
 from .trust import Trust, trust
 
 __all__ = ["TESTED", "masks_of", "obstacle_to", "require_verifiable"]
@@ -174,7 +174,7 @@ def _one_by_one(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> torch
         kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids[:, :end])}
         if generate_passes(model, "position_ids"):
             kwargs["position_ids"] = torch.arange(start, end, device=ids.device)[None]
-        kwargs["past_key_values" if takes(model, "past_key_values") else "cache_params"] = cache
+        kwargs[cache_argument(model)] = cache
         output: Any = model(input_ids=ids[:, start:end], use_cache=True, return_dict=True, **kwargs)
         found.append(output.logits[:, -1:].float())
     return torch.cat(found, 1)

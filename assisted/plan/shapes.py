@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from .. import zoo
-from ..engine.libraries import chooses_experts
+from ..engine.libraries import CACHE, chooses_experts
 from ..engine.runner import require_decoder_config
 from ..loading.files import stored_in
 from ..loading.gguf import named_in, read_config
@@ -118,7 +118,7 @@ class Shapes:
             with torch.no_grad():
                 cache = DynamicCache(config=self.model.config)
                 ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-                cache = self.model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
+                cache = self.model(input_ids=ids, use_cache=True, **{CACHE: cache})[CACHE]
             return _states(cache)
         except Exception:  # models whose code reads values
             return self._states_by_config()

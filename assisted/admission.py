@@ -20,6 +20,7 @@ from .engine.libraries import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
+    is_of_caller,
 )
 from .engine.masks import Masks
 from .engine.ranks import waits_for_others
@@ -164,7 +165,7 @@ def _cannot_rewind(cache: Any, name: str, handed_back: bool, by_masks: bool) -> 
     kind = type(cache).__name__
     if getattr(cache, "offloading", False):
         return f"{name}: an offloaded {kind} saves memory that drafting would need"
-    if type(cache) is StaticCache and not getattr(cache, "_is_user_defined", False):
+    if type(cache) is StaticCache and not is_of_caller(cache):
         states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
         return f"{name}: a {kind} of this model cannot be filled" if handed_back and (states or not by_masks) else None
     if type(cache) is Session and cache.in_slots:

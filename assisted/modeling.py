@@ -35,6 +35,7 @@ from .drafts import Round
 from .engine.experts import experts_of, growth
 from .engine.hooks import is_offloaded
 from .engine.host import processor
+from .engine.libraries import with_cache_renamed
 from .engine.parts import device_of, uncompiled, unwrapped
 from .engine.ranks import Ranks, ranks_of
 from .engine.runner import CallSettings, require_decoder_config
@@ -322,6 +323,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         drafting method of transformers (`prompt_lookup_num_tokens`), it is not used, and a warning is given once.
         """
         _require_known(kwargs, self.generate)
+        kwargs = with_cache_renamed(kwargs)
         if inputs is not None and not isinstance(inputs, torch.Tensor):
             raise ValueError(
                 f"inputs: a tensor of token ids is expected, got {type(inputs).__name__}; write "

@@ -76,6 +76,7 @@ __all__ = [
     "storage_key",
     "uncompiled",
     "unpack_in_torch",
+    "with_cache_renamed",
 ]
 
 _LOST: dict[str, str] = {}
@@ -112,7 +113,7 @@ LinearAttentionAndFullAttentionLayer = _layer("LinearAttentionAndFullAttentionLa
 LinearAttentionAndSlidingWindowAttentionLayer = _layer(
     "LinearAttentionAndSlidingWindowAttentionLayer", "targets with recurrent states and sliding windows are refused"
 )
-# From 5.13 on; an earlier table has another name and other entries.
+# From 5.14 on; an earlier table has another name and other entries.
 _KINDS: dict[str, type] = _found("transformers.cache_utils", "DYNAMIC_LAYER_TYPE_MAPPING", _RECURRENT, {})
 _NUMBERED = "number_of_states" in inspect.signature(LinearAttentionLayer).parameters
 """Whether a layer holds its states in dictionaries, by number."""
@@ -164,9 +165,15 @@ def cannot_draft() -> str | None:
     return None if _prefill is not None else "this version of transformers has no GenerationMixin._prefill"
 
 
-def prefill(model: Any, ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
-    """The model's output over a prompt [B, n] int64, which is read as `generate` reads it (in chunks, if so configured)."""
-    return model._prefill(ids, generation_config, model_kwargs)
+def prefill(kind: Any, model: Any, ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+    """The output of a model over a prompt, [B, n] int64, which is read as a model of this class reads it in `generate` (in
+    chunks, if so configured)."""
+    return kind._prefill(model, ids, generation_config, model_kwargs)
+
+
+def with_cache_renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate` in which `past_key_values` has this version's name."""
+    return {CACHE if name == "past_key_values" else name: value for name, value in kwargs.items()}
 
 
 def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
@@ -182,7 +189,7 @@ def pad_token(generation_config: Any) -> int | None:
 
 
 def is_of_caller(cache: Any) -> bool:
-    """Whether a caller may have passed this cache to `generate`. Versions before 5.13 mark none, so any may be a caller's."""
+    """Whether a caller may have passed this cache to `generate`. Versions before 5.17 mark none, so any may be a caller's."""
     return bool(getattr(cache, "_is_user_defined", not _MARKS))
 
 
@@ -243,7 +250,7 @@ def add_settings(parser: Any, kind: type) -> None:
 
 # ---- GGUF files
 
-# From 5.14 on. Until then, every model of a GGUF file was dequantized.
+# From 5.17 on. Until then, every model of a GGUF file was dequantized.
 GgufConfig = _found(
     "transformers", "GgufConfig", "weights of GGUF files cannot stay packed", type("GgufConfig", (), {})
 )
@@ -264,7 +271,7 @@ def gguf_tensors(file: str) -> int:
 
 
 def gguf_splits() -> Mapping[str, str]:
-    """Regular expressions for splitting text, by their names in GGUF; from 5.23 on, and empty before."""
+    """Regular expressions for splitting text, by their names in GGUF; from 5.18 on, and empty before."""
     home, name = "transformers.integrations.gguf.gguf_tokenizer_mapping", "GGUF_PRE_TOKENIZER_SPLITS"
     found: Mapping[str, str] = _found(home, name, "GGUF files cannot be written for llama.cpp", {})
     return found

@@ -78,15 +78,15 @@ class AssistedConfig(PretrainedConfig):
     ):
         if isinstance(target, dict):
             target = _read(target)
-        self.target: Any = target
+        self.target: Any = None  # what is set up below is this object's own
         self.draft = draft
         self.draft_length = draft_length
         super().__init__(**kwargs)
-        self.__dict__["_is_complete"] = True
+        self.target = target
 
     def _is_of_target(self, name: str) -> bool:
         """Whether a field is the target's although this object has one as well."""
-        if name not in _OF_TARGET or self.__dict__.get("target") is None or "_is_complete" not in self.__dict__:
+        if name not in _OF_TARGET or self.__dict__.get("target") is None:
             return False
         # a pair's config that was read without its model has the name of the folder, the target's has none
         return name != CONFIG_ORIGIN or bool(self.target.name_or_path)
@@ -122,7 +122,6 @@ class AssistedConfig(PretrainedConfig):
         """All fields, and the names by which transformers loads the pair when `assisted` was not imported."""
         classes = {"AutoConfig": "AssistedConfig", "AutoModelForCausalLM": "AssistedModelForCausalLM"}
         fields = super().to_dict() | {"auto_map": {auto: f"{_CODE}.{name}" for auto, name in classes.items()}}
-        fields.pop("_is_complete", None)
         if isinstance(fields.get("target"), dict):
             fields["target"].pop(CONFIG_ORIGIN, None)  # where it was read from is nobody else's business
         return fields

@@ -35,7 +35,7 @@ from .drafts import Round
 from .engine.experts import experts_of, growth
 from .engine.hooks import is_offloaded
 from .engine.host import processor
-from .engine.libraries import with_cache_renamed
+from .engine.libraries import CACHE, with_cache_renamed
 from .engine.parts import device_of, uncompiled, unwrapped
 from .engine.ranks import Ranks, ranks_of
 from .engine.runner import CallSettings, require_decoder_config
@@ -344,7 +344,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             assisted = False
         started: list[tuple[Any, lengths.Length]] = []  # by the kind of call, if it was assisted
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        with using(kwargs.get("past_key_values"), kwargs.get("inputs_embeds", prompt), kwargs.get("attention_mask")):
+        with using(kwargs.get(CACHE), kwargs.get("inputs_embeds", prompt), kwargs.get("attention_mask")):
             if assisted:
                 start_length = functools.partial(self._start_length, policy, started, settings.ranks)
                 call = Generation(self, start_length, self._warn_ignored, recorder, settings, lossy_typical)

@@ -31,6 +31,7 @@ __all__ = [
     "LOOP_METHOD",
     "MODEL_METHODS",
     "NOT_IN_FORWARD",
+    "RESETS_ANGLES",
     "STATE_LAYERS",
     "DispatchMode",
     "DummyLayer",
@@ -219,6 +220,14 @@ MODEL_METHODS = frozenset(
 """Methods of PreTrainedModel for loading and saving."""
 NOT_IN_FORWARD = frozenset({"_init_weights"})
 """Methods of models that no forward pass runs."""
+
+
+_updates = _found(
+    "transformers.modeling_rope_utils", "dynamic_rope_update", "models with dynamic angles are not drafted for"
+)
+RESETS_ANGLES = _updates is not None and inspect.getsource(_updates).count("{layer_type}_max_seq_len_cached") < 2
+"""Whether dynamic rotary angles depend on the present text alone. Until 5.12, the length of the longest text so far is stored
+under a wrong name, and the angles are never reset."""
 
 
 def attention_of(config: Any) -> str | None:

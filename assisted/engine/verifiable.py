@@ -19,10 +19,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..drafts import Draft
 from .cache import SlotCache
-from .libraries import cannot_draft
+from .libraries import RESETS_ANGLES, cannot_draft
 from .needs import NOTHING, Needs
 from .parts import device_of, unwrapped
 from .recurrent import RecurrentCache, RecurrentModel, is_recurrent
+from .rope import change_of
 from .runner import (
     CachedModel,
     Masks,
@@ -77,6 +78,8 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING) 
     if (lacking := cannot_draft()) is not None:
         return lacking
     model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
+    if not RESETS_ANGLES and (change := change_of(model)) is not None and not change.once:
+        return "in this version of transformers its dynamic rotary angles depend on earlier texts"
     recurrent = is_recurrent(model)
     if not recurrent and not is_rewindable(model):
         return (

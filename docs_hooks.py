@@ -12,11 +12,15 @@ import json
 import re
 import runpy
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings it
+    import tomli as tomllib
 
 ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT / "notebooks"), str(ROOT / "benchmarks")]

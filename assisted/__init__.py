@@ -7,7 +7,7 @@ it is first used. transformers' Auto classes know assisted models nevertheless, 
 import sys
 from functools import partial
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -74,54 +74,34 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-class _Finder(MetaPathFinder, Loader):
-    """Serves some modules under a second name, and adds assisted models to two tables of transformers.
+class _Finder(MetaPathFinder):
+    """Adds assisted models to two tables of transformers when they are imported.
 
-    `moved`: modules that have moved, under the names that they were documented by before.
-
-    `tables`: modules of transformers with a table of model types, the table, and the class it names for our type. The Auto
-    classes look that class up in `transformers.models.assisted` when they meet a pair. So the pair's code is imported then,
-    and not while transformers is being imported, when half of its modules could not be used yet.
+    transformers offers a registration, but only to code that has imported it, which takes seconds. The Auto classes look up
+    the classes of our type in `transformers.models.assisted` when they meet a pair; this package stands there, and imports them
+    then.
     """
 
-    moved: ClassVar[dict[str, str]] = {
-        "assisted.bench.diagnosis": "assisted.doctor.diagnosis",
-        "assisted.bench.doctor": "assisted.doctor.examine",
-        "assisted.bench.findings": "assisted.doctor.findings",
-        "assisted.controller": "assisted.lengths.adaptive",
-        "assisted.law": "assisted.distribution",
-        "assisted.quantization": "assisted.loading.quantization",
-        "transformers.models.assisted": "assisted.modeling",
-    }
-    tables: ClassVar[dict[str, tuple[str, str]]] = {
+    tables: ClassVar[dict[str, tuple[str, str]]] = {  # by module: the table, and the class it names for our type
         "transformers.models.auto.configuration_auto": ("CONFIG_MAPPING_NAMES", "AssistedConfig"),
         "transformers.models.auto.modeling_auto": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AssistedModelForCausalLM"),
     }
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname in self.moved:
-            return ModuleSpec(fullname, self)
         spec = PathFinder.find_spec(fullname, path, target) if fullname in self.tables else None
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = partial(self._exec_and_add, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = import_module(self.moved[spec.name])
-        spec.loader_state = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state  # importing it by another name has replaced it
-
     def _exec_and_add(self, exec_module: Any, module: ModuleType) -> None:
         exec_module(module)
-        table, name = self.tables[module.__name__]
-        getattr(module, table)["assisted"] = name
+        name, kind = self.tables[module.__name__]
+        if (table := getattr(module, name, None)) is not None:
+            table["assisted"] = kind
 
 
 if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
     sys.meta_path.insert(0, _Finder())
+sys.modules["transformers.models.assisted"] = sys.modules[__name__]
 if not sys.modules.keys().isdisjoint(_Finder.tables):  # the tables are in use: the classes have to be registered
     import_module("assisted.modeling")

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
-from transformers.cache_utils import (
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from .drafts import DraftingStopped
+from .engine.libraries import CACHE_NAMES as _CACHES
+from .engine.libraries import (
     DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
+    is_of_caller,
 )
-
-from .drafts import DraftingStopped
 from .engine.masks import Masks
 from .engine.ranks import waits_for_others
 from .engine.recurrent import has_uncounted_states
@@ -63,7 +64,6 @@ _OTHER_SETTINGS = (  # settings of transformers' own drafting, without effect he
     "max_matching_ngram_size",
 )
 MIXED = "adapter_names gives every row an adapter of its own"
-_CACHES = ("past_key_values", "cache_params")
 _CONSTANTS = (bool, int, float, str)
 _LAYERS = {  # what slots can stand for
     DummyLayer,
@@ -165,7 +165,7 @@ def _cannot_rewind(cache: Any, name: str, handed_back: bool, by_masks: bool) -> 
     kind = type(cache).__name__
     if getattr(cache, "offloading", False):
         return f"{name}: an offloaded {kind} saves memory that drafting would need"
-    if type(cache) is StaticCache and not getattr(cache, "_is_user_defined", False):
+    if type(cache) is StaticCache and not is_of_caller(cache):
         states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
         return f"{name}: a {kind} of this model cannot be filled" if handed_back and (states or not by_masks) else None
     if type(cache) is Session and cache.in_slots:

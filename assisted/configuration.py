@@ -8,17 +8,12 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+from .engine.libraries import CONFIG_FIELDS, CONFIG_ORIGIN
+
 __all__ = ["AssistedConfig"]
 
 _OF_TARGET = frozenset(  # fields that every config has, and that decide how the target runs
-    {
-        "_attn_implementation_internal",
-        "_experts_implementation_internal",
-        "_name_or_path",
-        "_output_attentions",
-        "output_hidden_states",
-        "return_dict",
-    }
+    {*CONFIG_FIELDS, CONFIG_ORIGIN, "output_hidden_states", "return_dict"}
 )
 _CODE = "modeling_assisted"
 _CODE_FILE = '''\
@@ -83,17 +78,18 @@ class AssistedConfig(PretrainedConfig):
     ):
         if isinstance(target, dict):
             target = _read(target)
-        self.target: Any = target
+        self.target: Any = None  # what is set up below is this object's own
         self.draft = draft
         self.draft_length = draft_length
         super().__init__(**kwargs)
+        self.target = target
 
     def _is_of_target(self, name: str) -> bool:
         """Whether a field is the target's although this object has one as well."""
-        if name not in _OF_TARGET or self.__dict__.get("target") is None or "_post_init_done" not in self.__dict__:
+        if name not in _OF_TARGET or self.__dict__.get("target") is None:
             return False
         # a pair's config that was read without its model has the name of the folder, the target's has none
-        return name != "_name_or_path" or bool(self.target._name_or_path)
+        return name != CONFIG_ORIGIN or bool(self.target.name_or_path)
 
     def __getattribute__(self, key: str) -> Any:
         if key in _OF_TARGET and self._is_of_target(key):
@@ -127,7 +123,7 @@ class AssistedConfig(PretrainedConfig):
         classes = {"AutoConfig": "AssistedConfig", "AutoModelForCausalLM": "AssistedModelForCausalLM"}
         fields = super().to_dict() | {"auto_map": {auto: f"{_CODE}.{name}" for auto, name in classes.items()}}
         if isinstance(fields.get("target"), dict):
-            fields["target"].pop("_name_or_path", None)  # where it was read from is nobody else's business
+            fields["target"].pop(CONFIG_ORIGIN, None)  # where it was read from is nobody else's business
         return fields
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:

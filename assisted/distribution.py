@@ -12,43 +12,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers.generation import logits_process as hf
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
 from .drafts import Draft
 from .engine.host import on_device
+from .engine.libraries import processors
 from .engine.trust import blamed
 from .lossy import LossyTypical
 
 __all__ = ["Distribution", "probabilities"]
 
 # These depend on the scores alone, not on the prefix: one call processes all positions of a draft.
-_PREFIX_FREE = {
-    hf.EpsilonLogitsWarper,
-    hf.EtaLogitsWarper,
-    hf.InfNanRemoveLogitsProcessor,
-    hf.LogitNormalization,
-    hf.MinPLogitsWarper,
-    hf.SuppressTokensLogitsProcessor,
-    hf.TemperatureLogitsWarper,
-    hf.TopHLogitsWarper,
-    hf.TopKLogitsWarper,
-    hf.TopPLogitsWarper,
-    hf.TypicalLogitsWarper,
-}
+_PREFIX_FREE = processors(
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+)
 # These forbid end tokens in texts that are too short: they depend on the length of the prefix alone.
-_NOT_YET = {hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor}
+_NOT_YET = processors("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
 # Stateless functions of a row's own prefix and scores: they may be called with prefixes that end in drafted tokens.
-_PREFIX_READING = {
-    hf.ExponentialDecayLengthPenalty,
-    hf.ForcedBOSTokenLogitsProcessor,
-    hf.ForcedEOSTokenLogitsProcessor,
-    hf.NoBadWordsLogitsProcessor,
-    hf.NoRepeatNGramLogitsProcessor,
-    hf.RepetitionPenaltyLogitsProcessor,
-    hf.SequenceBiasLogitsProcessor,
-    hf.SuppressTokensAtBeginLogitsProcessor,
-}
+_PREFIX_READING = processors(
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+)
 
 _TOP_K = (32, 256)  # numbers of most probable tokens among which the nucleus is searched, in this order
 _ROUNDING = 2**-31  # of a sum, for each summand: ten times the largest seen in sums over 49k and 262k tokens
@@ -121,7 +121,7 @@ class Distribution:
         draft: Draft,
         nodes: Sequence[int],
     ) -> torch.Tensor:
-        if type(processor) is hf.TopPLogitsWarper and scores.device.type == "cpu":
+        if type(processor) is TopPLogitsWarper and scores.device.type == "cpu":
             return _nucleus(processor, ids, scores)
         if type(processor) in _PREFIX_FREE:
             return processor(ids[:, :1], scores.flatten(0, 1)).view_as(scores)
@@ -138,7 +138,7 @@ class Distribution:
         nodes: Sequence[int],
     ) -> torch.Tensor:
         """Apply one of `_NOT_YET` to scores [B, k, V]; the number of operations depends on neither rows nor nodes."""
-        if isinstance(processor, hf.MinLengthLogitsProcessor):
+        if hasattr(processor, "min_length"):
             enough = processor.min_length
         else:
             enough = processor.prompt_length_to_skip + processor.min_new_tokens
@@ -166,7 +166,7 @@ def probabilities(scores: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores, -1)
 
 
-def _nucleus(processor: hf.TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def _nucleus(processor: TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Top-p on scores [B, k, V] -> [B, k, V]. Searches the nucleus of each row among its most probable tokens first.
 
     The processor sorts the whole vocabulary, which takes ten times as long. Only two kinds of rows need that: the nucleus ends

@@ -14,16 +14,14 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
+from .engine.libraries import CACHE, MODEL_METHODS
+
 __all__ = ["OWN", "ForwardsToTarget", "surface"]
 
 OWN = frozenset(  # names of transformers that the pair implements itself; all others are the target's
     {
         # class attributes and loading
-        "_auto_class",
-        "_finalize_model_loading",
-        "_from_config",
-        "_load_and_finalize_distributed_pretrained_model",
-        "_load_pretrained_model",
+        *MODEL_METHODS,
         "config_class",
         "from_pretrained",
         "generation_config_class",
@@ -32,8 +30,6 @@ OWN = frozenset(  # names of transformers that the pair implements itself; all o
         "is_remote_code",
         "register_for_auto_class",
         # files: a folder holds the draft as well
-        "_get_files_timestamps",
-        "_upload_modified_files",
         "push_to_hub",
         "save_pretrained",
         # moves: the draft goes along
@@ -122,7 +118,7 @@ def _forward(
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "position_ids": position_ids,
-        "past_key_values": past_key_values,
+        CACHE: past_key_values,
         "inputs_embeds": inputs_embeds,
         "labels": labels,
         "use_cache": use_cache,

@@ -30,6 +30,7 @@ from .decoding import decode
 from .distribution import Distribution
 from .drafters import Call, Drafting
 from .engine.cache import SlotCache
+from .engine.libraries import CACHE, is_of_caller, optimized_for_decode, pad_token, prefill
 from .engine.parts import unwrapped
 from .engine.prefetch import prefetching
 from .engine.ranks import Ranks, fingerprint
@@ -82,7 +83,7 @@ class Prepared:
     @property
     def returns_cache(self) -> bool:
         """Whether the caller gets the KV, including that of the prompt's padding."""
-        return bool(self.config.return_dict_in_generate) or getattr(self.cache, "_is_user_defined", False)
+        return bool(self.config.return_dict_in_generate) or is_of_caller(self.cache)
 
 
 @dataclass
@@ -198,7 +199,7 @@ class Generation:
         keeps = any(change_of(one) is not None for one in (model, *drafter.models))
         # results are copied outside of this mode, so that callers get ordinary tensors
         mode = torch.no_grad() if keeps else without_gradients(model, *drafter.modules)
-        with mode, model._optimize_model_for_decode(), prefetching(model):
+        with mode, optimized_for_decode(model), prefetching(model):
             text, target, drafting = self._extend(call)
             if wanted:
                 _read_to_the_end(target, text)
@@ -216,7 +217,7 @@ class Generation:
             sequences=text.output(),
             scores=text.stacked(text.scores) if text.keep_scores else None,
             logits=text.stacked(text.logits) if text.keep_logits else None,
-            past_key_values=given,
+            **{CACHE: given},
         )
 
     def _extend(self, call: Prepared) -> tuple[Text, CachedModel, Drafting | None]:
@@ -230,12 +231,11 @@ class Generation:
         criteria, ranks = call.criteria, settings.ranks
         if ranks.several:
             criteria = _shared_call(ranks, input_ids, criteria, distribution.do_sample)
-        pad = config._pad_token_tensor
         details = config.return_dict_in_generate
         text = Text(
             input_ids,
             criteria,
-            None if pad is None else int(pad),
+            pad_token(config),
             self._streamer,
             keep_scores=bool(details and config.output_scores),
             keep_logits=bool(details and config.output_logits),
@@ -361,7 +361,7 @@ def _read_prompt(target: CachedModel, call: Prepared) -> torch.Tensor:
         part: dict[str, Any] = {n: tensor[rows, first:] for n, tensor in tensors.items()} if by_column else {}
         if target.last_only:
             part["last_only"] = True
-        output = type(target.model)._prefill(model, input_ids[rows, first:], call.config, {**kwargs, **part})
+        output = prefill(type(target.model), model, input_ids[rows, first:], call.config, {**kwargs, **part})
         return output.logits[:, -1:].to(input_ids.device)
 
     try:
@@ -390,8 +390,8 @@ class _OverSlots:
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(*args, **kwargs)
-        cache = kwargs.get("past_key_values")
-        return inputs | {"past_key_values": cache} if isinstance(cache, SlotCache) else inputs
+        cache = kwargs.get(CACHE)
+        return inputs | {CACHE: cache} if isinstance(cache, SlotCache) else inputs
 
 
 def _last_positions(positions: torch.Tensor, rows: int) -> list[int]:

@@ -35,6 +35,7 @@ from .drafts import Round
 from .engine.experts import experts_of, growth
 from .engine.hooks import is_offloaded
 from .engine.host import processor
+from .engine.libraries import CACHE, with_cache_renamed
 from .engine.parts import device_of, uncompiled, unwrapped
 from .engine.ranks import Ranks, ranks_of
 from .engine.runner import CallSettings, require_decoder_config
@@ -324,6 +325,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         drafting method of transformers (`prompt_lookup_num_tokens`), it is not used, and a warning is given once.
         """
         _require_known(kwargs, self.generate)
+        kwargs = with_cache_renamed(kwargs)
         if inputs is not None and not isinstance(inputs, torch.Tensor):
             raise ValueError(
                 f"inputs: a tensor of token ids is expected, got {type(inputs).__name__}; write "
@@ -344,7 +346,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             assisted = False
         started: list[tuple[Any, lengths.Length]] = []  # by the kind of call, if it was assisted
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        with using(kwargs.get("past_key_values"), kwargs.get("inputs_embeds", prompt), kwargs.get("attention_mask")):
+        with using(kwargs.get(CACHE), kwargs.get("inputs_embeds", prompt), kwargs.get("attention_mask")):
             if assisted:
                 start_length = functools.partial(self._start_length, policy, started, settings.ranks)
                 call = Generation(self, start_length, self._warn_ignored, recorder, settings, lossy_typical)

@@ -7,7 +7,6 @@ what the entries claim is checked in test_architectures.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,7 +69,7 @@ class Architecture:
     """
 
     name: str
-    make: Callable[..., PretrainedConfig]
+    make: partial[PretrainedConfig]
     masks: str = "4d"
     attention: str = "sdpa"
     positions: bool = True
@@ -308,6 +307,14 @@ REFUSED = [
         **LATENT,
     ),
 ]
+
+
+def _known(architectures: list[Architecture]) -> list[Architecture]:
+    """Those that this version of transformers has."""
+    return [architecture for architecture in architectures if architecture.make.args[0] in CONFIG_MAPPING]
+
+
+ARCHITECTURES, RECURRENT, REFUSED = map(_known, (ARCHITECTURES, RECURRENT, REFUSED))
 
 
 def build(architecture: Architecture, seed: int = 0, **config_overrides: Any) -> PreTrainedModel:

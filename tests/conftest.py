@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 
 # Before anything imports huggingface_hub or torch: both read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,7 +15,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import hypothesis
 import pytest
 import torch
+from architectures import RECURRENT as RECURRENT_TARGETS
 
+from assisted.engine.libraries import STATE_LAYERS
+
+RECURRENT = {architecture.name for architecture in RECURRENT_TARGETS}
 QUANT_BACKENDS = ("bitsandbytes", "optimum.quanto", "torchao")
 
 # the same examples every time: a change that fails is to blame itself
@@ -32,6 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = [name for name in QUANT_BACKENDS if not _installed(name)]
     if missing:
         lacking["quant"] = f"not installed: {', '.join(missing)} (pip install '.[quant,torchao]')"
+    if not STATE_LAYERS:
+        lacking["states"] = "this version of transformers has other layers for recurrent states"
+        for item in items:
+            if "test_recurrent" in item.nodeid or RECURRENT.intersection(re.split(r"[\[\]-]", item.name)):
+                item.add_marker("states")
     for item in items:
         for marker, reason in lacking.items():
             if item.get_closest_marker(marker) is not None:

@@ -62,7 +62,7 @@ def passes(monkeypatch):
     monkeypatch.setattr(CachedModel, "_forward", counted)
     for module in (opening, model_drafter):  # on a CPU, fused models look positions up, which reads them
         monkeypatch.setattr(module, "fused", lambda model, trusted: Runnable(model))
-    monkeypatch.setattr(trust, "_modes", list)  # the modes here only count
+    monkeypatch.setattr(trust, "active_modes", list)  # the modes here only count
     return seen
 
 

@@ -59,7 +59,7 @@ def test_a_clone_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_messages_name_extras_that_exist() -> None:
     """No message has a line of its own, and every extra that a message names is one of pyproject.toml's."""
-    import tomllib
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
 
     root = Path(extras.__file__).parents[1]
     known = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]

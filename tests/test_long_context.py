@@ -102,7 +102,7 @@ class Read(TorchDispatchMode):
 
 @pytest.mark.parametrize("draft", ["ngram", "suffix", "draft model"])
 def test_a_round_looks_at_new_ids_alone(draft, monkeypatch):
-    monkeypatch.setattr(trust, "_modes", list)  # this one only counts
+    monkeypatch.setattr(trust, "active_modes", list)  # this one only counts
     target = long_target()
     model = AssistedModelForCausalLM.from_models(target, half_right(target) if draft == "draft model" else draft, 4)
     each = []

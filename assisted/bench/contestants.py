@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import CompileConfig, PreTrainedModel
 
+from ..engine.libraries import compile_anywhere
 from ..loading.quantization import memory_bytes
 from ..modeling import AssistedModelForCausalLM
 
@@ -156,7 +157,7 @@ def _compiled(target: PreTrainedModel) -> Generate:
     if target.device.type != "cpu":
         return _with(target.generate, {"cache_implementation": "static"})  # compiles by itself
     config = CompileConfig(mode="default")
-    config._compile_all_devices = True
+    compile_anywhere(config)
     return _with(target.generate, {"cache_implementation": "static", "compile_config": config})
 
 

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .. import zoo
+from ..engine.libraries import attention_of
 from ..loading.gguf import load_model, reading_once
 from ..loading.vocabulary import find_tokenizer
 
@@ -118,7 +119,7 @@ def grow(
         }
     )
     with torch.device("meta"):
-        grown = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=small._attn_implementation)
+        grown = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(small))
     grown.to_empty(device=device)
     grown.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
     grown.tie_weights()

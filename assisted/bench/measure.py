@@ -118,7 +118,7 @@ def point(
     pad = pad_token(pair.tokenizer)
     batches = texts.batches(prompts, batch, pad)
     if not all(one.counted for one in plain):
-        torch._dynamo.reset()  # code compiled for other shapes counts against a limit
+        torch.compiler.reset()  # code compiled for other shapes counts against a limit
     best, heat = _quickest(pair, plain[0], others, batches, rules, progress) if others else ([], ())
     left = None if rules.seconds is None else rules.seconds - (time.perf_counter() - started)
     measured = race(pair.target, [*plain, *best, *own], batches, replace(rules, seconds=left), pad, progress)

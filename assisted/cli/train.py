@@ -85,6 +85,7 @@ def options(method: str) -> HfArgumentParser:
     """The parser of one method. It gives the method's settings, the plan, and a namespace with everything else."""
     from transformers import HfArgumentParser
 
+    from ..engine.libraries import add_settings
     from ..training.plan import Plan
 
     parser = HfArgumentParser(
@@ -125,8 +126,7 @@ def options(method: str) -> HfArgumentParser:
     )
     trained = _method(method)
     for kind in (trained.options, Plan):
-        parser._add_dataclass_arguments(kind)
-        parser.dataclass_types.append(kind)
+        add_settings(parser, kind)
     if trained.rate is not None:
         parser.set_defaults(lr=trained.rate)
     return parser

@@ -139,6 +139,7 @@ class Examination:
         undrafted: speed of this package without drafts, relative to that; None if no draft was measured.
         repeated_4grams: share of the generated 4-grams that occurred before in their text: loops make every draft look better.
         drafts: a diagnosis for each.
+        lacking: names that the installed versions of other packages lack, with what each costs.
     """
 
     target: str
@@ -159,6 +160,7 @@ class Examination:
     undrafted: Interval | None
     repeated_4grams: float
     drafts: tuple[Diagnosis, ...]
+    lacking: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and the share of the memory's speed, for JSON."""

@@ -22,6 +22,7 @@ from ..bench.prompts import held_out_prompts
 from ..bench.results import machine
 from ..bench.statistics import repeated_share, speedup
 from ..drafters.other_tokenizer import TranslatedDrafter
+from ..engine.libraries import lost
 from ..engine.runner import context_of
 from ..engine.trust import trust
 from ..lengths.base import Costs
@@ -114,6 +115,7 @@ def examine(
         undrafted=None if not ran else speedup([race.seconds[race.plain_way]], [race.seconds[UNDRAFTED]]),
         repeated_4grams=repeated_share(race.wrote[race.plain_way]),
         drafts=tuple(one if isinstance(one, Diagnosis) else _diagnosis(one, race, settings) for one in found),
+        lacking=tuple(f"{name} ({cost})" for name, cost in lost().items() if not cost.startswith("nothing")),
     )
 
 

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .host import on_device
+from .libraries import DummyLayer, UnboundedLayer
 
 __all__ = ["Paths", "SlotCache", "SlotLayer", "unsupported_layers"]
 
@@ -24,7 +25,7 @@ _GROWTH = 512  # slots; the first allocation for a text of unknown length, which
 _LEAST_GROWTH = 32  # where memory is short
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(UnboundedLayer):
     """Keys and values of one attention layer, [B, H, S, D] each, with S slots that are written in place."""
 
     is_sliding = False  # every slot is kept; the mask applies the window
@@ -94,9 +95,6 @@ class SlotLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class SlotCache(Cache):
@@ -401,8 +399,7 @@ class SlotCache(Cache):
 def unsupported_layers(config: Any) -> list[str]:
     """Kinds of cache layers of a model that slots cannot hold (recurrent states, indexers); empty if there are none."""
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    plain = {DynamicLayer, DynamicSlidingWindowLayer}
-    return sorted(kind.__name__ for kind in kinds - plain if kind.__name__ != "DummyLayer")
+    return sorted(kind.__name__ for kind in kinds - {DummyLayer, DynamicLayer, DynamicSlidingWindowLayer})
 
 
 def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:

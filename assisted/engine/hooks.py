@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
+
+from .libraries import global_hooks, hook_of, is_wrapper_subclass
 
 __all__ = ["has_hooks", "is_offloaded", "is_touched", "is_untouched", "looked_over", "obstacle", "offloading_hooks"]
 
@@ -38,7 +38,7 @@ def is_touched(module: nn.Module) -> bool:
     """Whether a call of this module does more than its class: hooks, a replaced or compiled forward, or a weight of a tensor
     subclass (torchao's)."""
     replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
-    return has_hooks(module) or replaced or (type(module) is nn.Linear and is_traceable_wrapper_subclass(module.weight))
+    return has_hooks(module) or replaced or (type(module) is nn.Linear and is_wrapper_subclass(module.weight))
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -47,7 +47,7 @@ def has_hooks(module: nn.Module) -> bool:
     Hooks of transformers itself don't count. A call that asked for hidden states or attentions leaves its hooks on the model,
     and they do nothing in other calls.
     """
-    if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
+    if global_hooks():
         return True
     if not module._forward_hooks and not module._forward_pre_hooks:
         return False
@@ -65,7 +65,7 @@ def offloading_hooks(model: nn.Module) -> list[Any]:
     """accelerate's hooks that fetch a module's weights from a disk or from main memory, in the order of the modules."""
     found = []
     for module in model.modules():
-        hook = module.__dict__.get("_hf_hook")
+        hook = hook_of(module)
         for part in (hook, *getattr(hook, "hooks", ())):  # a SequentialHook holds several
             if getattr(part, "offload", False) and getattr(part, "weights_map", None) is not None:
                 found.append(part)
@@ -85,7 +85,7 @@ def obstacle(model: nn.Module, device: torch.device) -> str | None:
         if not all((getattr(hook, "__module__", None) or "").startswith(_OWN) for hook in hooks):
             return f"{name or 'the model'} has hooks, which must run in every call"
         values = module.__dict__
-        if "forward" in values and not _only_aligns(values.get("_hf_hook")):
+        if "forward" in values and not _only_aligns(hook_of(module)):
             return f"the forward of {name or 'the model'} was replaced"
         if values.get("_compiled_call_impl") is not None:
             return f"{name or 'the model'} is compiled"

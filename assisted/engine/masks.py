@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafts import Draft
+from .libraries import attention_of
 from .signatures import takes
 
 __all__ = ["Masks", "column_depths"]
@@ -40,7 +41,7 @@ class Masks:
         window = getattr(config, "sliding_window", None)
         if not kinds:
             kinds = {"full_attention" if window is None else "sliding_attention"}
-        attention = config._attn_implementation
+        attention = attention_of(config)
         readable = (
             attention in ("sdpa", "eager")
             and not _counts_slots(config)

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .libraries import hook_of, source_of, uncompiled
+
 __all__ = [
     "Inject",
     "Layers",
@@ -45,11 +47,6 @@ def unwrapped(model: Any) -> Any:
     """The model inside an adapter's wrapper; the model itself without one."""
     model = uncompiled(model)
     return uncompiled(model.get_base_model()) if hasattr(model, "get_base_model") else model
-
-
-def uncompiled(model: Any) -> Any:
-    """The model inside `torch.compile(model)`; the model itself if it is not compiled."""
-    return getattr(model, "_orig_mod", model)
 
 
 @dataclass(frozen=True)
@@ -197,9 +194,7 @@ def _own_forward(module: nn.Module, other: nn.Module) -> dict[str, Any]:
     if values.get("_compiled_call_impl") is not None:
         found["_compiled_call_impl"] = None
     if "forward" in values:
-        hook = values.get("_hf_hook")
-        forward = values["forward"] if hook is None else values["_old_forward"]
-        forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+        hook, forward = hook_of(module), source_of(module)
         if not isinstance(forward, MethodType):
             raise ValueError(f"the forward of {type(module).__name__} was replaced by {forward!r}")
         own: Any = MethodType(forward.__func__, other)
@@ -240,7 +235,7 @@ def device_of(module: nn.Module) -> torch.device:
     device: torch.device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
     if device.type != "meta":
         return device
-    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    hooks = (hook_of(part) for part in module.modules())
     found = (getattr(hook, "execution_device", None) for hook in hooks)
     return next((torch.device(place) for place in found if place is not None), device)
 

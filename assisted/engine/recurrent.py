@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    CacheLayerMixin,
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..drafts import Draft
+from .cache import Paths, SlotCache, SlotLayer, unsupported_layers
+from .libraries import (
+    STATE_LAYERS,
     DummyLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
+    has_default_cache,
 )
-
-from ..drafts import Draft
-from .cache import Paths, SlotCache, SlotLayer, unsupported_layers
 from .needs import NOTHING, Needs
 from .runner import CachedModel, Masks, Runnable
 
@@ -40,9 +40,6 @@ _STATES = {
     LinearAttentionLayer.__name__,
     LinearAttentionAndFullAttentionLayer.__name__,
     LinearAttentionAndSlidingWindowAttentionLayer.__name__,
-}
-_LAYER_TYPES = {
-    name for name, kind in DYNAMIC_LAYER_TYPE_MAPPING.items() if issubclass(kind, LinearAttentionCacheLayerMixin)
 }
 _LAG = 16  # columns; a longer unread tail gets its own forward pass, because every pass would read it again
 
@@ -234,9 +231,9 @@ def is_recurrent(model: PreTrainedModel) -> bool:
     """Whether a model keeps states in transformers' own cache layers, and nothing else except keys and values."""
     config = model.config.get_text_config(decoder=True)
     # runs in every call: for pure attention models, the config alone spares building a cache
-    if _LAYER_TYPES.isdisjoint(getattr(config, "layer_types", None) or ()):
+    if STATE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ()):
         return False
-    return model._supports_default_dynamic_cache() and _STATES.issuperset(unsupported_layers(config))
+    return has_default_cache(model) and _STATES.issuperset(unsupported_layers(config))
 
 
 def target_runner(

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ..drafts import Draft
 from .cache import Paths, SlotCache, unsupported_layers
 from .host import on_device
+from .libraries import CACHE, has_default_cache, is_stateful
 from .masks import Masks, column_depths
 from .needs import NOTHING, Needs, States
 from .parts import Inject, Tap, device_of, tapped, unwrapped
@@ -27,7 +28,7 @@ from .prefill import Group, groups
 from .ranks import ALONE, Ranks
 from .rope import Change, change_of
 from .shapes import WIDTHS
-from .signatures import generate_passes, takes
+from .signatures import cache_argument, generate_passes, takes
 from .trust import Trust, trust
 
 __all__ = [
@@ -253,7 +254,7 @@ class CachedModel(Runner):
         self.states = States(runnable.taps, cache)
         self.last_only = runnable.last_only
         self.masks = masks
-        self._takes_cache = "past_key_values" if takes(self.model, "past_key_values") else "cache_params"
+        self._takes_cache = cache_argument(self.model)
         self._takes_positions = takes(self.model, "position_ids")
         # without positions from `generate`, a model counts them itself, including padding
         self._counts_padding = self._takes_positions and not generate_passes(self.model, "position_ids")
@@ -423,8 +424,8 @@ class CachedModel(Runner):
                 attention_mask=kwargs.get("attention_mask"),
                 position_ids=kwargs["position_ids"],
                 position_embeddings=rotary,
-                past_key_values=self.cache,
                 use_cache=True,
+                **{CACHE: self.cache},
             )
         return self.model.lm_head(base.norm(hidden))
 
@@ -501,8 +502,8 @@ def require_rewindable(model: PreTrainedModel, role: str) -> None:
 
 def _unslotted(model: PreTrainedModel) -> list[str]:
     """What a model keeps in its cache that slots can't hold."""
-    if getattr(model, "_is_stateful", False):
+    if is_stateful(model):
         return ["a recurrent state"]
-    if not model._supports_default_dynamic_cache():
+    if not has_default_cache(model):
         return ["a cache of its own kind"]
     return unsupported_layers(model.config.get_text_config(decoder=True))

@@ -9,7 +9,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["generate_passes", "takes"]
+from .libraries import CACHE, CACHE_NAMES
+
+__all__ = ["cache_argument", "generate_passes", "takes"]
 
 
 def takes(model: Any, name: str) -> bool:
@@ -22,6 +24,11 @@ def takes(model: Any, name: str) -> bool:
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return False
     return False
+
+
+def cache_argument(model: Any) -> str:
+    """The argument in which a model's forward takes its cache."""
+    return next((name for name in CACHE_NAMES if takes(model, name)), CACHE)
 
 
 def generate_passes(model: Any, name: str) -> bool:

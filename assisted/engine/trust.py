@@ -23,16 +23,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.nn.modules import module as torch_modules
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedConfig, cache_utils
 from transformers.generation import stopping_criteria
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .hooks import looked_over
+from .libraries import CACHE_NAMES, LOOP, LOOP_METHOD, NOT_IN_FORWARD, active_modes, attention_of, global_hooks, hook_of
 from .parts import unwrapped
 
 __all__ = ["Code", "Trust", "blamed", "code_of", "trust"]
@@ -43,9 +40,9 @@ _KERNELS = "causal_conv1d fla flash_attn flash_attn_interface kernels mamba_ssm"
 _PACKAGES = (*_LIBRARIES, *_QUANTIZERS.split(), *_KERNELS.split())
 _MODELS = os.path.join(os.path.dirname(transformers.__file__), "models", "")
 # methods that no forward pass runs, and `generate`, which is called as it is
-_NEVER_RUN = {"__init__", "__init_subclass__", "__repr__", "_init_weights", "extra_repr", "generate"}
+_NEVER_RUN = {"__init__", "__init_subclass__", "__repr__", "extra_repr", "generate", *NOT_IN_FORWARD}
 _BOOKKEEPING = frozenset(vars(nn.Module()))
-_OUTPUTS = {"logits", "last_hidden_state", "hidden_states", "past_key_values"}  # set in what a forward returns
+_OUTPUTS = {"logits", "last_hidden_state", "hidden_states", *CACHE_NAMES}  # set in what a forward returns
 _VALUES = (bool, bytes, dict, float, int, list, str, tuple, torch.Tensor)
 _INERT = frozenset({*_VALUES, torch.dtype, torch.device, type(None)})
 
@@ -82,19 +79,19 @@ def trust(model: Any) -> Trust:
     modules, parameters = looked_over(model)
     kinds = {*_ALWAYS, *map(type, modules), *map(type, parameters)}
     forward: list[str] = []
-    between = _modes()
+    between = [f"{name} is active" for name in active_modes()]
     between += [blame for blame in map(_blame_of, code_of(map(type, wrappers))) if blame]
     for wrapper in wrappers:  # whose own `generate` runs that of the model
         called = _functions(getattr(type(wrapper), "generate", None))
         between += [f"{type(wrapper).__name__}.generate is {_where(one)}" for one in called if not _is_own(one)]
     records: list[Code] = []
     configs: dict[int, Any] = {}
-    hooks: list[tuple[str, Any]] = [("all modules", hook) for hook in _global_hooks()]
+    hooks: list[tuple[str, Any]] = [("all modules", hook) for hook in global_hooks()]
     seen: set[tuple[type, str]] = set()
     for module in (*wrappers, *modules):
         if module._buffers:
             kinds.update(map(type, module._buffers.values()))
-        if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in module.__dict__:
+        if module._forward_hooks or module._forward_pre_hooks or hook_of(module) is not None:
             hooks += [(_name_of(model, module), hook) for hook in _hooks(module)]
         for child in module._modules.keys():  # noqa: SIM118, a scripted module's cannot be iterated over
             if (type(module), child) not in seen:
@@ -122,7 +119,7 @@ def trust(model: Any) -> Trust:
             forward.append(f"{_name_of(model, module)} is traced or scripted")
     for config in configs.values():
         kinds.add(type(config))
-        used = getattr(config, "_attn_implementation", None)
+        used = attention_of(config)
         for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             for function in _functions(table[used]) if used in table else ():
                 records.append(record := _examined(function))
@@ -225,7 +222,7 @@ class Code:
 
     def _blame(self, name: str, what: str, function: FunctionType | None = None) -> None:
         if function is not None and _remembers(function.__code__):
-            what, name = f"{what}, which remembers something between forward passes", "_sample"
+            what, name = f"{what}, which remembers something between forward passes", LOOP_METHOD
         if name in _steps() or self._is_around:
             self.between = self.between or what
         else:
@@ -285,10 +282,10 @@ _ALWAYS = (  # what slots stand for, what the loop does itself, and what all ten
 @functools.cache
 def _steps() -> frozenset[str]:
     """The methods that `generate` runs between forward passes."""
-    used = _names_in(GenerationMixin._sample.__code__) | _names_in(GenerationMixin._prefill.__code__)
+    used = frozenset().union(*(_names_in(function.__code__) for function in LOOP))
     return frozenset(
         {
-            "_sample",
+            LOOP_METHOD,
             *(name for name in used - {"__call__"} if isinstance(getattr(GenerationMixin, name, None), FunctionType)),
         }
     )
@@ -446,14 +443,10 @@ def _is_generated(function: FunctionType, name: str, space: Mapping[str, Any]) -
 
 def _hooks(module: nn.Module) -> list[Any]:
     """Those of torch, and what accelerate's run."""
-    hook = module.__dict__.get("_hf_hook")
+    hook = hook_of(module)
     parts = () if hook is None else (hook, *getattr(hook, "hooks", ()))  # a SequentialHook holds several
     of_accelerate = [function for part in parts for function in (part.pre_forward, part.post_forward)]
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *of_accelerate]
-
-
-def _global_hooks() -> list[Any]:
-    return [*torch_modules._global_forward_hooks.values(), *torch_modules._global_forward_pre_hooks.values()]
 
 
 def _switches(hook: Any) -> Iterator[Any]:
@@ -524,11 +517,3 @@ def _where(function: FunctionType) -> str:
 def _name_of(model: nn.Module, module: nn.Module) -> str:
     name = next((name for name, one in model.named_modules() if one is module), "")
     return name or f"the {type(model).__name__}"
-
-
-def _modes() -> list[str]:
-    """Modes around this call that see every operation. torch's default device is one that changes no result."""
-    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
-        return []
-    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
-    return [f"{type(mode).__name__} is active" for mode in modes if type(mode) is not DeviceContext]

@@ -19,9 +19,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..drafts import Draft
 from .cache import SlotCache
+from .libraries import RESETS_ANGLES, cannot_draft
 from .needs import NOTHING, Needs
 from .parts import device_of, unwrapped
 from .recurrent import RecurrentCache, RecurrentModel, is_recurrent
+from .rope import change_of
 from .runner import (
     CachedModel,
     Masks,
@@ -31,7 +33,7 @@ from .runner import (
     require_rewindable,
     without_gradients,
 )
-from .signatures import generate_passes, takes
+from .signatures import cache_argument, generate_passes
 from .trust import Trust, trust
 
 __all__ = ["TESTED", "masks_of", "obstacle_to", "require_verifiable"]
@@ -73,7 +75,11 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING) 
     trusted: whose code it runs. needs: those of the call's drafters. The check runs a few tokens, and again when the device,
     the dtype, the code or a setting of somebody's code has changed. `TESTED` models that run transformers' own code are exempt.
     """
+    if (lacking := cannot_draft()) is not None:
+        return lacking
     model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
+    if not RESETS_ANGLES and (change := change_of(model)) is not None and not change.once:
+        return "in this version of transformers its dynamic rotary angles depend on earlier texts"
     recurrent = is_recurrent(model)
     if not recurrent and not is_rewindable(model):
         return (
@@ -173,7 +179,7 @@ def _one_by_one(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> torch
         kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids[:, :end])}
         if generate_passes(model, "position_ids"):
             kwargs["position_ids"] = torch.arange(start, end, device=ids.device)[None]
-        kwargs["past_key_values" if takes(model, "past_key_values") else "cache_params"] = cache
+        kwargs[cache_argument(model)] = cache
         output: Any = model(input_ids=ids[:, start:end], use_cache=True, return_dict=True, **kwargs)
         found.append(output.logits[:, -1:].float())
     return torch.cat(found, 1)

@@ -13,11 +13,18 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-import torch._inductor.config
-import torch.fx.experimental._config
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+
+from ..engine.libraries import (
+    HOST_COPIES,
+    HOST_READS,
+    DispatchMode,
+    attention_of,
+    compile_graph,
+    compiler_settings,
+    end_pool,
+)
 
 __all__ = [
     "CodeReplay",
@@ -33,21 +40,6 @@ __all__ = [
 
 Pass = Callable[[], list[torch.Tensor]]
 """A function that reads and writes tensors at fixed addresses, and returns others."""
-
-_READS = {
-    "_local_scalar_dense",
-    "nonzero",
-    "nonzero_numpy",
-    "masked_select",
-    "_unique",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "is_nonzero",
-    "item",
-    "equal",
-}
-_MOVES = {"_to_copy", "copy_", "to"}
 
 
 class CudaReplay:
@@ -101,7 +93,7 @@ def _tidy_up(device: torch.device, pool: Any) -> None:
     """
     _BROKEN.add(device)
     with suppress(Exception):
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        end_pool(pool)
     with suppress(Exception):
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(generator.clone_state())  # the same values, in a state unknown to any graph
@@ -115,7 +107,7 @@ def _kind(tensor: Any) -> str | None:
     return tensor.device.type if isinstance(tensor, torch.Tensor) else None
 
 
-class NoHostReads(TorchDispatchMode):
+class NoHostReads(DispatchMode):
     """A mode in which the host must not read values from the device: a graph would replay with the values at capture."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,10 +115,10 @@ class NoHostReads(TorchDispatchMode):
         masked = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
-        if name in _READS or masked:
+        if name in HOST_READS or masked:
             raise HostRead(f"{name} waits for the device")
         result = func(*args, **(kwargs or {}))
-        if name in _MOVES and _kind(args[0]) != _kind(args[1] if name == "copy_" else result):
+        if name in HOST_COPIES and _kind(args[0]) != _kind(args[1] if name == "copy_" else result):
             raise HostRead(f"{name} copies values between host and device")
         return result
 
@@ -146,13 +138,10 @@ def compiled(run: Callable[..., list[torch.Tensor]], frozen: bool) -> Callable[.
     frozen: for a CPU, treat weights as constants and choose the fastest matrix product for each by measurement.
     """
 
-    def compile_graph(graph: Any, inputs: Any) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx  # takes a second to import
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        return _Code(compile_graph(graph, inputs, _FROZEN if frozen else None))
 
-        code: Any = compile_fx(graph, inputs, config_patches=dict(_FROZEN) if frozen else None)
-        return _Code(code)
-
-    made: Any = torch.compile(run, backend=compile_graph, dynamic=True)
+    made: Any = torch.compile(run, backend=backend, dynamic=True)
     return made
 
 
@@ -272,16 +261,7 @@ def _watching(watched: _Watched) -> Iterator[None]:
 @contextmanager
 def compiling(frozen: bool) -> Iterator[None]:
     """A context in which calls may compile. frozen: as given to `compiled`."""
-    with (
-        # compiling each model separately counts as recompiling the same code
-        torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000),
-        # a model's Python numbers are constants in its code
-        torch._dynamo.config.patch(specialize_float=True, specialize_int=True),
-        torch._inductor.config.patch(freezing=frozen),  # read before the compile options
-        # sizes that are equal now may differ later
-        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        warnings.catch_warnings(),
-    ):
+    with compiler_settings(frozen), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # caused by the compiler itself
         yield
 
@@ -300,7 +280,7 @@ def fingerprint(model: nn.Module, run: nn.Module) -> tuple[Any, ...]:
         tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors),
         tuple(leaves),
         model.training,
-        None if config is None else config._attn_implementation,
+        None if config is None else attention_of(config),
     )
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ..engine.cache import SlotCache
 from ..engine.hooks import is_touched, is_untouched, looked_over
+from ..engine.libraries import CACHE, is_wrapper_subclass
 from ..engine.parts import few_ids, with_children
 from ..engine.runner import CachedModel, Masks, Runnable
 from ..engine.sublayers import Path, Skippable
@@ -186,7 +186,7 @@ def _source(modules: list[nn.Module], parameters: list[torch.Tensor], copied: bo
     found = [buffer for module in others for buffer in module._buffers.values() if buffer is not None]
     found += [value for own in held.attributes for value in own.values() if isinstance(value, torch.Tensor)]
     # wrapper subclasses belong to modules that are called
-    buffers = [buffer for buffer in found if not is_traceable_wrapper_subclass(buffer)]
+    buffers = [buffer for buffer in found if not is_wrapper_subclass(buffer)]
     return Source(
         held,
         Weights.of(parameters, copied),
@@ -251,16 +251,15 @@ class FusedLayer(Skippable):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        past_key_values: Any = None,
         last_only: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
         """hidden_states: [B, n, D]. attention_mask: as for sdpa, None for causal attention. position_embeddings: from `Angles`.
         last_only: only the last column of the model's output is used, so the last layer computes just keys and values of the
-        others. Returns [B, n, D], or [B, 1, D] without the other columns.
+        others. kwargs: the cache, under the name of `CACHE`. Returns [B, n, D], or [B, 1, D] without the other columns.
         """
         normed = self.before_attention(hidden_states)
-        attended = self.attend(hidden_states, normed, attention_mask, position_embeddings, past_key_values, last_only)
+        attended = self.attend(hidden_states, normed, attention_mask, position_embeddings, last_only, **kwargs)
         return self.transform(attended)
 
     def attend(
@@ -269,8 +268,8 @@ class FusedLayer(Skippable):
         normed: torch.Tensor,
         attention_mask: torch.Tensor | None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        past_key_values: Any = None,
         last_only: bool = False,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Add the attention's output for the input `normed`, [B, n, any], to the residual stream, [B, n, D]."""
         rows, width, _ = hidden_states.shape
@@ -283,8 +282,8 @@ class FusedLayer(Skippable):
         cos, sin = position_embeddings
         turned = _plus_product(turning * cos, turning.roll(self.head_size // 2, -1), sin).transpose(1, 2)
         query, key, value = turned[:, : self.query_heads], turned[:, self.query_heads :], value.transpose(1, 2)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.index)
+        if (cache := kwargs.get(CACHE)) is not None:
+            key, value = cache.update(key, value, self.index)
         if last_only and self.is_last:
             query, hidden_states, width = query[:, :, -1:], hidden_states[:, -1:], 1
             attention_mask = None if attention_mask is None else attention_mask[:, :, -1:]
@@ -322,12 +321,11 @@ class _Attention(nn.Module):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """As `FusedLayer`."""
         normed = self.norm(hidden_states)
-        return self.attend(hidden_states, normed, attention_mask, position_embeddings, past_key_values)
+        return self.attend(hidden_states, normed, attention_mask, position_embeddings, **kwargs)
 
 
 class _MLP(nn.Module):

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..engine.libraries import four_bit_product, int8_product, pack_four_bits
+
 __all__ = ["FOUR_BIT_GROUP", "LOW_BIT_DTYPE", "FewColumns", "LowBitLinear", "joined", "low_bit"]
 
 FOUR_BIT_GROUP = 32  # weights that share a scale and a zero point
@@ -104,11 +106,11 @@ class LowBitLinear(nn.Module):
                 return given @ self._four_bits(torch.eye(inputs, dtype=LOW_BIT_DTYPE))
             return self._four_bits(given)
         if on_cpu and _are_few(len(given)):
-            return torch._weight_int8pack_mm(given, self.packed, self.scales)
+            return int8_product(given, self.packed, self.scales)
         return F.linear(given, self.packed.to(LOW_BIT_DTYPE)) * self.scales
 
     def _four_bits(self, given: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(given, self.packed, FOUR_BIT_GROUP, self.scales)
+        made: torch.Tensor = four_bit_product(given, self.packed, FOUR_BIT_GROUP, self.scales)
         return made
 
     def extra_repr(self) -> str:
@@ -145,9 +147,9 @@ class FewColumns:
         given = inputs.reshape(columns, self.inputs).to(LOW_BIT_DTYPE)
         made: torch.Tensor
         if self.bits == 8:
-            made = torch._weight_int8pack_mm(given, self.packed, self.scales)
+            made = int8_product(given, self.packed, self.scales)
         else:
-            made = torch.ops.aten._weight_int4pack_mm_for_cpu(given, self.packed, FOUR_BIT_GROUP, self.scales)
+            made = four_bit_product(given, self.packed, FOUR_BIT_GROUP, self.scales)
         return made.view(*inputs.shape[:-1], self.outputs)
 
 
@@ -199,5 +201,5 @@ def _four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = ((high - low) / 15).clamp(min=1e-30).to(LOW_BIT_DTYPE)
     zeros = (low + 8 * scales.float()).to(LOW_BIT_DTYPE)
     steps = ((groups - zeros.float()[..., None]) / scales.float()[..., None] + 8).round_().clamp_(0, 15)
-    packed = torch._convert_weight_to_int4pack_for_cpu(steps.to(torch.int32).view(weight.shape).contiguous(), 1)
+    packed = pack_four_bits(steps.to(torch.int32).view(weight.shape).contiguous(), 1)
     return packed, torch.stack([scales.t(), zeros.t()], -1).contiguous()

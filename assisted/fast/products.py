@@ -16,9 +16,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..engine.host import free_memory
+from ..engine.libraries import (
+    is_wrapper_subclass,
+    multiplies_bfloat16,
+    pack_for_onednn,
+    packed_product,
+    packs_for_onednn,
+)
 from .low_bit import FewColumns, joined
 
 __all__ = ["PackedLinear", "Product", "copied_in", "may_copy", "may_take", "packs", "size_of_copies"]
@@ -46,25 +52,19 @@ def packs(dtype: torch.dtype) -> bool:
 def copied_in(dtype: torch.dtype) -> torch.dtype | None:
     """The dtype of a copy of such weights: their own, but float32 for bfloat16 if the processor has no instructions for it.
     None if no copy is faster."""
-    if not torch.backends.mkldnn.is_available():
+    if not packs_for_onednn():
         return None
     if dtype == torch.bfloat16:
-        return torch.bfloat16 if _multiplies_bfloat16() else torch.float32
+        return (
+            torch.bfloat16 if multiplies_bfloat16(platform.machine().lower() in ("x86_64", "amd64")) else torch.float32
+        )
     return dtype if dtype == torch.float32 else None
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for products of bfloat16."""
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return supported
 
 
 def may_copy(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether parameters may be copied: plain tensors on a CPU, of a dtype that `packs`, with enough free memory."""
     held = list(parameters)
-    if any(map(is_traceable_wrapper_subclass, held)):  # the dtype of quanto's and torchao's is the one they compute in
+    if any(map(is_wrapper_subclass, held)):  # the dtype of quanto's and torchao's is the one they compute in
         return False
     kinds = {(p.device.type, p.dtype) for p in held}
     if not all(device == "cpu" and packs(dtype) for device, dtype in kinds):
@@ -92,7 +92,7 @@ def size_of_copies(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
     """A weight, [out, in], in oneDNN's layout and in the dtype of copies."""
-    made: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(copied_in(weight.dtype)), _HINT)
+    made: torch.Tensor = pack_for_onednn(weight.detach().to(copied_in(weight.dtype)), _HINT)
     return made
 
 
@@ -126,10 +126,10 @@ def _times(
         return made.view(*inputs.shape[:-1], outputs)
     more = _width(max(columns, _FILLED) if filled else columns) - columns
     if more == 0:
-        return torch.ops.mkldnn._linear_pointwise.default(inputs, packed, bias, "none", [], "")
+        return packed_product(inputs, packed, bias)
     filled_up = inputs.new_empty(columns + more, inputs.shape[-1])  # the padding is never read
     filled_up[:columns] = inputs.reshape(columns, inputs.shape[-1])
-    made = torch.ops.mkldnn._linear_pointwise.default(filled_up, packed, bias, "none", [], "")
+    made = packed_product(filled_up, packed, bias)
     return made[:columns].view(*inputs.shape[:-1], outputs)
 
 

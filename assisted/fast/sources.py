@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..engine.libraries import int_product
 from ..engine.trust import Code, code_of
 
 __all__ = ["Modules", "Source", "Weights", "identical"]
@@ -57,9 +58,10 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() < 2 or not tensor.numel():
         return tensor.reshape(-1).view(torch.uint8).clone()
     numbers = tensor.flatten(0, -2).contiguous()
-    if torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
+    if int_product is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
         octets = numbers.view(torch.int8)
-        return torch._int_mm(octets, _multipliers(octets.shape[1], torch.int8).t())
+        made: torch.Tensor = int_product(octets, _multipliers(octets.shape[1], torch.int8).t())
+        return made
     # without oneDNN, torch's product of bytes takes far too long; its product of words does from the left
     if numbers.shape[1] * numbers.element_size() % 4 == 0:
         words = numbers.view(torch.int32)

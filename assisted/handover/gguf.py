@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from ..engine.libraries import gguf_splits
 from ..extras import install
 from ..loading.gguf import load_gguf
 from ..loading.vocabulary import find_tokenizer
@@ -145,7 +145,7 @@ def _pre_tokenizer(fields: dict[str, Any], role: str) -> str:
         if len(parts) == 2 and parts[0].get("type") == "Split" and parts[0].get("behavior") == "Isolated":
             pattern = parts[0]["pattern"].get("Regex")
             for name in _SPLITS:
-                if pattern == GGUF_PRE_TOKENIZER_SPLITS[name] and ignores is (name in ("llama-bpe", "tekken")):
+                if pattern == gguf_splits().get(name) and ignores is (name in ("llama-bpe", "tekken")):
                     return name
     raise ValueError(f"{role}: its tokenizer splits text in a way that has no name in GGUF; {_ELSE}")
 

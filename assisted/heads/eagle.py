@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from ..engine.libraries import CACHE
 from ..engine.parts import device_of
 from .eagle_config import EagleConfig, default_taps
 
@@ -143,7 +144,7 @@ class EagleHead(nn.Module):
         kwargs: dict[str, Any] = {
             "attention_mask": attention_mask,
             "position_embeddings": self.rotary_emb(states, position_ids),
-            "past_key_values": cache,
+            CACHE: cache,
         }
         if last_only:
             kwargs["last_only"] = True

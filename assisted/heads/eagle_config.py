@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
+from ..engine.libraries import set_attention
+
 __all__ = ["LAYER_FIELDS", "EagleConfig", "default_taps"]
 
 LAYER_FIELDS = (
@@ -139,5 +141,5 @@ class EagleConfig:
             tie_word_embeddings=False,
             **({"mlp_bias": self.mlp_bias} if self.layer == "llama" else {}),
         )
-        config._attn_implementation = "sdpa"
+        set_attention(config, "sdpa")
         return config

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PretrainedConfig, PreTrainedModel
-from transformers.integrations.gguf import read_gguf_metadata
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file, is_gguf_available
 
+from ..engine.libraries import GgufConfig, dequantized, gguf_tensors
 from ..extras import install
 from .files import gguf_files, loading
 
@@ -102,7 +102,7 @@ def load_gguf(path: str, gguf_file: str, role: str, *model_args: Any, **kwargs: 
     kwargs: for `from_pretrained`. Raises as `read_config` does.
     """
     if kwargs.get("quantization_config") is None:
-        kwargs["quantization_config"] = GgufConfig(dequantize=True)
+        kwargs.update(dequantized())
     with _reading(role, path, gguf_file):
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         config = kwargs.get("config") or AutoConfig.from_pretrained(path, gguf_file=gguf_file, **hub)
@@ -143,7 +143,7 @@ def _type_beside(path: str, **hub: Any) -> Any:
 def _require_layers(config: PretrainedConfig, file: str, role: str) -> None:
     """Reject more layers than a file has tensors, before they are allocated. Raises ValueError."""
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
-    tensors = len(read_gguf_metadata(file)[1])
+    tensors = gguf_tensors(file)
     if not isinstance(layers, int) or not 0 < layers <= tensors:
         raise ValueError(f"{role}: {file}: block_count: {layers!r} layers, but the file has {tensors} tensors")
 

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoQuantizationConfig
@@ -24,6 +23,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key
 from ..engine.parts import few_ids, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .backends import BACKENDS, NAMES, Backend, find, names
@@ -148,7 +148,7 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
         state_dict=model.state_dict(),
         dtype=model.dtype,
         device_map=getattr(model, "hf_device_map", None) or {"": model.device},
-        attn_implementation=model.config._attn_implementation,
+        attn_implementation=attention_of(model.config),
         quantization_config=_guarded(method, model),
     )
     copied.generation_config = copy.deepcopy(model.generation_config)
@@ -282,14 +282,13 @@ def memory_bytes(*models: nn.Module, buffers: bool = True) -> int:
         )
         for storage in _storages(owner)
     )
-    # meta tensors (weights that are offloaded) all have the address 0
-    return sum({(one.device, one.data_ptr() or one._cdata): one.nbytes() for one in found}.values())
+    return sum({(one.device, storage_key(one)): one.nbytes() for one in found}.values())
 
 
 def _storages(owner: Any) -> Iterator[torch.UntypedStorage]:
     """The storages of a tensor, or of the object in which a backend keeps its scales."""
-    if isinstance(owner, torch.Tensor) and is_traceable_wrapper_subclass(owner):
-        for name in owner.__tensor_flatten__()[0]:  # quanto, torchao: a wrapper around the tensors with the data
+    if isinstance(owner, torch.Tensor) and is_wrapper_subclass(owner):
+        for name in owner.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # quanto, torchao: a wrapper around the tensors with the data
             yield from _storages(getattr(owner, name))
         return
     if isinstance(owner, torch.Tensor):
@@ -365,7 +364,7 @@ def _settled(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _is_quantized(model: PreTrainedModel) -> bool:
-    shells = any(is_traceable_wrapper_subclass(weight) for weight in model.parameters())
+    shells = any(is_wrapper_subclass(weight) for weight in model.parameters())
     return shells or getattr(model, "hf_quantizer", None) is not None
 
 

@@ -18,6 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from .. import zoo
+from ..engine.libraries import CACHE, chooses_experts
 from ..engine.runner import require_decoder_config
 from ..loading.files import stored_in
 from ..loading.gguf import named_in, read_config
@@ -117,7 +118,7 @@ class Shapes:
             with torch.no_grad():
                 cache = DynamicCache(config=self.model.config)
                 ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-                cache = self.model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
+                cache = self.model(input_ids=ids, use_cache=True, **{CACHE: cache})[CACHE]
             return _states(cache)
         except Exception:  # models whose code reads values
             return self._states_by_config()
@@ -166,7 +167,7 @@ def _on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTr
     dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    if getattr(model, "_can_set_experts_implementation", lambda: False)():
+    if chooses_experts(model):
         model.set_experts_implementation("batched_mm")  # the only one that reads no values
     return model.eval()
 

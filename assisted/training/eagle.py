@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ..engine.libraries import set_attention
 from ..engine.needs import find_final_norm
 from ..engine.parts import find_layers
 from ..heads.eagle import EagleConfig, EagleHead, unrolled_mask
@@ -140,7 +141,7 @@ class EagleTraining(Method):
         if compiled:
             for layer in head.layers:
                 attention: Any = layer.self_attn
-                attention.config._attn_implementation = "eager"  # its backward, compiled, is the faster one
+                set_attention(attention.config, "eager")  # its backward, compiled, is the faster one
                 layer.compile()
 
     @classmethod

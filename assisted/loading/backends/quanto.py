@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel, QuantoConfig
 
+from ...engine.libraries import is_wrapper_subclass, unpack_in_torch
 from .base import Backend, Format, blocks
 
 __all__ = ["QUANTO", "copy_shells"]
@@ -38,7 +37,7 @@ def copy_shells(memo: dict[int, Any], *models: nn.Module) -> None:
 
 def _shell(tensor: Any, memo: dict[int, Any]) -> Any:
     """A copy of a tensor, which may be a wrapper subclass around other tensors."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not is_wrapper_subclass(tensor):
         return copy.deepcopy(tensor, memo)
     names, how = tensor.__tensor_flatten__()
     inner = {name: _shell(getattr(tensor, name), memo) for name in names}
@@ -47,10 +46,7 @@ def _shell(tensor: Any, memo: dict[int, Any]) -> Any:
 
 def _settle(model: PreTrainedModel) -> None:
     """On a CPU, quanto would compile a C++ extension to unpack 4-bit weights; torch can do it in two operations."""
-    from optimum.quanto.library.extensions import get_extension, is_extension_available
-
-    if is_extension_available("quanto_cpp") and get_extension("quanto_cpp")._lib is None:
-        get_extension("quanto_cpp")._lib = SimpleNamespace(unpack=_unpack)
+    unpack_in_torch(_unpack)
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:

@@ -26,7 +26,9 @@ def test_every_wing_says_what_it_is_for():
 
 def test_private_names_of_other_packages_stand_in_one_file():
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py") if path != LIBRARIES}
-    own = {name for tree in trees.values() for name in _defined(tree)} | OF_MODULES | {"_field_defaults"}  # of named tuples, and documented
+    own = (
+        {name for tree in trees.values() for name in _defined(tree)} | OF_MODULES | {"_field_defaults"}
+    )  # of named tuples, and documented
     elsewhere = {
         f"{path.relative_to(PACKAGE)}, line {node.lineno}: {name}"
         for path, tree in trees.items()

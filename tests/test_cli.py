@@ -165,17 +165,27 @@ def test_standard_error_has_nothing_that_a_user_cannot_act_on() -> None:
     assert done.stderr == ""
 
 
-def test_help_imports_neither_torch_nor_transformers() -> None:
-    code = """
-import sys
-from assisted.cli.main import main
-try:
-    main(["--help"])
-except SystemExit:
-    print(sorted({"assisted.modeling", "torch", "transformers"} & {*sys.modules}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("started", ["script", "module"])
+def test_help_imports_neither_torch_nor_transformers(started: str) -> None:
+    """As the command `assisted` and as `python -m assisted`."""
+    names = "sorted({'assisted.modeling', 'torch', 'transformers'} & {*sys.modules})"
+    code = f"import atexit, sys; atexit.register(lambda: print({names})); sys.argv = ['/bin/assisted', '--help']"
+    run = "from assisted.cli.main import main; main()"
+    if started == "module":
+        code, run = (
+            code.replace("/bin/assisted", "-m"),
+            "import runpy; runpy.run_module('assisted', run_name='__main__')",
+        )
+    done = subprocess.run([sys.executable, "-c", f"{code}\n{run}"], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("\n[]\n")
+
+
+@pytest.mark.parametrize("first", ["assisted", "transformers"])
+def test_auto_classes_know_pairs_once_assisted_is_imported(first: str) -> None:
+    second = {"assisted": "transformers", "transformers": "assisted"}[first]
+    code = f"import {first}, {second}; from transformers import AutoConfig; print(AutoConfig.for_model('assisted').model_type)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "assisted\n"
 
 
 @pytest.mark.parametrize(

@@ -346,7 +346,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             assisted = False
         started: list[tuple[Any, lengths.Length]] = []  # by the kind of call, if it was assisted
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        with using(kwargs.get(CACHE), kwargs.get("inputs_embeds", prompt), kwargs.get("attention_mask")):
+        of_tokens = None if kwargs.get("inputs_embeds") is not None else prompt
+        with using(kwargs.get(CACHE), of_tokens, kwargs.get("attention_mask")):
             if assisted:
                 start_length = functools.partial(self._start_length, policy, started, settings.ranks)
                 call = Generation(self, start_length, self._warn_ignored, recorder, settings, lossy_typical)

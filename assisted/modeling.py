@@ -148,7 +148,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             draft_quantization: how a draft named by a path is quantized: a name of `assisted.loading.quantization.NAMES` or a
                 transformers quantization config.
             draft_length: when to stop drafting: "adaptive" (default; measures costs on this machine, and disables drafting
-                whenever it does not pay off), a number of tokens, "confidence", "heuristic", "adaedl", or a policy object
+                whenever it does not pay off), a number of tokens, "confidence", or a policy object
                 (`assisted.lengths`, `assisted.lengths.Adaptive`).
             tokenizer: the target's, if its folder has none.
             draft_tokenizer: the draft's, if its folder has none.

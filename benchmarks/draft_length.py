@@ -33,7 +33,7 @@ from assisted.bench import (
     repeated_share,
     speedup,
 )
-from assisted.lengths import AdaEDL, Confidence, DraftLength, Fixed, Heuristic, Length
+from assisted.lengths import Confidence, DraftLength, Fixed, Length
 from assisted.lengths.adaptive import Adaptive
 from assisted.lengths.policies import Never
 
@@ -53,13 +53,11 @@ class Cold:
 POLICIES: dict[str, DraftLength] = {
     "no drafts": Never(),
     **{f"fixed {n}": Fixed(n) for n in (1, 2, 3, 4, 6, 8)},
-    "heuristic": Heuristic(),
     "confidence 0.4": Confidence(),
-    "adaedl": AdaEDL(),
     "adaptive": Adaptive(),
     "adaptive, cold": Cold(Adaptive()),
 }
-HOPELESS = ("no drafts", "fixed 4", "heuristic", "confidence 0.4", "adaedl", "adaptive", "adaptive, cold")
+HOPELESS = ("no drafts", "fixed 4", "confidence 0.4", "adaptive", "adaptive, cold")
 
 
 def drafts() -> tuple[AssistedModelForCausalLM, dict[str, DraftModel]]:

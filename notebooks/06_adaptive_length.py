@@ -39,7 +39,7 @@ from transformers.utils import logging as transformers_logging
 
 from assisted import AssistedModelForCausalLM
 from assisted.drafts import Round
-from assisted.lengths import Confidence, Fixed, Heuristic, Length
+from assisted.lengths import Confidence, Fixed, Length
 from assisted.lengths.adaptive import Adaptive
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
 
@@ -290,8 +290,24 @@ print("target passes, drafted, accepted, tokens per pass:", by_library[1])
 #
 # The second panel compares six rules for different costs of the draft. Two of them cheat, to show the limits. The *oracle*
 # sees which tokens the target will accept. *Fixed, best in hindsight* takes the best fixed length for these very texts.
-# `Heuristic` and `Confidence(0.4)` are the rules of transformers. `Heuristic` drafts two tokens more after a draft that was
-# accepted as a whole, and one fewer otherwise.
+# `Heuristic` and `Confidence(0.4)` are the rules of transformers. The library has the second one only.
+
+
+# %%
+class Heuristic(Length):
+    """Two tokens more after a draft that was accepted as a whole, and one fewer otherwise."""
+
+    tokens = 5
+
+    def start(self, earlier=None):
+        return Heuristic()
+
+    def budget(self, unfinished):
+        return self.tokens
+
+    def observe(self, round):
+        full = round.accepted[0] == round.drafted[0]
+        self.tokens = min(self.tokens + 2, 20) if full else max(1, self.tokens - 1)
 
 
 # %%

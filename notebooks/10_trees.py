@@ -35,9 +35,9 @@ import torch
 from transformers import DynamicCache
 
 from assisted import AssistedModelForCausalLM, DraftTree, Merged, acceptance, bench
-from assisted.drafters.trees import best_paths, top_nodes, worthwhile
+from assisted.drafters.trees import best_paths, chosen_nodes
 from assisted.drafts import Draft
-from assisted.lengths.costs import COLUMN
+from assisted.lengths.cost_model import COLUMN, UNMEASURED, best_size
 from assisted.notebook import COLOURS, attempt, figure_style, show, table, token_tree
 
 TARGET, DRAFT = "zoo:target", "zoo:draft"
@@ -227,8 +227,8 @@ show(token_tree([tokenizer.decode([token]) for token in tokens], parents, probab
 # ## The library's call
 #
 # A `Draft` contains one token tree per row: the tokens, and the parent of each token. It computes the mask and the
-# depths. `match_tree` is the walk, and `top_nodes` picks the best nodes of many candidates. All of them agree with our
-# code. The pass over the tree gives the same logits as a separate pass over each path.
+# depths. `match_tree` is the walk, and `chosen_nodes` makes a draft of the nodes that were chosen. All of them agree with
+# our code. The pass over the tree gives the same logits as a separate pass over each path.
 
 # %%
 as_draft = Draft(torch.tensor([tokens]), torch.tensor([len(tokens)]), parents=torch.tensor([parents]))
@@ -238,7 +238,7 @@ assert as_draft.depths()[0].tolist() == [sum(row) for row in tree_mask(parents)]
 choice = logits.argmax(-1).tolist()
 assert acceptance.match_tree(tokens, parents, choice)[0] == path
 
-best = top_nodes(as_draft.tokens, as_draft.parents, torch.tensor([probabilities]).log(), 8)
+best = chosen_nodes([tokens], [parents], [range(8)], as_draft.tokens.device)
 assert best.tokens[0].tolist() == tokens[:8] and best.parents[0].tolist() == parents[:8]
 
 furthest = 0.0
@@ -652,7 +652,8 @@ def check_3(candidate, seed=2):
             )
             counts.append(count)
         assert counts == sorted(counts, reverse=True), "at a higher cost, the number of nodes must not rise"
-        assert counts[1] == worthwhile(probabilities, None, 0.0, 20), "the library returns a different number"
+        found, _ = best_size(probabilities, lambda nodes: UNMEASURED.verify_seconds(nodes + 1))
+        assert counts[1] == found, "the library returns a different number"
 
 
 # %% tags=["exercise"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from assisted.drafts import Draft, Round
-from assisted.lengths import AdaEDL, Confidence, DraftLength, Fixed, Heuristic, Length
+from assisted.lengths import Confidence, DraftLength, Fixed, Length
 from assisted.lengths.adaptive import Adaptive
 
 VOCABULARY = 16
@@ -218,9 +218,7 @@ def _rule(pair: Pair, text: Text, tokens: int, maximum: int, threshold: float, f
 
 POLICIES: dict[str, DraftLength] = {
     **{f"Fixed({n})": Fixed(n) for n in (1, 2, 3, 4, 6, 8)},
-    "Heuristic()": Heuristic(),
     "Confidence(0.4)": Confidence(0.4, 20),
-    "AdaEDL()": AdaEDL(),
     "Adaptive()": Adaptive(),
 }
 

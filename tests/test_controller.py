@@ -17,8 +17,8 @@ from assisted.drafters.combined import CombinedLength, Member
 from assisted.drafts import Round
 from assisted.lengths import Confidence, Costs, Fixed, from_dict, to_dict
 from assisted.lengths.adaptive import Adaptive
-from assisted.lengths.estimates import Curve, Reliability, confidence_bin
-from assisted.lengths.faded import Faded
+from assisted.lengths.cost_model import Timings
+from assisted.lengths.rates import Acceptance
 
 TOKENS = 2000
 SOURCES = {
@@ -151,9 +151,8 @@ def test_what_is_measured():
     pair = Pair(0.3, 0.02, prompt=50.0)  # reading the prompt is no part of a token's cost
     length = simulate(Adaptive(), pair, [text(Source())], TOKENS).length
     assert length.costs.draft == pytest.approx(0.3, rel=0.05)
-    measured = dict(length.costs.verify)
     for columns in (1, 2, 4, 8):
-        assert measured[columns] == pytest.approx(pair.verify(columns), rel=0.1)
+        assert length.costs.verify_seconds(columns) == pytest.approx(pair.verify(columns), rel=0.1)
     run = simulate(Adaptive(), pair, [text(SOURCES["one regime"])], TOKENS)
     assert run.length.predicted_speedup == pytest.approx(TOKENS / (run.seconds - pair.prompt), rel=0.15)
 
@@ -238,9 +237,7 @@ def test_it_decides_from_distributions_before_a_token_is_drawn():
     """Two rounds whose distributions and history agree go the same way, whatever was drawn: only distributions and
     committed counts come in. A low distribution in one row does not stop the others."""
     length = learned(rows=3)
-    for position in range(3):
-        for _ in range(8):
-            length.known.reliability.see(confidence_bin(0.07), position, False)
+    length.known.acceptance.learn([((*[0.9] * position, 0.07), position, position + 1) for position in range(3)] * 8)
     assert length.budget(range(3)) == 16
     assert length.go_on(0, distributions([0.9, 0.9, 0.9])).tolist() == [True] * 3
     assert length.another(1)
@@ -311,11 +308,11 @@ def test_positions_behind_a_rejection_are_not_counted():
     for position in (1, 2):
         assert length.another(position)
         assert length.go_on(position, distributions([0.85])).all()
-    seen = length.known.reliability.cells
+    rates = length.known.acceptance.rates
     length.observe(Round.counted([(3, 1, 2)], 0.3, 1.0))
-    assert seen[confidence_bin(0.85)][0] == Faded(1.0, 2.0)  # one accepted, one rejected, the third unknown
+    assert rates.seen == 2  # one accepted, one rejected, the third unknown
     length.observe(Round.counted([(3, 1, 1)], 0.3, 1.0))  # the row ended in its draft: nothing was rejected
-    assert dataclasses.astuple(seen[confidence_bin(0.85)][0]) == pytest.approx((1.99, 2.98))
+    assert rates.seen == pytest.approx(2.98)
 
 
 def test_a_tree_rejects_nothing_behind_its_last_level():
@@ -328,39 +325,40 @@ def test_a_tree_rejects_nothing_behind_its_last_level():
     assert not length.go_on(1, distributions([0.3])).any()  # no second level
     tree = dataclasses.replace(Round.counted([(5, 1, 2)], 0.3, 1.0), depths=[1])
     length.observe(tree)  # of five nodes one was accepted, as many as a path has
-    assert length.known.reliability.cells[confidence_bin(0.85)][0] == Faded(1.0, 1.0)
-    assert confidence_bin(0.3) not in length.known.reliability.cells
+    acceptance = length.known.acceptance
+    assert acceptance.rates.seen == 1
+    assert acceptance.accept(0.85, 0) > 0.85
 
 
 def test_a_curve_fills_in_and_forgets_first_passes():
-    curve = Curve(8, 0.02, one_apart=True)
-    curve.see(1, 9.0)  # the first pass of a shape
+    curve = Timings(8, 0.02, one_apart=True)
+    curve.add(1, 9.0)  # the first pass of a shape
     assert not curve.seconds
-    curve.see(1, 1.0)
+    curve.add(1, 1.0)
     assert curve.at(1) == 1.0
     assert curve.at(3) == pytest.approx(1.04)
     for seconds in (50.0, 1.4, 1.4):
-        curve.see(5, seconds)
+        curve.add(5, seconds)
     assert [curve.at(n) for n in (1, 3, 5)] == pytest.approx([1.0, 1.2, 1.4])
     assert curve.at(8) == pytest.approx(1.4 * 1.06)  # what the first column lacks says nothing of the sixth
     assert curve.at(100) == curve.at(8)
     for seconds in (30.0, 20.0):  # twice an outlier: a wider pass was faster
-        curve.see(3, seconds)
+        curve.add(3, seconds)
     assert curve.at(3) == pytest.approx(1.4)
 
 
 def test_a_single_wide_pass_raises_a_guess_that_is_too_low():
     """Where columns are dear, drafts of many lengths would be lost before two of them had been as long."""
-    curve = Curve(8, 0.02, one_apart=True)
+    curve = Timings(8, 0.02, one_apart=True)
     for seconds in (1.0, 1.0):
-        curve.see(1, seconds)
-    curve.see(5, 3.0)
+        curve.add(1, seconds)
+    curve.add(5, 3.0)
     assert curve.at(5) == pytest.approx(2.0)  # half of it is believed: it may have been slow for being the first
-    curve.see(3, 1.2)  # the cheapest counts
+    curve.add(3, 1.2)  # the cheapest counts
     assert curve.at(3) == pytest.approx(1.1)
-    curve.see(4, 1.01)
+    curve.add(4, 1.01)
     assert curve.at(3) == pytest.approx(1.04)  # never below the guess
-    curve.see(5, 1.8)
+    curve.add(5, 1.8)
     assert [curve.at(n) for n in (3, 5)] == pytest.approx([1.4, 1.8])  # and now that it was seen twice, it holds
     dear, source = Pair(0.05, 0.6), SOURCES["one regime"]
     runs = [simulate(Adaptive(), dear, [text(source, 96, seed)], 96, seed).speedup for seed in range(20)]
@@ -369,60 +367,72 @@ def test_a_single_wide_pass_raises_a_guess_that_is_too_low():
 
 def test_one_column_says_little_of_several():
     """It may be run by other kernels: a step from one to two is no slope."""
-    curve = Curve(8, 0.02, one_apart=True)
+    curve = Timings(8, 0.02, one_apart=True)
     for count, seconds in ((1, 4.7), (1, 4.7), (2, 7.7), (2, 7.7)):
-        curve.see(count, seconds)
+        curve.add(count, seconds)
     assert [curve.at(n) for n in (1, 2, 7)] == pytest.approx([4.7, 7.7, 7.7 * 1.1])
     for seconds in (10.2, 10.2):
-        curve.see(4, seconds)
+        curve.add(4, seconds)
     assert [curve.at(n) for n in (3, 6)] == pytest.approx([8.95, 12.7])  # among several it is one
 
 
 def test_a_count_that_seemed_dear_is_forgotten():
     """Nothing is drafted to that length any more, so that nothing new would be heard of it."""
-    curve = Curve(8, 0.02, one_apart=True)
+    curve = Timings(8, 0.02, one_apart=True)
     for count, seconds in ((1, 1.0), (1, 1.0), (2, 1.1), (2, 1.1), (5, 9.0), (5, 9.0)):
-        curve.see(count, seconds)
+        curve.add(count, seconds)
     later = curve.copy()
     for _ in range(101):
         assert later.at(5) == 9.0
-        later.see(2, 1.1)
+        later.add(2, 1.1)
     assert later.at(5) == pytest.approx(1.1 * 1.06)
     assert later.at(1) == 1.0  # the plain pass, by which all else is weighed, stays
     for seconds in (1.5, 1.5):  # and of the count it is the new that holds
-        later.see(5, seconds)
+        later.add(5, seconds)
     assert later.at(5) == 1.5
     assert curve.at(5) == 9.0
 
 
-def test_reliability_leans_on_what_was_seen():
-    reliability = Reliability()
-    high, low = confidence_bin(0.85), confidence_bin(0.15)
-    assert reliability.accept(high, 0) == pytest.approx(0.85)  # taken at its word
+def judged(acceptance, confidence, position, right, rounds):
+    """So many rounds whose drafts were judged at this position only, as far as the rates there can tell."""
+    for _ in range(rounds):
+        acceptance.learn([((confidence,) * (position + 1), position + right, position + 1)])
+
+
+def test_acceptance_leans_on_what_was_seen():
+    acceptance = Acceptance()
+    assert acceptance.accept(0.85, 0) == pytest.approx(0.85)  # taken at its word
+    judged(acceptance, 0.85, 0, False, 50)
+    assert acceptance.accept(0.85, 0) < 0.1
+    assert acceptance.accept(0.85, 9) < 0.3  # other positions learn from it
+    assert acceptance.accept(0.15, 0) == pytest.approx(0.15)
+    for _ in range(1000):
+        acceptance.learn([])
+    assert acceptance.accept(0.85, 0) > 0.7  # and it is forgotten
     for _ in range(50):
-        reliability.see(high, 0, False)
-    assert reliability.accept(high, 0) < 0.1
-    assert reliability.accept(high, 9) < 0.3  # other positions learn from it
-    assert reliability.accept(low, 0) == pytest.approx(0.15)
-    reliability.round += 1000
-    assert reliability.accept(high, 0) > 0.7  # and it is forgotten
-    for _ in range(50):
-        reliability.see_chain(0, True)
-    assert reliability.chain(3) == pytest.approx(
-        [0.97, 0.97, 0.97], abs=0.01
-    )  # each position leans on the one before it
+        acceptance.learn([((), 1, 1)])
+    assert acceptance.chain(3) == pytest.approx([0.96] * 3, abs=0.01)  # each position leans on the one before it
 
 
 def test_a_draft_that_is_right_where_it_is_unsure():
     """A quantized copy is accepted whatever its confidence. The tokens of one confidence show it, and it counts for all."""
-    reliability = Reliability()
-    for _ in range(20):
-        reliability.see(confidence_bin(0.65), 0, True)
-    assert reliability.accept(confidence_bin(0.35), 1) > 0.9
-    assert reliability.following(confidence_bin(0.35)) > 0.9
-    for _ in range(20):  # as many rejections as the confidences predicted, in all
-        reliability.see(confidence_bin(0.65), 1, False)
-    assert reliability.accept(confidence_bin(0.35), 3) == pytest.approx(0.35)
+    acceptance = Acceptance()
+    judged(acceptance, 0.65, 0, True, 40)
+    assert acceptance.accept(0.35, 1) > 0.85
+    assert acceptance.following(0.35) > 0.85
+    judged(acceptance, 0.65, 0, False, 40)  # as many rejections as the confidences predicted, and more
+    assert acceptance.accept(0.35, 3) == pytest.approx(0.35)
+
+
+def test_a_copy_learns_by_itself():
+    first = Acceptance()
+    judged(first, 0.65, 0, True, 5)
+    before = first.accept(0.65, 0), first.chain(2), first.following(0.65)
+    later = first.copy()
+    later.see_following(0.65, 0.1)
+    later.learn([((0.65,), 0, 1), ((), 0, 1)])
+    assert (first.accept(0.65, 0), first.chain(2), first.following(0.65)) == before
+    assert later.accept(0.65, 0) < before[0]
 
 
 def test_on_models():

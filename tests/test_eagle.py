@@ -212,8 +212,8 @@ def test_what_became_of_the_guesses_on_the_way_is_learned(batch, monkeypatch):
         model.generate(**inputs, **(CALL | {"eos_token_id": ENDS if batch else None, "max_new_tokens": 12}))
     assert places[0] > model.report.target_passes
     rates = model.drafter.rates
-    assert rates[False].seen.sum() > 0
-    assert rates[True].seen.sum() == 0
+    assert rates[False].seen > 0
+    assert rates[True].seen == 0
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ def test_rows_in_step(tree):
     assert model.report.accepted > 0
 
 
-@pytest.mark.parametrize("policy", ["adaptive", Confidence(0.3), "heuristic", "adaedl", 1])
+@pytest.mark.parametrize("policy", ["adaptive", Confidence(0.3), 1])
 def test_draft_lengths(policy):
     target, model = pair()[0], assisted(3, draft_length=policy)
     for inputs in one_and_four(target):

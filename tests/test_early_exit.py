@@ -13,10 +13,10 @@ from test_parts import assert_same, snapshot
 
 from assisted import AssistedModelForCausalLM, EarlyExit, decoding
 from assisted.drafters import early_exit
-from assisted.drafters.chain import predicted_speedup
 from assisted.drafters.exit_choice import ExitChoice
 from assisted.engine import split, trust
 from assisted.lengths import Confidence
+from assisted.lengths.cost_model import best_speedup
 
 CALL = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LAYERS = 6
@@ -325,7 +325,9 @@ class TestExitChoice:
             choice.learn(layer, 1000 * acceptance, 1000)
         choice.decide(drafted, drafted + more)
         best = max(
-            predicted_speedup(choice.acceptance(layer), fixed + (1 - fixed) * layer / count, drafted, drafted + more)
+            best_speedup(
+                choice.acceptance(layer), fixed + (1 - fixed) * layer / count, range(drafted, drafted + more + 1)
+            )
             for layer in range(1, count)
         )
         assert choice.speedup(choice.layer, drafted, drafted + more) >= best / 1.051
@@ -361,7 +363,7 @@ class TestExitChoice:
 
 
 @given(st.floats(0, 0.99), st.floats(0.01, 1.5), st.integers(1, 12), st.integers(0, 8))
-def test_predicted_speedup_is_that_of_the_best_length(acceptance, cost, shortest, more):
+def test_the_best_speedup_is_that_of_the_best_length(acceptance, cost, shortest, more):
     lengths = range(shortest, shortest + more + 1)
     expected = max((1 - acceptance ** (g + 1)) / (1 - acceptance) / (1 + cost * g) for g in lengths)
-    assert predicted_speedup(acceptance, cost, shortest, shortest + more) == pytest.approx(expected)
+    assert best_speedup(acceptance, cost, lengths) == pytest.approx(expected)

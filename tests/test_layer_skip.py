@@ -14,13 +14,13 @@ from test_parts import assert_same, snapshot
 
 from assisted import AssistedModelForCausalLM, LayerSkip, decoding
 from assisted.drafters import layer_skip
-from assisted.drafters.chain import predicted_speedup
 from assisted.drafters.skip_search import SkipSearch
 from assisted.engine.cache import SlotCache
 from assisted.engine.needs import Needs
 from assisted.engine.parts import Tap
 from assisted.engine.runner import CachedModel, Masks
 from assisted.fast.fused import FusedLayer, fused
+from assisted.lengths.cost_model import best_speedup
 
 CALL = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LAYERS = 6
@@ -224,7 +224,7 @@ class TestSkipSearch:
             return math.prod(1 - damage[index] for index in skipped)
 
         def speedup(skipped):
-            return predicted_speedup(acceptance(skipped), search.cost(skipped))
+            return best_speedup(acceptance(skipped), search.cost(skipped))
 
         search = SkipSearch([share] * len(damage), 0.45, range(len(damage)), 1)
         start = speedup(search.skipped)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from assisted.drafts import Round
-from assisted.lengths import AdaEDL, Confidence, Costs, Fixed, Heuristic, from_dict, policies, resolve, to_dict
+from assisted.lengths import Confidence, Costs, Fixed, from_dict, policies, resolve, to_dict
 from assisted.lengths.adaptive import Adaptive
 
 COSTS = Costs(((1, 0.004), (2, 0.005)), 0.001)
@@ -28,8 +28,6 @@ class Own:
         (None, Adaptive()),
         ("adaptive", Adaptive()),
         ("confidence", Confidence()),
-        ("heuristic", Heuristic()),
-        ("adaedl", AdaEDL()),
         (1, Fixed(1)),
         (7, Fixed(7)),
         (Fixed(3), Fixed(3)),
@@ -60,13 +58,6 @@ def test_what_is_not_known_is_refused(written):
         (lambda: Confidence(threshold=1.01), "threshold: 1.01 is no probability"),
         (lambda: Confidence(threshold=float("nan")), "threshold: nan is no probability"),
         (lambda: Confidence(maximum=0), "maximum: 0 is not possible; draft at least 1 token"),
-        (lambda: Heuristic(start_tokens=0), "start_tokens: 0 is not possible; draft at least 1 token"),
-        (lambda: Heuristic(5, maximum=4), "maximum: 4 is less than start_tokens, 5"),
-        (lambda: AdaEDL(gamma=0), "gamma: 0 is not possible; give a number above 0"),
-        (lambda: AdaEDL(threshold=1.5), r"threshold: 1.5 is no probability; give a number in \[0, 1\]"),
-        (lambda: AdaEDL(acceptance=-1), "acceptance: -1 is no probability"),
-        (lambda: AdaEDL(acceptance_memory=1), r"acceptance_memory: 1 is no weight; give a number in \[0, 1\)"),
-        (lambda: AdaEDL(maximum=0), "maximum: 0 is not possible; draft at least 1 token"),
         (lambda: Adaptive(maximum=0), "maximum: 0 is not possible; draft at least 1 token"),
         (lambda: Adaptive(margin=0.9), "margin: 0.9 would draft at a loss; give a speedup of at least 1"),
         (lambda: Adaptive(margin=float("nan")), "margin: nan would draft at a loss"),
@@ -98,8 +89,6 @@ def test_values_that_cannot_be(make, message):
         Confidence(threshold=1),
         Confidence(maximum=1),
         Fixed(1),
-        Heuristic(1, 1),
-        AdaEDL(threshold=1, acceptance=0, maximum=1),
         Adaptive(maximum=1, margin=1, probe_every=1),
     ],
 )
@@ -114,8 +103,6 @@ def test_the_borders_are_inside(policy):
         Fixed(7),
         Confidence(),
         Confidence(0.25, 3),
-        Heuristic(3),
-        AdaEDL(gamma=0.5),
         Adaptive(),
         Adaptive(8, 1.1, 20, COSTS),
     ],
@@ -133,6 +120,13 @@ def test_saving_a_default_and_what_is_not_ours():
     with pytest.raises(ValueError, match="draft_length: the saved policy 'oracle' is not known in this version"):
         from_dict(fields)
     assert fields == {"policy": "oracle", "depth": 3}
+
+
+@pytest.mark.parametrize("name", ["heuristic", "adaedl"])
+def test_a_policy_that_was_removed_says_what_to_use(name):
+    for make in (lambda: resolve(name), lambda: from_dict({"policy": name, "maximum": 20})):
+        with pytest.raises(ValueError, match=f"draft_length: '{name}' was removed, .*; use 'adaptive'"):
+            make()
 
 
 def distribution_of(*largest):
@@ -164,45 +158,7 @@ def test_confidence_stops_below_its_threshold(threshold, goes_on):
         assert length.go_on(position, q).tolist() == [bool(flag) for flag in goes_on]
 
 
-def test_the_heuristic_takes_two_more_or_one_less():
-    length = Heuristic(start_tokens=3, maximum=6).start()
-    assert not length.needs_q
-    budgets = []
-    for rows in ([(3, 3, 4)], [(5, 5, 6)], [(6, 5, 6)], [(0, 0, 1)], [(5, 5, 6), (5, 4, 5)], *[[(4, 0, 1)]] * 5):
-        length.observe(Round.counted(rows, 1.0, 1.0))
-        budgets.append(length.budget(ONE))
-    assert budgets == [5, 6, 5, 5, 4, 3, 2, 1, 1, 1]  # a plain round says nothing; every row's draft must be accepted
-    assert Heuristic(start_tokens=3, maximum=6).start(length).budget(ONE) == 1
-    assert Heuristic().start().budget(ONE) == 5
-
-
-def test_adaedl_stops_below_a_bound_that_follows_the_acceptance():
-    length = AdaEDL(gamma=0.2, threshold=0.5, step=0.05, maximum=7).start()
-    assert length.budget(ONE) == 7
-    assert length.needs_q
-    certain, even, uniform = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4])
-    q = torch.stack([certain, even, uniform])
-    # 1 - sqrt(0.2 H): H = 0, log 2, log 4 give 1, 0.63, 0.47
-    assert length.go_on(1, q).tolist() == [True, True, False]
-    assert length.go_on(0, q).all()  # one token is always proposed
-    length.observe(Round.counted([(0, 0, 1)], 1.0, 1.0))
-    assert length.threshold == 0.5
-    length.observe(Round.counted([(4, 0, 1)], 1.0, 1.0))
-    assert length.threshold == pytest.approx(0.5 + 0.1 * 0.05)
-    length.observe(Round.counted([(4, 4, 5)], 1.0, 1.0))  # the average is at 0.5, below 0.9 still
-    assert length.threshold == pytest.approx(0.5 + 0.2 * 0.05)
-    for _ in range(30):
-        length.observe(Round.counted([(4, 0, 1)], 1.0, 1.0))
-    assert length.go_on(1, q).tolist() == [True, False, False]
-    later = AdaEDL().start(length)
-    assert later.threshold == length.threshold
-    for _ in range(300):
-        length.observe(Round.counted([(4, 4, 5), (2, 2, 3)], 1.0, 1.0))
-    assert length.threshold == 0
-    assert length.go_on(1, q).all()
-
-
-@pytest.mark.parametrize("policy", [Fixed(2), Confidence(), Heuristic(), AdaEDL(), Adaptive()])
+@pytest.mark.parametrize("policy", [Fixed(2), Confidence(), Adaptive()])
 def test_policies_are_frozen_and_start_afresh(policy):
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.maximum = 1

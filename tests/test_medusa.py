@@ -236,8 +236,8 @@ def test_sampling_learns_apart_from_greedy():
     with no_fallback():
         model.generate(random_ids(target, 1, 5), **CALL | {"do_sample": True})
     rates = model.drafter.rates
-    assert rates[True].seen.sum() > 0
-    assert rates[False].seen.sum() == 0
+    assert rates[True].seen > 0
+    assert rates[False].seen == 0
 
 
 def test_saved_pairs(tmp_path):

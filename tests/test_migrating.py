@@ -278,7 +278,7 @@ def test_early_exits_read_a_token_once(target: Any, draft: Any, inputs: dict[str
 
 def test_the_heuristic(target: Any, draft: Any, pair: Any, inputs: dict[str, torch.Tensor]) -> None:
     before = draft.generation_config.to_dict()
-    pair.generate(**inputs, **CALL, draft_length="heuristic")
+    pair.generate(**inputs, **CALL)
     assert draft.generation_config.to_dict() == before
     config = draft.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = 3, "heuristic"

@@ -14,9 +14,10 @@ GUESSES = (0.75, 0.15)
 
 
 def test_guesses_are_taken_at_their_word_before_anything_is_seen():
-    guesses = torch.rand(3, 4, 5).sort(-1, descending=True).values
-    assert torch.allclose(Rates().of(guesses), guesses)
-    assert torch.allclose(Rates(3).of(guesses, torch.arange(3)[:, None, None]), guesses)
+    for guesses in torch.rand(12, 5).sort(-1, descending=True).values.tolist():
+        assert Rates().at(guesses) == pytest.approx(guesses)
+        assert Rates(3).at(guesses, 2) == pytest.approx(guesses)
+        assert Rates().at(guesses, priors=[0.5] * 5) == pytest.approx([0.5] * 5)
 
 
 def test_rates_follow_what_is_seen():
@@ -26,8 +27,6 @@ def test_rates_follow_what_is_seen():
     first, second = rates.at(GUESSES, 0), rates.at(GUESSES, 1)
     assert first[0] > 0.85 > 0.15 > first[1]
     assert second[0] < 0.15 < 0.85 < second[1]
-    both = rates.of(torch.tensor([GUESSES, GUESSES]), torch.tensor([[0], [1]]))
-    assert torch.allclose(both, torch.tensor([first, second]))
     rates.learn([(GUESSES, 0, (False, False))])
     assert 0.8 < rates.at(GUESSES)[0] < first[0]
 
@@ -68,13 +67,14 @@ def test_rates_are_probabilities(seen, probability):
     assert 0 <= rates.at((probability,), 2)[0] <= 1 + 1e-6
 
 
-def test_learned_in_inference_mode_and_out_of_it():
+def test_the_past_fades():
     rates = Rates()
-    for place in (torch.inference_mode, torch.no_grad):
-        with place():
-            rates.learn([(GUESSES, 0, (True, False))])
-            rates.of(torch.tensor(GUESSES))
-    assert rates.seen.sum() == pytest.approx(2 * (1 + 0.99))
+    for _ in range(2):
+        rates.learn([(GUESSES, 0, (True, False))])
+    assert rates.seen == pytest.approx(2 * (1 + 0.99))
+    later = rates.copy()
+    later.learn([(GUESSES, 0, (True, False))])
+    assert later.seen > rates.seen == pytest.approx(2 * (1 + 0.99))
 
 
 def test_rates_stay_probabilities_while_threads_learn() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from assisted import AssistedModelForCausalLM
 from assisted.lengths import Adaptive, remembered
-from assisted.lengths.costs import Costs
+from assisted.lengths.cost_model import Costs
 
 COSTS = Costs(((1, 0.01), (2, 0.011), (8, 0.02)), 0.002)
 # long enough that some length of a draft occurs twice: its first timing does not count

@@ -11,13 +11,12 @@ from pairs import BY_NAME, CALL, no_fallback, tokenizer
 
 from assisted import AssistedModelForCausalLM, DraftModel, DraftTree
 from assisted.drafters.tree_drafter import LARGEST, TreeDrafter
-from assisted.drafters.trees import Offers, worthwhile_size
+from assisted.drafters.tree_growth import Offers
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel, Masks
 from assisted.engine.tree_reader import TreeReader
 from assisted.lengths import Adaptive, Costs
-from assisted.lengths.costs import COLUMN
-from assisted.lengths.estimates import Curve
+from assisted.lengths.cost_model import COLUMN, Timings, best_size
 
 SOME = ["llama", "gpt2", "qwen2", "gemma2", "mistral"]  # learned positions, windows, several masks
 
@@ -88,17 +87,21 @@ def test_flat_costs_lead_to_large_trees_and_steep_ones_to_small() -> None:
     worth = [0.9 / (1 + node / 4) for node in range(1024)]
     sizes = (1, 4, 16, 64, 256, 1024)
     flat, steep = Costs(((1, 1.0), (1025, 1.01)), 0.0), Costs(((1, 1.0), (2, 2.0)), 0.0)
-    assert worthwhile_size(worth, flat, 0.1, sizes)[0] == 1024
-    assert worthwhile_size(worth[:500], flat, 0.1, sizes)[0] == 500
-    assert worthwhile_size(worth, steep, 0.1, sizes)[0] <= 1
+
+    def size(worth: list[float], costs: Costs) -> int:
+        return best_size(worth, lambda nodes: 0.1 + costs.verify_seconds(nodes + 1), sizes)[0]
+
+    assert size(worth, flat) == 1024
+    assert size(worth[:500], flat) == 500
+    assert size(worth, steep) <= 1
 
 
 def test_the_measured_slope_over_many_positions_counts() -> None:
     """Otherwise the guess of 2% a position would keep trees small whose nodes cost nothing."""
-    curve = Curve(17, COLUMN, one_apart=True)
+    curve = Timings(17, COLUMN, one_apart=True)
     for count in (65, 1, 65, 1):
-        curve.see(count, 1.0)
-    costs = Costs(tuple(enumerate(curve.seconds))[1:], 0.0)
+        curve.add(count, 1.0)
+    costs = Costs(curve.knots, 0.0)
     assert costs.verify_seconds(257) < 1.1
 
 

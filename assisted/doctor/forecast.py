@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..bench.statistics import Interval, speedup
-from ..lengths.costs import Costs
+from ..lengths.cost_model import Costs
 from .recording import Step
 
 __all__ = ["Drafts", "Expected", "Token", "expect", "half_as_wrong", "marks", "tree_columns"]

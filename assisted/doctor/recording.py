@@ -12,7 +12,7 @@ import torch
 
 from ..drafts import Draft, Round
 from ..lengths.base import Length
-from ..lengths.costs import Costs
+from ..lengths.cost_model import Costs
 
 __all__ = ["Recorded", "Step"]
 

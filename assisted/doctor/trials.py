@@ -22,8 +22,7 @@ from ..bench.protocol import Rules
 from ..drafters import ModelDrafter
 from ..drafts import DraftingStopped
 from ..engine.runner import context_of
-from ..lengths.costs import COLUMN, Costs
-from ..lengths.estimates import Curve
+from ..lengths.cost_model import COLUMN, Costs, Timings
 from ..lengths.policies import Never
 from ..modeling import AssistedModelForCausalLM
 from .comparison import Comparison, Written, compare
@@ -120,7 +119,7 @@ class Trials:
         """Decode prompts with long drafts and record every round, until its share of the time is over. of: number of drafts."""
         settings = self.settings
         # a pass over more tokens never takes less time: such a measurement was disturbed
-        curve = Curve(COLUMNS[-1], COLUMN, passes.seconds).seconds
+        curve = Timings(COLUMNS[-1], COLUMN, passes.seconds).seconds
         measured = Costs(tuple(enumerate(curve))[1:], 0.0)
         policy = Recorded(settings.longest, waits=self.target.device.type != "cpu", costs=measured)
         run = model.generate

@@ -17,7 +17,7 @@ from ..engine.runner import CachedModel
 from ..text import Text
 from .base import Call, Drafting
 
-__all__ = ["ChainDrafting", "PartDrafting", "predicted_speedup"]
+__all__ = ["ChainDrafting", "PartDrafting"]
 
 
 class ChainDrafting(Drafting):
@@ -112,17 +112,3 @@ class PartDrafting(ChainDrafting):
             return self.draft_chain(text, budget, read(text.last_tokens()), read)
         finally:
             cache.rewind(known)
-
-
-def predicted_speedup(acceptance_rate: float, cost: float, shortest: int = 1, longest: int = 8) -> float:
-    """Speedup over the autoregressive baseline at the best draft length from `shortest` to `longest`.
-
-    Assumes that verifying a draft costs as much as a forward pass over one token. acceptance_rate: of a drafted token, the
-    same at all positions. cost: of a drafted token, in forward passes of the target.
-    """
-    expected, best = 1.0, 0.0
-    for length in range(1, longest + 1):
-        expected += acceptance_rate**length
-        if length >= shortest:
-            best = max(best, expected / (1 + cost * length))
-    return best

@@ -10,7 +10,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,13 +21,13 @@ from ..drafts import Draft, DraftingStopped, Round
 from ..engine.needs import NOTHING
 from ..engine.ranks import ALONE, Ranks
 from ..lengths.base import DraftLength, Length
+from ..lengths.cost_model import KEEP_LOCAL, DecayedMean
 from ..text import Text
 from .base import Call, Drafter, Drafting, Spec, Target
 from .registry import parse, read, register
 
 __all__ = ["Combined", "CombinedDrafter"]
 
-MEMORY = 0.9  # weight of the past in moving averages
 TRIED = 3  # rounds after which a drafter's averages are used
 CERTAIN = 2.0  # while some drafter has fewer rounds, a draft with this many expected tokens is used,
 SURE = 0.75  # or with this share of the tokens that it may have: before its costs are known, these are few
@@ -98,9 +98,7 @@ class CombinedDrafter(Drafter):
         before = earlier.members if isinstance(earlier, CombinedLength) else [None] * len(self.members)
         return CombinedLength(
             [
-                replace(old, length=member.start_length(policy, old.length))
-                if old
-                else Member(member.start_length(policy))
+                old.following(member.start_length(policy, old.length)) if old else Member(member.start_length(policy))
                 for member, old in zip(self.members, before, strict=True)
             ]
         )
@@ -124,32 +122,36 @@ def load_all(drafters: tuple[Any, ...], target: Target, **kwargs: Any) -> list[D
 
 @dataclass
 class Member:
-    """A drafter of a combination, with moving averages over the rounds in which it drafted.
+    """A drafter of a combination, with averages over the rounds in which it drafted.
 
-    accepted, expected: tokens per round, measured and estimated in advance. seconds: per round.
+    accepted: tokens per round. kept: accepted tokens, of those that it estimated in advance. seconds: per round.
     """
 
     length: Length
     budget: int = 0
     rounds: int = 0
-    accepted: float = 0.0
-    expected: float = 0.0
-    seconds: float = 0.0
+    accepted: DecayedMean = field(default_factory=DecayedMean)
+    kept: DecayedMean = field(default_factory=DecayedMean)
+    seconds: DecayedMean = field(default_factory=DecayedMean)
 
     def rate(self, accepted: float | None = None) -> float:
         """Tokens per second in its rounds. accepted: expected accepted tokens of a given draft instead of the average."""
-        return (1 + (self.accepted if accepted is None else accepted)) / max(self.seconds, 1e-9)
+        return (1 + (self.accepted.mean() if accepted is None else accepted)) / max(self.seconds.mean(), 1e-9)
 
     def promise(self, expected: float) -> float:
         """The drafter's own estimate of accepted tokens, corrected by the accuracy of its earlier estimates."""
-        return expected * (self.accepted / self.expected) if self.rounds >= TRIED and self.expected > 0 else expected
+        return expected * self.kept.mean(1.0) if self.rounds >= TRIED else expected
 
     def learn(self, accepted: float, expected: float, seconds: float) -> None:
-        keep = MEMORY if self.rounds >= TRIED else self.rounds / (self.rounds + 1)
         self.rounds += 1
-        self.accepted = keep * self.accepted + (1 - keep) * accepted
-        self.expected = keep * self.expected + (1 - keep) * expected
-        self.seconds = keep * self.seconds + (1 - keep) * seconds
+        self.accepted.add(accepted, keep=KEEP_LOCAL)
+        self.kept.add(accepted, expected, KEEP_LOCAL)
+        self.seconds.add(seconds, keep=KEEP_LOCAL)
+
+    def following(self, length: Length) -> Member:
+        """For the next call: the same past, with that call's length."""
+        averages = {name: getattr(self, name).faded() for name in ("accepted", "kept", "seconds")}
+        return replace(self, length=length, **averages)
 
 
 class CombinedLength(Length):

@@ -29,13 +29,14 @@ from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import is_eagle, load_eagle, require_eagle, save_eagle
 from ..heads.fused import fused_head, source_of
 from ..heads.runner import HeadRunner
+from ..lengths.cost_model import UNMEASURED, best_size
 from ..lengths.rates import Rates
 from ..text import Text
 from .base import Call, Drafter, HeadSpec, Room, Target, require_positive
 from .chain import ChainDrafting
-from .eagle_tree import Limits, grow
+from .eagle_tree import LevelReader
 from .registry import register
-from .trees import Offers, learn
+from .tree_growth import Growing, Limits, grow, learn
 
 __all__ = ["Eagle", "EagleDrafter", "needs_of"]
 
@@ -165,8 +166,7 @@ class EagleDrafting(ChainDrafting):
         self.runner: HeadRunner | None = None
         self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F], and their number per row
         self.rates = drafter.rates[call.distribution.do_sample]
-        self.text: Text | None = None
-        self.offers: list[Offers] = []  # of the proposed tree, until it is verified
+        self.grown: Growing | None = None  # the proposed tree, until it is verified
         # hidden states of the prompt, until the head first runs; of its last columns only if the caller passed past keys and
         # values, or if the prompt was read in chunks
         self.prompt = self._read(call.states)
@@ -206,18 +206,14 @@ class EagleDrafting(ChainDrafting):
     def propose(self, text: Text, budget: int) -> Draft:
         if self.broken is not None and self.broken:
             raise FloatingPointError("the head's logits are not a number")
-        drafter = self.drafter
-        self.text, self.offers = text, []
+        self.grown = None
         runner = self._begun(text)
         runner.cache.run_only(text.unfinished)
         state = self._read_committed(runner, text)
         known = runner.cache.known
         try:
             if self.trees:
-                limits = Limits(budget, drafter.top_k, drafter.most, drafter.spec.nodes is None)
-                grown = grow(runner, self.call, text, state, self.rates, limits)
-                self.offers = grown.offers
-                return grown.draft
+                return self._tree(runner, text, state, budget)
             return self._chain(runner, text, state, budget)
         finally:
             runner.cache.rewind(known)
@@ -230,9 +226,9 @@ class EagleDrafting(ChainDrafting):
             kept = padded([columns[:width] for columns in path], features.device)[:, :, None]
             features = features.gather(1, kept.expand(-1, -1, features.shape[-1]))
         self.unread.append((features[:, :width], counts))
-        if self.text is not None and self.offers:
-            learn(self.rates, self.offers, self.text, counts)
-            self.offers = []
+        if self.grown is not None:
+            learn(self.rates, self.grown.offers, self.grown.text, counts)
+            self.grown = None
 
     def _read(self, states: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """The hidden states that the head reads, [B, n, Ht] each, on its device."""
@@ -278,6 +274,23 @@ class EagleDrafting(ChainDrafting):
         tokens = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
         self.unread = []
         return runner.read(tokens, runner.head.fuse(features), counts)
+
+    def _tree(self, runner: HeadRunner, text: Text, state: torch.Tensor, depth: int) -> Draft:
+        """A tree of a worthwhile size, or of a fixed one. The head reads the best `top_k` nodes of every level."""
+        length, top_k, most = self.call.length, self.drafter.top_k, self.drafter.most
+        reader = LevelReader(runner, state, depth * top_k)
+        limits = Limits(depth, top_k, top_k, most, depth * top_k, by_level=True)
+
+        def goes_on(grown: Growing) -> bool:
+            return length.another(grown.forwards + 1)
+
+        grown = self.grown = grow(reader, self.call, text, reader.logits(), self.rates, limits, goes_on)
+        worth = grown.worth()
+        if self.drafter.spec.nodes is None:
+            costs = length.costs or UNMEASURED
+            drafting = (grown.forwards + 1) * costs.draft
+            most, _ = best_size(worth, lambda nodes: drafting + costs.verify_seconds(nodes + 1))
+        return grown.draft(most, worth)
 
     def _chain(self, runner: HeadRunner, text: Text, state: torch.Tensor, budget: int) -> Draft:
         device = text.ids.device

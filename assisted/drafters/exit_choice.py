@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import statistics
 
-from ..lengths.faded import Faded
-from .chain import predicted_speedup
+from ..lengths.cost_model import ENOUGH, KEEP, KEEP_LOCAL, PRIOR, SAMPLES, DecayedMean, best_speedup
 
 __all__ = ["ExitChoice"]
 
-HALF_LIFE = 200  # trials after which an observation has half its weight
-BELIEVED = 8  # trials of a layer before it can be chosen
-JUDGED = 64  # trials before drafting can be called hopeless
 MARGIN = 1.05  # factor by which another layer must look better, because the estimates are noisy
 SHADOWS = 8  # maximum number of layers measured in one round
 LONGEST_GAP = 64  # maximum number of rounds between two measurements
-MEMORY = 0.9  # weight of the past in the average draft length
-COSTS = 15  # number of cost measurements that are kept
 
 
 class ExitChoice:
@@ -33,9 +27,9 @@ class ExitChoice:
         self.count = count
         self.given = given
         self.layer = given or max(1, count // 4)
-        self.right = [Faded() for _ in range(count)]  # accepted tokens of each exit
+        self.right = [DecayedMean() for _ in range(count)]  # accepted tokens of each exit
         self.costs: tuple[tuple[int, float], ...] = ()  # replaced, not changed: another thread may be reading it
-        self.drafted: float | None = None  # average draft length
+        self.drafted = DecayedMean()  # draft length
         self.rounds = 0
         self.measurements = 0
         self.next = 0
@@ -56,16 +50,16 @@ class ExitChoice:
 
     def learn(self, layer: int, hits: float, trials: float) -> None:
         """`hits` of `trials` tokens of this exit were, or would have been, accepted."""
-        self.right[layer].add(hits, trials, keep=0.5 ** (trials / HALF_LIFE))
+        self.right[layer].add(hits, trials, keep=KEEP**trials)
 
     def learn_cost(self, layer: int, cost: float) -> None:
         """A drafted token of this exit took the time of `cost` forward passes of the whole target."""
         # more than 0.99 is noise or hopeless, because fewer layers are never more expensive
-        self.costs = (*self.costs, (layer, min(cost, 0.99)))[-COSTS:]
+        self.costs = (*self.costs, (layer, min(cost, 0.99)))[-SAMPLES:]
 
     def acceptance(self, layer: int) -> float:
         """The estimated acceptance rate, 0.5 before any observation."""
-        return self.right[layer].mean(0.5, strength=2)
+        return self.right[layer].mean(0.5, PRIOR)
 
     def cost(self, layer: int) -> float:
         """Estimated cost of a drafted token, in forward passes of the target.
@@ -84,7 +78,7 @@ class ExitChoice:
 
     def speedup(self, layer: int, shortest: int = 1, longest: int = 8) -> float:
         """The predicted speedup of this exit at the best draft length from `shortest` to `longest`."""
-        return predicted_speedup(self.acceptance(layer), self.cost(layer), shortest, longest)
+        return best_speedup(self.acceptance(layer), self.cost(layer), range(shortest, longest + 1))
 
     def decide(self, drafted: float, budget: int) -> None:
         """Switch to the layer with the highest predicted speedup.
@@ -92,11 +86,11 @@ class ExitChoice:
         drafted: length of the last draft. budget: its maximum length. With another layer, the policy is assumed to draft at
         least the average length, and up to the budget.
         """
-        self.drafted = drafted if self.drafted is None else MEMORY * self.drafted + (1 - MEMORY) * drafted
+        self.drafted.add(drafted, keep=KEEP_LOCAL)
         if self.given is not None:
             return
-        lengths = min(max(1, round(self.drafted)), budget), budget
-        known = [layer for layer in range(1, self.count) if self.right[layer].weight >= BELIEVED]
+        lengths = min(max(1, round(self.drafted.mean())), budget), budget
+        known = [layer for layer in range(1, self.count) if self.right[layer].weight >= 2 * PRIOR]
         best = max(known, key=lambda layer: self.speedup(layer, *lengths), default=self.layer)
         if self.speedup(best, *lengths) > MARGIN * self.speedup(self.layer, *lengths):
             self.layer = best
@@ -104,4 +98,4 @@ class ExitChoice:
     @property
     def hopeless(self) -> bool:
         """Whether no draft length gives a speedup with the layer in use. If it was chosen, this holds for all known layers."""
-        return self.right[self.layer].weight >= JUDGED and self.speedup(self.layer) < 1
+        return self.right[self.layer].weight >= 2 * ENOUGH and self.speedup(self.layer) < 1

@@ -23,11 +23,12 @@ from ..engine.parts import device_of, unwrapped
 from ..engine.runner import Masks, require_rewindable
 from ..heads.medusa import MedusaHeads, output_size, require_medusa
 from ..lengths.base import DraftLength, Length
+from ..lengths.cost_model import UNMEASURED, best_size
 from ..lengths.rates import Rates
 from ..text import Text
 from .base import Call, Drafter, Drafting, HeadSpec, Room, Target, require_positive
 from .registry import register
-from .trees import best_paths, from_lists, worthwhile
+from .trees import best_paths, from_lists
 
 __all__ = ["Medusa", "MedusaDrafter"]
 
@@ -198,18 +199,17 @@ class MedusaDrafting(Drafting):
         """A tree of the most probable paths for each unfinished row, of a worthwhile size. logits: [D, B, V] float32."""
         drafter, spec, growing = self.drafter, self.drafter.spec, text.unfinished
         best, columns = logits.softmax(-1).topk(min(spec.candidates, logits.shape[-1]))  # [D, B, k]
-        best = best.cpu()
         sure, tokens = best.tolist(), drafter.heads.tokens(columns).tolist()
-        rates = self.rates.of(best, torch.arange(len(best))[:, None, None]).tolist()
         limit = spec.nodes or (NODES_CPU if logits.device.type == "cpu" else NODES)
         trees = [best_paths([], 0)] * text.rows
         for row in growing:
             if math.isnan(sure[0][row][0]):
                 raise FloatingPointError("the heads' logits are not a number")
             self.guesses[row] = [Guesses(t[row], s[row]) for t, s in zip(tokens, sure, strict=True)]
-            trees[row] = best_paths([level[row] for level in rates], limit)
+            trees[row] = best_paths([self.rates.at(of_head[row], head) for head, of_head in enumerate(sure)], limit)
         worth = [sum(of_rows) / len(growing) for of_rows in zip_longest(*(t.worth for t in trees), fillvalue=0.0)]
-        count = spec.nodes or worthwhile(worth, self.call.length.costs, 1, limit)
+        costs = self.call.length.costs or UNMEASURED
+        count = spec.nodes or best_size(worth, lambda nodes: costs.draft + costs.verify_seconds(nodes + 1))[0]
         trees = [tree.cut(count) for tree in trees]
         chosen = [
             [tokens[depth - 1][row][rank] for depth, rank in zip(tree.depths, tree.ranks, strict=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
-from ..lengths.faded import Faded
+from ..lengths.cost_model import KEEP_LOCAL, PRIOR, DecayedMean
 from .base import Call, Drafter, Spec, Target
 from .lookup import NOTHING, Lookup, Proposal
 from .registry import register
@@ -17,8 +17,6 @@ from .registry import register
 __all__ = ["NGram", "NGramDrafter", "NGramIndex"]
 
 LONGEST_PAUSE = 16  # rounds
-MEMORY = 0.9  # weight of the past in the measured acceptance of each n
-PRIOR = 2.0  # initial number of judged tokens, half of them right
 
 
 @register("ngram")
@@ -134,7 +132,7 @@ class NGramDrafting(Lookup):
         self.indexes: dict[int, NGramIndex] = {}
         self.backoffs: dict[int, Backoff] = {}
         self.waiting: dict[int, tuple[int, list[int]]] = {}  # row -> n and the proposal, until it is judged
-        self.right = {n: Faded(PRIOR / 2, PRIOR) for n in range(spec.min_ngram, spec.max_ngram + 1)}
+        self.right = {n: DecayedMean() for n in range(spec.min_ngram, spec.max_ngram + 1)}
 
     def read(self, row: int, tokens: list[int]) -> None:
         if row not in self.indexes:
@@ -154,7 +152,7 @@ class NGramDrafting(Lookup):
         n, start = found
         tokens = index.continuation(start, allowed)
         self.waiting[row] = n, tokens
-        rate = self.right[n].mean()
+        rate = self.right[n].mean(0.5, PRIOR)
         return Proposal(tokens, sum(rate**depth for depth in range(1, allowed + 1)))
 
     def _learn(self, row: int, n: int, proposed: list[int], came: list[int]) -> None:
@@ -162,4 +160,4 @@ class NGramDrafting(Lookup):
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self.backoffs[row].learn(right)
         # tokens after the first wrong one, or after the end of the text, were not judged
-        self.right[n].add(right, min(right + 1, len(proposed), len(came)), MEMORY)
+        self.right[n].add(right, min(right + 1, len(proposed), len(came)), KEEP_LOCAL)

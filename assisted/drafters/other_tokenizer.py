@@ -19,6 +19,7 @@ from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.host import padded
 from ..engine.runner import CachedModel
+from ..lengths.cost_model import KEEP_LOCAL, DecayedMean
 from ..loading.vocabulary import Vocabulary
 from ..text import Text
 from .base import Call
@@ -224,25 +225,25 @@ class TranslatedDrafting(ChainDrafting):
 class _Choice:
     """Chooses the way of the next draft: the one with more accepted tokens lately, and the other one every 16th round."""
 
-    trials, probe, memory = 2, 16, 0.8
+    trials, probe = 2, 16
 
     def __init__(self, ways: tuple[str, ...]):
         self.ways = ways
         self.rounds = 0
         self.seen = dict.fromkeys(ways, 0)
-        self.accepted = dict.fromkeys(ways, 0.0)
+        self.accepted = {way: DecayedMean() for way in ways}
 
     def pick(self) -> str:
         self.rounds += 1
         for way in self.ways:
             if self.seen[way] < self.trials:
                 return way
-        best = max(self.ways, key=self.accepted.__getitem__)
         if self.rounds % self.probe == 0:
             return min(self.ways, key=self.seen.__getitem__)
-        return best
+        return max(self.ways, key=lambda way: self.accepted[way].mean())
 
     def observe(self, way: str, accepted: float) -> None:
         self.seen[way] += 1
-        keep = min(self.memory, 1 - 1 / self.seen[way])
-        self.accepted[way] = keep * self.accepted[way] + (1 - keep) * accepted
+        for mean in self.accepted.values():  # what was seen long ago counts little, whichever way was used since
+            mean.add(0.0, 0.0, KEEP_LOCAL)
+        self.accepted[way].add(accepted)

@@ -8,14 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ..lengths.faded import Faded
-from .chain import predicted_speedup
+from ..lengths.cost_model import ENOUGH, KEEP, PRIOR, DecayedMean, best_speedup
 
 __all__ = ["SkipSearch"]
 
-HALF_LIFE = 200  # drafted tokens after which an observation has half its weight
-JUDGED = 64  # drafted tokens before a set can be called hopeless
-MARGIN = 1.005  # factor by which a changed set must look better
 LONGEST_GAP = 64  # maximum number of rounds between two trials
 
 
@@ -43,7 +39,7 @@ class SkipSearch:
         self.skipped = frozenset(inner[(2 * part + 1) * len(inner) // (2 * count)] for part in range(count))
         self.gap = every
         self.rounds = 0
-        self.right = Faded()  # of the drafted tokens, those that were accepted
+        self.right = DecayedMean()  # of the drafted tokens, those that were accepted
         self._random = random.Random(0)
         self._turn: list[int] = []
         self._changed = True
@@ -76,10 +72,10 @@ class SkipSearch:
         if self.right.weight >= tokens:  # the drafts of many rounds are more reliable than one window
             level = self.acceptance
         changed = min(max(level + (hits - current_hits) / tokens, 0.0), 1.0)
-        now = predicted_speedup(level, self.cost(self.skipped))
-        then = predicted_speedup(changed, self.cost(candidate))
+        now = best_speedup(level, self.cost(self.skipped))
+        then = best_speedup(changed, self.cost(candidate))
         if max(now, then) >= 1:
-            better = then > MARGIN * now
+            better = then > now
         else:  # below 1, skipping everything would look best, so improve the acceptance first
             better = changed > level or (changed == level and len(candidate) < len(self.skipped))
         if better:
@@ -89,12 +85,12 @@ class SkipSearch:
 
     def learn(self, hits: float, trials: float) -> None:
         """`hits` of `trials` drafted tokens were accepted."""
-        self.right.add(hits, trials, keep=0.5 ** (trials / HALF_LIFE))
+        self.right.add(hits, trials, keep=KEEP**trials)
 
     @property
     def acceptance(self) -> float:
         """The estimated acceptance rate of the current set, 0.5 before any observation."""
-        return min(max(self.right.mean(0.5, strength=2), 0.0), 1.0)
+        return min(max(self.right.mean(0.5, PRIOR), 0.0), 1.0)
 
     def cost(self, skipped: frozenset[int]) -> float:
         """Cost of a token drafted without these sublayers, in forward passes of the target, if reading weights dominates."""
@@ -103,4 +99,4 @@ class SkipSearch:
     @property
     def hopeless(self) -> bool:
         """Whether no draft length gives a speedup with the current set."""
-        return self.right.weight >= JUDGED and predicted_speedup(self.acceptance, self.cost(self.skipped)) < 1
+        return self.right.weight >= 2 * ENOUGH and best_speedup(self.acceptance, self.cost(self.skipped)) < 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..drafts import Draft, Round
-from ..lengths.faded import Faded
+from ..lengths.cost_model import KEEP_LOCAL, PRIOR, DecayedMean
 from ..text import Text
 from .base import Call, Drafter, Spec, Target, require_positive
 from .lookup import NOTHING, Lookup, Proposal
@@ -22,8 +22,6 @@ from .suffix_tree import Continuation, Point, SuffixTree, grown
 __all__ = ["Suffix", "SuffixDrafter"]
 
 REMEMBERED = 1 << 17  # maximum number of kept tokens of past outputs
-MEMORY = 0.95  # weight of the past in how often the counts were right
-PRIOR = 4.0  # initial number of tokens that the counts promised, half of which were right
 
 
 @register("suffix")
@@ -195,7 +193,7 @@ class SuffixDrafting(Lookup):
         self.makes_trees = self.spec.tree and call.target.masks.trees
         self.rows: dict[int, _Row] = {}
         self.waiting: dict[int, Continuation] = {}  # by row, until it is judged
-        self.kept = Faded(PRIOR / 2, PRIOR)  # accepted tokens, of those that the counts predicted
+        self.kept = DecayedMean()  # accepted tokens, of those that the counts predicted
         self.text: Text | None = None
 
     def read(self, row: int, tokens: list[int]) -> None:
@@ -206,7 +204,7 @@ class SuffixDrafting(Lookup):
             self.rows[row].own.append(token)
         if row in self.waiting:
             proposed = self.waiting.pop(row)
-            self.kept.add(proposed.matches(tokens), proposed.expected, MEMORY)
+            self.kept.add(proposed.matches(tokens), proposed.expected, KEEP_LOCAL)
 
     def look_up(self, row: int, budget: int) -> Proposal:
         state = self.rows[row]
@@ -219,7 +217,7 @@ class SuffixDrafting(Lookup):
         if not found.tokens:
             return NOTHING
         self.waiting[row] = found
-        expected = found.expected * min(1.0, self.kept.mean())
+        expected = found.expected * min(1.0, self.kept.mean(0.5, PRIOR))
         return Proposal(found.tokens, expected, found.parents if self.makes_trees else None)
 
     def propose(self, text: Text, budget: int) -> Draft:

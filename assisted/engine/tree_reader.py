@@ -13,10 +13,57 @@ from ..drafts import Draft
 from .host import filled, on_device
 from .runner import CachedModel
 
-__all__ = ["TreeReader"]
+__all__ = ["NodeReader", "TreeReader"]
 
 
-class TreeReader:
+class NodeReader:
+    """Reads a token tree a few nodes at a time, and knows what it has read. A subclass overrides `read`.
+
+    Attributes:
+        tokens, parents: by row, of the columns read so far; rows are filled up. Parents are columns, -1 for the committed text.
+        vocabulary: the token ids of the logits' entries, [Vd] int64; None for 0, 1, ...
+    """
+
+    vocabulary: torch.Tensor | None = None
+
+    def __init__(self, rows: int):
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.parents: list[list[int]] = [[] for _ in range(rows)]
+
+    @property
+    def columns(self) -> int:
+        """Number of columns read."""
+        return len(self.tokens[0])
+
+    def add(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> None:
+        """Add the columns of a forward pass, as many in every row."""
+        for row, (new, above) in enumerate(zip(tokens, parents, strict=True)):
+            self.tokens[row] += new
+            self.parents[row] += above
+
+    def read(
+        self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], depths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Read nodes, by row; rows may have different numbers of them, and are filled up.
+
+        parents: columns that were read before, -1 for the committed text. depths: 1 for its children. Returns the logits after
+        each node, [B, n, Vd], zeros for rows that don't run.
+        """
+        raise NotImplementedError
+
+    def over_all(self, logits: torch.Tensor) -> torch.Tensor:
+        """[B, n, Vd] -> [B, n, V], -inf for tokens without a logit."""
+        return logits
+
+    def draft(self, device: torch.device) -> Draft:
+        """The columns as a draft, for processors that depend on the prefix."""
+        if not self.columns:
+            return Draft.empty(len(self.tokens), device)
+        tokens, parents = on_device([self.tokens, self.parents], device).unbind()
+        return Draft(tokens, tokens.new_full((len(tokens),), self.columns), parents=parents)
+
+
+class TreeReader(NodeReader):
     """The nodes of a token tree that a model has read, in the slots after the committed text.
 
     Nodes may be read in any order in which parents precede their children, those of one forward pass at different depths. Each
@@ -25,12 +72,10 @@ class TreeReader:
     Args:
         runner: a model that takes 4-D masks (`Masks.trees`). It has read all committed tokens, the last one included.
         room: the largest number of columns that are read.
-
-    Attributes:
-        tokens, parents: by row, of the columns read so far. Parents are columns, -1 for the committed text.
     """
 
     def __init__(self, runner: CachedModel, room: int):
+        super().__init__(runner.cache.rows)
         cache = runner.cache
         self.runner = runner
         self.known = cache.ends(runner.device)  # [R, 1]
@@ -42,22 +87,10 @@ class TreeReader:
             seen[:, :hidden] &= cache.of_running(cache.visible)[:, :hidden].to(runner.device)
         self.seen = seen[:, None]  # [R, 1 + columns, S] bool, the slots that the root and each column attend to
         self.places = slots.repeat(len(seen), 1)  # [R, S], the index of each slot's token in its row's text
-        self.tokens: list[list[int]] = [[] for _ in range(cache.rows)]
-        self.parents: list[list[int]] = [[] for _ in range(cache.rows)]
-
-    @property
-    def columns(self) -> int:
-        """Number of columns read."""
-        return len(self.tokens[0])
 
     def read(
         self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], depths: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Read nodes, by row; rows may have different numbers of them, and are filled up.
-
-        parents: columns that were read before, -1 for the committed text. depths: 1 for its children. Returns the logits after
-        each node, [B, n, V], zeros for rows that don't run.
-        """
         runner, cache = self.runner, self.runner.cache
         tokens, parents, depths = filled(tokens), filled(parents, -1), filled(depths, 1)
         running, width = cache.running, len(tokens[0])
@@ -83,14 +116,5 @@ class TreeReader:
         )
         logits = runner.placed(ids, self.first + depth - 1, masks)
         cache.commit([width] * cache.rows)
-        for row in range(cache.rows):
-            self.tokens[row] += tokens[row]
-            self.parents[row] += parents[row]
+        self.add(tokens, parents)
         return cache.spread(logits)
-
-    def draft(self, device: torch.device) -> Draft:
-        """The columns as a draft, for processors that depend on the prefix."""
-        if not self.columns:
-            return Draft.empty(len(self.tokens), device)
-        tokens, parents = on_device([self.tokens, self.parents], device).unbind()
-        return Draft(tokens, tokens.new_full((len(tokens),), self.columns), parents=parents)

@@ -2,19 +2,17 @@
 
 from .adaptive import Adaptive
 from .base import DraftLength, Length
-from .costs import COLUMN, Costs
-from .policies import AdaEDL, Confidence, Fixed, Heuristic
+from .cost_model import COLUMN, Costs
+from .policies import Confidence, Fixed
 from .registry import from_dict, policies, resolve, to_dict
 
 __all__ = [
     "COLUMN",
-    "AdaEDL",
     "Adaptive",
     "Confidence",
     "Costs",
     "DraftLength",
     "Fixed",
-    "Heuristic",
     "Length",
     "from_dict",
     "policies",

@@ -1,38 +1,88 @@
 """The default draft length: drafting continues while the next token is expected to gain more time than it costs.
 
-Renewal-reward stopping with measured costs, a cost-aware form of SpecDec++ (2405.19715). Knows what `estimates` measured;
+Renewal-reward stopping with measured costs, a cost-aware form of SpecDec++ (2405.19715). Knows what the cost model measured;
 nothing of models. Each `generate` starts from what the previous one has learned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 
 import torch
 
 from ..drafts import Round
 from .base import Length
-from .costs import COLUMN, Costs
-from .estimates import MEMORY, Curve, Known, confidence_bin
-from .faded import Faded
+from .cost_model import COLUMN, ENOUGH, KEEP, KEEP_LOCAL, Costs, DecayedMean, Timings, best_size
+from .rates import Acceptance
 
 __all__ = ["Adaptive"]
 
-_LONGEST = 16  # tokens of a chain
-_DEEPEST = 64  # depth of a tree whose size the drafter chooses: a limit that is hardly ever reached
-_CREDIT = 6.0  # tokens per row that drafting may lose, counted from its best, before it pauses
-_COLD_CREDIT = 1.0  # the same at the start of a first call
-_PAUSE = 4.0  # length of the first pause in tokens; it doubles with every probe that fails
-_PROBE_SHARE = 0.01  # share of the time that is spent on probes while drafting is paused
-_STRETCH = 150.0  # tokens for which a text may stay unpredictable
-_TRUSTED = 32  # rounds with a draft until the estimated acceptance is relied on
-_STALE = 256  # rounds with a draft after which a round without one measures the cost of a single token again
+LONGEST = 16
+"""Tokens of a chain. A longer one is worthwhile only where a draft costs next to nothing and is nearly always right."""
+DEEPEST = 64
+"""Depth of a tree whose size the drafter chooses: a limit that is hardly ever reached."""
+CREDIT = 6.0
+"""Tokens per row that drafting may lose, counted from its best, before it pauses. Less mistakes bad luck for a bad draft, more
+lets a hopeless one go on. A first call has earned nothing and starts with one token."""
+PROBE_SHARE = 0.01
+"""Share of the time that is spent on probes while drafting is paused: what a hopeless draft costs in the long run."""
+STRETCH = 150.0
+"""Tokens for which a text may stay unpredictable. Where drafting was worthwhile before, probes are as frequent as they have to
+be to notice the end of such a stretch."""
+DRAFT = 0.15
+"""Guess of a forward pass of the draft, in passes of the target, where `draft_cost` is not known."""
+PAUSE = 4.0
+"""Length of the first pause in tokens; it doubles with every probe that fails."""
+STALE = 256
+"""Rounds with a draft after which a round without one measures the cost of a single token again."""
 _WARM_UP = (2, 4)  # rounds of a first call without a draft, which measure that cost
-_LOCAL = 0.9  # share of the past that remains after a round in the pace of a row: about ten rounds count
 _LOST = 0.02  # a row stops once its whole draft is accepted with no more than this probability
-_DRAFT = 0.15  # guess of a forward pass of the draft, in passes of the target, where `draft_cost` is not known
 _FORWARD = 0.5  # guess of each further one, as a share of the first, which also reads the committed tokens
+
+
+@dataclass
+class Known:
+    """What one `generate` passes on to the next.
+
+    Args:
+        verify: seconds of a forward pass of the target by its positions.
+        draft: seconds of a draft by its forward passes; of a drafter that proposes a block at once, by the tokens that it was
+            asked for.
+        credit: tokens per row that drafting may still lose before it pauses.
+        pause: length of the next pause in tokens.
+        paused: tokens left of the current pause.
+        acceptance: how often drafted tokens are accepted.
+        asks: whether the drafter asks before every token; None before its first draft.
+        nodes: drafted nodes, to the tokens that a block was asked for: 1 for chains.
+        pace: recent seconds per committed token of a row, by the costs.
+        rounds, plain_at: number of rounds so far, and of the last one without a draft.
+    """
+
+    verify: Timings
+    draft: Timings
+    credit: float = 1.0
+    pause: float = PAUSE
+    paused: float = 0.0
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    asks: bool | None = None
+    nodes: DecayedMean = field(default_factory=DecayedMean)
+    pace: DecayedMean = field(default_factory=DecayedMean)
+    rounds: int = 0
+    plain_at: int = 0
+
+    def copy(self) -> Known:
+        """For the next `generate`, which does not change the original."""
+        return replace(
+            self,
+            verify=self.verify.copy(),
+            draft=self.draft.copy(),
+            acceptance=self.acceptance.copy(),
+            nodes=self.nodes.faded(),
+            pace=self.pace.faded(),
+        )
 
 
 @dataclass(frozen=True)
@@ -84,20 +134,18 @@ class _Adaptive(Length):
 
     def __init__(self, policy: Adaptive, earlier: _Adaptive | None):
         self.policy = policy
-        self.draft_cost = _DRAFT if policy.draft_cost is None else policy.draft_cost  # until one is measured
+        self.draft_cost = DRAFT if policy.draft_cost is None else policy.draft_cost  # until one is measured
         column = COLUMN if policy.position_cost is None else policy.position_cost  # the same
-        costs, self.maximum = policy.costs, policy.maximum or _LONGEST
+        costs, self.maximum = policy.costs, policy.maximum or LONGEST
         self.known: Known = (
             Known(
-                verify=Curve(self.maximum + 1, column, dict(costs.verify) if costs else None, one_apart=True),
-                draft=Curve(self.maximum, _FORWARD, {1: costs.draft, 2: 2 * costs.draft} if costs else None),
-                credit=_COLD_CREDIT,
-                pause=_PAUSE,
+                Timings(self.maximum + 1, column, dict(costs.verify) if costs else None, one_apart=True),
+                Timings(self.maximum, _FORWARD, {1: costs.draft, 2: 2 * costs.draft} if costs else None),
             )
             if earlier is None
             else earlier.known.copy()
         )
-        self.local: dict[int, Faded] = {}  # by row: seconds per token in its last rounds
+        self.local: dict[int, DecayedMean] = {}  # by row: seconds per token in its last rounds
         self.unfinished: Sequence[int] = ()  # rows of the current round
         self.drawn = False  # whether drafted tokens are sampled: the last argument of `go_on`
         self.sized_by_drafter = False
@@ -112,17 +160,22 @@ class _Adaptive(Length):
         self.probing = False
         self.prices: dict[int, float] = {}  # by row
         self.survival: dict[int, float] = {}  # by row: probability that all its drafted tokens are accepted
-        self.bins: dict[int, list[int]] = {}  # by row: the confidence of its drafted tokens
+        self.confidences: dict[int, list[float]] = {}  # by row: of its drafted tokens
         self.depths: dict[int, int] = {}  # by row: positions at which `go_on` let it propose
         self.expected = 0.0  # accepted tokens of all rows
 
     @property
     def costs(self) -> Costs | None:  # type: ignore[override]
-        return self.known.costs()
+        known = self.known
+        if not known.verify.knots or not known.draft.knots:
+            return None
+        return Costs(known.verify.knots, known.draft.each(by_count=known.asks is not False))
 
     @property
     def predicted_speedup(self) -> float | None:  # type: ignore[override]
-        return self.known.speedup()
+        """Of its recent rounds, by the costs."""
+        known = self.known
+        return known.verify.at(1) / known.pace.mean() if known.draft.knots and known.pace.total else None
 
     def leave_size(self) -> None:
         self.sized_by_drafter, self.needs_q = True, False
@@ -134,20 +187,20 @@ class _Adaptive(Length):
         known.rounds += 1
         if known.paused > 0:
             return 0
-        if (known.rounds in _WARM_UP and 1 not in known.verify.typical) or known.rounds - known.plain_at > _STALE:
+        if (known.rounds in _WARM_UP and 1 not in known.verify.typical) or known.rounds - known.plain_at > STALE:
             known.plain_at = known.rounds
             return 0
         self.forwards = 1
         self.probing = known.credit <= 0
         self.asked_for = self.maximum
         if self.sized_by_drafter and self.policy.maximum is None:
-            self.asked_for = _DEEPEST
+            self.asked_for = DEEPEST
         if not self.sized_by_drafter and not known.asks:
             self.asked_for = self._first_guess() if known.asks is None else self._best_block()
         return self.asked_for
 
     def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:
-        reliability = self.known.reliability
+        acceptance = self.known.acceptance
         confidences = q.amax(-1).tolist()
         self.asked, self.drawn = True, drawn
         if position == 0:
@@ -155,11 +208,11 @@ class _Adaptive(Length):
         before, gains = len(self.survival), {}
         for row, survival in self.survival.items():
             if survival > 0:
-                bin, bins = confidence_bin(confidences[row]), self.bins[row]
-                accept = reliability.accept(bin, position, drawn)
-                if bins:
-                    reliability.see_following(bins[-1], accept)
-                bins.append(bin)
+                confidence, before_it = confidences[row], self.confidences[row]
+                accept = acceptance.accept(confidence, position, drawn)
+                if before_it:
+                    acceptance.see_following(before_it[-1], accept)
+                before_it.append(confidence)
                 gains[row] = survival * accept
         forced = position == 0 and self.probing  # a probe drafts at least one token
         # one more column costs the forward pass as much for one row as for all
@@ -175,7 +228,7 @@ class _Adaptive(Length):
         if self.asked:
             follow = self._following(self.survival)
         else:  # the drafter shows no distribution
-            accept = self.known.reliability.chain(position + 1)
+            accept = self.known.acceptance.chain(position + 1)
             if position == 1:
                 self._enter()
                 self.survival = dict.fromkeys(self.survival, accept[0])
@@ -192,7 +245,7 @@ class _Adaptive(Length):
         known, rows = self.known, round.unfinished
         committed = round.mean(round.kept)
         drafted = max(round.drafted[row] for row in rows)
-        known.verify.see(1 + drafted, round.verify_seconds)
+        known.verify.add(1 + drafted, round.verify_seconds)
         if drafted == 0:
             known.plain_at = known.rounds
         # a positive budget may yield no draft because the text had no room for one
@@ -203,17 +256,17 @@ class _Adaptive(Length):
         if drafting:
             self._learn(round, drafted, behind)
         self.missed = 0.0 if drafting else self.missed + committed
-        if not known.verify.seconds:
+        if not known.verify.knots:
             return
         plain, cost = known.verify.at(1), known.verify.at(1 + drafted)
         if drafting:
             cost += self._draft_cost()
         for row in rows:
             if row not in self.local:  # it begins with the pace of as many rounds as it remembers
-                self.local[row] = known.pace.copy((1 - MEMORY) / (1 - _LOCAL))
-            self.local[row].add(cost, round.kept[row], _LOCAL)
-        known.pace.add(cost, committed, MEMORY)
-        if drafting and known.draft.seconds:
+                self.local[row] = known.pace.faded((1 - KEEP) / (1 - KEEP_LOCAL))
+            self.local[row].add(cost, round.kept[row], KEEP_LOCAL)
+        known.pace.add(cost, committed, KEEP)
+        if drafting and known.draft.knots:
             found_nothing = drafted == 0 and not self.asked  # a lookup, which costs next to nothing
             margin = 1.0 if found_nothing else self.policy.margin
             reading = max(0.0, round.draft_seconds - self._draft_cost()) if behind else 0.0
@@ -232,44 +285,41 @@ class _Adaptive(Length):
         In a predictable stretch, the row would get its tokens cheaply in the next round as well.
         """
         known = self.known
-        if not known.verify.seconds:
+        if not known.verify.knots:
             return 1.0
-        plain, pace = known.verify.at(1), self.local.get(row, known.pace)
-        return min(plain, pace.mean()) if pace.weight else plain
+        plain = known.verify.at(1)
+        return min(plain, self.local.get(row, known.pace).mean(plain))
 
     def _enter(self) -> None:
         """Start a draft."""
         self.survival = dict.fromkeys(self.unfinished, 1.0)
         self.prices = {row: self._price(row) for row in self.unfinished}
-        self.bins = {row: [] for row in self.unfinished}
+        self.confidences = {row: [] for row in self.unfinished}
 
     def _learn(self, round: Round, drafted: int, behind: bool) -> None:
         """Take in the seconds and the outcome of a draft. drafted: nodes of the longest row. behind: the draft first read
         tokens that it had missed."""
-        known, reliability = self.known, self.known.reliability
+        known = self.known
         asks = self.asked or self.forwards > 1 or bool(known.asks)
         if known.asks is None and not asks:
-            known.draft = Curve(self.maximum, 0.0)  # a block takes about as long for any number of tokens
+            known.draft = Timings(self.maximum, 0.0)  # a block takes about as long for any number of tokens
         known.asks = asks
         if not behind:
-            known.draft.see(self._draft_count(), round.draft_seconds)
+            known.draft.add(self._draft_count(), round.draft_seconds)
         if drafted > self.asked_for:
-            known.nodes += (drafted / self.asked_for - known.nodes) / 8
-        reliability.round += 1
+            known.nodes.add(drafted / self.asked_for, keep=KEEP_LOCAL)
+        outcomes = []
         deepest = max(round.depths[row] for row in round.unfinished)
         for row in round.unfinished:
-            bins, accepted = self.bins.get(row, []), round.accepted[row]
+            accepted = round.accepted[row]
             # tokens after the first rejection were not judged; a row that ended in its draft rejected nothing
             if self.asked:
                 depth = min(round.depths[row], self.depths.get(row, 0))
             else:  # a row for which nothing was found still costs the columns of the others
                 depth = min(deepest, self.asked_for)
             rejected = accepted < depth and round.kept[row] > accepted
-            for position in range(accepted + rejected):
-                if position < len(bins):
-                    reliability.see(bins[position], position, position < accepted, self.drawn)
-                else:
-                    reliability.see_chain(position, position < accepted)
+            outcomes.append((self.confidences.get(row, ()), accepted, accepted + rejected))
+        known.acceptance.learn(outcomes, self.drawn)
 
     def _draft_count(self) -> int:
         """The count that the cost of this round's draft depends on: its forward passes, or the tokens asked for at once."""
@@ -278,11 +328,11 @@ class _Adaptive(Length):
     def _draft_cost(self) -> float:
         """Seconds of this round's draft."""
         draft = self.known.draft
-        return draft.at(self._draft_count()) if draft.seconds else 0.0
+        return draft.at(self._draft_count()) if draft.knots else 0.0
 
     def _earned(self, committed: float, rows: int) -> float:
         """Tokens per row of a round with a draft; once it can be relied on, their expected number, which varies less."""
-        trusted = self.asked and self.known.reliability.round > _TRUSTED
+        trusted = self.asked and self.known.acceptance.rounds > ENOUGH
         return 1 + self.expected / rows if trusted else committed
 
     def _settle(self, gain: float, spent: float) -> None:
@@ -292,33 +342,28 @@ class _Adaptive(Length):
         without a draft, in rounds without one, with the reading of what the draft had missed.
         """
         known = self.known
-        known.credit = min(_CREDIT, known.credit + gain)
+        known.credit = min(CREDIT, known.credit + gain)
         if known.credit > 0:
-            if known.credit == _CREDIT:
-                known.pause = _PAUSE
+            if known.credit == CREDIT:
+                known.pause = PAUSE
             return
         known.credit = 0.0
-        longest = min(self.policy.probe_every, max(0.0, spent) / _PROBE_SHARE)
+        longest = min(self.policy.probe_every, max(0.0, spent) / PROBE_SHARE)
         lately = (self.predicted_speedup or 1.0) - 1
         if lately > 0:  # where drafting was worthwhile, disabling it too long costs more than probing
-            longest = min(longest, (2 * spent * _STRETCH / lately) ** 0.5)
+            longest = min(longest, (2 * spent * STRETCH / lately) ** 0.5)
         known.paused = min(known.pause, longest)
-        known.pause = max(_PAUSE, min(2 * known.pause, longest))
+        known.pause = max(PAUSE, min(2 * known.pause, longest))
 
     def _following(self, gains: dict[int, float]) -> float:
         """Expected acceptance rate of the tokens after these: mean over the rows, weighted by what they may still gain."""
-        reliability = self.known.reliability
+        acceptance = self.known.acceptance
         total = following = 0.0
         for row, gain in gains.items():
             worth = gain * self.prices[row]
             total += worth
-            following += worth * reliability.following(self.bins[row][-1], self.drawn)
+            following += worth * acceptance.following(self.confidences[row][-1], self.drawn)
         return following / total if total > 0 else 0.0
-
-    def _rate(self) -> float:
-        """Recent tokens per second of a row; at least those of the autoregressive baseline."""
-        known = self.known
-        return max(1 / known.verify.at(1), known.pace.weight / known.pace.total if known.pace.total else 0.0)
 
     def _is_worthwhile(
         self, position: int, gains: dict[int, float], drafting: bool = False, follow: float | None = None
@@ -329,10 +374,10 @@ class _Adaptive(Length):
         run yet. follow: acceptance rate of each token after it; None computes it where it is needed.
         """
         verify = self.known.verify
-        if not verify.seconds:
+        if not verify.knots:
             return position < self._first_guess()
         draft = self.known.draft
-        forward = draft.step if draft.seconds else self.draft_cost * verify.at(1)
+        forward = draft.step if draft.knots else self.draft_cost * verify.at(1)
         # a forward pass advances all rows: time saved in one row counts for its share of the batch
         gain = sum(expected * self.prices[row] for row, expected in gains.items()) / len(self.prices)
         saved, cost, before = gain, forward if drafting else 0.0, verify.at(position + 1)
@@ -351,17 +396,14 @@ class _Adaptive(Length):
 
     def _best_block(self) -> int:
         """Tokens to ask for, of a drafter that proposes a block at once."""
-        known, maximum = self.known, self.maximum
-        if not known.verify.seconds:
+        known = self.known
+        if not known.verify.knots:
             return self._first_guess()
-        rate = self._rate()
-        best, best_value, value, survival = 1, float("-inf"), 0.0, 1.0
-        for tokens, accept in enumerate(known.reliability.chain(maximum), start=1):
-            survival *= accept
-            value += survival
-            cost = known.verify.at(1 + round(known.nodes * tokens))
-            if known.draft.seconds:
-                cost += known.draft.at(tokens)
-            if value - rate * cost > best_value:
-                best, best_value = tokens, value - rate * cost
-        return best
+        nodes = known.nodes.mean(1.0)
+        chain = list(accumulate(known.acceptance.chain(self.maximum), mul))
+
+        def seconds(tokens: int) -> float:
+            draft = known.draft.at(tokens) if known.draft.knots else 0.0
+            return known.verify.at(1 + round(nodes * tokens)) + draft
+
+        return best_size(chain, seconds, range(1, self.maximum + 1))[0]

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..drafts import Round
-from .costs import Costs
+from .cost_model import Costs
 
 __all__ = ["DraftLength", "Length"]
 

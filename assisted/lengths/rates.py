@@ -10,91 +10,187 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
+from .cost_model import KEEP, PRIOR, DecayedMean
 
-from .estimates import MEMORY
+__all__ = ["Acceptance", "Rates", "confidence_bin"]
 
-__all__ = ["Rates"]
-
-_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # finer where rates differ most
 _BINS = len(_EDGES) + 1
-_RANKS = 3  # the best guess, the second best, and all others
-_CELLS = _RANKS * _BINS
-_POOLED, _OWN = 2.0, 4.0  # observations that the prior counts for: in the rate of all levels, and in that of one
+GUESS = (
+    PRIOR / 2
+)  # observations that a probability counts for: it is less to be relied on than the rate of other levels
+
+Outcome = tuple[Sequence[float], int, Sequence[bool]]
+"""Of a position that the text reached: the probabilities of the guesses, best first; the level; and which were right."""
+
+
+def confidence_bin(confidence: float) -> int:
+    """The bin of a probability."""
+    return bisect_right(_EDGES, confidence)
 
 
 class Rates:
     """How often a guess is right, by its probability, its rank among the guesses at its position, and its level.
 
-    The probabilities of a head are not acceptance rates. A greedy target accepts the best guess far more often than a head
+    The probabilities of a draft are not acceptance rates. A greedy target accepts the best guess far more often than a head
     predicts that was trained on the target's distribution; and some heads guess a token without reading the ones before it.
     Before anything is learned, the probability of a guess is taken as its rate. The past fades with every round.
 
     Args:
         levels: kinds of positions that are counted separately. While there are few observations of one, the rates of all
             count for it, too.
+        ranks: that are counted separately; the last one stands for all others.
     """
 
-    def __init__(self, levels: int = 1):
-        self.levels = levels
+    def __init__(self, levels: int = 1, ranks: int = 3):
+        self.ranks, self.of_level = ranks, ranks * _BINS
         # how many guesses were right, and how many were seen, by cell; the cells of a level are adjacent. Both lists are
         # replaced at once: calls in several threads learn, and more right guesses than seen ones would be a rate above 1.
-        self._counts = [0.0] * (levels * _CELLS), [0.0] * (levels * _CELLS)
+        self._counts = [0.0] * (levels * self.of_level), [0.0] * (levels * self.of_level)
         self._lines: tuple[Any, list[float], list[float]] | None = None  # of which counts, base and slope
 
     @property
-    def seen(self) -> torch.Tensor:
-        """How many guesses were observed, faded: [levels, cells], a cell for each rank and bin of probabilities."""
-        return torch.tensor(self._counts[1]).view(self.levels, _CELLS)
+    def seen(self) -> float:
+        """How many guesses were observed, faded."""
+        return sum(self._counts[1])
 
-    def at(self, probabilities: Sequence[float], level: int = 0) -> list[float]:
+    def copy(self) -> Rates:
+        other = Rates(0, self.ranks)
+        other._counts, other._lines = self._counts, self._lines  # never changed, but replaced
+        return other
+
+    def at(self, probabilities: Sequence[float], level: int = 0, priors: Sequence[float] | None = None) -> list[float]:
         """The rate of each guess at one position, best first. It is 0 where the probability is 0 or not a number. It is at
-        most 1: by rounding alone, a path could otherwise become more probable than its beginning."""
+        most 1: by rounding alone, a path could otherwise become more probable than its beginning.
+
+        priors: what to assume of each guess as long as little is known; None takes the probabilities.
+        """
         base, slope = self._fitted()
         found = []
-        for rank, probability in enumerate(probabilities):
-            cell = _cell(probability, rank, level)
-            found.append(min(1.0, base[cell] + slope[cell] * probability) if probability > 0 else 0.0)
+        for rank, (probability, prior) in enumerate(zip(probabilities, priors or probabilities, strict=True)):
+            cell = self._cell(probability, rank, level)
+            found.append(min(1.0, base[cell] + slope[cell] * prior) if probability > 0 else 0.0)
         return found
 
-    def of(self, probabilities: torch.Tensor, level: int | torch.Tensor = 0) -> torch.Tensor:
-        """`at` for many positions; the result is shaped like `probabilities`.
-
-        probabilities: [..., k] float32. level: one for all, or [..., 1] int64.
-        """
-        levels = torch.as_tensor(level).expand(*probabilities.shape[:-1], 1).flatten().tolist()
-        guesses = probabilities.reshape(-1, probabilities.shape[-1]).tolist()
-        rates = [self.at(best, level) for best, level in zip(guesses, levels, strict=True)]
-        return torch.tensor(rates, device=probabilities.device).view(probabilities.shape)
-
-    def learn(self, outcomes: Iterable[tuple[Sequence[float], int, Sequence[bool]]]) -> None:
-        """Take in the outcome of a round. Called once per round, with all guesses.
-
-        outcomes: for each position that the text reached, the probabilities of the guesses, best first; the level; and which
-        guesses were right.
-        """
-        right, seen = ([count * MEMORY for count in counts] for counts in self._counts)
+    def learn(self, outcomes: Iterable[Outcome]) -> None:
+        """Take in the outcome of a round. Called once per round, with all guesses at the positions that the text reached."""
+        right, seen = ([count * KEEP for count in counts] for counts in self._counts)
         for probabilities, level, which in outcomes:
             for rank, (probability, was_right) in enumerate(zip(probabilities, which, strict=True)):
-                cell = _cell(probability, rank, level)
+                cell = self._cell(probability, rank, level)
                 seen[cell] += 1
                 right[cell] += was_right
         self._counts = right, seen
 
     def _fitted(self) -> tuple[list[float], list[float]]:
-        """For each cell, base and slope of its rate as a function of the probability."""
+        """For each cell, base and slope of its rate as a function of the prior."""
         lines, counts = self._lines, self._counts  # another thread may call `learn` meanwhile
         if lines is None or lines[0] is not counts:
-            base, slope = [], []
-            of_all = [sum(counts[0][cell::_CELLS]) for cell in range(_CELLS)]
-            seen_of_all = [sum(counts[1][cell::_CELLS]) + _POOLED for cell in range(_CELLS)]
+            base, slope, size = [], [], self.of_level
+            guess = PRIOR / 2  # observations that the prior counts for: half as many as the rate of all levels
+            of_all = [sum(counts[0][cell::size]) for cell in range(size)]
+            seen_of_all = [sum(counts[1][cell::size]) + guess for cell in range(size)]
             for cell, (right, seen) in enumerate(zip(*counts, strict=True)):
-                lean = _OWN / seen_of_all[cell % _CELLS] / (seen + _OWN)
-                base.append(right / (seen + _OWN) + lean * of_all[cell % _CELLS])
-                slope.append(lean * _POOLED)
+                lean = PRIOR / seen_of_all[cell % size] / (seen + PRIOR)
+                base.append(right / (seen + PRIOR) + lean * of_all[cell % size])
+                slope.append(lean * guess)
             lines = self._lines = counts, base, slope
         return lines[1:]
 
+    def _cell(self, probability: float, rank: int, level: int) -> int:
+        return bisect_right(_EDGES, probability) + _BINS * min(rank, self.ranks - 1) + self.of_level * level
 
-def _cell(probability: float, rank: int, level: int) -> int:
-    return bisect_right(_EDGES, probability) + _BINS * min(rank, _RANKS - 1) + _CELLS * level
+
+class Acceptance:
+    """How often a drafted token is accepted once those before it are, by the draft's confidence and the position.
+
+    The guess for a token that is not sampled is the confidence itself. If fewer tokens are rejected than that predicts, it is
+    raised at all confidences: a quantized copy of the target is nearly always right, even where it is unsure.
+
+    Attributes:
+        rounds: with a draft, so far.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.rates = Rates(levels=5, ranks=1)
+        self.rejected = DecayedMean()  # rejected tokens, of those that the confidences predicted
+        self.by_position: list[DecayedMean] = []
+        self.next: dict[int | None, DecayedMean] = {}  # by bin: `accept` of the token after it; None for all bins
+
+    def copy(self) -> Acceptance:
+        other = Acceptance()
+        other.rounds, other.rates, other.rejected = self.rounds, self.rates.copy(), self.rejected.faded()
+        other.by_position = [seen.faded() for seen in self.by_position]
+        other.next = {bin: seen.faded() for bin, seen in self.next.items()}
+        return other
+
+    def accept(self, confidence: float, position: int, sampled: bool = False) -> float:
+        """The acceptance rate of a token of this confidence at this position (0-based).
+
+        sampled: the token is drawn. Confidence then predicts little before anything is known, and the guess is optimistic: a
+        token that is never proposed never shows how often it is accepted.
+        """
+        return self.rates.at((confidence,), _level(position), (self._guess(confidence, sampled),))[0]
+
+    def chain(self, longest: int) -> list[float]:
+        """Acceptance rates by position, where no confidence is known. Each is combined with the one before it."""
+        found, above = [], 0.5
+        for position in range(longest):
+            if position < len(self.by_position):
+                above = self.by_position[position].mean(above, PRIOR)
+            found.append(above)
+        return found
+
+    def following(self, confidence: float, sampled: bool = False) -> float:
+        """The expected `accept` of the token after one of this confidence.
+
+        Few drafts continue after tokens of low confidence. There, drafts that continued after other tokens predict better
+        than the guess.
+        """
+        found = max(0.3, self._guess(confidence, sampled))
+        for bin in (None, confidence_bin(confidence)):
+            if bin in self.next:
+                found = self.next[bin].mean(found, PRIOR)
+        return found
+
+    def see_following(self, confidence: float, accept: float) -> None:
+        """`accept` of the token after one of this confidence."""
+        for bin in (None, confidence_bin(confidence)):
+            self.next.setdefault(bin, DecayedMean()).add(accept)
+
+    def learn(self, rows: Sequence[tuple[Sequence[float], int, int]], sampled: bool = False) -> None:
+        """Take in the outcome of a round.
+
+        rows: of each row, the confidences of its drafted tokens (empty if they are not known), the number of accepted ones, and
+        the number of those that were judged.
+        """
+        self.rounds += 1
+        for seen in (self.rejected, *self.by_position, *self.next.values()):
+            seen.add(0.0, 0.0, KEEP)
+        outcomes: list[Outcome] = []
+        for confidences, accepted, judged in rows:
+            for position in range(judged):
+                right = position < accepted
+                if position < len(confidences):
+                    confidence = confidences[position]
+                    outcomes.append(((confidence,), _level(position), (right,)))
+                    self.rejected.add(not right, 1 - _prior(confidence, sampled))
+                    continue
+                while len(self.by_position) <= position:
+                    self.by_position.append(DecayedMean())
+                self.by_position[position].add(right)
+        self.rates.learn(outcomes)
+
+    def _guess(self, confidence: float, sampled: bool) -> float:
+        """The acceptance rate of a token of this confidence, as far as it can be told without tokens of the same confidence."""
+        return 1 - (1 - _prior(confidence, sampled)) * min(1.0, self.rejected.mean(1.0, 1.0))
+
+
+def _prior(confidence: float, sampled: bool) -> float:
+    return (1 + confidence) / 2 if sampled else confidence
+
+
+def _level(position: int) -> int:
+    """Positions 0, 1, 2 and 3, 4 to 7, and all others."""
+    return min(position.bit_length(), 4)

@@ -11,7 +11,7 @@ from typing import Any
 from ..extras import Registry
 from .adaptive import Adaptive
 from .base import DraftLength
-from .policies import AdaEDL, Confidence, Fixed, Heuristic
+from .policies import Confidence, Fixed
 
 __all__ = ["POLICIES", "from_dict", "policies", "resolve", "to_dict"]
 
@@ -24,10 +24,12 @@ def _require(name: str, policy: Any) -> None:
 POLICIES: Registry[type] = Registry(
     "assisted.lengths",
     _require,
-    {"adaptive": Adaptive, "fixed": Fixed, "confidence": Confidence, "heuristic": Heuristic, "adaedl": AdaEDL},
+    {"adaptive": Adaptive, "fixed": Fixed, "confidence": Confidence},
 )
 """Policies by the names that `draft_length` accepts and config.json holds. Entry points of the group `assisted.lengths` add
 others: frozen dataclasses that can be made without arguments."""
+
+_REMOVED = ("heuristic", "adaedl")
 
 
 def policies() -> dict[str, type]:
@@ -45,6 +47,7 @@ def resolve(draft_length: int | str | DraftLength | None) -> DraftLength:
     if isinstance(draft_length, int) and not isinstance(draft_length, bool):
         return Fixed(draft_length)
     if isinstance(draft_length, str):
+        _require_present(draft_length)
         if draft_length != "fixed" and draft_length in POLICIES:
             return POLICIES[draft_length]()
     elif hasattr(draft_length, "start"):
@@ -72,9 +75,19 @@ def from_dict(fields: dict[str, Any] | None) -> DraftLength:
         raise ValueError(f"draft_length: the saved policy should be an object, but is {fields!r}")
     values = dict(fields)
     name = values.pop("policy", None)
+    _require_present(name)
     if name not in POLICIES:
         raise ValueError(f"draft_length: the saved policy {name!r} is not known in this version; pass draft_length=")
     try:
         return POLICIES[name](**values)
     except TypeError as error:
         raise ValueError(f"draft_length: the saved policy {name!r} cannot be made of {values}: {error}") from error
+
+
+def _require_present(name: Any) -> None:
+    """Raise ValueError for a policy of earlier versions."""
+    if name in _REMOVED and name not in POLICIES:
+        raise ValueError(
+            f"draft_length: {name!r} was removed, because no measurement recommended it; use 'adaptive', the default, or a "
+            "number of tokens"
+        )

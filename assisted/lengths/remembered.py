@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .costs import Costs
+from .cost_model import Costs
 
 __all__ = ["VARIABLE", "recall", "remember"]
 

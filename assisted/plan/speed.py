@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..drafters.base import Spec
 from ..engine.experts import numbers_read
-from ..lengths.cost_model import expected_tokens, speedup
+from ..lengths.cost_model import best_speedup, expected_tokens
 from .shapes import Shapes
 
 __all__ = ["Speed", "expected_tokens", "predict", "read_per_pass"]
@@ -91,4 +91,4 @@ def read_per_pass(target: Shapes, weights: int, positions: int = 1) -> int:
 def _best(acceptance: float, cost: float, wider: float, passes: Sequence[float]) -> float:
     """The speedup at the best draft length. passes: by draft length from 0, the cost of reading the weights for the pass that
     verifies it; wider: what each position adds besides."""
-    return max(speedup(acceptance, cost, length, verify + wider * length) for length, verify in enumerate(passes))
+    return best_speedup(acceptance, cost, range(len(passes)), lambda length: passes[length] + wider * length)

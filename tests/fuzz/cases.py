@@ -111,7 +111,7 @@ def draw(seed: int, number: int, changed: float = CHANGED) -> Case:
         "eager" if about.attention == "sdpa" and chance.random() < 0.2 else None,
         "bfloat16" if half else "float32",
         chance.choices(list(kinds), list(kinds.values()))[0],
-        chance.choice((1, 2, 3, 4, 4, 5, 6, 8, 12, "adaptive", "adaptive", "confidence", "heuristic", "adaedl")),
+        chance.choice((1, 2, 3, 4, 4, 5, 6, 8, 12, "adaptive", "adaptive", "confidence")),
         chance.choices(("auto", "eager"), (5, 1))[0],
         chance.random() < 0.15,
         steps,

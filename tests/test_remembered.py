@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -173,14 +171,12 @@ def test_calls_of_other_kinds_do_not_share_costs(file: Path) -> None:
     assert len(json.loads(file.read_text())) == 4
 
 
-def test_the_default_is_the_users_cache(tmp_path: Path) -> None:
-    command = "from assisted.lengths import remembered; print(remembered._file())"
-    own = {name: value for name, value in os.environ.items() if name not in (remembered.VARIABLE, "XDG_CACHE_HOME")}
-    for more, expected in (
-        ({"XDG_CACHE_HOME": str(tmp_path)}, tmp_path / "assisted" / "costs.json"),
-        ({"HOME": str(tmp_path)}, tmp_path / ".cache" / "assisted" / "costs.json"),
-    ):
-        run = subprocess.run(
-            [sys.executable, "-c", command], env=own | more, capture_output=True, text=True, check=True
-        )
-        assert run.stdout.strip() == str(expected)
+def test_nothing_is_kept_unless_it_is_asked_for(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other costs lead to other draft lengths, hence to other random numbers for sampled text."""
+    monkeypatch.delenv(remembered.VARIABLE)
+    for folder in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(folder, str(tmp_path))
+    remembered.remember("a", COSTS)
+    assert remembered.recall("a") is None
+    pair().generate(IDS, **CALL)
+    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
-"""Measured costs from one process to the next, in a small file, so that a first short answer starts from known costs.
+"""Measured costs from one process to the next, in a file that the user names, so that a first short answer knows them.
 
-Knows `Costs` and a file. Costs decide how much is drafted, never which text is generated.
+Knows `Costs` and a file. Costs decide how much is drafted: greedy text does not depend on them, and sampled text keeps its
+distribution, but is drawn with other random numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .cost_model import Costs
 __all__ = ["VARIABLE", "recall", "remember"]
 
 VARIABLE = "ASSISTED_COSTS"
-"""The environment variable with the path of the file; set to nothing, costs are neither read nor written."""
+"""The environment variable with the path of the file. Without it, costs are neither read nor written."""
 _MOST = 256  # entries; older ones are dropped
 _LARGEST = 2**24  # characters that are read; a file of so many entries has fewer
 _WIDEST = 2**16  # positions of a forward pass
@@ -63,8 +64,7 @@ def remember(key: str, costs: Costs) -> None:
 
 def _file() -> Path | None:
     """The file itself, not a link to it; None if nothing is to be kept."""
-    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    named = os.environ.get(VARIABLE, f"{folder}/assisted/costs.json")
+    named = os.environ.get(VARIABLE)
     try:
         return Path(os.path.realpath(Path(named).expanduser())) if named else None
     except (OSError, RuntimeError):  # a user without a home

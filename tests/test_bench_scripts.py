@@ -56,6 +56,15 @@ def test_what_overhead_times_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
+def test_the_constants_that_the_simulation_varies_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    simulated = importlib.import_module("simulated")
+    homes = (simulated.cost_model, simulated.adaptive)
+    assert all(any(hasattr(home, name) for home in homes) for name in simulated.CONSTANTS)
+    accepted = simulated.tree_acceptance(0, False, 1.0, 20)
+    assert accepted == sorted(accepted)
+
+
 @pytest.fixture
 def chart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])

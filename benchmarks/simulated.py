@@ -1,0 +1,230 @@
+"""The draft length policies on simulated pairs and texts, in simulated seconds: no model and no clock.
+
+    python benchmarks/simulated.py                      every scenario, every policy
+    python benchmarks/simulated.py --sweep              what half and twice each constant of the adaptive length does
+    python benchmarks/simulated.py --trees              accepted tokens by tree size, with rates that are learned on the way
+    python benchmarks/simulated.py --out before.json    and, after a change: --against before.json
+
+A figure is the speedup over the baseline, the mean over the scenario's texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from simulation import HOPELESS, PAIRS, Pair, Run, Source, simulate
+
+from assisted.drafters.trees import best_paths
+from assisted.lengths import Adaptive, Confidence, DraftLength, Fixed, adaptive, cost_model, rates
+from assisted.lengths.rates import Rates
+
+TOKENS = 1500
+SOURCES = {
+    "switching": Source(),
+    "long stretches": Source(stretches=(300.0, 150.0)),
+    "one regime": Source(stretches=(1e9, 1.0), confidences=((4.0, 1.5), (2.0, 4.0))),
+    "confidence uninformative": Source(
+        stretches=(1e9, 1.0), confidences=((3.0, 3.0), (2.0, 4.0)), power=0.0, scale=0.7
+    ),
+}
+OVERLAPPING = Source(stretches=(1e9, 1.0), confidences=((1.5, 6.0), (2.0, 4.0)), power=0.0, scale=0.75)
+MACHINES = {
+    "cheap draft": PAIRS[0],
+    "usual draft": PAIRS[1],
+    "expensive draft": PAIRS[2],
+    "expensive second position": Pair(0.12, 0.005, first_column=0.2),
+    "expensive first draft pass": Pair(0.1, 0.02, start=0.3),
+}
+POLICIES: dict[str, DraftLength] = {
+    "Adaptive()": Adaptive(),
+    "Confidence(0.4)": Confidence(0.4, 20),
+    **{f"Fixed({n})": Fixed(n) for n in (1, 2, 4, 8)},
+}
+
+
+def texts(source: Source, rows: int = 1, tokens: int = TOKENS, seed: int = 0) -> list[list[tuple[float, bool]]]:
+    return [source.text(tokens + 64, seed * rows + row) for row in range(rows)]
+
+
+def mean(runs: Sequence[Run]) -> float:
+    return sum(run.plain for run in runs) / sum(run.seconds for run in runs)
+
+
+CONSTANTS = (
+    *("KEEP", "KEEP_LOCAL", "PRIOR", "ENOUGH", "SAMPLES", "COLUMN"),
+    *("CREDIT", "PROBE_SHARE", "STRETCH", "DRAFT", "PAUSE", "STALE"),
+)
+"""Those of the cost model and of the adaptive length that were chosen by simulation."""
+Scenario = Callable[[DraftLength, int], float]
+"""The speedup of a policy over so many texts."""
+
+
+def steady(pair: Pair, source: Source, rows: int = 1, **how: Any) -> Scenario:
+    """One long call for each text."""
+    return lambda policy, seeds: mean(
+        [simulate(policy, pair, texts(source, rows, seed=s), TOKENS, s, **how) for s in range(seeds)]
+    )
+
+
+def short(pair: Pair, source: Source, warm: bool, tokens: int = 48, calls: int = 16) -> Scenario:
+    """Many short calls. warm: each continues from the one before it."""
+
+    def run(policy: DraftLength, seeds: int) -> float:
+        runs: list[Run] = []
+        for seed in range(calls * seeds):
+            earlier = runs[-1].length if warm and runs else None
+            runs.append(simulate(policy, pair, texts(source, tokens=tokens, seed=seed), tokens, seed, earlier))
+        return mean(runs)
+
+    return run
+
+
+def turning(pair: Pair, first: Source, second: Source) -> Scenario:
+    """A text that changes its nature half-way."""
+    return lambda policy, seeds: mean(
+        [
+            simulate(policy, pair, [first.text(TOKENS, s) + second.text(TOKENS + 64, s)], 2 * TOKENS, s)
+            for s in range(seeds)
+        ]
+    )
+
+
+def scenarios() -> dict[str, Scenario]:
+    found: dict[str, Scenario] = {}
+    for machine, pair in MACHINES.items():
+        for name, source in SOURCES.items():
+            found[f"{name}, {machine}"] = steady(pair, source)
+        found[f"sampled, overlapping, {machine}"] = steady(pair, OVERLAPPING, sampled=True)
+        for name in ("switching", "long stretches", "confidence uninformative"):
+            found[f"batch of 4, {name}, {machine}"] = steady(pair, SOURCES[name], 4)
+    for machine, pair in list(MACHINES.items())[:3]:
+        found[f"hopeless, {machine}"] = steady(pair, HOPELESS)
+        found[f"hopeless, short calls, {machine}"] = short(pair, HOPELESS, False, 256, 4)
+        found[f"turns good, {machine}"] = turning(pair, HOPELESS, SOURCES["long stretches"])
+        found[f"turns hopeless, {machine}"] = turning(pair, SOURCES["long stretches"], HOPELESS)
+        found[f"blocks, {machine}"] = steady(pair, SOURCES["one regime"], asks=False)
+        found[f"short calls, cold, {machine}"] = short(pair, SOURCES["switching"], False)
+        found[f"short calls, warm, {machine}"] = short(pair, SOURCES["switching"], True)
+    found["hopeless blocks"] = steady(PAIRS[1], HOPELESS, asks=False)
+    found["batch of 8, few rows find something"] = steady(
+        Pair(0.05, 0.15), SOURCES["one regime"], 8, asks=False, found=0.3
+    )
+    found["short calls, expensive positions"] = short(Pair(0.05, 0.6), SOURCES["one regime"], False, 96, 8)
+    return found
+
+
+def measure(policy: DraftLength, seeds: int) -> dict[str, float]:
+    return {name: run(policy, seeds) for name, run in scenarios().items()}
+
+
+def change(before: dict[str, float], after: dict[str, float]) -> tuple[float, float, str]:
+    """Geometric mean of after / before, the smallest ratio, and its scenario."""
+    ratios = {name: after[name] / before[name] for name in before}
+    worst = min(ratios, key=ratios.__getitem__)
+    return math.exp(sum(map(math.log, ratios.values())) / len(ratios)), ratios[worst], worst
+
+
+def sweep(seeds: int) -> None:
+    """What half and twice each constant does to the adaptive length."""
+    usual = measure(Adaptive(), seeds)
+    print("| constant | factor | mean | worst scenario |\n|---|---|---|---|")
+    for name in CONSTANTS:
+        homes = [module for module in (cost_model, rates, adaptive) if hasattr(module, name)]
+        value = getattr(homes[0], name)
+        for factor in (0.5, 2):
+            changed = 1 - (1 - value) * factor if name.startswith("KEEP") else type(value)(value * factor)
+            try:
+                for home in homes:
+                    setattr(home, name, changed)
+                overall, least, where = change(usual, measure(Adaptive(), seeds))
+            finally:
+                for home in homes:
+                    setattr(home, name, value)
+            print(f"| `{name}` = {value} | {changed:g} | {overall:.3f} | {least:.3f} ({where}) |", flush=True)
+
+
+SIZES = (2, 4, 8, 16, 32, 64)
+
+
+def tree_acceptance(seed: int, per_level: bool, power: float, rounds: int = 300) -> list[float]:
+    """Accepted tokens a round, by the number of nodes, of trees of five heads with six guesses each.
+
+    per_level: rates are learned for every head. power: a guess of probability p is right in proportion to p ** power: above 1,
+    heads are less sure than they might be. Later heads are right less often.
+    """
+    rng, learned, accepted = random.Random(f"trees {seed}"), Rates(5 if per_level else 1), [0] * len(SIZES)
+    for _ in range(rounds):
+        sure, right = [], []
+        for depth in range(5):
+            flat = rng.choice((0.15, 0.5, 2.0))
+            weights = sorted((rng.gammavariate(flat, 1) for _ in range(6)), reverse=True)
+            total = sum(weights) + rng.gammavariate(flat, 1)  # the rest of the vocabulary
+            sure.append([weight / total for weight in weights])
+            chances = [probability**power for probability in sure[-1]]
+            chances = [(1 - 0.12 * depth) * chance / sum(chances) for chance in chances]
+            (rank,) = rng.choices(range(7), [*chances, 1 - sum(chances)])
+            right.append(rank)
+        rates = [learned.at(guesses, depth * per_level) for depth, guesses in enumerate(sure)]
+        for index, size in enumerate(SIZES):
+            tree = best_paths(rates, size)
+            nodes = {place: node for node, place in enumerate(zip(tree.parents, tree.ranks, strict=True))}
+            node = -1
+            for rank in right:
+                if (node, rank) not in nodes:
+                    break
+                node = nodes[node, rank]
+                accepted[index] += 1
+        wrong = next((depth for depth, rank in enumerate(right) if rank == 6), 4)
+        learned.learn(
+            (sure[depth], depth * per_level, [rank == right[depth] for rank in range(6)]) for depth in range(wrong + 1)
+        )
+    return [count / rounds for count in accepted]
+
+
+def trees(seeds: int) -> None:
+    """The table of `tree_acceptance`."""
+    print("| nodes |" + "".join(f" {size} |" for size in SIZES) + "\n|---" + "|---" * len(SIZES) + "|")
+    for per_level in (False, True):
+        for power in (0.5, 1.0, 2.0):
+            runs = [tree_acceptance(seed, per_level, power) for seed in range(seeds)]
+            means = [sum(counts) / seeds for counts in zip(*runs, strict=True)]
+            name = f"power {power}, {'rates of each head' if per_level else 'one rate for all'}"
+            print(f"| {name} |" + "".join(f" {mean:.3f} |" for mean in means))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", nargs="+", choices=tuple(POLICIES), default=list(POLICIES), help="(default: all)")
+    parser.add_argument("--seeds", type=int, default=3, help="texts of each scenario (default: 3)")
+    parser.add_argument("--sweep", action="store_true", help="halve and double each constant of the adaptive length")
+    parser.add_argument("--trees", action="store_true", help="accepted tokens by tree size")
+    parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
+    parser.add_argument("--against", type=Path, help="file with earlier figures, to compare with")
+    args = parser.parse_args()
+    if args.sweep or args.trees:
+        (sweep if args.sweep else trees)(args.seeds)
+        return
+    found = {name: measure(POLICIES[name], args.seeds) for name in args.policies}
+    print("| |" + "".join(f" `{name}` |" for name in found) + "\n|---" + "|---" * len(found) + "|")
+    for name in scenarios():
+        print(f"| {name} |" + "".join(f" {figures[name]:.3f} |" for figures in found.values()))
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    if args.against is not None:
+        for name, before in json.loads(args.against.read_text()).items():
+            if name in found:
+                overall, least, where = change(before, found[name])
+                print(f"{name}: {overall:.4f} of before on average, at least {least:.4f} ({where})")
+
+
+if __name__ == "__main__":
+    main()

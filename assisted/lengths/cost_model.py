@@ -59,12 +59,12 @@ class DecayedMean:
     weight: float = 0.0
 
     def add(self, value: float, weight: float = 1.0, keep: float = 1.0) -> None:
-        """Take in one more observation. keep: share of the past that remains."""
+        """Take in one more observation. value, weight: are added to the sums. keep: share of the past that remains."""
         self.total = keep * self.total + value
         self.weight = keep * self.weight + weight
 
     def mean(self, prior: float = 0.0, strength: float = 0.0) -> float:
-        """The average, once `strength` observations of `prior` have been added. Without any observation, `prior`."""
+        """The average. prior: a guess, which counts as `strength` observations, and alone if there are none."""
         weight = self.weight + strength
         return (self.total + strength * prior) / weight if weight else prior
 
@@ -153,7 +153,7 @@ class Timings:
             self._fit(dict(known))
 
     def add(self, count: int, seconds: float) -> None:
-        """Take in a timing."""
+        """Take in a timing. seconds: for this count."""
         self.timings += 1
         self.last[count] = self.timings
         # a count that seemed expensive because of disturbed timings is not drafted to again, so no new timing corrects it
@@ -171,6 +171,7 @@ class Timings:
             self._fit(self.typical)
 
     def copy(self) -> Timings:
+        """The same timings; what is added to one is not added to the other."""
         other = copy.copy(self)
         other.samples, other.typical, other.last = self.samples.copy(), self.typical.copy(), self.last.copy()
         return other
@@ -255,7 +256,13 @@ def best_speedup(
     lengths: Iterable[int] = range(1, 9),
     verify: Callable[[int], float] = lambda length: 1.0,
 ) -> float:
-    """`speedup` at the best of several draft lengths. verify: cost of the pass that verifies a draft, by its length."""
+    """`speedup` at the best of several draft lengths.
+
+    Args:
+        acceptance, cost: as for `speedup`.
+        lengths: that are considered.
+        verify: cost of the pass that verifies a draft, by its length.
+    """
     return max(speedup(acceptance, cost, length, verify(length)) for length in lengths)
 
 

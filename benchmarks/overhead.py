@@ -94,7 +94,7 @@ class Passes:
             for (owner, name), again in PASSES.items():
                 noting = self.noting(getattr(owner, name), None if again is None else getattr(self, again))
                 stack.enter_context(patch.object(owner, name, noting))
-            stack.enter_context(patch.object(generation, "_extend", self.target(generation._extend)))
+            stack.enter_context(patch.object(generation.Generation, "_extend", self.target(generation.Generation._extend)))
             yield
 
     def noting(self, method: Callable[..., Any], again: Callable[..., Pass] | None = None) -> Callable[..., Any]:
@@ -135,10 +135,10 @@ class Passes:
     def target(self, extend: Callable[..., Any]) -> Callable[..., Any]:
         """The target reads its prompt before there are runners, so this pass is noted afterwards."""
 
-        def run(model: Any, input_ids: torch.Tensor, *args: Any) -> Any:
-            text, target = extend(model, input_ids, *args)
-            self.made.insert(0, self.prompt(READ_PROMPT, target, input_ids, None))
-            return text, target
+        def run(one: Any, call: Any) -> Any:
+            text, target, drafting = extend(one, call)
+            self.made.insert(0, self.prompt(READ_PROMPT, target, call.input_ids, None))
+            return text, target, drafting
 
         return run
 

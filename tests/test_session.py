@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import copy
 import functools
 import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,38 +17,29 @@ from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_id
 from eagle_heads import trained_head
 from methods import HEADS
 from pairs import BY_NAME, CALL, pair
-from torch import nn
 from transformers import DynamicCache
 
 from assisted import AssistedModelForCausalLM, Eagle, Merged
 from assisted.drafters import DraftModel, eagle
 from assisted.engine import cache
-from assisted.engine.cache import SlotCache
+from assisted.engine.cache import SlotCache, SlotLayer
 
 TURNS = 4
 NEW = 6  # tokens of a user's turn
 
 
-@contextlib.contextmanager
-def counted(*modules: nn.Module) -> Iterator[list[int]]:
-    """The columns that each module reads."""
-    read = [0] * len(modules)
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[int]:
+    """The columns that were written to the first layer of slots, by the slots' id."""
+    found: collections.Counter[int] = collections.Counter()
+    update = SlotLayer.update
 
-    def hook(number: int) -> Any:
-        def count(module: Any, args: Any, kwargs: Any) -> None:
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            read[number] += ids.shape[1]
+    def counting(self: Any, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found[id(self.slots)] += key_states.shape[2] * (self is self.slots.layers[0])
+        return update(self, key_states, *args, **kwargs)
 
-        return count
-
-    handles = [
-        module.register_forward_pre_hook(hook(number), with_kwargs=True) for number, module in enumerate(modules)
-    ]
-    try:
-        yield read
-    finally:
-        for handle in handles:
-            handle.remove()
+    monkeypatch.setattr(SlotLayer, "update", counting)
+    return found
 
 
 def turns(count: int = TURNS, rows: int = 1) -> list[torch.Tensor]:
@@ -123,7 +113,7 @@ def test_all_architectures(architecture: Any) -> None:
     assert talked(model, model.session(), added) == expected
 
 
-def test_only_new_tokens_are_read() -> None:
+def test_only_new_tokens_are_read(written: collections.Counter[int]) -> None:
     """Ten turns, of which each but the first reads what was added, in the target and in the draft."""
     target = build(BY_NAME["llama"])
     draft = half_right(target)
@@ -131,8 +121,9 @@ def test_only_new_tokens_are_read() -> None:
     session, ids = model.session(), turns(1)[0][:, :0]
     for number, turn in enumerate(turns(10)):
         prompt = torch.cat([ids, turn], 1)
-        with counted(target, draft) as read:
-            ids = model.generate(prompt, past_key_values=session, **CALL)
+        written.clear()
+        ids = model.generate(prompt, past_key_values=session, **CALL)
+        read = written[id(session._slots)], written[id(session.kept[1].runner.cache)]
         assert model.report is not None
         verified = model.report.drafted + model.report.target_passes
         unread = prompt.shape[1] if number == 0 else NEW + 1  # with the last token of the answer
@@ -202,16 +193,19 @@ def test_slots_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 5, 12, 20])
-def test_a_changed_text_is_read_again_from_the_change_on(at: int) -> None:
+def test_a_changed_text_is_read_again_from_the_change_on(at: int, written: collections.Counter[int]) -> None:
     target, model = pair()
     session, added = model.session(), turns(2)
     text = torch.tensor(talked(model, session, added[:1])[0])
     changed = torch.cat([text, added[1]], 1)
     changed[0, at] = (changed[0, at] + 1) % 90 + 3
-    with counted(target) as read:
-        found = model.generate(changed, past_key_values=session, **CALL)
+    written.clear()
+    found = model.generate(changed, past_key_values=session, **CALL)
     assert found.tolist() == target.generate(changed, **CALL).tolist()
-    assert read[0] >= changed.shape[1] - at
+    assert model.report is not None
+    unread = changed.shape[1] - max(0, at - 1)
+    verified = model.report.drafted + model.report.target_passes
+    assert unread <= written[id(session._slots)] <= unread + verified
 
 
 @pytest.mark.parametrize("kept", [1, 4, 13, 26])

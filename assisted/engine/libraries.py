@@ -51,6 +51,7 @@ __all__ = [
     "compiler_settings",
     "dequantized",
     "end_pool",
+    "forget_prepared",
     "four_bit_product",
     "gguf_splits",
     "gguf_tensors",
@@ -175,6 +176,15 @@ def prefill(kind: Any, model: Any, ids: torch.Tensor, generation_config: Any, mo
 def with_cache_renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `generate` in which `past_key_values` has this version's name."""
     return {CACHE if name == "past_key_values" else name: value for name, value in kwargs.items()}
+
+
+def forget_prepared(model: Any) -> None:
+    """Forget the static cache that a call of `generate` has prepared and nobody has filled.
+
+    Before 5.14 it stays on the model, and the next call fails while it looks at it.
+    """
+    if not _MARKS:
+        vars(model).pop("_cache", None)
 
 
 def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:

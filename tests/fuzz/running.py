@@ -121,7 +121,7 @@ def _run(case: Case, outcome: Outcome, undos: list[edits.Undo]) -> None:
         if isinstance(draft, PreTrainedModel):
             draft = copy.deepcopy(draft)
         pair = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=case.draft_length, fast=case.fast)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:  # of a backend that is not installed
         outcome.refused.append(f"at load: {_said(error)}")
         return
     except Exception as error:

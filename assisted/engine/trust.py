@@ -82,7 +82,7 @@ def trust(model: Any) -> Trust:
     between = [f"{name} is active" for name in active_modes()]
     between += [blame for blame in map(_blame_of, code_of(map(type, wrappers))) if blame]
     for wrapper in wrappers:  # whose own `generate` runs that of the model
-        called = _functions(getattr(type(wrapper), "generate", None))
+        called = _functions(getattr(wrapper, "generate", None))
         between += [f"{type(wrapper).__name__}.generate is {_where(one)}" for one in called if not _is_own(one)]
     records: list[Code] = []
     configs: dict[int, Any] = {}

@@ -21,7 +21,7 @@ from architectures import RECURRENT as RECURRENT_TARGETS
 from assisted.engine.libraries import STATE_LAYERS
 
 RECURRENT = {architecture.name for architecture in RECURRENT_TARGETS}
-LATER = {"dbrx", "lfm2", "olmo_hybrid", "recurrent_gemma", "zamba"}
+LATER = {"dbrx", "deepseek_v32", "lfm2", "olmo_hybrid", "recurrent_gemma", "zamba"}
 """Architectures that transformers before 5.17 cannot run, or not over several tokens at once, in the tests' small sizes."""
 QUANT_BACKENDS = ("bitsandbytes", "optimum.quanto", "torchao")
 

@@ -366,7 +366,8 @@ def _read_prompt(target: CachedModel, call: Prepared) -> torch.Tensor:
         return output.logits[:, -1:].to(input_ids.device)
 
     try:
-        if call.returns_cache or not by_column:  # with a caller's past, the mask is longer
+        # with a caller's past, the mask is longer; of a prompt in chunks, only the last chunk's hidden states are there
+        if call.returns_cache or not by_column or getattr(call.config, "prefill_chunk_size", None) is not None:
             return read(list(range(len(input_ids))), 0)
         return target.by_groups(input_ids.shape[1], read)
     except IndexError as error:

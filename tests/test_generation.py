@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import random_ids
+from eagle_heads import trained_head
+from medusa_heads import random_heads
 from pairs import CALL, assistedly, no_fallback, pair, plainly, prompt, tokenizer
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from assisted import AssistedModelForCausalLM
+from assisted import AssistedModelForCausalLM, Eagle, Medusa
 from assisted.drafts import DraftingStopped
 
 LONG = CALL | {"max_new_tokens": 40}
@@ -126,6 +129,27 @@ def test_the_targets_own_way_to_draft_gives_way(
         assert model.generate(ids, **CALL | more).tolist() == expected.tolist()
     assert model.report is not None and model.report.drafted > 0
     assert getattr(target.generation_config, name) in (1, True)
+
+
+@pytest.mark.parametrize("draft", ["model", "medusa", "eagle"])
+def test_ragged_prompts_in_chunks(draft: str) -> None:
+    """Heads get the hidden states of the last chunk, whatever the lengths of the prompts are."""
+    target = pair()[0]
+    heads = {
+        "medusa": lambda: Medusa(random_heads(32, 96, heads=2)),
+        "eagle": lambda: Eagle(trained_head(target, 3, steps=2)),
+    }
+    spec = pair()[1].drafter.model if draft == "model" else heads[draft]()
+    model = AssistedModelForCausalLM.from_models(target, spec, draft_length=3)
+    ids = random_ids(target, 4, 40)
+    mask = torch.ones_like(ids)
+    for row, pads in enumerate((0, 31, 11, 38)):
+        mask[row, :pads] = 0
+    call = CALL | {"attention_mask": mask, "prefill_chunk_size": 3}
+    ids = ids.where(mask.bool(), 0)
+    expected = target.generate(ids, **call)
+    with no_fallback():
+        assert model.generate(ids, **call).tolist() == expected.tolist()
 
 
 # --- calls that are made again ---

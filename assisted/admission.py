@@ -22,11 +22,11 @@ from .engine.libraries import (
     LinearAttentionLayer,
     is_of_caller,
 )
-from .engine.masks import Masks
 from .engine.ranks import waits_for_others
 from .engine.recurrent import has_uncounted_states
 from .engine.rope import change_of, reads_anew_at
 from .engine.session import Session
+from .engine.traits import Traits
 from .loading.adapters import mixes_adapters
 from .loading.quantization import rounds_by_pass
 
@@ -139,7 +139,7 @@ def must_be_plain(
     if positions is not None and bool((positions < 0).any()):
         return "position_ids below zero are not positions in a text"
     name = cache_name(model_kwargs)
-    by_masks = Masks.of(model).trees
+    by_masks = Traits.of(model).masks.trees
     reason = _cannot_rewind(model_kwargs.get(name), name, bool(generation_config.return_dict_in_generate), by_masks)
     return reason or _reads_anew(model, input_ids, generation_config, model_kwargs)
 

@@ -30,13 +30,21 @@ from .decoding import decode
 from .distribution import Distribution
 from .drafters import Call, Drafting
 from .engine.cache import SlotCache
-from .engine.libraries import CACHE, forget_prepared, is_of_caller, optimized_for_decode, pad_token, prefill
+from .engine.libraries import (
+    CACHE,
+    forget_prepared,
+    is_of_caller,
+    optimized_for_decode,
+    pad_token,
+    prefill,
+    without_gradients,
+)
 from .engine.parts import unwrapped
 from .engine.prefetch import prefetching
 from .engine.ranks import Ranks, fingerprint
 from .engine.recurrent import held, slots_for, target_runner
 from .engine.rope import change_of
-from .engine.runner import CachedModel, CallSettings, without_gradients
+from .engine.runner import CachedModel, CallSettings
 from .engine.session import Session
 from .engine.verifiable import masks_of, obstacle_to
 from .fast.runner import form

@@ -32,14 +32,15 @@ from .admission import MIXED, OTHER_MODES, require_own_drafting, warn_plain
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
 from .drafts import Round
-from .engine.experts import experts_of, growth
+from .engine.experts import growth
 from .engine.hooks import is_offloaded
 from .engine.host import processor
 from .engine.libraries import CACHE, with_cache_renamed
 from .engine.parts import device_of, uncompiled, unwrapped
 from .engine.ranks import Ranks, ranks_of
-from .engine.runner import CallSettings, require_decoder_config
+from .engine.runner import CallSettings
 from .engine.session import Session, using
+from .engine.traits import Traits, require_decoder_config
 from .engine.trust import blamed
 from .engine.verifiable import require_verifiable
 from .fast.graphs import Graphs, require_mode
@@ -532,7 +533,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         The mean over the first few positions. Of an offloaded layer, accelerate fetches all experts in any case.
         """
         target: Any = unwrapped(self.target)
-        if experts_of(target.config.get_text_config(decoder=True)) is None or is_offloaded(target):
+        if Traits.of(target).experts is None or is_offloaded(target):
             return None
         return lengths.COLUMN + (growth(target, rows * (1 + _FEW), rows) - 1) / _FEW
 

@@ -23,7 +23,8 @@ from assisted.bench import read
 from assisted.distribution import Distribution, probabilities
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
-from assisted.engine.runner import CachedModel, Masks
+from assisted.engine.runner import CachedModel
+from assisted.engine.traits import Traits
 from assisted.fast.fused import fused
 from assisted.loading.quantization import memory_bytes, quantize_copy
 
@@ -53,7 +54,7 @@ def seconds(run: Callable[[], Any]) -> float:
 @torch.inference_mode()
 def taken(model: PreTrainedModel, width: int) -> dict[str, float]:
     """Milliseconds of a pass over `width` tokens, and of its parts."""
-    runner = CachedModel(fused(model), SlotCache(1, 2 * CONTEXT), Masks.of(model))
+    runner = CachedModel(fused(model), SlotCache(1, 2 * CONTEXT), Traits.of(model).masks)
     runner.prefill(torch.arange(CONTEXT)[None], None)
     ids, words = torch.arange(width)[None], model.config.vocab_size
 

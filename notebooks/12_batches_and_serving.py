@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.engine.recurrent import slots_for, target_runner
-from assisted.engine.runner import Masks
+from assisted.engine.traits import Traits
 from assisted.fast.fused import fused
 from assisted.lengths.policies import Never
 from assisted.notebook import COLOURS, attempt, figure_style, show, table
@@ -224,7 +224,7 @@ print(model.report.target_passes, "passes of a row; tokens per pass", round(mode
 # %%
 def ready(network, rows):
     """A runner of the model that has read 64 tokens in each row."""
-    masks = Masks.of(network)
+    masks = Traits.of(network).masks
     run = target_runner(fused(network), slots_for(network, None, rows, 96, masks), masks)
     run.prefill(text[:rows, :64], None)
     return run

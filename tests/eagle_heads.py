@@ -14,7 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from assisted.drafters.eagle import needs_of
 from assisted.engine.cache import SlotCache
-from assisted.engine.runner import CachedModel, Masks
+from assisted.engine.runner import CachedModel
+from assisted.engine.traits import Traits
 from assisted.heads.eagle import EagleConfig, EagleHead, unrolled_mask
 
 __all__ = ["features_of", "random_head", "trained_head", "written"]
@@ -37,7 +38,7 @@ _known_needs = functools.lru_cache(maxsize=4)(needs_of)
 @torch.no_grad()
 def features_of(target: PreTrainedModel, head: EagleHead, ids: torch.Tensor) -> torch.Tensor:
     """What a head goes on from, [B, n, F], of a text that is not padded."""
-    masks = Masks.of(target)
+    masks = Traits.of(target).masks
     cache = SlotCache(len(ids), ids.shape[1], right_aligned=not masks.trees)
     model = CachedModel(target, cache, masks, _known_needs(head, target))
     model.prefill(ids, None)

@@ -11,10 +11,11 @@ import torch
 from architectures import ARCHITECTURES, RECURRENT, REFUSED, WINDOW
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from assisted.engine import cache as module
-from assisted.engine.cache import SlotCache, unsupported_layers
+from assisted.engine.cache import SlotCache
+from assisted.engine.traits import Traits
 
 CPU = torch.device("cpu")
 LAYERS, HEADS = 2, 2
@@ -325,14 +326,14 @@ def test_layers_without_keys_of_their_own_stay_empty():
 
 @by_config
 def test_layers_that_slots_can_hold(config):
-    assert unsupported_layers(config) == []
+    assert Traits.of(AutoModelForCausalLM.from_config(config)).keeps == ()
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [("deepseek_v32", "Indexed"), ("qwen3_next", "Linear"), ("lfm2", "Linear")]
+    ("name", "kept"), [("deepseek_v32", "Indexed"), ("qwen3_next", "recurrent state"), ("lfm2", "Linear")]
 )
-def test_layers_that_slots_cannot_hold(name, layers):
+def test_layers_that_slots_cannot_hold(name, kept):
     config = next(architecture for architecture in RECURRENT + REFUSED if architecture.name == name).make()
-    found = unsupported_layers(config)
+    found = Traits.of(AutoModelForCausalLM.from_config(config)).keeps
     assert found
-    assert layers in " ".join(found)
+    assert kept in " ".join(found)

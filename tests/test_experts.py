@@ -14,7 +14,8 @@ from transformers import GptOssConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfi
 
 from assisted import AssistedModelForCausalLM
 from assisted.drafters import parse
-from assisted.engine.experts import expected_experts, experts_of, growth, numbers_read
+from assisted.engine.experts import expected_experts, growth, numbers_read
+from assisted.engine.traits import experts_of
 from assisted.lengths import COLUMN, Adaptive
 from assisted.plan.shapes import Shapes
 from assisted.plan.speed import predict, read_per_pass

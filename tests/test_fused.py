@@ -12,7 +12,8 @@ from assisted import AssistedModelForCausalLM
 from assisted.drafters import model_drafter
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
-from assisted.engine.runner import CachedModel, Masks
+from assisted.engine.runner import CachedModel
+from assisted.engine.traits import Traits
 from assisted.fast import fused, products
 from assisted.fast import runner as opening
 
@@ -23,7 +24,7 @@ ROUNDING = 1e-4  # the random models' logits have a spread of some units
 def both(model, rows=2, slots=64):
     other = fused.fused(model)
     assert other.module is not model
-    return [CachedModel(m, SlotCache(rows, slots), Masks.of(model)) for m in (model, other)]
+    return [CachedModel(m, SlotCache(rows, slots), Traits.of(model).masks) for m in (model, other)]
 
 
 @torch.no_grad()

@@ -21,7 +21,8 @@ from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import runner as runtime
 from assisted.engine import shapes, trust
 from assisted.engine.cache import SlotCache
-from assisted.engine.runner import CachedModel, CallSettings, Masks, Runnable
+from assisted.engine.runner import CachedModel, CallSettings, Runnable
+from assisted.engine.traits import Traits
 from assisted.fast import capture, captures, graphs
 from assisted.fast import runner as opening
 from assisted.fast.captures import CudaGraphs
@@ -55,7 +56,7 @@ def served(model, rows=1, limit=200, mode="auto"):
     """A runner with captured passes, and what holds them."""
     holder = Graphs()
     settings = CallSettings(mode)
-    runner = CachedModel(opening.form(model, settings), SlotCache(rows, limit), Masks.of(model))
+    runner = CachedModel(opening.form(model, settings), SlotCache(rows, limit), Traits.of(model).masks)
     holder.serve(runner, model, settings)
     return runner, holder
 
@@ -189,7 +190,7 @@ def test_low_bit_weights_round_to_half_precision(monkeypatch, low_bits):
 def test_random_rounds_give_the_logits_of_the_eager_path(name):
     """Rows that leave and come back, chains and trees of every width, a padded prompt, slots that have to grow."""
     model = build(BY_NAME[name]).requires_grad_(False)
-    eager = CachedModel(model, SlotCache(4, 120), Masks.of(model))
+    eager = CachedModel(model, SlotCache(4, 120), Traits.of(model).masks)
     replayed, holder = served(model, 4, 120)
     ids, mask = random_ids(model, 4, 9), torch.ones(4, 9, dtype=torch.int64)
     mask[1, :4] = 0

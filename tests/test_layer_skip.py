@@ -18,7 +18,8 @@ from assisted.drafters.skip_search import SkipSearch
 from assisted.engine.cache import SlotCache
 from assisted.engine.needs import Needs
 from assisted.engine.parts import Tap
-from assisted.engine.runner import CachedModel, Masks
+from assisted.engine.runner import CachedModel
+from assisted.engine.traits import Traits
 from assisted.fast.fused import FusedLayer, fused
 from assisted.lengths.cost_model import best_speedup
 
@@ -169,7 +170,7 @@ def test_drafting_does_not_touch_what_a_head_reads(no_fallback):
     """In a list with a trained head, the target keeps its states in taps."""
     model = target()
     drafter = pair(model).drafter
-    tapped = CachedModel(model, SlotCache(1, 8), Masks.of(model), Needs.of_states(model, 2, 4))
+    tapped = CachedModel(model, SlotCache(1, 8), Traits.of(model).masks, Needs.of_states(model, 2, 4))
     part = drafter.part(tapped.bare.module, frozenset({3, 8}))
     assert any(isinstance(module, Tap) for module in tapped.model.modules())
     assert not any(isinstance(module, Tap) for module in part.modules())

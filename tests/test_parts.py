@@ -11,7 +11,7 @@ from pairs import BY_NAME
 from torch import nn
 
 from assisted.engine.parts import back, find_layers, front, tapped, with_children
-from assisted.engine.runner import is_rewindable
+from assisted.engine.traits import Traits
 
 
 def snapshot(model):
@@ -45,7 +45,7 @@ def run(model, ids):
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 def test_front_and_back_make_the_whole(architecture):
     model = build(architecture)
-    if not is_rewindable(model) or architecture.name == "gemma3n":
+    if not Traits.of(model).is_rewindable or architecture.name == "gemma3n":
         pytest.skip("has no parts that could be run one after the other")
     ids = random_ids(model, 2, 9)
     before = snapshot(model)

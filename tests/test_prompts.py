@@ -15,7 +15,8 @@ from assisted import AssistedModelForCausalLM, Eagle, Medusa, decoding
 from assisted.engine import prefill as prompts
 from assisted.engine.cache import SlotCache
 from assisted.engine.prefill import groups
-from assisted.engine.runner import CachedModel, Masks
+from assisted.engine.runner import CachedModel
+from assisted.engine.traits import Traits
 from assisted.fast import fused
 
 CPU = torch.device("cpu")
@@ -130,7 +131,7 @@ def test_nobody_computes_padding_or_what_nobody_reads(name, _apart, monkeypatch)
             return product(normed)
 
         monkeypatch.setattr(layer.gate_up, "raw", counted)
-    runner = CachedModel(form, SlotCache(4, 20), Masks.of(model))
+    runner = CachedModel(form, SlotCache(4, 20), Traits.of(model).masks)
     logits = runner.prefill(inputs["input_ids"], inputs["attention_mask"])
     last = len(model.model.layers) - 1
     tokens = int(inputs["attention_mask"].sum())

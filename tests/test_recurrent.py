@@ -21,8 +21,9 @@ from assisted.drafters.base import Drafter, Drafting
 from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import recurrent
 from assisted.engine import verifiable as trial
-from assisted.engine.recurrent import RecurrentCache, RecurrentModel, is_recurrent, slots_for, target_runner
-from assisted.engine.runner import CachedModel, Masks, is_rewindable, require_rewindable
+from assisted.engine.recurrent import RecurrentCache, RecurrentModel, slots_for, target_runner
+from assisted.engine.runner import CachedModel
+from assisted.engine.traits import Traits, require_rewindable
 from assisted.engine.verifiable import require_verifiable
 
 PAGE = Path(__file__).parent.parent / "docs" / "concepts" / "recurrent-targets.md"
@@ -358,7 +359,7 @@ def test_the_states_are_those_of_the_committed_tokens(name, data):
 
 def reader(target, prompt):
     config = target.config.get_text_config(decoder=True)
-    runner = RecurrentModel(target, RecurrentCache(len(prompt), 256, config), Masks.of(target))
+    runner = RecurrentModel(target, RecurrentCache(len(prompt), 256, config), Traits.of(target).masks)
     runner.prefill(prompt, None)
     return runner
 
@@ -380,7 +381,7 @@ def test_what_states_cannot_do_raises():
     with pytest.raises(ValueError, match="can't be rewound"):
         runner.cache.rewind([7, 7])
 
-    careless = CachedModel(target, runner.cache, Masks.of(target))
+    careless = CachedModel(target, runner.cache, Traits.of(target).masks)
     runner.catch_up()
     careless(ids[:, 8:11])
     with pytest.raises(RuntimeError, match="RecurrentModel"):
@@ -392,20 +393,20 @@ def test_what_states_cannot_do_raises():
 
 def test_how_a_target_is_run():
     def runs(model):
-        masks = Masks.of(model)
+        masks = Traits.of(model).masks
         return type(target_runner(model, slots_for(model, None, 1, 32, masks), masks))
 
     for architecture in ARCHITECTURES[:6]:
         model = build(architecture)
-        assert is_rewindable(model) and not is_recurrent(model)
+        assert Traits.of(model).is_rewindable and not Traits.of(model).is_recurrent
         assert runs(model) is CachedModel
     for name in NAMES:
         model = model_of(name)[0]
-        assert is_recurrent(model) and not is_rewindable(model)
+        assert Traits.of(model).is_recurrent and not Traits.of(model).is_rewindable
         assert runs(model) is RecurrentModel
-        assert not Masks.of(model).trees
+        assert not Traits.of(model).masks.trees
     for architecture in REFUSED:
-        assert not is_rewindable(build(architecture))
+        assert not Traits.of(build(architecture)).is_rewindable
 
 
 @over_recurrent

@@ -14,7 +14,8 @@ from assisted import AssistedModelForCausalLM
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.hooks import is_untouched
-from assisted.engine.runner import CachedModel, Masks, Runnable, is_sum_of_parts, require_rewindable
+from assisted.engine.runner import CachedModel, Runnable, is_sum_of_parts
+from assisted.engine.traits import Traits, require_rewindable
 
 ROUNDING = 1e-3  # float32 sums in another order; a wrong mask or slot shows at 0.1 and more
 LIMIT = 80
@@ -42,7 +43,7 @@ class Rows:
     def __init__(self, model, data):
         self.data = data
         self.model = model
-        masks = Masks.of(self.model)
+        masks = Traits.of(self.model).masks
         rows, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))  # windows are of 8 tokens
         self.random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
         ids = self.tokens(rows, width)
@@ -110,7 +111,7 @@ def test_random_rounds_of_chains_right_aligned(name, data):
 def test_a_chain_is_a_tree_of_only_children(name):
     """Also where the draft says that it is a chain, and for one row, which needs no mask."""
     model = model_of(name)
-    masks = Masks.of(model)
+    masks = Traits.of(model).masks
     ids = torch.arange(10, 24)[None]
     for parents in (None, torch.tensor([[-1, 0, 1]])) if masks.trees else (None,):
         cached = CachedModel(model, SlotCache(1, LIMIT, not masks.trees), masks)
@@ -124,7 +125,7 @@ def test_a_chain_is_a_tree_of_only_children(name):
 def test_one_token_of_one_row(name, padding):
     """The plain round: where nothing is hidden it goes without a mask."""
     model = model_of(name)
-    masks = Masks.of(model)
+    masks = Traits.of(model).masks
     cached = CachedModel(model, SlotCache(1, LIMIT, not masks.trees), masks)
     ids = torch.arange(5, 25)[None]
     mask = torch.cat([torch.zeros(1, padding), torch.ones(1, 17)], 1).long()
@@ -140,7 +141,7 @@ def test_one_token_of_one_row(name, padding):
 def test_from_and_to_a_callers_cache(name, width):
     """A text read into a DynamicCache, gone on with in slots, and again in the DynamicCache they are given back as."""
     model = model_of(name)
-    masks = Masks.of(model)
+    masks = Traits.of(model).masks
     config = model.config
     ids = torch.arange(3, 3 + 2 * (width + 8)).view(2, -1) % VOCABULARY
     whole = model(ids, use_cache=False).logits
@@ -162,7 +163,7 @@ def test_masks_are_what_the_architecture_reads(architecture):
     config = architecture.make()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=architecture.attention)
-    masks = Masks.of(model)
+    masks = Traits.of(model).masks
     chunked = getattr(config, "attention_chunk_size", None) is not None
     assert masks.trees == (architecture.masks != "2d" and not chunked)
     if masks.trees:
@@ -174,13 +175,13 @@ def test_masks_are_what_the_architecture_reads(architecture):
 def test_an_attention_without_4d_masks_keeps_rows_right_aligned():
     model = build(BY_NAME["llama"])
     model.config._attn_implementation = "flash_attention_2"
-    assert not Masks.of(model).trees
+    assert not Traits.of(model).masks.trees
 
 
 @pytest.mark.parametrize(("name", "limit"), [("llama", 256), ("gpt2", 256), ("mpt", 2048), ("bloom", sys.maxsize)])
 def test_room_ends_with_the_context(name, limit):
     model = model_of(name)
-    masks = Masks.of(model)
+    masks = Traits.of(model).masks
     cached = CachedModel(model, SlotCache(2, LIMIT, not masks.trees), masks)
     assert cached.room([3, 7, 5]) == limit - 7
     cached.prefill(torch.full((2, 20), 5), None)
@@ -193,7 +194,7 @@ def test_room_ends_with_the_context(name, limit):
 def test_columns_that_do_not_matter_may_lie_behind_the_context(name):
     """These models know no position behind their context's end."""
     model = build(BY_NAME[name], max_position_embeddings=16).requires_grad_(False)
-    cached = CachedModel(model, SlotCache(2, LIMIT), Masks.of(model))
+    cached = CachedModel(model, SlotCache(2, LIMIT), Traits.of(model).masks)
     ids = torch.arange(10, 42).view(2, 16)
     cached.prefill(ids[:, :14], None)
     cached.cache.rewind([14, 10])
@@ -205,7 +206,7 @@ def test_columns_that_do_not_matter_may_lie_behind_the_context(name):
 def test_reading_changes_nothing_about_the_model():
     model = model_of("gemma3")
     before = model.config.to_dict(), model.generation_config.to_dict()
-    cached = CachedModel(model, SlotCache(1, LIMIT), Masks.of(model))
+    cached = CachedModel(model, SlotCache(1, LIMIT), Traits.of(model).masks)
     cached.prefill(torch.tensor([[4, 5, 6]]), None)
     cached(torch.tensor([[7]]))
     assert (model.config.to_dict(), model.generation_config.to_dict()) == before
@@ -242,7 +243,7 @@ def test_a_bare_model_computes_what_its_forward_computes(name):
     assert is_untouched(model) and is_sum_of_parts(model)
     logits = []
     for through_parts in (False, True):
-        runner = CachedModel(Runnable(model, through_parts), SlotCache(1, LIMIT), Masks.of(model))
+        runner = CachedModel(Runnable(model, through_parts), SlotCache(1, LIMIT), Traits.of(model).masks)
         runner.prefill(torch.arange(3, 15)[None], None)
         logits.append(runner(torch.tensor([[20, 21, 22]])))
     assert torch.equal(*logits)
@@ -273,7 +274,7 @@ def test_a_hook_is_honoured():
 def test_rows_that_do_not_run_keep_what_they_hold(name):
     """Rows leave and come back in any order; what the others say is what they say in company, trees included."""
     model = build(BY_NAME[name])
-    masks = Masks.of(model)
+    masks = Traits.of(model).masks
     ids, mask = random_ids(model, 4, 9), torch.ones(4, 9, dtype=torch.int64)
     mask[1, :4] = 0
     alone, company = (CachedModel(model, SlotCache(4, 64), masks) for _ in range(2))

@@ -7,8 +7,8 @@ from pairs import BY_NAME
 from test_parts import assert_same, run, snapshot
 
 from assisted.engine.parts import find_layers
-from assisted.engine.runner import is_rewindable
 from assisted.engine.sublayers import find_sublayers, without
+from assisted.engine.traits import Traits
 
 WHOLE = {
     "gemma3n": "adds a path of its own beside attention and MLP",
@@ -20,7 +20,7 @@ WHOLE = {
 def test_attention_and_mlp_are_told_apart(architecture):
     """Or else layers are left out as a whole; the model stays as it was."""
     model = build(architecture)
-    if not is_rewindable(model):
+    if not Traits.of(model).is_rewindable:
         pytest.skip("has no layers of attention and MLP")
     before = snapshot(model)
     layers = find_layers(model)

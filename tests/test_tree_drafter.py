@@ -13,7 +13,8 @@ from assisted import AssistedModelForCausalLM, DraftModel, DraftTree
 from assisted.drafters.tree_drafter import LARGEST, TreeDrafter
 from assisted.drafters.tree_growth import Offers
 from assisted.engine.cache import SlotCache
-from assisted.engine.runner import CachedModel, Masks
+from assisted.engine.runner import CachedModel
+from assisted.engine.traits import Traits
 from assisted.engine.tree_reader import TreeReader
 from assisted.lengths import Adaptive, Costs
 from assisted.lengths.cost_model import COLUMN, Timings, best_size
@@ -26,7 +27,7 @@ SOME = ["llama", "gpt2", "qwen2", "gemma2", "mistral"]  # learned positions, win
 def test_nodes_read_in_parts_have_the_logits_of_their_paths(name: str) -> None:
     """Two ragged rows, nodes of several depths in one forward pass, more slots than a window."""
     model, choose = build(BY_NAME[name]), random.Random(1)
-    masks = Masks.of(model)
+    masks = Traits.of(model).masks
     runner = CachedModel(model, SlotCache(2, 64), masks)
     ids = random_ids(model, 2, 12, seed=3)
     mask = torch.ones_like(ids)

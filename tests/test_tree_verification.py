@@ -19,7 +19,8 @@ from trees import any_parents, walk
 from assisted import AssistedModelForCausalLM, Merged, Suffix, TokenRecycling
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
-from assisted.engine.runner import CachedModel, Masks
+from assisted.engine.runner import CachedModel
+from assisted.engine.traits import Traits
 
 TREES = ["llama", "mistral-window", "gemma2", "gemma3", "qwen3_moe", "gpt2", "deepseek_v3"]  # windows are of 8 tokens
 SOFT_CAPPED = ("gemma2", "sdpa")  # scores cannot be capped there
@@ -75,7 +76,7 @@ def test_random_rounds_of_chains_and_trees(name, attention, data):
 def test_a_tree_deeper_than_the_window(name, attention):
     """The window counts places in the text, and a branch lies in its slots further apart than in the text."""
     model = model_of(name, attention)
-    cached = CachedModel(model, SlotCache(1, LIMIT), Masks.of(model))
+    cached = CachedModel(model, SlotCache(1, LIMIT), Traits.of(model).masks)
     parents = [-1, 0, 0, 0, 1, 1, *range(5, 17)]  # the last branch is 15 deep
     ids = torch.arange(5, 5 + 4 + len(parents))[None]
     draft = Draft(ids[:, 4:], torch.tensor([len(parents)]), parents=torch.tensor([parents]))
@@ -114,7 +115,7 @@ def decode_twice_the_same(target, draft, do_sample):
 @pytest.mark.parametrize("name", WITHOUT_TREES)
 def test_models_that_read_no_trees_get_chains(name, method, widths):
     target = build(BY_NAME[name])
-    assert not Masks.of(target).trees
+    assert not Traits.of(target).masks.trees
     if method.refuses(BY_NAME[name]):
         return
     decode_twice_the_same(target, method.draft(target), do_sample=False)

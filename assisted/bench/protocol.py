@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..drafts import DraftingStopped
-from ..engine.runner import context_of
+from ..engine.traits import Traits
 from ..report import Report
 from .clock import FirstToken, Progress, now, silent, turns
 from .contestants import Contestant
@@ -175,7 +175,7 @@ def stream(
 
 def require_room(target: PreTrainedModel, longest: int, rules: Rules) -> None:
     """Raises ValueError if a prompt of `longest` tokens and the new tokens do not fit into the target's context."""
-    room = context_of(target)
+    room = Traits.of(target).context
     if longest + rules.new_tokens > room:
         raise ValueError(
             f"context: prompts of up to {longest} tokens and {rules.new_tokens} new ones do not fit into the target's "

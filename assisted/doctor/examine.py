@@ -23,7 +23,7 @@ from ..bench.results import machine
 from ..bench.statistics import repeated_share, speedup
 from ..drafters.other_tokenizer import TranslatedDrafter
 from ..engine.libraries import lost
-from ..engine.runner import context_of
+from ..engine.traits import Traits
 from ..engine.trust import trust
 from ..lengths.base import Costs
 from ..modeling import AssistedModelForCausalLM
@@ -70,7 +70,7 @@ def examine(
     settings = settings or Settings()
     prompts = [ids.to(target.device) for ids in read_prompts(text, tokenizer, settings)]
     longest = max(map(len, prompts))
-    context = context_of(target)
+    context = Traits.of(target).context
     if longest + settings.new_tokens > context:
         raise ValueError(f"new_tokens: {settings.new_tokens} after {longest} do not fit into a context of {context}")
     models: dict[str, AssistedModelForCausalLM] = {}

@@ -21,7 +21,7 @@ from ..bench.contestants import plain
 from ..bench.protocol import Rules
 from ..drafters import ModelDrafter
 from ..drafts import DraftingStopped
-from ..engine.runner import context_of
+from ..engine.traits import Traits
 from ..lengths.cost_model import COLUMN, Costs, Timings
 from ..lengths.policies import Never
 from ..modeling import AssistedModelForCausalLM
@@ -88,7 +88,7 @@ class Trials:
     def passes(self, progress: Progress) -> tuple[PassTimes, ...]:
         """Time forward passes: all widths after the prompts' context, some widths after longer ones."""
         own = int(median(map(len, self.prompts))) + self.settings.new_tokens // 2
-        room = context_of(self.target) - COLUMNS[-1]
+        room = Traits.of(self.target).context - COLUMNS[-1]
         chosen = self.settings.contexts or (own, *(further for further in CONTEXTS if own < further <= room))
         text = torch.cat(self.prompts)
         plans: list[tuple[int, tuple[int, ...], bool | None]] = [

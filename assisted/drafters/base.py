@@ -20,6 +20,7 @@ from ..distribution import Distribution
 from ..drafts import Draft, Round
 from ..engine.needs import NOTHING, Needs
 from ..engine.runner import CachedModel, CallSettings
+from ..engine.traits import Traits
 from ..heads.files import stored_numbers
 from ..lengths.base import DraftLength, Length
 from ..loading.files import inside
@@ -103,7 +104,7 @@ class Call:
     @property
     def vocab_size(self) -> int:
         """Vocabulary size of the target's logits in this call; a target may be resized between calls."""
-        return self.target.model.config.get_text_config(decoder=True).vocab_size
+        return Traits.of(self.target.model).vocabulary
 
 
 class Drafting:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import zoo
 from ..engine.hooks import is_offloaded
 from ..engine.parts import uncompiled, unwrapped
-from ..engine.runner import require_rewindable
+from ..engine.traits import Traits, require_rewindable
 from ..loading.adapters import base_path, require_in_layers, trusting
 from ..loading.files import inside, loading, require_sound
 from ..loading.gguf import load_gguf, named_in
@@ -112,7 +112,7 @@ class DraftModel(Spec):
         if same or tokenizer is None or target.tokenizer is None:
             offloaded = is_offloaded(unwrapped(target.model))
             return TreeDrafter(model, tokenizer, target.model) if offloaded else ModelDrafter(model, tokenizer)
-        size = target.model.config.get_text_config(decoder=True).vocab_size
+        size = Traits.of(target.model).vocabulary
         return TranslatedDrafter(model, size, tokenizer, target.tokenizer)
 
 

@@ -20,7 +20,8 @@ from ..engine.cache import SlotCache
 from ..engine.host import on_device, padded
 from ..engine.needs import Needs
 from ..engine.parts import device_of, few_ids, unwrapped
-from ..engine.runner import CachedModel, Masks, Runnable, require_rewindable
+from ..engine.runner import CachedModel, Runnable
+from ..engine.traits import Traits, require_rewindable
 from ..engine.trust import Trust
 from ..fast.graphs import Graphs
 from ..fast.runner import form
@@ -336,11 +337,13 @@ def needs_of(head: EagleHead, model: PreTrainedModel) -> Needs:
     config = head.config
     problem = f"draft: this EAGLE-{config.version} head cannot be used with {type(model).__name__}: "
     try:
-        size = model.config.get_text_config(decoder=True).vocab_size
-        if config.vocab_size != size:
-            raise ValueError(f"it was trained for a vocabulary of {config.vocab_size}, but the target's has {size}")
+        traits = Traits.of(model)
+        if config.vocab_size != traits.vocabulary:
+            raise ValueError(
+                f"it was trained for a vocabulary of {config.vocab_size}, but the target's has {traits.vocabulary}"
+            )
         needs = Needs.of_states(model, *config.taps)
-        masks, ids = Masks.of(model), few_ids(model)
+        masks, ids = traits.masks, few_ids(model)
         cache = SlotCache(1, ids.shape[1], right_aligned=not masks.trees)
         target = CachedModel(model, cache, masks, needs)
         with torch.no_grad():

@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 from ..acceptance import top1
 from ..distribution import Distribution, probabilities
 from ..drafts import Draft, Round
+from ..engine.agreement import agree
 from ..engine.cache import SlotCache
 from ..engine.needs import Needs
 from ..engine.parts import Layers, few_ids, find_layers, unwrapped
-from ..engine.runner import CachedModel, Masks, require_rewindable
+from ..engine.runner import CachedModel
 from ..engine.split import Begun, Split, timed
+from ..engine.traits import Traits, require_rewindable
 from ..text import Text
 from .base import Call, Drafter, Spec, Target
 from .chain import PartDrafting
@@ -29,7 +31,6 @@ from .registry import register
 __all__ = ["EarlyExit", "ExitDrafter"]
 
 MEASURED_COLUMNS = 8  # maximum per round: for every measured layer, each column goes through the output embedding
-TOLERANCE = 1e-3  # relative to the largest logit: the operations are the same, but kernels may differ
 
 
 @register("early-exit")
@@ -191,7 +192,7 @@ def _agreement(ours: torch.Tensor, theirs: torch.Tensor, distribution: Distribut
 @torch.no_grad()
 def _require_whole(model: PreTrainedModel, layers: Layers, end: int) -> None:
     """Raises ValueError if the two parts do not compute the same logits as the whole model."""
-    masks = Masks.of(model)
+    masks = Traits.of(model).masks
     ids = few_ids(model, 8)
     cache = SlotCache(1, ids.shape[1] + 1, right_aligned=not masks.trees)
     target = CachedModel(model, cache, masks, Needs(layers, split=True))
@@ -212,7 +213,7 @@ def _require_whole(model: PreTrainedModel, layers: Layers, end: int) -> None:
             f"draft: early exit cannot be used with this target, {type(model).__name__}: its layers from {end} on do not run "
             f"without those before them ({type(error).__name__}: {error})"
         ) from error
-    if not torch.allclose(whole, parts, rtol=0, atol=TOLERANCE * float(whole.abs().max()), equal_nan=True):
+    if not agree(parts, whole, model.dtype):
         raise ValueError(
             f"draft: early exit cannot be used with this target, {type(model).__name__}: layers 0 to {end - 1} and then the "
             "others do not give the same result as all layers in one forward pass"

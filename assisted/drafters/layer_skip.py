@@ -16,8 +16,9 @@ from ..acceptance import top1
 from ..drafts import Draft, Round
 from ..engine.needs import Needs
 from ..engine.parts import Layers, find_layers, try_out, unwrapped
-from ..engine.runner import CachedModel, require_rewindable
+from ..engine.runner import CachedModel
 from ..engine.sublayers import Sublayer, find_sublayers, without
+from ..engine.traits import require_rewindable
 from ..text import Text
 from .base import Call, Drafter, Spec, Target
 from .chain import PartDrafting

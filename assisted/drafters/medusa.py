@@ -20,7 +20,7 @@ from ..drafts import Draft, Round
 from ..engine.host import on_device
 from ..engine.needs import Needs
 from ..engine.parts import device_of, unwrapped
-from ..engine.runner import Masks, require_rewindable
+from ..engine.traits import Traits, require_rewindable
 from ..heads.medusa import MedusaHeads, output_size, require_medusa
 from ..lengths.base import DraftLength, Length
 from ..lengths.cost_model import UNMEASURED, best_size
@@ -115,7 +115,7 @@ class MedusaDrafter(Drafter):
     @property
     def makes_trees(self) -> bool:
         """Whether drafts are trees: requested by the spec, and the target can verify them."""
-        return self.spec.tree and Masks.of(self.target).trees
+        return self.spec.tree and Traits.of(self.target).masks.trees
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -15,8 +15,9 @@ from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.hooks import is_untouched
 from ..engine.host import on_device
-from ..engine.recurrent import RecurrentCache, is_recurrent
-from ..engine.runner import CachedModel, CallSettings, Masks, Runnable, is_sum_of_parts
+from ..engine.recurrent import RecurrentCache
+from ..engine.runner import CachedModel, CallSettings, Runnable, is_sum_of_parts
+from ..engine.traits import Traits
 from ..engine.trust import Trust
 from ..fast.fused import fused
 from ..fast.graphs import Graphs
@@ -41,7 +42,7 @@ class ModelDrafter(Drafter):
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         self.model = model
         self.tokenizer = tokenizer
-        self.masks = Masks.of(model)
+        self.masks = Traits.of(model).masks
         self.graphs = Graphs()
 
     @functools.cached_property
@@ -61,7 +62,7 @@ class ModelDrafter(Drafter):
         return replace(runnable, through_parts=through_parts)
 
     def start(self, call: Call) -> Drafting:
-        return (RecurrentDrafting if is_recurrent(self.model) else ModelDrafting)(self, call)
+        return (RecurrentDrafting if Traits.of(self.model).is_recurrent else ModelDrafting)(self, call)
 
 
 class ModelDrafting(ChainDrafting):
@@ -74,7 +75,7 @@ class ModelDrafting(ChainDrafting):
     def __init__(self, drafter: ModelDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
-        self.readable: int = drafter.model.config.get_text_config(decoder=True).vocab_size  # size of its embedding
+        self.readable: int = Traits.of(drafter.model).vocabulary  # size of its embedding
         self.size = call.vocab_size
         self.runner: CachedModel | None = None
         self.proposed: Draft | None = None  # until it is verified

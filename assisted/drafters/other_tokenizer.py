@@ -19,6 +19,7 @@ from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.host import padded
 from ..engine.runner import CachedModel
+from ..engine.traits import Traits
 from ..lengths.cost_model import KEEP_LOCAL, DecayedMean
 from ..loading.vocabulary import Vocabulary
 from ..text import Text
@@ -57,7 +58,7 @@ class TranslatedDrafter(ModelDrafter):
         target_tokenizer: PreTrainedTokenizerBase,
     ):
         super().__init__(model, tokenizer)
-        own_size = model.config.get_text_config(decoder=True).vocab_size
+        own_size = Traits.of(model).vocabulary
         self.translation = Translation(Vocabulary(target_tokenizer, vocab_size), Vocabulary(tokenizer, own_size))
         self.ways: tuple[str, ...] = (TEXT, TOKENS)
 

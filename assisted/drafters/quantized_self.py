@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from ..drafts import Draft
 from ..engine.ranks import ranks_of
-from ..engine.runner import CachedModel, is_rewindable
+from ..engine.runner import CachedModel
+from ..engine.traits import Traits
 from ..fast.runner import form
 from ..loading.quantization import quantize_copy, require_runs, stored_bytes
 from ..text import Text
@@ -65,7 +66,7 @@ class QuantizedSelf(Spec):
             )
         model = quantize_copy(target.model, self.quantization)
         require_runs(model, self.quantization)
-        return CopyDrafter(model) if is_rewindable(model) else ModelDrafter(model)
+        return CopyDrafter(model) if Traits.of(model).is_rewindable else ModelDrafter(model)
 
 
 class CopyDrafter(Drafter):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..drafts import Draft, Round
+from ..engine.traits import Traits
 from ..lengths.cost_model import KEEP_LOCAL, PRIOR, DecayedMean
 from ..text import Text
 from .base import Call, Drafter, Spec, Target, require_positive
@@ -85,7 +86,7 @@ class Suffix(Spec):
 
         Raises ValueError for texts if there is no tokenizer, and for ids that the target does not have.
         """
-        size = target.model.config.get_text_config(decoder=True).vocab_size
+        size = Traits.of(target.model).vocabulary
         texts = [_ids(text, target, size) for text in self.corpus or ()]
         return SuffixDrafter(self, texts)
 

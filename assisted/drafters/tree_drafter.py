@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafts import Draft, Round
 from ..engine.parts import unwrapped
-from ..engine.recurrent import is_recurrent
-from ..engine.runner import CachedModel, Masks
+from ..engine.runner import CachedModel
+from ..engine.traits import Traits
 from ..engine.tree_reader import TreeReader
 from ..lengths.base import DraftLength, Length
 from ..lengths.cost_model import KEEP_LOCAL, DecayedMean, best_size
@@ -66,7 +66,7 @@ class TreeDrafter(ModelDrafter):
     @property
     def makes_trees(self) -> bool:
         """Whether both models take trees."""
-        return not is_recurrent(self.model) and self.masks.trees and Masks.of(self.target).trees
+        return not Traits.of(self.model).is_recurrent and self.masks.trees and Traits.of(self.target).masks.trees
 
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
         length = super().start_length(policy, earlier)

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from .host import on_device
-from .libraries import DummyLayer, UnboundedLayer
+from .libraries import UnboundedLayer
 
-__all__ = ["Paths", "SlotCache", "SlotLayer", "unsupported_layers"]
+__all__ = ["Paths", "SlotCache", "SlotLayer"]
 
 Paths = Sequence[Sequence[int]]
 """For each row, the columns of a forward pass that lie on the accepted path of its tree, in order."""
@@ -394,12 +394,6 @@ class SlotCache(Cache):
             visible[:, :hidden] = self.visible[:, :hidden].cpu()
         self.visible = visible.gather(1, source) & (moved_from >= 0)
         self.padding = [hidden + extra for hidden, extra in zip(self.padding, by, strict=True)]
-
-
-def unsupported_layers(config: Any) -> list[str]:
-    """Kinds of cache layers of a model that slots cannot hold (recurrent states, indexers); empty if there are none."""
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    return sorted(kind.__name__ for kind in kinds - {DummyLayer, DynamicLayer, DynamicSlidingWindowLayer})
 
 
 def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -5,14 +5,11 @@ Knows configs and the sizes of parameters; nothing of time.
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import PreTrainedModel
 
-__all__ = ["expected_experts", "experts_of", "growth", "numbers_read"]
+from .traits import Traits
 
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_CHOSEN = ("num_experts_per_tok", "top_k_experts")
+__all__ = ["expected_experts", "growth", "numbers_read"]
 
 
 def expected_experts(experts: int, chosen: int, positions: int) -> float:
@@ -25,21 +22,12 @@ def expected_experts(experts: int, chosen: int, positions: int) -> float:
     return experts * (1 - (1 - chosen / experts) ** positions)
 
 
-def experts_of(config: Any) -> tuple[int, int] | None:
-    """The experts of a layer, and how many of them a position chooses; None without a choice. config: of the decoder."""
-    counts, choices = (
-        [found for name in names if isinstance(found := getattr(config, name, None), int) and found > 0]
-        for names in (_COUNTS, _CHOSEN)
-    )
-    return (counts[0], choices[0]) if counts and choices and choices[0] < counts[0] else None
-
-
 def numbers_read(model: PreTrainedModel, positions: int = 1) -> float:
     """Parameters that a forward pass over this many positions reads, of all rows together: not an untied embedding, and of
     experts only those that are expected to be chosen."""
     words, output = model.get_input_embeddings(), model.get_output_embeddings()
     unread = 0.0 if output is None or output.weight is words.weight else float(words.weight.numel())
-    found = experts_of(model.config.get_text_config(decoder=True))
+    found = Traits.of(model).experts
     if found is not None:
         inside = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
         unread += inside * (1 - expected_experts(*found, positions) / found[0])
@@ -48,6 +36,6 @@ def numbers_read(model: PreTrainedModel, positions: int = 1) -> float:
 
 def growth(model: PreTrainedModel, positions: int, of: int = 1) -> float:
     """How many times as much a forward pass over `positions` reads as one over `of` positions; 1 without experts."""
-    if experts_of(model.config.get_text_config(decoder=True)) is None:
+    if Traits.of(model).experts is None:
         return 1.0
     return numbers_read(model, positions) / numbers_read(model, of)

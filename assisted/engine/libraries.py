@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FunctionType, SimpleNamespace
@@ -469,3 +470,13 @@ def unpack_in_torch(unpack: Callable[[torch.Tensor, int], torch.Tensor]) -> None
     extensions: Any = importlib.import_module("optimum.quanto.library.extensions")
     if extensions.is_extension_available("quanto_cpp") and extensions.get_extension("quanto_cpp")._lib is None:
         extensions.get_extension("quanto_cpp")._lib = SimpleNamespace(unpack=unpack)
+
+
+def without_gradients(*models: nn.Module) -> AbstractContextManager[Any]:
+    """The mode for running models: inference mode, where creating tensors is cheaper, but no_grad for models with quanto's
+    layers. Their weights are wrapper subclasses, of which torch makes no views in inference mode."""
+    quanto = sys.modules.get("optimum.quanto")  # if it was never imported, there are no such layers
+    layer = getattr(quanto, "QModuleMixin", None)
+    if layer is not None and any(isinstance(module, layer) for model in models for module in model.modules()):
+        return torch.no_grad()
+    return torch.inference_mode()

@@ -1,19 +1,15 @@
 """The kind of attention mask that a model takes, and the masks of a forward pass over chains or token trees.
 
-Depends on transformers' configs and on drafts, not on the cache or on how a forward pass is run.
+Depends on drafts, not on models (traits.py), the cache or how a forward pass is run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..drafts import Draft
-from .libraries import attention_of
-from .signatures import takes
 
 __all__ = ["Masks", "column_depths"]
 
@@ -33,24 +29,6 @@ class Masks:
     trees: bool
     windows: dict[str, int | None]
     additive: bool
-
-    @staticmethod
-    def of(model: PreTrainedModel) -> Masks:
-        config = model.config.get_text_config(decoder=True)
-        kinds = set(getattr(config, "layer_types", None) or ())
-        window = getattr(config, "sliding_window", None)
-        if not kinds:
-            kinds = {"full_attention" if window is None else "sliding_attention"}
-        attention = attention_of(config)
-        readable = (
-            attention in ("sdpa", "eager")
-            and not _counts_slots(config)
-            and kinds <= {"full_attention", "sliding_attention"}
-            and getattr(config, "attention_chunk_size", None) is None
-            and takes(model, "position_ids")
-        )
-        windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
-        return Masks(trees=readable, windows=windows, additive=attention == "eager")
 
     def made(
         self,
@@ -116,9 +94,3 @@ def _column_ancestors(draft: Draft) -> torch.Tensor:
     seen = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
     seen[:, :, 0] = True
     return seen
-
-
-def _counts_slots(config: Any) -> bool:
-    """Whether the model derives a bias or causality from the order of slots (ALiBi, GPT-Neo), not from a 4-D mask."""
-    alibi = getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi"
-    return bool(alibi) or config.model_type in ("bloom", "mpt", "gpt_neo")

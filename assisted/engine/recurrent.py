@@ -13,34 +13,26 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..drafts import Draft
-from .cache import Paths, SlotCache, SlotLayer, unsupported_layers
+from .cache import Paths, SlotCache, SlotLayer
 from .libraries import (
-    STATE_LAYERS,
     DummyLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
-    has_default_cache,
 )
+from .masks import Masks
 from .needs import NOTHING, Needs
-from .runner import CachedModel, Masks, Runnable
+from .runner import CachedModel, Runnable
+from .traits import Traits
 
 __all__ = [
     "RecurrentCache",
     "RecurrentModel",
     "has_uncounted_states",
     "held",
-    "is_recurrent",
     "slots_for",
     "target_runner",
 ]
 
-_STATES = {
-    LinearAttentionLayer.__name__,
-    LinearAttentionAndFullAttentionLayer.__name__,
-    LinearAttentionAndSlidingWindowAttentionLayer.__name__,
-}
 _LAG = 16  # columns; a longer unread tail gets its own forward pass, because every pass would read it again
 
 
@@ -143,7 +135,7 @@ class RecurrentCache(SlotCache):
         """Not possible; raises ValueError unless there is nothing to discard."""
         if known != self.known:
             raise ValueError(
-                "a recurrent state can't be rewound; ask runner.is_rewindable before drafting with a target"
+                "a recurrent state can't be rewound; ask Traits.of(model).is_rewindable before drafting with a target"
             )
 
     def to_dynamic(self, config: Any) -> DynamicCache:
@@ -227,15 +219,6 @@ class RecurrentModel(CachedModel):
             self.unread = self.unread[:, :0]
 
 
-def is_recurrent(model: PreTrainedModel) -> bool:
-    """Whether a model keeps states in transformers' own cache layers, and nothing else except keys and values."""
-    config = model.config.get_text_config(decoder=True)
-    # runs in every call: for pure attention models, the config alone spares building a cache
-    if STATE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ()):
-        return False
-    return has_default_cache(model) and _STATES.issuperset(unsupported_layers(config))
-
-
 def target_runner(
     model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks, needs: Needs = NOTHING
 ) -> CachedModel:
@@ -245,7 +228,7 @@ def target_runner(
 
 def slots_for(model: PreTrainedModel, given: Cache | None, rows: int, limit: int, masks: Masks) -> SlotCache:
     """A target's slots, with a copy of a caller's cache."""
-    if not is_recurrent(model):
+    if not Traits.of(model).is_recurrent:
         return SlotCache.of(given, rows, limit, right_aligned=not masks.trees)
     return RecurrentCache.holding(given, rows, limit, model.config.get_text_config(decoder=True))
 

@@ -6,9 +6,7 @@ same class.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,9 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts import Draft
-from .cache import Paths, SlotCache, unsupported_layers
+from .cache import Paths, SlotCache
 from .host import on_device
-from .libraries import CACHE, has_default_cache, is_stateful
+from .libraries import CACHE
 from .masks import Masks, column_depths
 from .needs import NOTHING, Needs, States
 from .parts import Inject, Tap, device_of, tapped, unwrapped
@@ -28,23 +26,17 @@ from .prefill import Group, groups
 from .ranks import ALONE, Ranks
 from .rope import Change, change_of
 from .shapes import WIDTHS
-from .signatures import cache_argument, generate_passes, takes
+from .traits import Traits
 from .trust import Trust, trust
 
 __all__ = [
     "CachedModel",
     "CallSettings",
     "Inputs",
-    "Masks",
     "Passes",
     "Runnable",
     "Runner",
-    "context_of",
-    "is_rewindable",
     "is_sum_of_parts",
-    "require_decoder",
-    "require_rewindable",
-    "without_gradients",
 ]
 
 
@@ -230,7 +222,7 @@ class CachedModel(Runner):
     Args:
         model: any decoder-only causal LM, or its `Runnable`; it is not changed.
         cache: its slots.
-        masks: `Masks.of(model)`.
+        masks: `Traits.of(model).masks`, or 2-D ones for somebody's code (`masks_of`).
         needs: what drafters need of it.
 
     Attributes:
@@ -250,16 +242,14 @@ class CachedModel(Runner):
         self.bare = model if isinstance(model, Runnable) else Runnable(model)
         runnable, self.needs = self.bare.tapped(needs), needs
         self.model: Any = runnable.module
-        super().__init__(runnable, cache, device_of(self.model), context_of(self.model))
+        traits = self.traits = Traits.of(self.model)
+        super().__init__(runnable, cache, device_of(self.model), traits.context)
         self.states = States(runnable.taps, cache)
         self.last_only = runnable.last_only
         self.masks = masks
-        self._takes_cache = cache_argument(self.model)
-        self._takes_positions = takes(self.model, "position_ids")
-        # without positions from `generate`, a model counts them itself, including padding
-        self._counts_padding = self._takes_positions and not generate_passes(self.model, "position_ids")
-        self._takes_logits_to_keep = takes(self.model, "logits_to_keep")
-        self.reads_on = self._takes_logits_to_keep  # whether `prefill` can read after a past: through the whole forward
+        self.reads_on = (
+            traits.takes_logits_to_keep
+        )  # whether `prefill` can read after a past: through the whole forward
         change = change_of(self.model)
         if not runnable.is_own and change is None:  # its angles may change beyond the context, as dynamic ones do
             change = Change(self.context, once=False)
@@ -277,12 +267,12 @@ class CachedModel(Runner):
         def read(rows: list[int], first: int) -> torch.Tensor:
             mask = None if attention_mask is None else attention_mask[rows, first:]
             kwargs: dict[str, Any] = {"attention_mask": mask}
-            if self._takes_positions:
+            if self.traits.takes_positions:
                 if mask is None:
                     kwargs["position_ids"] = past + torch.arange(first, ids.shape[1], device=self.device)[None]
                 else:
                     kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0).to(self.device)
-            if self._takes_logits_to_keep:
+            if self.traits.takes_logits_to_keep:
                 kwargs["logits_to_keep"] = 1
             if self.last_only:
                 kwargs["last_only"] = True
@@ -319,7 +309,7 @@ class CachedModel(Runner):
         cache.place(width, self.device)
         depths = column_depths(draft, width, self.device)
         kwargs: dict[str, Any] = {}
-        if self._takes_positions:
+        if self.traits.takes_positions:
             kwargs["position_ids"] = self._positions(depths, used)
         if not self.masks.trees:
             kwargs["attention_mask"] = cache.mask(width, self.device)
@@ -366,7 +356,12 @@ class CachedModel(Runner):
     def is_capturable(self) -> bool:
         """Whether forward passes can run through `static_forward`. Not with 2-D masks or recurrent states, and not where
         unused columns would change the others."""
-        return self.masks.trees and not self.cache.right_aligned and not self.in_lockstep and not self._counts_padding
+        return (
+            self.masks.trees
+            and not self.cache.right_aligned
+            and not self.in_lockstep
+            and not self.traits.counts_padding
+        )
 
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
         """Keep `counts[b]` columns of the last forward pass: the first ones, or those of a tree's accepted `path`."""
@@ -397,7 +392,7 @@ class CachedModel(Runner):
 
     def first_positions(self) -> list[int]:
         """Position of each running row's next token."""
-        counts = self.cache.known if self._counts_padding else self.cache.unpadded
+        counts = self.cache.known if self.traits.counts_padding else self.cache.unpadded
         return [counts[row] for row in self.cache.running]
 
     def _positions(self, depths: torch.Tensor, used: list[int] | None) -> torch.Tensor:
@@ -410,7 +405,7 @@ class CachedModel(Runner):
     def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         if self.runnable.through_parts and "logits_to_keep" not in kwargs:  # not for the prompt
             return self._through_parts(ids, kwargs)
-        kwargs[self._takes_cache] = self.cache
+        kwargs[self.traits.cache_argument] = self.cache
         given = {"input_ids": ids.to(self.device), "use_cache": True, "return_dict": True, **self.constants, **kwargs}
         return self.model(**given).logits
 
@@ -433,11 +428,12 @@ class CachedModel(Runner):
 @torch.no_grad()
 def is_sum_of_parts(model: PreTrainedModel) -> bool:
     """Whether a model consists only of its embedding, layers, norm and head, tested on a few tokens."""
-    base, masks = model.base_model, Masks.of(model)
+    base, traits = model.base_model, Traits.of(model)
+    masks = traits.masks
     parts = all(hasattr(base, name) for name in ("embed_tokens", "rotary_emb", "layers", "norm"))
     if not parts or not hasattr(model, "lm_head") or not masks.trees or len(masks.windows) > 1:
         return False
-    ids = torch.arange(8, device=device_of(model))[None] % model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(8, device=device_of(model))[None] % traits.vocabulary
     logits = []
     for through_parts in (False, True):
         runner = CachedModel(Runnable(model, through_parts), SlotCache(1, ids.shape[1]), masks)
@@ -447,63 +443,3 @@ def is_sum_of_parts(model: PreTrainedModel) -> bool:
         except (TypeError, AttributeError, ValueError):  # submodules that need other arguments
             return False
     return torch.equal(*logits)
-
-
-def without_gradients(*models: nn.Module) -> AbstractContextManager[Any]:
-    """The mode for running models: inference mode, where creating tensors is cheaper, but no_grad for models with quanto's
-    layers. Their weights are wrapper subclasses, of which torch makes no views in inference mode."""
-    quanto = sys.modules.get("optimum.quanto")  # if it was never imported, there are no such layers
-    layer = getattr(quanto, "QModuleMixin", None)
-    if layer is not None and any(isinstance(module, layer) for model in models for module in model.modules()):
-        return torch.no_grad()
-    return torch.inference_mode()
-
-
-def context_of(model: PreTrainedModel) -> int:
-    """How many positions a model supports. MPT's config uses another name."""
-    config = model.config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or sys.maxsize
-
-
-def is_rewindable(model: PreTrainedModel) -> bool:
-    """Whether a model's cache holds only keys and values, so that a smaller length restores any earlier prefix."""
-    return not _unslotted(model)
-
-
-def require_decoder(model: PreTrainedModel, role: str) -> None:
-    """Raise ValueError unless a model is a decoder-only causal LM. role: "target" or "draft", for the message."""
-    require_decoder_config(model.config, role)
-    if not model.can_generate():
-        raise ValueError(
-            f"{role}: {type(model).__name__} has no language-model head to generate with; load it with AutoModelForCausalLM"
-        )
-
-
-def require_decoder_config(config: Any, role: str) -> None:
-    """The same from a config, before weights are loaded: AutoModelForCausalLM takes the decoder of some encoder-decoders."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{role}: {config.model_type} is an encoder-decoder; only decoder-only causal LMs can be assisted"
-        )
-
-
-def require_rewindable(model: PreTrainedModel, role: str) -> None:
-    """Check that a model can discard tokens from its cache. role: "target" or "draft", for the message.
-
-    Raises ValueError for encoder-decoders, recurrent states (Mamba, linear attention, hybrids) and other kinds of caches.
-    """
-    require_decoder(model, role)
-    if kinds := _unslotted(model):
-        raise ValueError(
-            f"{role}: {type(model).__name__} keeps {', '.join(kinds)}, which cannot take back rejected tokens. A {role} of "
-            "this kind can't go back to an earlier prefix; choose a pure attention model."
-        )
-
-
-def _unslotted(model: PreTrainedModel) -> list[str]:
-    """What a model keeps in its cache that slots can't hold."""
-    if is_stateful(model):
-        return ["a recurrent state"]
-    if not has_default_cache(model):
-        return ["a cache of its own kind"]
-    return unsupported_layers(model.config.get_text_config(decoder=True))

@@ -6,6 +6,7 @@ Wrappers of a forward often have the signature `*args, **kwargs`, which accepts 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,15 +14,17 @@ from .libraries import CACHE, CACHE_NAMES
 
 __all__ = ["cache_argument", "generate_passes", "takes"]
 
+_SEEN: weakref.WeakKeyDictionary[Callable[..., Any], tuple[frozenset[str], bool]] = weakref.WeakKeyDictionary()
+
 
 def takes(model: Any, name: str) -> bool:
     """Whether a model's forward takes an argument of this name. A forward with `**kwargs` is assumed to pass it on to the
     next one: from the object's own to those of its base classes, in order."""
     for forward in _forwards(model):
-        parameters = inspect.signature(forward).parameters
-        if name in parameters:
+        names, passes_on = _arguments(forward)
+        if name in names:
             return True
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        if not passes_on:
             return False
     return False
 
@@ -33,7 +36,18 @@ def cache_argument(model: Any) -> str:
 
 def generate_passes(model: Any, name: str) -> bool:
     """Whether `generate` gives a model an argument of this name. It checks only the outermost signature."""
-    return name in inspect.signature(model.forward).parameters
+    return name in _arguments(model.forward)[0]
+
+
+def _arguments(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """The names of a forward's arguments, and whether it takes others, too. Read once, because every call asks."""
+    forward = getattr(forward, "__func__", forward)
+    found = _SEEN.get(forward)
+    if found is None:
+        parameters = inspect.signature(forward).parameters
+        passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        found = _SEEN[forward] = frozenset(parameters), passes_on
+    return found
 
 
 def _forwards(model: Any) -> Iterator[Callable[..., Any]]:

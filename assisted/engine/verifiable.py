@@ -18,28 +18,20 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..drafts import Draft
+from .agreement import apart, rounding_of
 from .cache import SlotCache
-from .libraries import RESETS_ANGLES, cannot_draft
+from .libraries import RESETS_ANGLES, cannot_draft, without_gradients
+from .masks import Masks
 from .needs import NOTHING, Needs
 from .parts import device_of, unwrapped
-from .recurrent import RecurrentCache, RecurrentModel, is_recurrent
+from .recurrent import RecurrentCache, RecurrentModel
 from .rope import change_of
-from .runner import (
-    CachedModel,
-    Masks,
-    context_of,
-    is_rewindable,
-    require_decoder,
-    require_rewindable,
-    without_gradients,
-)
-from .signatures import cache_argument, generate_passes
+from .runner import CachedModel
+from .traits import Traits, require_decoder, require_rewindable
 from .trust import Trust, trust
 
 __all__ = ["TESTED", "masks_of", "obstacle_to", "require_verifiable"]
 
-_ROUNDING = 3e-4  # relative to the logits' standard deviation, in float32
-_HALF_ROUNDING = 0.1  # in half precision
 _LEAST_ROUNDING = 16  # times the dtype's epsilon, relative to the logits; 1 to 4 occur where states matter little
 _KEEPS = ((1, 3), (3, 1), (2, 3))  # columns that two rows keep of three, in each round of the trial
 _LONG = 40  # tokens of the longer prompt, unless a sliding window asks for more
@@ -62,7 +54,7 @@ def require_verifiable(model: PreTrainedModel) -> None:
     """Raise ValueError with the reason if a target cannot verify drafts; see `obstacle_to`."""
     model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
     require_decoder(model, "target")
-    if not is_recurrent(model):
+    if not Traits.of(model).is_recurrent:
         require_rewindable(model, "target")
     reason = obstacle_to(model, trust(model))
     if reason is not None:
@@ -80,13 +72,13 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING) 
     model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
     if not RESETS_ANGLES and (change := change_of(model)) is not None and not change.once:
         return "in this version of transformers its dynamic rotary angles depend on earlier texts"
-    recurrent = is_recurrent(model)
-    if not recurrent and not is_rewindable(model):
+    traits = Traits.of(model)
+    if not traits.is_recurrent and not traits.is_rewindable:
         return (
             f"{type(model).__name__} keeps something else than keys and values, which cannot take back rejected tokens"
         )
     is_own = trusted.is_own and not trusted.hooks
-    if not recurrent and is_own and model.config.get_text_config(decoder=True).model_type in TESTED:
+    if not traits.is_recurrent and is_own and model.config.get_text_config(decoder=True).model_type in TESTED:
         return None
     tried = _TRIED.setdefault(model.base_model, {})
     key = (device_of(model), model.dtype, trusted.code, trusted.hooks, () if is_own else (needs, _settings(model)))
@@ -94,16 +86,16 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING) 
         if len(tried) >= _MANY:
             tried.clear()
         masks = masks_of(model, trusted)
-        tried[key] = _obstacle(model) if recurrent else _obstacle_of_slots(model, masks, needs)
+        tried[key] = _obstacle(model) if traits.is_recurrent else _obstacle_of_slots(model, masks, needs)
     if tried[key] is None:
         return None
-    what = "keeps a recurrent state and " if recurrent else ""
+    what = "keeps a recurrent state and " if traits.is_recurrent else ""
     return f"{type(model).__name__} {what}cannot take back rejected tokens: {tried[key]}"
 
 
 def masks_of(model: PreTrainedModel, trusted: Trust) -> Masks:
     """The attention masks of a call. Somebody's code gets the same 2-D masks as from `generate`, and makes its own of them."""
-    masks = Masks.of(model)
+    masks = Traits.of(model).masks
     return masks if trusted.forward is None else replace(masks, trees=False)
 
 
@@ -118,7 +110,7 @@ def _obstacle_of_slots(model: PreTrainedModel, masks: Masks, needs: Needs) -> st
     numbers of tokens, after a short prompt and after one that is longer than a window, and a token tree if the masks allow one.
     """
     windows = [window for window in masks.windows.values() if window is not None]
-    long = min(max([_LONG, *(window + 3 for window in windows)]), _LONGEST, context_of(model) // 2)
+    long = min(max([_LONG, *(window + 3 for window in windows)]), _LONGEST, Traits.of(model).context // 2)
     try:
         with without_gradients(model):
             found = [pair for prompt in sorted({5, max(5, long)}) for pair in _compared(model, masks, needs, prompt)]
@@ -126,15 +118,13 @@ def _obstacle_of_slots(model: PreTrainedModel, masks: Masks, needs: Needs) -> st
         raise
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return f"continuing from its cache fails ({type(error).__name__}: {error})"
-    half = model.dtype not in (torch.float32, torch.float64)
-    limit = _HALF_ROUNDING if half else _ROUNDING
+    limit = rounding_of(model.dtype)
     for logits, wanted in found:
-        spread = wanted[wanted.isfinite()].std()
-        apart = (_difference(logits.float(), wanted, robust=half) / spread).item()
-        if not apart <= limit and not torch.equal(logits.float(), wanted):  # NaN included
+        difference = apart(logits, wanted, by_position=_is_half(model))
+        if not difference <= limit:  # NaN included
             return (
                 "its forward passes over several tokens differ from those over one token "
-                f"(by {apart:.2g} of the logits' standard deviation; up to {limit:.2g} could be rounding)"
+                f"(by {difference:.2g} of the logits' standard deviation; up to {limit:.2g} could be rounding)"
             )
     return None
 
@@ -143,7 +133,7 @@ def _compared(
     model: PreTrainedModel, masks: Masks, needs: Needs, prompt: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Logits of the runner, and those of the model one token at a time, [2, n, V] each."""
-    size = model.config.get_text_config(decoder=True).vocab_size
+    size = Traits.of(model).vocabulary
     longest = prompt + 3 + max(map(sum, zip(*_KEEPS, strict=True)))
     ids = (torch.arange(7, 7 + 2 * longest, device=device_of(model)).view(2, longest) * 7919) % size
     expected = _one_by_one(model, ids, prompt)
@@ -173,13 +163,13 @@ def _compared(
 
 def _one_by_one(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
     """The logits after a prompt and after every further token, as `generate` computes them, [B, 1 + n - prompt, V] float32."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache, traits = DynamicCache(config=model.config.get_text_config(decoder=True)), Traits.of(model)
     found = []
     for start, end in [(0, prompt), *((at, at + 1) for at in range(prompt, ids.shape[1]))]:
         kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids[:, :end])}
-        if generate_passes(model, "position_ids"):
+        if traits.is_given_positions:
             kwargs["position_ids"] = torch.arange(start, end, device=ids.device)[None]
-        kwargs[cache_argument(model)] = cache
+        kwargs[traits.cache_argument] = cache
         output: Any = model(input_ids=ids[:, start:end], use_cache=True, return_dict=True, **kwargs)
         found.append(output.logits[:, -1:].float())
     return torch.cat(found, 1)
@@ -187,7 +177,7 @@ def _one_by_one(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> torch
 
 def _obstacle(model: PreTrainedModel) -> str | None:
     """Why a model can't continue exactly from a copy of its states; None if it can. Checked on 12 tokens of two rows."""
-    size = model.config.get_text_config(decoder=True).vocab_size
+    size = Traits.of(model).vocabulary
     ids = (torch.arange(7, 31, device=device_of(model)).view(2, 12) * 7919) % size
     prompt, end = 7, 12
     try:
@@ -208,34 +198,30 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         return f"continuing from a state fails ({type(error).__name__}: {error})"
     if changed:
         return f"it keeps its state in its own modules ({changed[0]}), not in the cache"
-    spread = expected.std()
-    half = model.dtype not in (torch.float32, torch.float64)
     # Where the state matters little, an empty one gives almost the same logits; rounding is the lower bound.
-    least = _LEAST_ROUNDING * torch.finfo(model.dtype).eps * expected.square().mean().sqrt()
-    telling = torch.maximum(0.25 * _difference(forgotten, expected), least) / spread
-    limit = min(_HALF_ROUNDING if half else _ROUNDING, telling.item())
+    size_of_logits = float(expected.square().mean().sqrt() / expected.std())
+    least = _LEAST_ROUNDING * torch.finfo(model.dtype).eps * size_of_logits
+    limit = min(rounding_of(model.dtype), max(0.25 * apart(forgotten, expected), least))
     for logits, wanted, what in (
         (together, expected, "its forward pass over several tokens differs from the same tokens one by one"),
         (put_back, expected[:, 2:], "it does not continue correctly from a restored state"),
     ):
-        apart = (_difference(logits, wanted, robust=half) / spread).item()
-        if not apart <= limit:  # NaN included
-            return f"{what} (by {apart:.2g} of the logits' standard deviation; up to {limit:.2g} could be rounding)"
+        difference = apart(logits, wanted, by_position=_is_half(model))
+        if not difference <= limit:  # NaN included
+            return (
+                f"{what} (by {difference:.2g} of the logits' standard deviation; up to {limit:.2g} could be rounding)"
+            )
     return None
 
 
-def _difference(logits: torch.Tensor, expected: torch.Tensor, robust: bool = False) -> torch.Tensor:
-    """Root mean square. robust: take the median over positions. In half precision, rounding occasionally routes a token to
-    another expert, while a wrong state shows at every position."""
-    same = (logits == expected) | (logits.isnan() & expected.isnan())  # also where both are infinite
-    squares = (logits - expected).masked_fill(same, 0).square().mean(-1)
-    return (squares.median() if robust else squares.mean()).sqrt()
+def _is_half(model: PreTrainedModel) -> bool:
+    return model.dtype not in (torch.float32, torch.float64)
 
 
 def _reader(model: PreTrainedModel, prompt: torch.Tensor) -> RecurrentModel:
     """A model that has read a prompt of two rows."""
     config = model.config.get_text_config(decoder=True)
-    reader = RecurrentModel(model, RecurrentCache(2, 32, config), Masks.of(model))
+    reader = RecurrentModel(model, RecurrentCache(2, 32, config), Traits.of(model).masks)
     reader.prefill(prompt, None)
     return reader
 

@@ -34,7 +34,6 @@ __all__ = [
     "Pass",
     "compiled",
     "compiling",
-    "distance",
     "fingerprint",
 ]
 
@@ -282,9 +281,3 @@ def fingerprint(model: nn.Module, run: nn.Module) -> tuple[Any, ...]:
         model.training,
         None if config is None else attention_of(config),
     )
-
-
-def distance(logits: torch.Tensor, expected: torch.Tensor, rows: list[int]) -> float:
-    """Root mean square difference of logits, relative to their standard deviation; NaN if either contains NaN."""
-    one, two = logits[rows].float(), expected[rows].float()
-    return float((one - two).square().mean().sqrt() / two.std())

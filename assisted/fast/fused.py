@@ -18,26 +18,24 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..engine.agreement import agree
 from ..engine.cache import SlotCache
 from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.libraries import CACHE, is_wrapper_subclass
 from ..engine.parts import few_ids, with_children
-from ..engine.runner import CachedModel, Masks, Runnable
+from ..engine.runner import CachedModel, Runnable
 from ..engine.sublayers import Path, Skippable
+from ..engine.traits import Traits
 from ..engine.trust import Trust, trust
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, size_of_copies
 from .sources import Modules, Source, Weights
 
-__all__ = ["TOLERANCE", "Angles", "FusedLayer", "Norm", "Shared", "copy_bytes", "fused", "fused_product"]
+__all__ = ["Angles", "FusedLayer", "Norm", "Shared", "copy_bytes", "fused", "fused_product"]
 
 _FAMILY = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _KNOWN = ("transformers.", "assisted.")  # packages whose rotary embeddings follow their `rope_type`
 _TABLE = 2**13  # positions with tabulated angles
-TOLERANCE = {
-    torch.float32: 1e-3,
-    torch.bfloat16: 0.25,
-}  # of logits, relative to their standard deviation; another model would differ by more
 
 
 def fused(model: PreTrainedModel, trusted: Trust | None = None) -> Runnable:
@@ -146,7 +144,7 @@ def _way(model: PreTrainedModel, trusted: Trust) -> _Way | None:
         return None
     # packed products in half precision round differently, as other widths do; accepted only where they are faster
     if model.dtype != torch.float32 and not (
-        model.dtype in TOLERANCE and packs(model.dtype) and model.device.type == "cpu"
+        model.dtype == torch.bfloat16 and packs(model.dtype) and model.device.type == "cpu"
     ):
         return None
     layers = _layers(model)
@@ -446,7 +444,7 @@ def _layers(model: Any) -> nn.ModuleList | None:
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not layers or not hasattr(model, "lm_head"):
         return None
-    masks = Masks.of(model)
+    masks = Traits.of(model).masks
     if not masks.trees or masks.additive or len(masks.windows) > 1:
         return None
     return layers if len(layers) == base.config.num_hidden_layers and _is_family(base, layers) else None
@@ -481,19 +479,19 @@ def _low_bit_bytes(model: nn.Module) -> int:
 @torch.no_grad()
 def _agree_in_rounds(model: PreTrainedModel, other: Runnable) -> bool:
     """Compare them on a prompt and the forward pass after it."""
-    ids, masks = few_ids(model, 8), Masks.of(model)
+    ids, masks = few_ids(model, 8), Traits.of(model).masks
     runs = [CachedModel(m, SlotCache(1, 8), masks) for m in (model, other)]
-    return _near(model, *(torch.cat([run.prefill(ids[:, :4], None), run(ids[:, 4:])], 1) for run in runs))
+    expected, found = (torch.cat([run.prefill(ids[:, :4], None), run(ids[:, 4:])], 1) for run in runs)
+    return _near(model, found, expected)
 
 
 @torch.no_grad()
 def _agree_at_once(model: PreTrainedModel, other: Runnable) -> bool:
     """Compare them on a text."""
     ids = few_ids(model, 8)
-    return _near(model, *(m(input_ids=ids, use_cache=False, return_dict=True).logits for m in (model, other.module)))
+    expected, found = (m(input_ids=ids, use_cache=False, return_dict=True).logits for m in (model, other.module))
+    return _near(model, found, expected)
 
 
-def _near(model: PreTrainedModel, one: torch.Tensor, two: torch.Tensor) -> bool:
-    tolerance = TOLERANCE[LOW_BIT_DTYPE if _low_bit_bytes(model) else one.dtype]
-    one, two = one.float(), two.float()
-    return bool((one - two).abs().max() <= tolerance * one.std())
+def _near(model: PreTrainedModel, found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return agree(found, expected, LOW_BIT_DTYPE if _low_bit_bytes(model) else expected.dtype)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..drafts import Draft
+from ..engine.agreement import apart, rounding_of
 from ..engine.cache import Paths, SlotCache
 from ..engine.hooks import obstacle
 from ..engine.host import wait
@@ -29,8 +30,6 @@ from .sources import Modules, Weights
 __all__ = ["MODES", "Graphs", "require_mode"]
 
 MODES = ("auto", "eager", "compile")
-_TOLERANCE = {torch.float32: 3e-3, torch.float64: 3e-3}  # of logits, relative to their standard deviation
-_HALF_TOLERANCE = 0.1
 
 _log = logging.getLogger(__name__)
 _Runner = TypeVar("_Runner", bound=Runner)
@@ -160,10 +159,10 @@ class Graphs(Passes):
             if inject is not None and states is not None:  # a capture replaces them
                 inject.hidden = states
         done = time.perf_counter()
-        difference = capture.distance(logits, expected, cache.running)
+        difference = apart(logits[cache.running], expected[cache.running])
         self._spend(time.perf_counter() - started - (done - replayed))
         rounded = torch.bfloat16 if runner.runnable.low_bit_bytes else logits.dtype
-        if difference <= _TOLERANCE.get(rounded, _HALF_TOLERANCE):
+        if difference <= rounding_of(rounded):
             captures.trust(shape, by_eager)
             return self._counted(logits)
         if known:  # the model has changed since the capture

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..drafters import Spec
 from ..drafters.other_tokenizer import TranslatedDrafter
+from ..engine.traits import Traits
 from ..heads.eagle import EagleHead
 from ..loading.adapters import has_adapter
 from ..loading.gguf import unmarked
@@ -69,7 +70,7 @@ def draft_model(engine: Engine, pair: Any, notes: list[str]) -> tuple[PreTrained
     """The draft with as many tokens as the target, and whether it has another tokenizer."""
     drafter, spec = pair.drafter, pair.spec
     model = plain_model(spec.model if isinstance(spec.model, PreTrainedModel) else drafter.models[0], "draft")
-    size, own = (one.config.get_text_config(decoder=True).vocab_size for one in (pair.target, model))
+    size, own = (Traits.of(one).vocabulary for one in (pair.target, model))
     if isinstance(drafter, TranslatedDrafter):
         if not engine.translates:
             raise ValueError(

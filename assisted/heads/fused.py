@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.agreement import agree
 from ..engine.hooks import is_touched
 from ..engine.parts import with_children
 from ..engine.runner import Runnable
-from ..fast.fused import TOLERANCE, Angles, FusedLayer, Norm, Shared, fused_product
+from ..fast.fused import Angles, FusedLayer, Norm, Shared, fused_product
 from ..fast.products import may_copy
 from ..fast.sources import Modules, Source, Weights
 from .eagle import EagleHead
@@ -71,5 +72,5 @@ def _agree(head: EagleHead, other: EagleHead) -> bool:
     """Whether two heads give the same logits for a few columns, up to rounding."""
     generator = torch.Generator().manual_seed(0)
     embeddings, states = torch.randn(2, 1, 4, head.config.hidden_size, generator=generator).to(head.dtype)
-    one, two = (part.logits(part(embeddings, states)).float() for part in (head, other))
-    return bool((one - two).abs().max() <= TOLERANCE[head.dtype] * one.std())
+    expected, found = (part.logits(part(embeddings, states)) for part in (head, other))
+    return agree(found, expected, head.dtype)

@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..engine.traits import Traits
 from .files import fields_of, loading
 from .gguf import named_in
 
@@ -89,7 +90,7 @@ def same_tokens(
 
     Raises ValueError if this is undecidable: the sizes differ and a tokenizer is missing.
     """
-    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, draft)]
+    sizes = [Traits.of(model).vocabulary for model in (target, draft)]
     if target_tokenizer is None or draft_tokenizer is None:
         if sizes[0] == sizes[1]:
             return True

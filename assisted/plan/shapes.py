@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Pretrai
 
 from .. import zoo
 from ..engine.libraries import CACHE, chooses_experts
-from ..engine.runner import require_decoder_config
+from ..engine.traits import require_decoder_config
 from ..loading.files import stored_in
 from ..loading.gguf import named_in, read_config
 

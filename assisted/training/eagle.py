@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..engine.libraries import set_attention
 from ..engine.needs import find_final_norm
 from ..engine.parts import find_layers
+from ..engine.traits import Traits
 from ..heads.eagle import EagleConfig, EagleHead, unrolled_mask
 from ..heads.eagle_formats import save_eagle
 from .features import Features, Seen
@@ -110,7 +111,7 @@ class EagleTraining(Method):
         seed: int = 0,
         compiled: bool = False,
     ):
-        size = target.config.get_text_config(decoder=True).vocab_size
+        size = Traits.of(target).vocabulary
         if settings.version == 3 and settings.draft_vocab is None and size > LARGE and stream is not None:
             settings = replace(settings, draft_vocab=REDUCED)
         reduced = settings.draft_vocab if settings.draft_vocab != size else None

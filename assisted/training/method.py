@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..engine.traits import Traits
 from .data import Text
 from .losses import Agreement
 from .plan import Plan
@@ -72,7 +73,7 @@ class Method(ABC):
         """model: the target, or what is trained in its place. compiled: whether layers and losses are compiled."""
         self.about = about
         self.compiled = compiled
-        self.vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        self.vocabulary = Traits.of(model).vocabulary
 
     @classmethod
     @abstractmethod

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..engine.runner import context_of
+from ..engine.traits import Traits
 from ..lengths.policies import Never
 from ..modeling import AssistedModelForCausalLM
 from .data import Text
@@ -55,7 +55,7 @@ def write(target: PreTrainedModel, stream: np.ndarray, tokens: int, seed: int = 
 
     Returns [M] int32. Raises ValueError for a stream that is shorter than a prompt.
     """
-    length = min(_LENGTH, context_of(target))
+    length = min(_LENGTH, Traits.of(target).context)
     prompt = min(_PROMPT, length // 2)
     if len(stream) <= prompt:
         raise ValueError(f"text: {len(stream)} tokens are too few for prompts of {prompt}; give more text")

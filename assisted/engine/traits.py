@@ -1,0 +1,198 @@
+"""What a causal LM can do: one record, from its config and its forward's signature. Nothing is run.
+
+Everything that decides by the kind of model asks here. Drafting is unknown here, and so is whose code a model runs (trust.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from .libraries import (
+    STATE_LAYERS,
+    DummyLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+    attention_of,
+    has_default_cache,
+    is_stateful,
+)
+from .masks import Masks
+from .parts import unwrapped
+from .signatures import cache_argument, generate_passes, takes
+
+__all__ = ["Traits", "experts_of", "require_decoder", "require_decoder_config", "require_rewindable"]
+
+_SLOTS = {DummyLayer, DynamicLayer, DynamicSlidingWindowLayer}
+_STATES = {
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+}
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts")
+_KNOWN: dict[Hashable, Traits] = {}
+_MOST = 256  # records kept
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a causal LM can do.
+
+    Args:
+        vocabulary: V, the size of its embedding.
+        layers: the number of decoder layers.
+        context: the number of positions it supports.
+        masks: the attention masks it takes.
+        keeps: what its cache holds that slots can't hold, for messages; empty if it holds only keys and values.
+        is_recurrent: it keeps states in transformers' own cache layers, and nothing else except keys and values.
+        experts: the experts of a layer, and how many of them a position chooses; None without a choice.
+        cache_argument: the argument in which its forward takes a cache.
+        takes_positions: its forward takes positions.
+        is_given_positions: `generate` gives it positions. Otherwise it counts them itself, including padding.
+        takes_logits_to_keep: its forward can compute the last logits only.
+    """
+
+    vocabulary: int
+    layers: int
+    context: int
+    masks: Masks
+    keeps: tuple[str, ...]
+    is_recurrent: bool
+    experts: tuple[int, int] | None
+    cache_argument: str
+    takes_positions: bool
+    is_given_positions: bool
+    takes_logits_to_keep: bool
+
+    @property
+    def is_rewindable(self) -> bool:
+        """Whether the cache holds only keys and values, so that a smaller length restores any earlier prefix."""
+        return not self.keeps
+
+    @property
+    def counts_padding(self) -> bool:
+        """Whether padding takes positions."""
+        return self.takes_positions and not self.is_given_positions
+
+    @staticmethod
+    def of(model: Any) -> Traits:
+        """The traits of a model as it is now; of an adapter's wrapper, those of the model inside. The same object while neither
+        its config nor its forward's signature changes."""
+        model = unwrapped(model)
+        config = model.config.get_text_config(decoder=True)
+        forward: dict[str, Any] = {
+            "cache_argument": cache_argument(model),
+            "takes_positions": takes(model, "position_ids"),
+            "is_given_positions": generate_passes(model, "position_ids"),
+            "takes_logits_to_keep": takes(model, "logits_to_keep"),
+        }
+        key: Any = (type(model), attention_of(config), *forward.values(), *_values(config))
+        found = _KNOWN.get(key)
+        if found is None:
+            if len(_KNOWN) >= _MOST:
+                _KNOWN.clear()
+            keeps, is_recurrent = _keeps(model, config)
+            found = _KNOWN[key] = Traits(
+                vocabulary=config.vocab_size,
+                layers=getattr(config, "num_hidden_layers", 0),
+                context=getattr(config, "max_position_embeddings", None)
+                or getattr(config, "max_seq_len", None)  # MPT's
+                or sys.maxsize,
+                masks=_masks(config, forward["takes_positions"]),
+                keeps=keeps,
+                is_recurrent=is_recurrent,
+                experts=experts_of(config),
+                **forward,
+            )
+        return found
+
+
+def experts_of(config: Any) -> tuple[int, int] | None:
+    """The experts of a layer, and how many of them a position chooses; None without a choice. config: of the decoder."""
+    counts, choices = (
+        [found for name in names if isinstance(found := getattr(config, name, None), int) and found > 0]
+        for names in (_COUNTS, _CHOSEN)
+    )
+    return (counts[0], choices[0]) if counts and choices and choices[0] < counts[0] else None
+
+
+def require_decoder(model: Any, role: str) -> None:
+    """Raise ValueError unless a model is a decoder-only causal LM. role: "target" or "draft", for the message."""
+    require_decoder_config(model.config, role)
+    if not model.can_generate():
+        raise ValueError(
+            f"{role}: {type(model).__name__} has no language-model head to generate with; load it with AutoModelForCausalLM"
+        )
+
+
+def require_decoder_config(config: Any, role: str) -> None:
+    """The same from a config, before weights are loaded: AutoModelForCausalLM takes the decoder of some encoder-decoders."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{role}: {config.model_type} is an encoder-decoder; only decoder-only causal LMs can be assisted"
+        )
+
+
+def require_rewindable(model: Any, role: str) -> None:
+    """Check that a model can discard tokens from its cache. role: "target" or "draft", for the message.
+
+    Raises ValueError for encoder-decoders, recurrent states (Mamba, linear attention, hybrids) and other kinds of caches.
+    """
+    require_decoder(model, role)
+    if keeps := Traits.of(model).keeps:
+        raise ValueError(
+            f"{role}: {type(model).__name__} keeps {', '.join(keeps)}, which cannot take back rejected tokens. A {role} of "
+            "this kind can't go back to an earlier prefix; choose a pure attention model."
+        )
+
+
+def _keeps(model: Any, config: Any) -> tuple[tuple[str, ...], bool]:
+    """What a model's cache holds that slots can't hold, and whether these are states in transformers' own cache layers."""
+    if not has_default_cache(model):
+        return (("a recurrent state" if is_stateful(model) else "a cache of its own kind",), False)
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - _SLOTS
+    is_recurrent = kinds <= _STATES and not STATE_LAYERS.isdisjoint(_kinds(config))
+    names = ["a recurrent state"] if is_stateful(model) else sorted(kind.__name__ for kind in kinds)
+    return tuple(names), is_recurrent
+
+
+def _masks(config: Any, takes_positions: bool) -> Masks:
+    kinds = _kinds(config)
+    window = getattr(config, "sliding_window", None)
+    if not kinds:
+        kinds = {"full_attention" if window is None else "sliding_attention"}
+    attention = attention_of(config)
+    alibi = getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi"
+    trees = (
+        attention in ("sdpa", "eager")
+        and not alibi
+        and config.model_type not in ("bloom", "mpt", "gpt_neo")  # a bias, or causality, from the order of slots
+        and kinds <= {"full_attention", "sliding_attention"}
+        and getattr(config, "attention_chunk_size", None) is None
+        and takes_positions
+    )
+    windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+    return Masks(trees=trees, windows=windows, additive=attention == "eager")
+
+
+def _kinds(config: Any) -> set[str]:
+    return {*(getattr(config, "layer_types", None) or ())}
+
+
+def _values(config: Any) -> list[Hashable]:
+    """The settings of a config that are numbers, texts or lists of these: all that the record depends on."""
+    found: list[Hashable] = []
+    for name, value in vars(config).items():
+        if type(value) in _PLAIN:
+            found += [name, value]
+        elif isinstance(value, (list, tuple)) and all(type(part) in _PLAIN for part in value):
+            found += [name, tuple(value)]
+    return found

@@ -30,20 +30,6 @@ from .engine.traits import Traits
 from .loading.adapters import mixes_adapters
 from .loading.quantization import rounds_by_pass
 
-__all__ = [
-    "MIXED",
-    "OTHER_MODES",
-    "SET_MODES",
-    "cache_name",
-    "constants",
-    "must_be_plain",
-    "require_own_drafting",
-    "require_prompt",
-    "require_rows",
-    "set_in",
-    "warn_plain",
-]
-
 OTHER_MODES = {  # with their counterparts here, if any
     "assistant_model": "make the pair with draft=THE MODEL",
     "assistant_tokenizer": "make the pair with draft_tokenizer=",

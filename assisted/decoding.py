@@ -21,8 +21,6 @@ from .report import Recorder
 from .text import Text
 from .verification import judge, judge_in_lockstep
 
-__all__ = ["CHECK_INVARIANTS", "decode"]
-
 _PACKAGE = __name__.split(".")[0]
 CHECK_INVARIANTS = False  # enabled by tests: every round checks that slots and text agree
 

@@ -20,8 +20,6 @@ from .engine.libraries import processors
 from .engine.trust import blamed
 from .lossy import LossyTypical
 
-__all__ = ["Distribution", "probabilities"]
-
 # These depend on the scores alone, not on the prefix: one call processes all positions of a draft.
 _PREFIX_FREE = processors(
     "EpsilonLogitsWarper",

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["Registry", "install"]
-
 NAME = "assisted"
 T = TypeVar("T")
 

@@ -16,8 +16,6 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from .engine.libraries import CACHE, MODEL_METHODS
 
-__all__ = ["OWN", "ForwardsToTarget", "surface"]
-
 OWN = frozenset(  # names of transformers that the pair implements itself; all others are the target's
     {
         # class attributes and loading

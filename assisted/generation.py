@@ -53,8 +53,6 @@ from .lossy import LossyTypical
 from .report import Recorder
 from .text import Text
 
-__all__ = ["Generation"]
-
 _OTHER_MODE = "this generation mode is neither greedy nor sampling"
 _MODES = ("greedy_search", "sample")
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from .acceptance import Verdict, sample
 from .drafts import Draft
 
-__all__ = ["LossyTypical"]
-
 
 @dataclass(frozen=True)
 class LossyTypical:

@@ -21,8 +21,6 @@ from transformers.generation.stopping_criteria import (
 
 from .engine.host import on_device
 
-__all__ = ["Text"]
-
 _ROW_BY_ROW = {EosTokenCriteria, MaxLengthCriteria, StopStringCriteria}  # they depend on a row's own prefix alone
 _GROWTH = 4096  # tokens of a row; the first allocation for a longer limit, which then doubles
 

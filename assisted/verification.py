@@ -15,8 +15,6 @@ from .drafts import Draft, levels
 from .engine.host import on_device, padded
 from .text import Text
 
-__all__ = ["Outcome", "judge", "judge_in_lockstep"]
-
 _NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["ROUNDING", "agree", "apart", "rounding_of"]
-
 ROUNDING = {torch.float64: 3e-4, torch.float32: 3e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
 """How far apart logits may be that differ by rounding alone, as `apart` measures it. Kernels for another number of rows, or
 another order of sums, differ by 1e-6 in float32 and by 0.02 in bfloat16; wrong positions, masks or states, by 0.01 to 1."""

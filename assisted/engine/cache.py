@@ -16,8 +16,6 @@ from transformers.cache_utils import Cache, DynamicCache
 from .host import on_device
 from .libraries import UnboundedLayer
 
-__all__ = ["Paths", "SlotCache", "SlotLayer"]
-
 Paths = Sequence[Sequence[int]]
 """For each row, the columns of a forward pass that lie on the accepted path of its tree, in order."""
 

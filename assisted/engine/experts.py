@@ -9,8 +9,6 @@ from transformers import PreTrainedModel
 
 from .traits import Traits
 
-__all__ = ["expected_experts", "growth", "numbers_read"]
-
 
 def expected_experts(experts: int, chosen: int, positions: int) -> float:
     """Expected number of a layer's experts that at least one of the positions chooses.

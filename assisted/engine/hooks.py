@@ -13,8 +13,6 @@ from transformers import PreTrainedModel
 
 from .libraries import global_hooks, hook_of, is_wrapper_subclass
 
-__all__ = ["has_hooks", "is_offloaded", "is_touched", "is_untouched", "looked_over", "obstacle", "offloading_hooks"]
-
 _RECORDS = "transformers.utils.output_capturing"  # its hooks return hidden states to calls that ask for them
 # hooks of these collect outputs that are not requested here, or silence backends
 _OWN = ("transformers.", "assisted.loading.quantization")

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["filled", "free_memory", "is_out_of_memory", "on_device", "padded", "pinned", "processor", "wait"]
-
 
 def on_device(values: Any, device: torch.device | str) -> torch.Tensor:
     """values: a number or nested lists of numbers, as for `torch.tensor`."""

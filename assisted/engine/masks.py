@@ -11,8 +11,6 @@ import torch
 
 from ..drafts import Draft
 
-__all__ = ["Masks", "column_depths"]
-
 
 @dataclass(frozen=True)
 class Masks:

@@ -18,26 +18,6 @@ from transformers import PreTrainedModel
 
 from .libraries import hook_of, source_of, uncompiled
 
-__all__ = [
-    "Inject",
-    "Layers",
-    "Pass",
-    "Recorder",
-    "Tap",
-    "back",
-    "device_of",
-    "dressed",
-    "few_ids",
-    "find_layers",
-    "front",
-    "hidden_of",
-    "tapped",
-    "try_out",
-    "uncompiled",
-    "unwrapped",
-    "with_children",
-]
-
 Form = int | None
 """What a module returns: None for a tensor, or the length of a tuple whose first entry is the tensor."""
 _Module = TypeVar("_Module", bound=nn.Module)

@@ -16,8 +16,6 @@ from torch import nn
 
 from .hooks import offloading_hooks
 
-__all__ = ["Ahead", "prefetching"]
-
 _ENTERING = threading.Lock()
 Key = tuple[int, str]  # of a hook, in the order of the modules, and of a weight
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Group", "groups"]
-
 Group = tuple[list[int], int]
 """Rows, ascending, and the first column that is not padding in any of them."""
 

@@ -17,8 +17,6 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_manage
 
 from .host import is_out_of_memory
 
-__all__ = ["ALONE", "Ranks", "fingerprint", "ranks_of", "waits_for_others"]
-
 
 class Ranks:
     """A group of processes that run the same call on parts of the same weights. Every process calls every method, in the same

@@ -24,15 +24,6 @@ from .needs import NOTHING, Needs
 from .runner import CachedModel, Runnable
 from .traits import Traits
 
-__all__ = [
-    "RecurrentCache",
-    "RecurrentModel",
-    "has_uncounted_states",
-    "held",
-    "slots_for",
-    "target_runner",
-]
-
 _LAG = 16  # columns; a longer unread tail gets its own forward pass, because every pass would read it again
 
 

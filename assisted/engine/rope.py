@@ -12,8 +12,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-__all__ = ["Change", "change_of", "reads_anew_at"]
-
 
 @dataclass(frozen=True)
 class Change:

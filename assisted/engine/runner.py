@@ -29,16 +29,6 @@ from .shapes import WIDTHS
 from .traits import Traits
 from .trust import Trust, trust
 
-__all__ = [
-    "CachedModel",
-    "CallSettings",
-    "Inputs",
-    "Passes",
-    "Runnable",
-    "Runner",
-    "is_sum_of_parts",
-]
-
 
 @dataclass
 class CallSettings:

@@ -17,8 +17,6 @@ from transformers import DynamicCache
 
 from .cache import SlotCache
 
-__all__ = ["Session", "using"]
-
 
 class Session(DynamicCache):
     """Keys and values that stay where they are between calls of one pair: `generate(..., past_key_values=session)`.

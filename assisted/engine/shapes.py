@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["WIDTHS", "columns_for", "rows_for", "slots_for"]
-
 WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # columns of a captured forward pass; wider ones run eagerly
 _CHEAP = 64  # columns over all rows that take a GPU about as long as one
 _LEAST = 256  # slots that a captured forward pass reads, at least

@@ -12,8 +12,6 @@ from typing import Any
 
 from .libraries import CACHE, CACHE_NAMES
 
-__all__ = ["cache_argument", "generate_passes", "takes"]
-
 _SEEN: weakref.WeakKeyDictionary[Callable[..., Any], tuple[frozenset[str], bool]] = weakref.WeakKeyDictionary()
 
 

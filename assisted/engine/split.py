@@ -19,8 +19,6 @@ from .host import wait
 from .parts import Inject, back, few_ids, front, try_out
 from .runner import CachedModel
 
-__all__ = ["Begun", "Split", "timed"]
-
 _States = Mapping[int, torch.Tensor]
 
 

@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 
 from .parts import Form, Layers, Pass, Recorder, dressed, hidden_of, try_out, with_children
 
-__all__ = ["Path", "Skippable", "Sublayer", "find_sublayers", "without"]
-
 Path = tuple[str, ...]
 UNCHANGED = 0.05  # relative to the norm of the hidden states: how much a layer without its sublayers may change them
 

@@ -27,8 +27,6 @@ from .masks import Masks
 from .parts import unwrapped
 from .signatures import cache_argument, generate_passes, takes
 
-__all__ = ["Traits", "experts_of", "require_decoder", "require_decoder_config", "require_rewindable"]
-
 _SLOTS = {DummyLayer, DynamicLayer, DynamicSlidingWindowLayer}
 _STATES = {
     LinearAttentionLayer,

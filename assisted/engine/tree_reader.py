@@ -13,8 +13,6 @@ from ..drafts import Draft
 from .host import filled, on_device
 from .runner import CachedModel
 
-__all__ = ["NodeReader", "TreeReader"]
-
 
 class NodeReader:
     """Reads a token tree a few nodes at a time, and knows what it has read. A subclass overrides `read`.

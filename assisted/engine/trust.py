@@ -32,8 +32,6 @@ from .hooks import looked_over
 from .libraries import CACHE_NAMES, LOOP, LOOP_METHOD, NOT_IN_FORWARD, active_modes, attention_of, global_hooks, hook_of
 from .parts import unwrapped
 
-__all__ = ["Code", "Trust", "blamed", "code_of", "trust"]
-
 _LIBRARIES = ("transformers", "torch", "accelerate", "peft", "huggingface_hub")
 _QUANTIZERS = "auto_round awq bitsandbytes compressed_tensors eetq gptqmodel hqq optimum.quanto quark torchao vptq"
 _KERNELS = "causal_conv1d fla flash_attn flash_attn_interface kernels mamba_ssm"  # transformers imports them itself

@@ -30,8 +30,6 @@ from .runner import CachedModel
 from .traits import Traits, require_decoder, require_rewindable
 from .trust import Trust, trust
 
-__all__ = ["TESTED", "masks_of", "obstacle_to", "require_verifiable"]
-
 _LEAST_ROUNDING = 16  # times the dtype's epsilon, relative to the logits; 1 to 4 occur where states matter little
 _KEEPS = ((1, 3), (3, 1), (2, 3))  # columns that two rows keep of three, in each round of the trial
 _LONG = 40  # tokens of the longer prompt, unless a sliding window asks for more

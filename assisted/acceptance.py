@@ -85,7 +85,8 @@ def rejection(
 def block(tokens: Tensor, lengths: Tensor, p: Tensor, q: Tensor, generator: torch.Generator | None = None) -> Verdict:
     """Block verification (2403.10444): exact like `rejection`, and keeps at least as many tokens in expectation.
 
-    Arguments as for `rejection`. P and Q are p and q in the notation of the paper; p_i and h_i are defined below.
+    tokens: [B, n] int64, lengths: [B] int64, p: [B, n+1, V], q: [B, n, V], as for `rejection`. P and Q are p and q in the
+    notation of the paper; p_i and h_i are defined below.
     """
     h, weights = block_probabilities(tokens, lengths, p, q)
     # tau = max { i : u_i <= h_i }: the block is kept up to its last success, despite earlier failures
@@ -218,7 +219,7 @@ def emitted_distribution(p: Tensor, q: Tensor, weights: Tensor, accepted: Tensor
 
 
 def uniforms(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Independent uniform random numbers in [0, 1), with the shape, dtype and device of `like`."""
+    """Independent uniform random numbers in [0, 1), with the shape [...], dtype and device of `like`."""
     return torch.rand(like.shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
@@ -239,14 +240,16 @@ def sample(probabilities: Tensor, generator: torch.Generator | None = None) -> T
 
 
 def by_race(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """`sample` by an exponential race: for E_x ~ Exp(1), argmax_x p(x) / E_x is x with probability p(x) / sum p."""
+    """`sample`, [..., V] -> [...] int64, by an exponential race: for E_x ~ Exp(1), argmax_x p(x) / E_x is x with probability
+    p(x) / sum p."""
     race = probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
     # E may round to 0, and 0 / 0 would win the argmax
     return race.where(probabilities > 0, -1).argmax(-1)
 
 
 def by_inversion(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """`sample` with one uniform u: the first x whose cumulative mass exceeds u sum p. On a CPU, V draws would be expensive."""
+    """`sample`, [..., V] -> [...] int64, with one uniform u: the first x whose cumulative mass exceeds u sum p. On a CPU, V
+    draws would be expensive."""
     mass = probabilities.double().cumsum(-1)
     below_1 = 1 - 2**-52  # u sum p must not round to sum p
     u = torch.rand((*mass.shape[:-1], 1), generator=generator, dtype=mass.dtype, device=mass.device) * below_1

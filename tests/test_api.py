@@ -149,3 +149,32 @@ def test_docstrings_say_what_arguments_are(name: str, value: Any) -> None:
         assert any(docs), f"{name}.{method_name} has no docstring"
         missing = unnamed(function, *filter(None, docs), doc, of_module)
         assert not missing, f"{name}.{method_name}: says nothing of {missing}"
+
+
+SHAPE, DTYPE = re.compile(r"\[[^\]\n]*\]"), re.compile(r"\b(int64|float\w*|bool|dtype)\b")
+
+
+def on_tensors() -> Iterator[tuple[str, Any, str]]:
+    """Public functions and methods that take or return tensors, by name, with their documentation: their own, and that of what
+    they override, their class and their module."""
+    for name, value in objects():
+        of_module = inspect.getdoc(inspect.getmodule(value)) or ""
+        methods = vars(value) if inspect.isclass(value) else {"": value}
+        for method_name, method in methods.items():
+            function = getattr(method, "__func__", method)
+            if (method_name.startswith("_") and method_name != "__call__") or not inspect.isfunction(function):
+                continue
+            if not any("Tensor" in str(kind) for kind in function.__annotations__.values()):
+                continue
+            kinds = value.__mro__ if inspect.isclass(value) else ()
+            docs = [getattr(kind, method_name) for kind in kinds if hasattr(kind, method_name)]
+            docs = [inspect.getdoc(found) or "" for found in (function, value, *docs)]
+            yield f"{name}.{method_name}".rstrip("."), function, "\n".join([*docs, of_module])
+
+
+@pytest.mark.parametrize(("name", "function", "doc"), [pytest.param(*found, id=found[0]) for found in on_tensors()])
+def test_functions_on_tensors_say_shapes_dtypes_and_errors(name: str, function: Any, doc: str) -> None:
+    assert SHAPE.search(doc), f"{name} says nothing of shapes"
+    assert DTYPE.search(doc), f"{name} says nothing of dtypes"
+    raises = re.search(r"^\s+raise \w+Error", inspect.getsource(function), re.M)
+    assert not raises or "Raises" in doc, f"{name} raises errors that it says nothing of"

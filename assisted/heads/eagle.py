@@ -160,7 +160,7 @@ class EagleHead(nn.Module):
     def logits(self, states: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
         """Logits [..., Vd] over the draft vocabulary, from the states [..., H] that a step returned.
 
-        target: needed for EAGLE-1, whose output embedding is the target's.
+        target: needed for EAGLE-1, whose output embedding is the target's. Raises ValueError without it.
         """
         if self.config.version == 3:
             return self.lm_head(states if self.config.norm_output else self.norm(states))

@@ -57,7 +57,8 @@ def fused(model: PreTrainedModel, trusted: Trust | None = None) -> Runnable:
         same = way.agrees(model, way.runnable(model, children))
         made = _MADE[way.key] = _Made(way.source, children if same else None)
     if made.children is None:
-        return Runnable(model, low_bit_bytes=_low_bit_bytes(model))
+        warning = f"{type(model).__name__} runs as it is: the logits of its faster form differ by more than rounding"
+        return Runnable(model, low_bit_bytes=_low_bit_bytes(model), warning=warning)
     return way.runnable(model, made.children)
 
 

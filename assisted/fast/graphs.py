@@ -7,7 +7,6 @@ ways to capture.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -31,7 +30,6 @@ __all__ = ["MODES", "Graphs", "require_mode"]
 
 MODES = ("auto", "eager", "compile")
 
-_log = logging.getLogger(__name__)
 _Runner = TypeVar("_Runner", bound=Runner)
 
 
@@ -63,6 +61,7 @@ class Graphs(Passes):
         self.replays = 0
         self._lock = threading.Lock()
         self._settings: CallSettings | None = None  # of the call that replays
+        self._name = ""  # of the model, for its report
         self._served: weakref.ref[SlotCache] | None = None  # the slots of that call
         self._made_for: Any = None
         self._inner: Modules | None = None
@@ -96,9 +95,12 @@ class Graphs(Passes):
             if self._settings is settings or (self._settings is not None and not self._settings.over):
                 return runner
             self._settings, self._served = settings, weakref.ref(runner.cache)
+        self._name = type(model).__name__
         trusted = settings.trust_in(model)
         self.obstacle = trusted.forward or trusted.between or obstacle(model, runner.device)
         if self.obstacle is not None:
+            if not trusted.forward:  # which the report gives as the reason for everything that it costs
+                self._note(self.obstacle)
             return runner
         made_for = (settings.mode, kind, capture.fingerprint(model, runner.runnable.module))
         inner = Modules.of([module for module in model.modules() if module is not model], trusted.code)
@@ -111,6 +113,8 @@ class Graphs(Passes):
         if self._captures is None or not same or not _same(constants, self._constants):
             self._captures = kind(settings.mode == "compile", constants is not None)
             self._made_for, self._inner, self._constants, self.reason = made_for, inner, constants, None
+        elif self.reason is not None:
+            self._note(self.reason)
         self._captures.begin_call()
         runner.passes = self
         return runner
@@ -197,8 +201,12 @@ class Graphs(Passes):
     def _serves(self, cache: SlotCache) -> bool:
         return self.reason is None and self._served is not None and cache is self._served()
 
+    def _note(self, reason: str) -> None:
+        if self._settings is not None:
+            self._settings.note(f"forward passes of {self._name} are not captured: {reason}")
+
     def _give_up(self, reason: str) -> None:
-        _log.debug("forward passes run eagerly from now on: %s", reason)
+        self._note(reason)
         self.reason = reason
         if self._captures is not None:
             self._captures.clear()

@@ -27,5 +27,7 @@ def form(model: Any, settings: CallSettings, fuse: Callable[[Any, Trust], Runnab
         made = (fuse or fused)(model, trusted)
     else:
         made = Runnable(model, is_own=trusted.is_own)
+    if made.warning is not None:
+        settings.note(made.warning)
     settings.spent_once += time.perf_counter() - began
     return made

@@ -29,6 +29,7 @@ from .admission import cache_name, constants, must_be_plain, require_prompt, req
 from .decoding import decode
 from .distribution import Distribution
 from .drafters import Call, Drafting
+from .drafters.guarded import guard
 from .engine.cache import SlotCache
 from .engine.libraries import (
     CACHE,
@@ -302,10 +303,10 @@ class Generation:
             shared=shared,
             states=target.states,
         )
-        drafting: Drafting | None = drafter.start(started_by)
-        drafting = decode(target, drafting, text, distribution, length, logits, self.recorder)
+        drafting = guard(drafter.start(started_by), settings, logits.shape[-1], text, distribution.do_sample)
+        decode(target, drafting, text, distribution, length, logits, self.recorder)
         self.recorder.predicted_speedup = length.predicted_speedup
-        return text, target, drafting
+        return text, target, drafting.drafting
 
 
 class _AfterThePrompt(BaseStreamer):

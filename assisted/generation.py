@@ -29,6 +29,7 @@ from .admission import cache_name, constants, must_be_plain, require_prompt, req
 from .decoding import decode
 from .distribution import Distribution
 from .drafters import Call, Drafting
+from .drafters.guarded import guard
 from .engine.cache import SlotCache
 from .engine.libraries import (
     CACHE,
@@ -206,7 +207,7 @@ class Generation:
         keeps = any(change_of(one) is not None for one in (model, *drafter.models))
         # results are copied outside of this mode, so that callers get ordinary tensors
         mode = torch.no_grad() if keeps else without_gradients(model, *drafter.modules)
-        with mode, optimized_for_decode(model), prefetching(model):
+        with mode, optimized_for_decode(model), prefetching(model, self.settings.note):
             text, target, drafting = self._extend(call)
             if wanted:
                 _read_to_the_end(target, text)
@@ -247,7 +248,8 @@ class Generation:
             keep_scores=bool(details and config.output_scores),
             keep_logits=bool(details and config.output_logits),
         )
-        self.recorder.row_tokens = text.row_tokens  # which grows: the report of a running call reads it
+        # both grow: the report of a running call reads them
+        self.recorder.row_tokens, self.recorder.warnings = text.row_tokens, settings.warnings
         embeddings = call.kwargs.get("inputs_embeds")  # of a prompt whose ids may also be in the text
         further = constants(call.kwargs)
         because = trusted.forward
@@ -301,10 +303,10 @@ class Generation:
             shared=shared,
             states=target.states,
         )
-        drafting: Drafting | None = drafter.start(started_by)
-        drafting = decode(target, drafting, text, distribution, length, logits, self.recorder)
+        drafting = guard(drafter.start(started_by), settings, logits.shape[-1], text, distribution.do_sample)
+        decode(target, drafting, text, distribution, length, logits, self.recorder)
         self.recorder.predicted_speedup = length.predicted_speedup
-        return text, target, drafting
+        return text, target, drafting.drafting
 
 
 class _AfterThePrompt(BaseStreamer):

@@ -48,6 +48,8 @@ class Report:
         way: how the last call ran: "shortcuts", with everything that `fast` allows; "own forward", where every forward pass of
             the target is the one that transformers or somebody else wrote; or "plain", without drafts.
         because: why it did not take the shortcuts; None if it could.
+        warnings: what failed and cost only speed: a draft, a capture, a faster form of a model whose output differed. Those
+            that cost the drafts were also given as Python warnings.
     """
 
     new_tokens: int = 0
@@ -65,6 +67,7 @@ class Report:
     row_tokens: tuple[int, ...] = ()
     way: str = "shortcuts"
     because: str | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def tokens_per_pass(self) -> float:
@@ -99,6 +102,7 @@ class Report:
             lines.append(f"{self.assisted_share:.0%} of the tokens were generated with drafting enabled")
         if self.because is not None:
             lines.append(f"{_WAYS[self.way]}: {self.because}")
+        lines += [f"warning: {reason}" for reason in self.warnings]
         return "\n".join(lines)
 
     __repr__ = __str__  # the text, where a notebook or a console shows the value
@@ -118,6 +122,7 @@ class Recorder:
     """Counts during a `generate`; `add` merges another one for totals.
 
     watch: called with every round, to draw or measure it.
+    warnings: as in `CallSettings`, which adds to the same list.
     started: when the call began, by time.perf_counter; None once it is over.
     """
 
@@ -138,6 +143,7 @@ class Recorder:
     row_tokens: list[int] = field(default_factory=list)
     way: str = "shortcuts"
     because: str | None = None
+    warnings: list[str] = field(default_factory=list)
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
@@ -178,6 +184,7 @@ class Recorder:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.row_tokens += other.row_tokens
         self.way, self.because = other.way, other.because
+        self.warnings += [reason for reason in other.warnings if reason not in self.warnings]
         for mine, theirs in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):
             mine += [0] * (len(theirs) - len(mine))
             mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
@@ -202,6 +209,7 @@ class Recorder:
             row_tokens=tuple(self.row_tokens),
             way=self.way,
             because=self.because,
+            warnings=tuple(self.warnings),
         )
 
 

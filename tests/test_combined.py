@@ -12,6 +12,7 @@ from assisted.drafters import parse, read
 from assisted.drafters.base import Drafting
 from assisted.drafters.combined import CombinedDrafting, CombinedLength, Member
 from assisted.drafts import Draft, DraftingStopped, Round
+from assisted.engine.runner import CallSettings
 from assisted.lengths import Fixed
 
 
@@ -53,7 +54,7 @@ class Chain(Drafting):
 def combined(*chains):
     """The length and the drafting of a call."""
     length = CombinedLength([Member(Fixed(8).start()) for _ in chains])
-    return length, CombinedDrafting(length.members, chains)
+    return length, CombinedDrafting(length.members, chains, CallSettings())
 
 
 def rounds(both, accepted, count=1, verify_seconds=1.0):
@@ -161,8 +162,8 @@ def test_a_call_goes_on_with_the_member_that_has_not_failed(number, which, monke
     target, model = pair(lambda target: ["suffix", half_right(target)])
     start = CombinedDrafting.__init__
 
-    def spoiled(self, members, draftings, ranks):
-        start(self, members, draftings, ranks)
+    def spoiled(self, members, draftings, settings):
+        start(self, members, draftings, settings)
 
         def fail(*args):
             raise RuntimeError("no luck")
@@ -174,6 +175,7 @@ def test_a_call_goes_on_with_the_member_that_has_not_failed(number, which, monke
     with pytest.warns(DraftingStopped) as caught:
         ours = model.generate(ids, **CALL)
     assert ["continuing with the others" in str(warning.message) for warning in caught] == [True]
+    assert model.report.warnings == (str(caught[0].message),)
     assert ours.tolist() == target.generate(ids, **CALL).tolist()
     assert model.report.assisted_share > 0.5 and model.report.drafted > 0
 

@@ -200,6 +200,19 @@ def test_the_shipped_pair_runs_fused_and_says_what_plain_says():
     assert model.generate(ids, **kwargs).tolist() == model.target.generate(ids, **kwargs).tolist()
 
 
+def test_a_faster_form_that_differs_is_not_used_and_the_report_says_so(monkeypatch):
+    monkeypatch.setattr(fused, "_near", lambda *given: False)
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, draft="suffix")
+    ids = random_ids(target, 1, 8)
+    kwargs = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    for _ in range(2):  # the trial was in the first call
+        assert model.generate(ids, **kwargs).tolist() == target.generate(ids, **kwargs).tolist()
+        (warning,) = model.report.warnings
+        assert warning.startswith("LlamaForCausalLM runs as it is: the logits of its faster form differ")
+    assert len(model.totals.warnings) == 1
+
+
 def test_nothing_is_fused_or_copied_where_that_is_not_wanted(monkeypatch):
     def refused(model, trusted):
         raise AssertionError("fused")

@@ -333,6 +333,9 @@ def test_a_model_that_reads_numbers_runs_eagerly(kind, monkeypatch):
         layer.mlp.act_fn = kind()
     check(target, model)
     assert "waits for the device" in model.graphs.reason
+    for _ in range(2):  # also the call after the one that found it
+        assert model.report.warnings == (f"forward passes of LlamaForCausalLM are not captured: {model.graphs.reason}",)
+        check(target, model)
     assert model.graphs.captured == model.graphs.replays == 0
     assert model.drafter.graphs.reason is None  # the draft is another model
 
@@ -348,6 +351,7 @@ def test_a_replay_that_differs_is_not_relied_on(monkeypatch):
     target, model = pair(draft="suffix")
     check(target, model)
     assert "replay and forward pass differ" in model.graphs.reason
+    assert model.report.warnings == (f"forward passes of LlamaForCausalLM are not captured: {model.graphs.reason}",)
 
 
 def test_what_changed_in_a_model_is_noticed():
@@ -377,6 +381,7 @@ def test_hooks_are_called_and_adapters_are_left_alone():
     replays = model.graphs.replays
     check(target, model, 1)
     assert "has hooks" in model.graphs.obstacle
+    assert model.report.warnings == (f"forward passes of LlamaForCausalLM are not captured: {model.graphs.obstacle}",)
     assert model.graphs.replays == replays
     assert len(seen) > 4
     hook.remove()

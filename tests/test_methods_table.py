@@ -12,8 +12,9 @@ import torch
 from methods_table import LINES, PAGE, Line, section, table, tree_option
 from transformers import AutoTokenizer
 
-from assisted import AssistedModelForCausalLM, Merged, decoding, zoo
+from assisted import AssistedModelForCausalLM, Merged, zoo
 from assisted.drafters import METHODS, parse
+from assisted.drafters.guarded import Guarded
 from assisted.drafts import Draft, DraftingStopped
 
 PROMPT = "def mean(values):\n    total = 0\n    for value in values:\n        total"
@@ -58,15 +59,15 @@ def test_methods_do_what_they_declare(line: Line, monkeypatch: pytest.MonkeyPatc
     example = line.example or re.findall(r"`([^`]+)`", line.written)[0]
     spec = parse(DRAFTS.get(line.method) or eval(example, {"Merged": Merged}))
     seen: list[Draft] = []
-    propose = decoding._propose
+    propose = Guarded.propose
 
-    def remembered(*args: Any) -> Any:
-        draft, drafting = propose(*args)
+    def remembered(*args: Any) -> Draft:
+        draft = propose(*args)
         if draft.width:
             seen.append(draft)
-        return draft, drafting
+        return draft
 
-    monkeypatch.setattr(decoding, "_propose", remembered)
+    monkeypatch.setattr(Guarded, "propose", remembered)
     tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
     one = tokenizer(PROMPT, return_tensors="pt")
     three = tokenizer([PROMPT, "import os\n\nfor name in os.", "class Queue:\n"], return_tensors="pt", padding=True)

@@ -24,7 +24,7 @@ from assisted import AssistedModelForCausalLM
 from assisted.cli.main import main
 from assisted.drafters import parse
 from assisted.fast.fused import copy_bytes, fused
-from assisted.fast.products import PackedLinear, Product, copied_in, packs
+from assisted.fast.products import Product, copied_in, packs
 from assisted.loading.quantization import NAMES, load_quantized, memory_bytes, quantize_copy, stored_bytes
 from assisted.plan import CARDS, Shapes, Use, parts, plan
 from assisted.plan.devices import bytes_of
@@ -85,9 +85,6 @@ def copied(module: nn.Module, original: nn.Module) -> int:
         for product in products:
             add(product.packed)
             add(product.weight)
-        if isinstance(part, PackedLinear):
-            add(part.packed)
-            add(part.turned)
     return sum(found.values())
 
 

@@ -48,7 +48,7 @@ def needs(ahead: Ahead, disk: Disk, order: str) -> None:
 
 def test_from_the_second_pass_on_a_thread_reads_in_order_and_wraps_around() -> None:
     disk = Disk("abcd")
-    ahead = Ahead(layers=2)
+    ahead = Ahead(2, print)
     needs(ahead, disk, "abcd")
     disk.read.clear()
     for _ in range(3):
@@ -64,7 +64,7 @@ def test_from_the_second_pass_on_a_thread_reads_in_order_and_wraps_around() -> N
 
 def test_no_more_is_held_than_an_average_layer_has() -> None:
     disk = Disk("abcdef")
-    ahead = Ahead(layers=3)
+    ahead = Ahead(3, print)
     for _ in range(3):
         for name in "abcdef":
             ahead.fetch(disk, (0, name), False)
@@ -76,7 +76,7 @@ def test_no_more_is_held_than_an_average_layer_has() -> None:
 def test_another_order_drops_what_was_read() -> None:
     """As where a draft uses the first layers several times before the target runs."""
     disk = Disk("abcdef")
-    ahead = Ahead(layers=3)
+    ahead = Ahead(3, print)
     for order in ("abcdef", "abcdef", "ab", "ab", "abcdef", "acbdfe", "abcdef"):
         needs(ahead, disk, order)
     ahead.close()
@@ -85,17 +85,18 @@ def test_another_order_drops_what_was_read() -> None:
 
 
 def test_a_weight_that_the_thread_cannot_read_is_read_by_the_one_who_needs_it() -> None:
-    disk = Disk("abc", broken="b")
-    ahead = Ahead(layers=1)
+    disk, noted = Disk("abc", broken="b"), []
+    ahead = Ahead(1, noted.append)
     for _ in range(3):
         needs(ahead, disk, "abc")
     ahead.close()
     assert ahead.misses >= 2
+    assert set(noted) == {"weights are not read ahead from the disk (OSError: b)"}
 
 
 def test_weights_in_main_memory_are_not_copied() -> None:
     weights = {"a": torch.ones(2), "b": torch.ones(2)}
-    ahead = Ahead(layers=1)
+    ahead = Ahead(1, print)
     for _ in range(3):
         for name, weight in weights.items():
             assert ahead.fetch(weights, (0, name), False) is weight
@@ -128,16 +129,16 @@ def test_forward_passes_of_a_model_on_disk_are_read_ahead(tmp_path: Path) -> Non
     target = on_disk(tmp_path)
     ids = random_ids(target, 1, 8, seed=2)
     expected = fresh()(ids).logits
-    with prefetching(target) as ahead, torch.no_grad():
+    with prefetching(target, print) as ahead, torch.no_grad():
         assert ahead is not None
         for _ in range(3):
             assert torch.equal(target(ids).logits, expected)
-        with prefetching(target) as second:  # a call in another thread
+        with prefetching(target, print) as second:  # a call in another thread
             assert second is None
     weights = sum(1 for _ in target.parameters())
     assert ahead.hits == 2 * weights - 1
 
 
 def test_a_model_in_memory_has_nothing_to_read() -> None:
-    with prefetching(fresh()) as ahead:
+    with prefetching(fresh(), print) as ahead:
         assert ahead is None

@@ -112,6 +112,15 @@ def test_totals_add():
     assert other.row_tokens == [5]
 
 
+def test_warnings():
+    total, first, second = Recorder(), Recorder(warnings=["a", "b"]), Recorder(warnings=["b", "c"])
+    total.add(first)
+    total.add(second)
+    assert total.report().warnings == ("a", "b", "c")
+    assert first.report().warnings == first.report().to_dict()["warnings"] == ("a", "b")
+    assert str(first.report()).splitlines()[-2:] == ["warning: a", "warning: b"]
+
+
 def test_adding_to_a_total_leaves_earlier_reports_alone():
     total = recorded()
     before = total.report()

@@ -124,6 +124,7 @@ def test_a_draft_that_fails_costs_no_token(how: str, first: int, rows: int) -> N
     with failing(model.drafter.model, FAILURES[how], first), one_warning("Drafting failed"):
         ours = model.generate(start["ids"], **call)
     assert ours.tolist() == plainly(**start).tolist()
+    assert [warning.startswith("Drafting failed") for warning in model.report.warnings] == [True]
     assert model.report.assisted_share < 1
     assert assistedly(**prompt(rows)).tolist() == ours.tolist()  # and the next call drafts again
 
@@ -142,6 +143,7 @@ def test_a_target_without_room_for_a_draft_goes_on_without_drafts(first: int, ro
     with failing(target, raises(error), first, 1), one_warning("The target ran out of memory"):
         ours = model.generate(start["ids"], **call)
     assert ours.tolist() == expected
+    assert [warning.startswith("The target ran out of memory") for warning in model.report.warnings] == [True]
     assert assistedly(**prompt(rows)).tolist() == expected  # and the next call drafts again
 
 

@@ -6,8 +6,9 @@ from architectures import ARCHITECTURES, build, random_ids
 from pairs import BY_NAME
 from test_parts import assert_same, run, snapshot
 
+from assisted import AssistedModelForCausalLM
 from assisted.engine.parts import find_layers
-from assisted.engine.sublayers import find_sublayers, without
+from assisted.engine.sublayers import Nothing, find_sublayers, without
 from assisted.engine.traits import Traits
 
 WHOLE = {
@@ -76,6 +77,26 @@ def test_a_layer_put_together_in_its_own_way_is_left_out_as_a_whole():
     model.model.layers[1].__class__ = Doubling
     found = find_sublayers(model, find_layers(model))
     assert [(s.layer, len(s.modules)) for s in found] == [(0, 1), (0, 1), (1, 0)]
+
+
+def test_what_a_layer_raises_without_attention_and_mlp_is_in_the_report():
+    model = build(BY_NAME["llama"])
+
+    class Needing(type(model.model.layers[1])):
+        def forward(self, hidden_states, *args, **kwargs):
+            if type(self.mlp) is Nothing:
+                raise TypeError("where is it?")
+            return super().forward(hidden_states, *args, **kwargs)
+
+    model.model.layers[1].__class__ = Needing
+    found = find_sublayers(model, find_layers(model))
+    assert [(s.layer, len(s.modules)) for s in found] == [(0, 1), (0, 1), (1, 0)]
+    assert [s.error is not None for s in found] == [False, False, True]
+    ours = AssistedModelForCausalLM.from_models(model, draft="layer-skip")
+    ours.generate(random_ids(model, 1, 4), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    (warning,) = ours.report.warnings
+    assert warning.startswith("1 of 2 layers can be skipped as a whole only")
+    assert "TypeError: where is it?" in warning
 
 
 def test_experts_count_as_far_as_they_are_active():

@@ -19,10 +19,12 @@ from ranks import TOKENS, whole
 from test_docs import blocks
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
-from assisted import decoding
+from assisted.drafters.base import Drafting
+from assisted.drafters.guarded import Agreed
 from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import trust
 from assisted.engine.ranks import ALONE, Ranks, fingerprint, ranks_of
+from assisted.engine.runner import CallSettings
 from assisted.text import Text
 
 SECONDS = 500  # both processes import torch on what may be a busy machine; a process that waits in vain gives up sooner
@@ -154,9 +156,16 @@ class Other(Ranks):
         return self.agrees
 
 
-def one_token() -> tuple[Draft, Text]:
+class OneToken(Drafting):
+    def propose(self, text: Text, budget: int) -> Draft:
+        return Draft(torch.tensor([[5]]), torch.tensor([1]))
+
+
+def proposed(agrees: list[bool]) -> tuple[Draft, Agreed]:
+    """What a process proposes beside another one, and its drafting afterwards."""
     text = Text(prompt()["ids"], StoppingCriteriaList([MaxLengthCriteria(30)]), None, None)
-    return Draft(torch.tensor([[5]]), torch.tensor([1])), text
+    drafting = Agreed(OneToken(), CallSettings(ranks=Other(agrees)), 99, text, False)
+    return drafting.propose(text, 1), drafting
 
 
 def test_a_process_alone_exchanges_nothing() -> None:
@@ -184,25 +193,22 @@ def test_data_parallel_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_texts_are_an_error() -> None:
-    draft, text = one_token()
     with pytest.raises(RuntimeError, match="different texts"):
-        decoding._agree(Other([False, True, True]), draft, None, text, list(text.lengths), False)
+        proposed([False, True, True])
 
 
 def test_other_drafts_are_not_verified() -> None:
-    draft, text = one_token()
-    drafting: Any = object()
-    found, still = decoding._agree(Other([True, False, True]), draft, drafting, text, list(text.lengths), False)
-    assert found.width == 0
-    assert still is drafting
+    draft, drafting = proposed([True, False, True])
+    assert draft.width == 0
+    assert drafting.drafting is not None
+    assert proposed([True, True, True])[0].width == 1
 
 
 def test_a_failure_elsewhere_stops_drafting() -> None:
-    draft, text = one_token()
-    drafting: Any = object()
     with pytest.warns(DraftingStopped, match="another process"):
-        _, still = decoding._agree(Other([True, False, False]), draft, drafting, text, list(text.lengths), False)
-    assert still is None
+        _, drafting = proposed([True, False, False])
+    assert drafting.drafting is None
+    assert drafting.settings.warnings == ["Drafting failed in another process; continuing without drafts."]
 
 
 def test_out_of_memory_is_raised_where_others_wait() -> None:

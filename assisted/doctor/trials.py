@@ -149,9 +149,8 @@ class Trials:
             comparison = compare(self.target, model.drafter.model, written, settings.temperature, settings.longest)
         drafts, prompt_seconds = _priced(policy, measured)
         lengths = [expect(drafts, length, 1.0).milliseconds_per_token for length in range(1, settings.longest + 1)]
-        warned = next(
-            (str(warning.message) for warning in caught if issubclass(warning.category, DraftingStopped)), None
-        )
+        warned = [str(warning.message) for warning in caught if issubclass(warning.category, DraftingStopped)]
+        warned += model.totals.warnings
         return Found(
             draft=draft,
             model=model,
@@ -161,7 +160,7 @@ class Trials:
             rounds=calls,
             comparison=comparison,
             prompt_seconds=prompt_seconds,
-            warned=warned,
+            warned="; ".join(dict.fromkeys(warned)) or None,
         )
 
     def race(self, found: Sequence[Found], progress: Progress) -> Race:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,9 +16,9 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..drafts import Draft, DraftingStopped, Round
+from ..drafts import Draft, Round
 from ..engine.needs import NOTHING
-from ..engine.ranks import ALONE, Ranks
+from ..engine.runner import CallSettings
 from ..lengths.base import DraftLength, Length
 from ..lengths.cost_model import KEEP_LOCAL, DecayedMean
 from ..text import Text
@@ -112,7 +111,7 @@ class CombinedDrafter(Drafter):
             drafter.start(replace(call, length=member.length, earlier=before.get(number)))
             for number, (member, drafter) in enumerate(zip(length.members, self.members, strict=True))
         ]
-        return CombinedDrafting(length.members, draftings, call.settings.ranks)
+        return CombinedDrafting(length.members, draftings, call.settings)
 
 
 def load_all(drafters: tuple[Any, ...], target: Target, **kwargs: Any) -> list[Drafter]:
@@ -193,11 +192,11 @@ class CombinedLength(Length):
 
 
 class CombinedDrafting(Drafting):
-    """Chooses the drafter of each round. members: the statistics of each drafter. draftings: in the same order. ranks: the
-    processes that must choose alike."""
+    """Chooses the drafter of each round. members: the statistics of each drafter. draftings: in the same order. settings: those
+    of the call."""
 
-    def __init__(self, members: list[Member], draftings: list[Drafting], ranks: Ranks = ALONE):
-        self.members, self.ranks = members, ranks
+    def __init__(self, members: list[Member], draftings: list[Drafting], settings: CallSettings):
+        self.members, self.settings = members, settings
         self.draftings = dict(enumerate(draftings))  # those that have not failed
 
     def propose(self, text: Text, budget: int) -> Draft:
@@ -227,14 +226,10 @@ class CombinedDrafting(Drafting):
 
     def _lose(self, number: int, error: Exception) -> None:
         """Remove a drafter that failed. If no other is left, or other processes wait for it, raise the error."""
-        if len(self.draftings) == 1 or not self.ranks.may_go_on(error):
+        if len(self.draftings) == 1 or not self.settings.ranks.may_go_on(error):
             raise error
         name = type(self.draftings.pop(number)).__name__
-        warnings.warn(
-            f"{name} failed ({type(error).__name__}: {error}); continuing with the others.",
-            DraftingStopped,
-            stacklevel=2,
-        )
+        self.settings.warn(f"{name} failed ({type(error).__name__}: {error}); continuing with the others.")
 
 
 def _is_worthwhile(expected: float | None, member: Member, later: list[Member]) -> bool:

@@ -113,6 +113,12 @@ class SkipDrafter(Drafter):
         return [self.sublayers[index] for index in sorted(self.search.skipped)]
 
     def start(self, call: Call) -> SkipDrafting:
+        errors = [sublayer.error for sublayer in self.sublayers if sublayer.error is not None]
+        if errors:
+            call.settings.note(
+                f"{len(errors)} of {len(self.needs.layers)} layers can be skipped as a whole only, as one fails without its "
+                f"attention and MLP ({errors[0]})"
+            )
         return SkipDrafting(self, call)
 
     def part(self, target: PreTrainedModel, skipped: frozenset[int]) -> PreTrainedModel:

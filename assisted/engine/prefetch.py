@@ -7,7 +7,7 @@ in the order that the last forward pass had. The hooks stay; only the mapping th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,11 @@ Key = tuple[int, str]  # of a hook, in the order of the modules, and of a weight
 
 
 @contextmanager
-def prefetching(model: nn.Module) -> Iterator[Ahead | None]:
+def prefetching(model: nn.Module, note: Callable[[str], None]) -> Iterator[Ahead | None]:
     """A context in which the weights that lie on a disk are read ahead. Yields None if there are none.
 
-    Two calls at the same time share the hooks; only the first one reads ahead.
+    note: called with what went wrong, if a weight cannot be read ahead. Two calls at the same time share the hooks; only the
+    first one reads ahead.
     """
     hooks = [hook for hook in offloading_hooks(model) if not getattr(hook, "tied_params_names", ())]
     with _ENTERING:
@@ -32,7 +33,7 @@ def prefetching(model: nn.Module) -> Iterator[Ahead | None]:
             ahead = None
         else:
             config: Any = model.config
-            ahead = Ahead(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1))
+            ahead = Ahead(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1), note)
             before = [hook.weights_map for hook in hooks]
             for number, hook in enumerate(hooks):
                 hook.weights_map = _Wrapped(hook.weights_map, ahead, number, hook.execution_device)
@@ -57,13 +58,14 @@ class Ahead:
 
     Args:
         layers: of the model.
+        note: called with what went wrong, if a weight cannot be read ahead.
 
     Attributes:
         hits, misses: number of weights that were read ahead, or by the one who needed them.
     """
 
-    def __init__(self, layers: int):
-        self.layers = max(1, layers)
+    def __init__(self, layers: int, note: Callable[[str], None]):
+        self.layers, self.note = max(1, layers), note
         self.hits = self.misses = 0
         self.after: dict[Key, Key] = {}
         self.sources: dict[Key, tuple[Mapping[str, Any], bool]] = {}  # where to read it from; whether for a CUDA device
@@ -154,7 +156,8 @@ class Ahead:
             try:
                 mapped = weights[key[1]]  # a view of the file: copying it is what reads it
                 read = torch.empty(mapped.shape, dtype=mapped.dtype, pin_memory=for_cuda).copy_(mapped)
-            except Exception:
+            except Exception as error:
+                self.note(f"weights are not read ahead from the disk ({type(error).__name__}: {error})")
                 read = None
             with self.changed:
                 if self.wanted is wanted:  # otherwise the prediction was wrong

@@ -6,6 +6,7 @@ same class.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..drafts import Draft
+from ..drafts import Draft, DraftingStopped
 from .cache import Paths, SlotCache
 from .host import on_device
 from .libraries import CACHE
@@ -40,6 +41,7 @@ class CallSettings:
         outlives: a session keeps the slots of the target and of the drafter after the call.
         spent_once: seconds that the call has spent so far on one-time work, mainly captures.
         ranks: the processes that must decide alike, because each holds a part of the weights.
+        warnings: what has failed in this call and only cost speed, for `report.warnings`.
     """
 
     mode: str = "eager"
@@ -47,6 +49,7 @@ class CallSettings:
     outlives: bool = False
     spent_once: float = 0.0
     ranks: Ranks = ALONE
+    warnings: list[str] = field(default_factory=list)
     _trusted: dict[int, Trust] = field(default_factory=dict)
 
     @property
@@ -62,6 +65,16 @@ class CallSettings:
         if inner not in self._trusted:
             self._trusted[inner] = trust(model)
         return self._trusted[inner]
+
+    def note(self, reason: str) -> None:
+        """Record in the report that something failed which only costs speed."""
+        if reason not in self.warnings:
+            self.warnings.append(reason)
+
+    def warn(self, reason: str) -> None:
+        """Record it, and warn the caller, because it costs the drafts."""
+        self.note(reason)
+        warnings.warn(reason, DraftingStopped, stacklevel=3)
 
     @property
     def of_heads(self) -> CallSettings:
@@ -81,6 +94,7 @@ class Runnable:
         last_only: its layers can skip prompt positions whose output is not used.
         copied: the parameters that the module has copied. `fast.fused` checks them for changes in every call.
         low_bit_bytes: bytes of its low-bit weights. Products with these round to bfloat16, whatever the module's dtype is.
+        warning: why a faster form was built but is not used; None if nothing failed.
         is_own: it runs transformers' own code. Anything else runs whole, because its parts may not add up to it.
         kind: distinguishes the modules of a call that run over the same slots.
         taps: modules in it whose output is needed in addition to the forward's, by index of the hidden state.
@@ -92,6 +106,7 @@ class Runnable:
     last_only: bool = False
     copied: Sequence[torch.Tensor] = ()
     low_bit_bytes: int = 0
+    warning: str | None = None
     is_own: bool = True
     kind: Hashable = "whole"
     taps: Mapping[int, Tap] = field(default_factory=dict)

@@ -6,7 +6,6 @@ Deals with parts of models and slots, not with distributions or drafting decisio
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..drafts import Draft, DraftingStopped
+from ..drafts import Draft
 from .host import wait
 from .parts import Inject, back, few_ids, front, try_out
 from .runner import CachedModel
@@ -94,10 +93,8 @@ class Split:
             if not self.target.settings.ranks.may_go_on(error):
                 raise
             name = type(error).__name__
-            warnings.warn(
-                f"Finishing the drafted tokens failed ({name}: {error}); reading them with the whole model.",
-                DraftingStopped,
-                stacklevel=3,
+            self.target.settings.warn(
+                f"Finishing the drafted tokens failed ({name}: {error}); reading them with the whole model."
             )
             return None
 

@@ -29,11 +29,13 @@ class Sublayer:
         layer: index of its layer.
         modules: its modules, by their path in the layer, and what each returns. Empty for the whole layer.
         share: its share of the weights that a forward pass over one token reads.
+        error: what its layer raised without attention and MLP, so that it can be skipped as a whole only; None otherwise.
     """
 
     layer: int
     modules: tuple[tuple[Path, Form], ...]
     share: float
+    error: str | None = None
 
 
 def without(
@@ -100,18 +102,18 @@ def find_sublayers(model: PreTrainedModel, layers: Layers) -> list[Sublayer]:
         [tuple((path, forms[place, path]) for path in paths if (place, path) in forms) for paths in guess]
         for place, guess in enumerate(guesses)
     ]
-    known = _residual(model, layers, [[entry for modules in pair for entry in modules] for pair in pairs])
+    trials = _tried_without(model, layers, [[entry for modules in pair for entry in modules] for pair in pairs])
     active = _active_experts(model)
     head = model.get_output_embeddings()
     total = sum(_weights(layer, active) for layer in own) + (0 if head is None else _weights(head, active))
     found = []
-    for place, (layer, pair) in enumerate(zip(own, pairs, strict=True)):
-        if all(pair) and known[place]:
+    for place, (layer, pair, trial) in enumerate(zip(own, pairs, trials, strict=True)):
+        if all(pair) and trial.moved <= UNCHANGED:
             for modules in pair:
                 weights = sum(_weights(layer.get_submodule(".".join(path)), active) for path, _ in modules)
                 found.append(Sublayer(place, modules, weights / total))
         else:
-            found.append(Sublayer(place, (), _weights(layer, active) / total))
+            found.append(Sublayer(place, (), _weights(layer, active) / total, trial.error))
     return found
 
 
@@ -150,20 +152,21 @@ def _forms(
     return dict(seen)
 
 
-def _residual(model: PreTrainedModel, layers: Layers, modules: list[list[tuple[Path, Form]]]) -> list[bool]:
-    """Which layers leave the hidden states unchanged without these modules."""
+def _tried_without(model: PreTrainedModel, layers: Layers, modules: list[list[tuple[Path, Form]]]) -> list[_Trial]:
+    """A trial of each layer without these modules, which should leave the hidden states unchanged."""
     trials = [
         _Trial(_without(layer, entries), form)
         for layer, entries, form in zip(layers.of(model), modules, layers.forms, strict=True)
     ]
     try_out(layers.replaced(model, trials))
-    return [trial.moved <= UNCHANGED for trial in trials]
+    return trials
 
 
 class _Trial(Pass):
     """Skips a layer, and measures how much the given one would change the hidden states, relative to their norm."""
 
     moved = float("inf")
+    error: str | None = None
 
     def __init__(self, layer: nn.Module, form: Form):
         super().__init__(form)
@@ -175,8 +178,8 @@ class _Trial(Pass):
             output = self.layer(*args, **kwargs)
             after = (output[0] if isinstance(output, tuple) else output).float()
             self.moved = float((after.to(before.device) - before).norm() / before.norm())
-        except Exception:  # an unusual structure: the layer is skipped as a whole or not at all
-            self.moved = float("inf")
+        except Exception as error:  # an unusual structure: the layer is skipped as a whole or not at all
+            self.moved, self.error = float("inf"), f"{type(error).__name__}: {error}"
         return super().forward(*args, **kwargs)
 
 

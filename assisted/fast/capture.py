@@ -26,17 +26,6 @@ from ..engine.libraries import (
     end_pool,
 )
 
-__all__ = [
-    "CodeReplay",
-    "CudaReplay",
-    "HostRead",
-    "NoHostReads",
-    "Pass",
-    "compiled",
-    "compiling",
-    "fingerprint",
-]
-
 Pass = Callable[[], list[torch.Tensor]]
 """A function that reads and writes tensors at fixed addresses, and returns others."""
 
@@ -267,17 +256,11 @@ def compiling(frozen: bool) -> Iterator[None]:
 
 def fingerprint(model: nn.Module, run: nn.Module) -> tuple[Any, ...]:
     """What a capture depends on: the addresses of the weights, and the modules that compute."""
-    tensors = (
-        tensor
-        for module in model.modules()
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None
-    )
-    leaves = (id(module) for module in run.modules() if not module._modules)
+    tensors = (*model.parameters(), *model.buffers())
     config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
     return (
         tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors),
-        tuple(leaves),
+        tuple(id(module) for module in run.modules() if not module._modules),
         model.training,
         None if config is None else attention_of(config),
     )

@@ -24,8 +24,6 @@ from .products import may_take
 from .sources import identical
 from .static_buffers import StaticBuffers
 
-__all__ = ["Captures", "CompiledCode", "CudaGraphs", "Shape", "results"]
-
 _AHEAD = 4096  # slots reserved at once, if a call may need as many; further ones are reserved on demand
 _REMEMBERED = 256  # sorts of forward passes that were requested once
 _FEW = 16  # one-column passes over several rows before code for them is compiled, if code for more columns exists

@@ -31,8 +31,6 @@ from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, size_of_copies
 from .sources import Modules, Source, Weights
 
-__all__ = ["Angles", "FusedLayer", "Norm", "Shared", "copy_bytes", "fused", "fused_product"]
-
 _FAMILY = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _KNOWN = ("transformers.", "assisted.")  # packages whose rotary embeddings follow their `rope_type`
 _TABLE = 2**13  # positions with tabulated angles
@@ -57,7 +55,8 @@ def fused(model: PreTrainedModel, trusted: Trust | None = None) -> Runnable:
         same = way.agrees(model, way.runnable(model, children))
         made = _MADE[way.key] = _Made(way.source, children if same else None)
     if made.children is None:
-        return Runnable(model, low_bit_bytes=_low_bit_bytes(model))
+        warning = f"{type(model).__name__} runs as it is: the logits of its faster form differ by more than rounding"
+        return Runnable(model, low_bit_bytes=_low_bit_bytes(model), warning=warning)
     return way.runnable(model, made.children)
 
 
@@ -76,24 +75,15 @@ def copy_bytes(model: PreTrainedModel, dtype: torch.dtype, memory: int | None = 
     if layers is None:
         wide: list[Any] = [module for module in model.modules() if PackedLinear.gains(module)]
         return sum(size_of_copies([module.weight.shape], dtype) for module in wide)
-    found = 0
-    for layer in layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for joined in (
-            [attention.q_proj, attention.k_proj, attention.v_proj],
-            [attention.o_proj],
-            [mlp.gate_proj, mlp.up_proj],
-            [mlp.down_proj],
-        ):
-            found += size_of_copies([module.weight.shape for module in joined], dtype)
-    head: Any = model.get_output_embeddings()
-    return found + size_of_copies([head.weight.shape], dtype)
+    products: list[Any] = [modules for layer in layers for modules in _joined(layer)]
+    products.append([model.get_output_embeddings()])
+    return sum(size_of_copies([module.weight.shape for module in modules], dtype) for modules in products)
 
 
 def fused_product(module: nn.Linear) -> nn.Module:
     """The fastest form of a product over a few columns, with the current weight: repacked if that is faster on this CPU,
     otherwise the module itself."""
-    return _FusedHead(module, True) if may_copy(module.parameters()) and not is_touched(module) else module
+    return _Called(Product([module], True)) if may_copy(module.parameters()) and not is_touched(module) else module
 
 
 _Children = dict[tuple[str, ...], nn.Module]
@@ -204,7 +194,9 @@ def _low_bit_weights(modules: list[LowBitLinear]) -> Weights:
 
 
 def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Children:
-    head = _FusedHead(model.lm_head, copied)  # first: converting it takes as much again, which the layers use later
+    head = _Called(
+        Product([model.lm_head], copied)
+    )  # first: converting it takes as much again, which the layers use later
     shared = Shared()
     own = [FusedLayer(layer, shared, copied) for layer in layers]
     own[-1].is_last = True
@@ -236,13 +228,10 @@ class FusedLayer(Skippable):
         self.query_norm = Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.before_mlp = Norm(layer.post_attention_layernorm)
-        self.heads = Product([attention.q_proj, attention.k_proj, attention.v_proj], copied)
-        self.output = Product([attention.o_proj], copied)
-        self.gate_up = Product([mlp.gate_proj, mlp.up_proj], copied)
-        self.down = Product([mlp.down_proj], copied)
+        self.heads, self.output, self.gate_up, self.down = (Product(modules, copied) for modules in _joined(layer))
 
     def without(self, paths: Collection[Path]) -> nn.Module:
-        return _Attention(self) if ("mlp",) in paths else _MLP(self)
+        return _Called(self._attention_alone if ("mlp",) in paths else self._mlp_alone)
 
     def forward(
         self,
@@ -306,48 +295,29 @@ class FusedLayer(Skippable):
         gate, up = self.gate_up.raw(self.before_mlp(hidden_states)).chunk(2, -1)
         return hidden_states + self.down.raw(self.activation(gate).mul_(up))
 
+    def _attention_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.attend(hidden_states, self.before_attention(hidden_states), **kwargs)
 
-class _Attention(nn.Module):
-    """A fused layer without its MLP."""
-
-    def __init__(self, layer: FusedLayer):
-        super().__init__()
-        self.norm, self.attend = layer.before_attention, layer.attend
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """As `FusedLayer`."""
-        normed = self.norm(hidden_states)
-        return self.attend(hidden_states, normed, attention_mask, position_embeddings, **kwargs)
-
-
-class _MLP(nn.Module):
-    """A fused layer without its attention."""
-
-    def __init__(self, layer: FusedLayer):
-        super().__init__()
-        self.transform = layer.transform
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """As `FusedLayer`."""
+    def _mlp_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return self.transform(hidden_states)
 
 
-class _FusedHead(nn.Module):
-    """The language-model head."""
+def _joined(layer: Any) -> list[list[Any]]:
+    """The linear modules of a layer, those with the same input together, in the order in which `FusedLayer` runs them."""
+    attention, mlp = layer.self_attn, layer.mlp
+    heads = [attention.q_proj, attention.k_proj, attention.v_proj]
+    return [heads, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
 
-    def __init__(self, head: nn.Module, copied: bool):
+
+class _Called(nn.Module):
+    """A function in the place of a module: a part of a fused layer, or the product of a head."""
+
+    def __init__(self, run: Callable[..., torch.Tensor]):
         super().__init__()
-        self.product = Product([head], copied)
+        self.run = run
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., V]."""
-        return self.product(hidden_states)
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.run(hidden_states, **kwargs)
 
 
 class Angles(nn.Module):

@@ -7,7 +7,6 @@ ways to capture.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -25,13 +24,10 @@ from ..engine.runner import CallSettings, Passes, Runner
 from . import capture
 from .captures import Captures, CompiledCode, CudaGraphs, results
 from .products import may_copy
-from .sources import Modules, Weights
-
-__all__ = ["MODES", "Graphs", "require_mode"]
+from .sources import Modules, Source, Weights
 
 MODES = ("auto", "eager", "compile")
 
-_log = logging.getLogger(__name__)
 _Runner = TypeVar("_Runner", bound=Runner)
 
 
@@ -63,10 +59,9 @@ class Graphs(Passes):
         self.replays = 0
         self._lock = threading.Lock()
         self._settings: CallSettings | None = None  # of the call that replays
+        self._name = ""  # of the model, for its report
         self._served: weakref.ref[SlotCache] | None = None  # the slots of that call
-        self._made_for: Any = None
-        self._inner: Modules | None = None
-        self._constants: Weights | None = None  # constants of the compiled code
+        self._made_from: tuple[Any, Source] | None = None
         self._captures: Captures | None = None
 
     def __reduce__(self) -> Any:
@@ -96,21 +91,25 @@ class Graphs(Passes):
             if self._settings is settings or (self._settings is not None and not self._settings.over):
                 return runner
             self._settings, self._served = settings, weakref.ref(runner.cache)
+        self._name = type(model).__name__
         trusted = settings.trust_in(model)
         self.obstacle = trusted.forward or trusted.between or obstacle(model, runner.device)
         if self.obstacle is not None:
+            if not trusted.forward:  # which the report gives as the reason for everything that it costs
+                self._note(self.obstacle)
             return runner
         made_for = (settings.mode, kind, capture.fingerprint(model, runner.runnable.module))
         inner = Modules.of([module for module in model.modules() if module is not model], trusted.code)
-        constants = None
-        if kind.takes_constants and may_copy(model.parameters()):
-            copied = set(map(id, runner.runnable.copied))
-            tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in copied]
-            constants = Weights.of(tensors, True)
-        same = made_for == self._made_for and self._inner is not None and self._inner.same(inner)
-        if self._captures is None or not same or not _same(constants, self._constants):
-            self._captures = kind(settings.mode == "compile", constants is not None)
-            self._made_for, self._inner, self._constants, self.reason = made_for, inner, constants, None
+        constants, none = kind.takes_constants and may_copy(model.parameters()), Weights((), None)
+        copied = set(map(id, runner.runnable.copied))
+        tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in copied]
+        source = Source(inner, Weights.of(tensors, True) if constants else none, none)
+        known = self._made_from
+        if self._captures is None or known is None or known[0] != made_for or not known[1].same(source):
+            self._captures = kind(settings.mode == "compile", constants)
+            self._made_from, self.reason = (made_for, source), None
+        elif self.reason is not None:
+            self._note(self.reason)
         self._captures.begin_call()
         runner.passes = self
         return runner
@@ -197,15 +196,15 @@ class Graphs(Passes):
     def _serves(self, cache: SlotCache) -> bool:
         return self.reason is None and self._served is not None and cache is self._served()
 
+    def _note(self, reason: str) -> None:
+        if self._settings is not None:
+            self._settings.note(f"forward passes of {self._name} are not captured: {reason}")
+
     def _give_up(self, reason: str) -> None:
-        _log.debug("forward passes run eagerly from now on: %s", reason)
+        self._note(reason)
         self.reason = reason
         if self._captures is not None:
             self._captures.clear()
-
-
-def _same(one: Weights | None, other: Weights | None) -> bool:
-    return one is other or (one is not None and other is not None and one.same(other))
 
 
 def require_mode(fast: str) -> str:

@@ -16,8 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ..engine.libraries import four_bit_product, int8_product, pack_four_bits
 
-__all__ = ["FOUR_BIT_GROUP", "LOW_BIT_DTYPE", "FewColumns", "LowBitLinear", "joined", "low_bit"]
-
 FOUR_BIT_GROUP = 32  # weights that share a scale and a zero point
 LOW_BIT_DTYPE = torch.bfloat16  # the only dtype with vectorized kernels
 # By bits, the multiples that the kernels need; with other numbers of inputs they read beyond the end.
@@ -93,64 +91,32 @@ class LowBitLinear(nn.Module):
             made = made[:, : self.out_features]
         return made.view(*inputs.shape[:-1], self.out_features)
 
+    @property
+    def is_product(self) -> bool:
+        """Whether the product alone is the result, without padding and bias."""
+        return self.bias is None and not self.padded and self.out_features % _OUTPUTS[self.bits] == 0
+
     def _product(self, given: torch.Tensor) -> torch.Tensor:
         """[n, padded in] bfloat16 -> [n, padded out] bfloat16."""
-        on_cpu = given.device.type == "cpu"
-        if self.bits == 4:
-            if not on_cpu:
-                raise RuntimeError(
-                    f"these 4-bit weights are packed for a CPU and cannot run on {given.device}; load the model there instead"
-                )
-            columns, inputs = given.shape
-            if columns > inputs:  # the weight itself is the product with as many columns as it has inputs
-                return given @ self._four_bits(torch.eye(inputs, dtype=LOW_BIT_DTYPE))
-            return self._four_bits(given)
-        if on_cpu and _are_few(len(given)):
-            return int8_product(given, self.packed, self.scales)
-        return F.linear(given, self.packed.to(LOW_BIT_DTYPE)) * self.scales
-
-    def _four_bits(self, given: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = four_bit_product(given, self.packed, FOUR_BIT_GROUP, self.scales)
+        columns, inputs = given.shape
+        made: torch.Tensor
+        if self.bits == 8:
+            # a compiler would compile a second time to ask for the number of columns
+            if given.is_cpu and (torch.compiler.is_compiling() or columns <= _FEW):
+                made = int8_product(given, self.packed, self.scales)
+                return made
+            return F.linear(given, self.packed.to(LOW_BIT_DTYPE)) * self.scales
+        if not given.is_cpu:
+            raise RuntimeError(
+                f"these 4-bit weights are packed for a CPU and cannot run on {given.device}; load the model there instead"
+            )
+        if columns > inputs:  # the weight itself is the product with as many columns as it has inputs
+            return given @ self._product(torch.eye(inputs, dtype=LOW_BIT_DTYPE))
+        made = four_bit_product(given, self.packed, FOUR_BIT_GROUP, self.scales)
         return made
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
-
-
-def _are_few(columns: int) -> bool:
-    """Whether the product from 8 bits is the fastest for these columns. A compiler would compile a second time to ask."""
-    return torch.compiler.is_compiling() or columns <= _FEW
-
-
-class FewColumns:
-    """A `LowBitLinear` without padding and bias, over few columns of inputs on a CPU, with less work in Python.
-
-    Looking up a module's tensors and calling it takes as long as a small product. module: used for other inputs.
-    """
-
-    def __init__(self, module: LowBitLinear):
-        self.module = module
-        self.packed, self.scales, self.bits = module.packed, module.scales, module.bits
-        self.inputs, self.outputs = module.in_features, module.out_features
-
-    @staticmethod
-    def suits(module: LowBitLinear) -> bool:
-        """Whether the product alone is the module's result."""
-        padded = module.padded or module.out_features % _OUTPUTS[module.bits]
-        return module.bias is None and not padded and not module.packed.is_meta
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out] bfloat16."""
-        columns = inputs.numel() // self.inputs
-        if not inputs.is_cpu or not _are_few(columns):
-            return self.module.raw(inputs)
-        given = inputs.reshape(columns, self.inputs).to(LOW_BIT_DTYPE)
-        made: torch.Tensor
-        if self.bits == 8:
-            made = int8_product(given, self.packed, self.scales)
-        else:
-            made = four_bit_product(given, self.packed, FOUR_BIT_GROUP, self.scales)
-        return made.view(*inputs.shape[:-1], self.outputs)
 
 
 @torch.inference_mode(False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import platform
-import time
+import timeit
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,9 +25,7 @@ from ..engine.libraries import (
     packed_product,
     packs_for_onednn,
 )
-from .low_bit import FewColumns, joined
-
-__all__ = ["PackedLinear", "Product", "copied_in", "may_copy", "may_take", "packs", "size_of_copies"]
+from .low_bit import LowBitLinear, joined
 
 _WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout is faster at any number of columns
 _LARGE = 2**20  # entries from which a product costs more than padding its columns
@@ -153,11 +151,11 @@ class Product:
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.packed: torch.Tensor | None = None
-        self.low: FewColumns | None = None
+        self.low: LowBitLinear | None = None
         whole = joined(modules)
         if whole is not None:
             self.modules = [whole]
-            self.low = FewColumns(whole) if FewColumns.suits(whole) else None
+            self.low = whole if whole.is_product else None
             return
         linear = [module for module in modules if type(module) is nn.Linear]
         biases = [module.bias for module in linear if module.bias is not None]
@@ -182,7 +180,7 @@ class Product:
     def raw(self, inputs: torch.Tensor) -> torch.Tensor:
         """The same, in the dtype that the product was computed in if that is another one."""
         if self.low is not None:
-            return self.low(inputs)
+            return self.low.raw(inputs)
         if self.packed is not None and torch.compiler.is_compiling():
             return self._for_compiler(inputs)
         if self.packed is not None and _is_faster(inputs, self.entries):
@@ -233,29 +231,18 @@ def _fewest_columns() -> int:
 @torch.inference_mode()
 def _seconds(run: Callable[[], Any]) -> float:
     """The least time of a few runs."""
-    best = float("inf")
-    for _ in range(8):
-        began = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - began)
-    return best
+    return min(timeit.repeat(run, number=1, repeat=8))
 
 
 class PackedLinear(nn.Linear):
-    """A wide linear module that runs from a packed copy of its weight; everything else is shared with the module."""
+    """A wide linear module that runs as a `Product`; everything else is shared with the module."""
 
-    packed: torch.Tensor
-    turned: torch.Tensor | None
+    product: Product
 
     @staticmethod
     def of(module: nn.Linear) -> PackedLinear:
         other: Any = object.__new__(PackedLinear)
-        weight = module.weight
-        own = {
-            "packed": _packed(weight),
-            "turned": _turned(weight) if _is_tall(len(weight), weight.shape[1], weight.dtype) else None,
-        }
-        other.__dict__ = {**module.__dict__, **own}
+        other.__dict__ = {**module.__dict__, "product": Product([module], True)}
         return other
 
     @staticmethod
@@ -268,7 +255,4 @@ class PackedLinear(nn.Linear):
         # for another dtype, torch raises its error; a compiler packs weights itself
         if inputs.dtype != self.weight.dtype or torch.compiler.is_compiling():
             return super().forward(inputs)
-        entries = self.weight.numel()
-        if not _is_faster(inputs, entries):
-            return super().forward(inputs) if self.turned is None else F.linear(inputs, self.turned, self.bias)
-        return _times(inputs, self.packed, self.bias, entries >= _LARGE, self.out_features)
+        return self.product(inputs)

@@ -13,8 +13,6 @@ from ..engine.runner import CallSettings, Runnable
 from ..engine.trust import Trust
 from .fused import fused
 
-__all__ = ["form"]
-
 
 def form(model: Any, settings: CallSettings, fuse: Callable[[Any, Trust], Runnable] | None = None) -> Runnable:
     """The form in which a call runs a model. Building or checking it is one-time work of the call.
@@ -27,5 +25,7 @@ def form(model: Any, settings: CallSettings, fuse: Callable[[Any, Trust], Runnab
         made = (fuse or fused)(model, trusted)
     else:
         made = Runnable(model, is_own=trusted.is_own)
+    if made.warning is not None:
+        settings.note(made.warning)
     settings.spent_once += time.perf_counter() - began
     return made

@@ -20,8 +20,6 @@ from transformers import PreTrainedConfig
 from ..engine.libraries import int_product
 from ..engine.trust import Code, code_of
 
-__all__ = ["Modules", "Source", "Weights", "identical"]
-
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}  # parameters, submodules, hooks: compared separately
 
 

@@ -17,8 +17,6 @@ from ..engine.cache import Paths, SlotCache, SlotLayer
 from ..engine.host import pinned
 from ..engine.shapes import WIDTHS
 
-__all__ = ["StaticBuffers"]
-
 
 class StaticBuffers:
     """Slots, and tensors for the inputs that change between forward passes. Captured passes refer to them by address.

@@ -50,7 +50,8 @@ def fused_head(head: EagleHead) -> Runnable:
     other = with_children(head, children)
     if _agree(head, other):
         return Runnable(other, last_only=True)
-    return Runnable(with_children(head, {("lm_head",): children[("lm_head",)]}))
+    warning = "the EAGLE head's layers run as they are: the logits of their faster form differ by more than rounding"
+    return Runnable(with_children(head, {("lm_head",): children[("lm_head",)]}), warning=warning)
 
 
 class _First(FusedLayer):

@@ -14,7 +14,8 @@ from .distribution import Distribution
 from .drafters.guarded import Guarded
 from .drafts import Draft, Round
 from .engine.host import is_out_of_memory
-from .engine.runner import CachedModel, CallSettings
+from .engine.prepared import CallSettings
+from .engine.runner import CachedModel
 from .lengths.base import Length
 from .report import Recorder
 from .text import Text

@@ -42,10 +42,11 @@ from .engine.libraries import (
 )
 from .engine.parts import unwrapped
 from .engine.prefetch import prefetching
+from .engine.prepared import CallSettings
 from .engine.ranks import Ranks, fingerprint
 from .engine.recurrent import held, slots_for, target_runner
 from .engine.rope import change_of
-from .engine.runner import CachedModel, CallSettings
+from .engine.runner import CachedModel
 from .engine.session import Session
 from .engine.verifiable import masks_of, obstacle_to
 from .fast.runner import form

@@ -37,8 +37,8 @@ from .engine.hooks import is_offloaded
 from .engine.host import processor
 from .engine.libraries import CACHE, with_cache_renamed
 from .engine.parts import device_of, uncompiled, unwrapped
+from .engine.prepared import CallSettings
 from .engine.ranks import Ranks, ranks_of
-from .engine.runner import CallSettings
 from .engine.session import Session, using
 from .engine.traits import Traits, require_decoder_config
 from .engine.trust import blamed

@@ -34,7 +34,8 @@ from assisted.bench.ties import largest_gap
 from assisted.doctor.passes import bandwidth, memory
 from assisted.drafters.model_drafter import ModelDrafter
 from assisted.engine.cache import SlotCache
-from assisted.engine.runner import CachedModel, CallSettings
+from assisted.engine.prepared import CallSettings
+from assisted.engine.runner import CachedModel
 from assisted.fast.fused import fused
 from assisted.fast.graphs import Graphs
 from assisted.fast.runner import form

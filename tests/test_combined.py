@@ -12,7 +12,7 @@ from assisted.drafters import parse, read
 from assisted.drafters.base import Drafting
 from assisted.drafters.combined import CombinedDrafting, CombinedLength, Member
 from assisted.drafts import Draft, DraftingStopped, Round
-from assisted.engine.runner import CallSettings
+from assisted.engine.prepared import CallSettings
 from assisted.lengths import Fixed
 
 

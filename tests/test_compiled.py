@@ -11,7 +11,7 @@ from medusa_heads import knowing_what_follows
 from pairs import BY_NAME
 
 from assisted import AssistedModelForCausalLM, Eagle, Medusa, Merged, decoding
-from assisted.engine.runner import Runnable
+from assisted.engine.prepared import Runnable
 from assisted.fast import capture, captures, products
 from assisted.fast.captures import CompiledCode, Shape
 

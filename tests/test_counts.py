@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from assisted import AssistedModelForCausalLM
 from assisted.drafters import model_drafter
 from assisted.engine import trust
-from assisted.engine.runner import CachedModel, Runnable
+from assisted.engine.prepared import Runnable
+from assisted.engine.runner import CachedModel
 from assisted.fast import runner as opening
 from assisted.lengths import Confidence
 

@@ -21,7 +21,8 @@ from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import runner as runtime
 from assisted.engine import shapes, trust
 from assisted.engine.cache import SlotCache
-from assisted.engine.runner import CachedModel, CallSettings, Runnable
+from assisted.engine.prepared import CallSettings, Runnable
+from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
 from assisted.fast import capture, captures, graphs
 from assisted.fast import runner as opening

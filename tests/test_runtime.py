@@ -14,7 +14,8 @@ from assisted import AssistedModelForCausalLM
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.hooks import is_untouched
-from assisted.engine.runner import CachedModel, Runnable, is_sum_of_parts
+from assisted.engine.prepared import Runnable
+from assisted.engine.runner import CachedModel, is_sum_of_parts
 from assisted.engine.traits import Traits, require_rewindable
 
 ROUNDING = 1e-3  # float32 sums in another order; a wrong mask or slot shows at 0.1 and more

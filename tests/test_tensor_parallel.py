@@ -23,8 +23,8 @@ from assisted.drafters.base import Drafting
 from assisted.drafters.guarded import Agreed
 from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import trust
+from assisted.engine.prepared import CallSettings
 from assisted.engine.ranks import ALONE, Ranks, fingerprint, ranks_of
-from assisted.engine.runner import CallSettings
 from assisted.text import Text
 
 SECONDS = 500  # both processes import torch on what may be a busy machine; a process that waits in vain gives up sooner

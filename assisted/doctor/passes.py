@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..acceptance import top1
+from ..engine.prepared import CallSettings
 from ..engine.recurrent import slots_for, target_runner
-from ..engine.runner import CallSettings
 from ..engine.split import timed
 from ..engine.verifiable import masks_of
 from ..fast.graphs import Graphs

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..distribution import Distribution
 from ..drafts import Draft, Round
 from ..engine.needs import NOTHING, Needs
-from ..engine.runner import CachedModel, CallSettings
+from ..engine.prepared import CallSettings
+from ..engine.runner import CachedModel
 from ..engine.traits import Traits
 from ..heads.files import stored_numbers
 from ..lengths.base import DraftLength, Length

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..drafts import Draft, Round
 from ..engine.needs import NOTHING
-from ..engine.runner import CallSettings
+from ..engine.prepared import CallSettings
 from ..lengths.base import DraftLength, Length
 from ..lengths.cost_model import KEEP_LOCAL, DecayedMean
 from ..text import Text

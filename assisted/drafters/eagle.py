@@ -20,7 +20,8 @@ from ..engine.cache import SlotCache
 from ..engine.host import on_device, padded
 from ..engine.needs import Needs
 from ..engine.parts import device_of, few_ids, unwrapped
-from ..engine.runner import CachedModel, Runnable
+from ..engine.prepared import Runnable
+from ..engine.runner import CachedModel
 from ..engine.traits import Traits, require_rewindable
 from ..engine.trust import Trust
 from ..fast.graphs import Graphs

@@ -6,8 +6,8 @@ Knows drafters by their interface, and the processes; nothing of models or of ho
 from __future__ import annotations
 
 from ..drafts import Draft, Round
+from ..engine.prepared import CallSettings
 from ..engine.ranks import fingerprint
-from ..engine.runner import CallSettings
 from ..text import Text
 from .base import Drafting
 

@@ -15,8 +15,9 @@ from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.hooks import is_untouched
 from ..engine.host import on_device
+from ..engine.prepared import CallSettings, Runnable
 from ..engine.recurrent import RecurrentCache
-from ..engine.runner import CachedModel, CallSettings, Runnable, is_sum_of_parts
+from ..engine.runner import CachedModel, is_sum_of_parts
 from ..engine.traits import Traits
 from ..engine.trust import Trust
 from ..fast.fused import fused

@@ -1,19 +1,58 @@
 """Reads a batch of prompts of different lengths in groups of similar length, so that little padding is computed.
 
-Depends only on which columns are padding, not on models or caches.
+Depends on slots and on which columns are padding, not on models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+
+from .cache import SlotCache
+from .parts import Tap
 
 Group = tuple[list[int], int]
 """Rows, ascending, and the first column that is not padding in any of them."""
 
 _PRICE = 512  # columns that take as long as one more forward pass
 _PRICE_CPU = 32
+
+
+def by_groups(
+    cache: SlotCache,
+    taps: Iterable[Tap],
+    width: int,
+    device: torch.device,
+    read: Callable[[list[int], int], torch.Tensor],
+    apart: bool,
+) -> torch.Tensor:
+    """Read a prompt of `width` columns, in the groups of rows that take the least work. Taps then hold all rows' states.
+
+    read: a forward pass over given rows, starting at a given column, that returns the output at the last column,
+    [rows, 1, ...]. apart: whether rows may be read apart; otherwise all are read at once. Returns the output of all rows,
+    [B, 1, ...].
+    """
+    taps, rows = list(taps), sorted(cache.running)
+    apart = apart and not cache.layers and cache.visible is not None and cache.visible.shape[1] <= width
+    parts: list[Group] = groups(cache.visible, rows, device) if apart else [(rows, 0)]
+    if parts == [(cache.order, 0)]:
+        return read(rows, 0)
+    last: torch.Tensor | None = None
+    states: list[torch.Tensor] = []
+    for rows, first in parts:
+        with cache.reading(rows, first):
+            part = read(rows, first)
+        if last is None:
+            last = part.new_zeros(cache.rows, *part.shape[1:])
+            states = [tap.hidden.new_zeros(cache.rows, width, tap.hidden.shape[-1]) for tap in taps]
+        last[rows] = part
+        for of_all, tap in zip(states, taps, strict=True):
+            of_all[rows, first:] = tap.hidden
+    for of_all, tap in zip(states, taps, strict=True):
+        tap.hidden = of_all
+    assert last is not None
+    return last
 
 
 def groups(visible: torch.Tensor | None, rows: Sequence[int], device: torch.device) -> list[Group]:

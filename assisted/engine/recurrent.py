@@ -21,7 +21,8 @@ from .libraries import (
 )
 from .masks import Masks
 from .needs import NOTHING, Needs
-from .runner import CachedModel, Runnable
+from .prepared import Runnable
+from .runner import CachedModel
 from .traits import Traits
 
 _LAG = 16  # columns; a longer unread tail gets its own forward pass, because every pass would read it again

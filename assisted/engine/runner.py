@@ -1,224 +1,31 @@
 """Runs a causal LM during a `generate`: cache slots, positions, masks. This is the eager path.
 
 Follows transformers' forward conventions; independent of drafting, acceptance and text. Target and draft model use the
-same class.
+same class. A column is a token's place in a forward pass, and its keys and values go to a slot of the cache. A position is
+the number that the position embedding gets: the token's index in its text, without padding.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from ..drafts import Draft, DraftingStopped
+from ..drafts import Draft
 from .cache import Paths, SlotCache
 from .host import on_device
 from .libraries import CACHE
 from .masks import Masks, column_depths
 from .needs import NOTHING, Needs, States
-from .parts import Inject, Tap, device_of, tapped, unwrapped
-from .prefill import Group, groups
-from .ranks import ALONE, Ranks
+from .parts import Inject, device_of
+from .passes import Inputs, Passes, Runner
+from .prepared import Runnable
 from .rope import Change, change_of
 from .shapes import WIDTHS
 from .traits import Traits
-from .trust import Trust, trust
-
-
-@dataclass
-class CallSettings:
-    """How one `generate` runs its forward passes, and whether it has returned.
-
-    Args:
-        mode: one of `fast.graphs.MODES`.
-        over: the call has returned, so the next one may use the captured forward passes.
-        outlives: a session keeps the slots of the target and of the drafter after the call.
-        spent_once: seconds that the call has spent so far on one-time work, mainly captures.
-        ranks: the processes that must decide alike, because each holds a part of the weights.
-        warnings: what has failed in this call and only cost speed, for `report.warnings`.
-    """
-
-    mode: str = "eager"
-    over: bool = False
-    outlives: bool = False
-    spent_once: float = 0.0
-    ranks: Ranks = ALONE
-    warnings: list[str] = field(default_factory=list)
-    _trusted: dict[int, Trust] = field(default_factory=dict)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether models may run with fused operations or from copies of their weights."""
-        return self.mode != "eager"
-
-    def trust_in(self, model: nn.Module) -> Trust:
-        """Whose code a model runs in this call; examined once."""
-        inner = id(
-            unwrapped(model)
-        )  # asked of an adapter's wrapper first, whose code counts, too; both outlive the call
-        if inner not in self._trusted:
-            self._trusted[inner] = trust(model)
-        return self._trusted[inner]
-
-    def note(self, reason: str) -> None:
-        """Record in the report that something failed which only costs speed."""
-        if reason not in self.warnings:
-            self.warnings.append(reason)
-
-    def warn(self, reason: str) -> None:
-        """Record it, and warn the caller, because it costs the drafts."""
-        self.note(reason)
-        warnings.warn(reason, DraftingStopped, stacklevel=3)
-
-    @property
-    def of_heads(self) -> CallSettings:
-        """The settings for heads that call modules of the target: eager if each process holds a part of these."""
-        return replace(self, mode="eager") if self.ranks.several else self
-
-
-@dataclass(frozen=True)
-class Runnable:
-    """A module as it is run: unchanged, or in the form that `fast.fused` builds.
-
-    Args:
-        module: a causal LM, or a head.
-        through_parts: call the embedding, layers, norm and head in turn, because the model's forward adds the cost of a small
-            layer. Only for models with no other parts: fused ones, and drafts that pass `is_sum_of_parts`, where an error
-            costs only speed.
-        last_only: its layers can skip prompt positions whose output is not used.
-        copied: the parameters that the module has copied. `fast.fused` checks them for changes in every call.
-        low_bit_bytes: bytes of its low-bit weights. Products with these round to bfloat16, whatever the module's dtype is.
-        warning: why a faster form was built but is not used; None if nothing failed.
-        is_own: it runs transformers' own code. Anything else runs whole, because its parts may not add up to it.
-        kind: distinguishes the modules of a call that run over the same slots.
-        taps: modules in it whose output is needed in addition to the forward's, by index of the hidden state.
-        inject: for parts and heads, the module that holds their input states.
-    """
-
-    module: Any
-    through_parts: bool = False
-    last_only: bool = False
-    copied: Sequence[torch.Tensor] = ()
-    low_bit_bytes: int = 0
-    warning: str | None = None
-    is_own: bool = True
-    kind: Hashable = "whole"
-    taps: Mapping[int, Tap] = field(default_factory=dict)
-    inject: Inject | None = None
-
-    def tapped(self, needs: Needs) -> Runnable:
-        """The same module as another object that also keeps the needed hidden states of its last forward pass."""
-        if not needs.states:
-            return self
-        module, taps = tapped(self.module, needs.layers, sorted(needs.states), needs.final_norm)
-        last_only = self.last_only and len(needs.layers) not in taps
-        return replace(self, module=module, last_only=last_only, kind=(self.kind, *taps), taps=taps)
-
-
-class Inputs(NamedTuple):
-    """What a captured forward pass reads.
-
-    ids: [R, n] int64. known: [R, 1] int64, valid slots of each row. first: [R, 1] int64, position of column 0.
-    parents: [R, n - 1] int64 for a tree, None for chains. visible: [R, top] bool, False at a prompt's padding; `top` slots
-    are read, at least n more than the longest row has.
-    """
-
-    ids: torch.Tensor
-    known: torch.Tensor
-    first: torch.Tensor
-    parents: torch.Tensor | None
-    visible: torch.Tensor
-
-
-class Passes:
-    """Runs forward passes eagerly, operation by operation. `fast.graphs.Graphs` replays captured ones instead."""
-
-    def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None, used: list[int] | None) -> torch.Tensor:
-        """One forward pass; see `CachedModel.__call__`."""
-        return runner.eager(ids, draft, used)
-
-    def gather(self, runner: Runner, path: Paths) -> bool:
-        """Move a tree's accepted columns together, as `SlotCache.commit` does. False leaves that to the cache."""
-        return False
-
-    def release(self, reason: str) -> None:
-        """Free the memory of captured passes, and run eagerly from now on."""
-
-
-class Runner:
-    """A module, its slots, and how its forward passes are run.
-
-    Args:
-        runnable: the module, not changed.
-        cache: its slots.
-        context: the number of positions it supports.
-
-    Attributes:
-        passes: how its forward passes are run.
-        settings: those of the call.
-        constants: further arguments of every forward pass, from the caller of `generate`.
-    """
-
-    constants: Mapping[str, Any] = MappingProxyType({})
-
-    def __init__(self, runnable: Runnable, cache: SlotCache, device: torch.device, context: int):
-        self.runnable, self.cache, self.device, self.context = runnable, cache, device, context
-        self.passes, self.settings = Passes(), CallSettings()
-
-    @property
-    def is_capturable(self) -> bool:
-        """Whether forward passes can run through `static_forward`."""
-        raise NotImplementedError
-
-    def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
-        """One forward pass, the reference for all other ways to run it; see `CachedModel.__call__`."""
-        raise NotImplementedError
-
-    def static_forward(self, inputs: Inputs) -> torch.Tensor:
-        """The same forward pass as a function of tensors only; the host reads no value that changes between passes.
-
-        Returns [R, n, V].
-        """
-        raise NotImplementedError
-
-    def run_only(self, rows: list[int]) -> None:
-        """Run the next forward passes over these rows only, because finished rows would waste time."""
-        self.cache.run_only(rows)
-
-    def by_groups(self, width: int, read: Callable[[list[int], int], torch.Tensor]) -> torch.Tensor:
-        """Read a prompt of `width` columns, in the groups of rows that take the least work. Taps then hold all rows' states.
-
-        read: a forward pass over given rows, starting at a given column, that returns the output at the last column,
-        [rows, 1, ...]. This method returns the output of all rows, [B, 1, ...].
-        """
-        cache, rows, taps = self.cache, sorted(self.cache.running), self.runnable.taps.values()
-        apart = (
-            self.is_capturable and not cache.layers and cache.visible is not None and cache.visible.shape[1] <= width
-        )
-        parts: list[Group] = groups(cache.visible, rows, self.device) if apart else [(rows, 0)]
-        if parts == [(cache.order, 0)]:
-            return read(rows, 0)
-        last: torch.Tensor | None = None
-        states: list[torch.Tensor] = []
-        for rows, first in parts:
-            with cache.reading(rows, first):
-                part = read(rows, first)
-            if last is None:
-                last = part.new_zeros(cache.rows, *part.shape[1:])
-                states = [tap.hidden.new_zeros(cache.rows, width, tap.hidden.shape[-1]) for tap in taps]
-            last[rows] = part
-            for of_all, tap in zip(states, taps, strict=True):
-                of_all[rows, first:] = tap.hidden
-        for of_all, tap in zip(states, taps, strict=True):
-            tap.hidden = of_all
-        assert last is not None
-        return last
 
 
 class CachedModel(Runner):

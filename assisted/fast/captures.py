@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from ..engine.cache import Paths, SlotCache
-from ..engine.runner import Inputs, Passes, Runner
+from ..engine.passes import Inputs, Passes, Runner
 from ..engine.shapes import WIDTHS, columns_for, rows_for, slots_for
 from . import capture
 from .capture import CodeReplay, CudaReplay, Pass

@@ -23,7 +23,8 @@ from ..engine.cache import SlotCache
 from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.libraries import CACHE, is_wrapper_subclass
 from ..engine.parts import few_ids, with_children
-from ..engine.runner import CachedModel, Runnable
+from ..engine.prepared import Runnable
+from ..engine.runner import CachedModel
 from ..engine.sublayers import Path, Skippable
 from ..engine.traits import Traits
 from ..engine.trust import Trust, trust

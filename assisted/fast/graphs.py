@@ -20,7 +20,8 @@ from ..engine.agreement import apart, rounding_of
 from ..engine.cache import Paths, SlotCache
 from ..engine.hooks import obstacle
 from ..engine.host import wait
-from ..engine.runner import CallSettings, Passes, Runner
+from ..engine.passes import Passes, Runner
+from ..engine.prepared import CallSettings
 from . import capture
 from .captures import Captures, CompiledCode, CudaGraphs, results
 from .products import may_copy

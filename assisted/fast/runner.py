@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..engine.runner import CallSettings, Runnable
+from ..engine.prepared import CallSettings, Runnable
 from ..engine.trust import Trust
 from .fused import fused
 

@@ -13,7 +13,7 @@ from torch import nn
 from ..engine.agreement import agree
 from ..engine.hooks import is_touched
 from ..engine.parts import with_children
-from ..engine.runner import Runnable
+from ..engine.prepared import Runnable
 from ..fast.fused import Angles, FusedLayer, Norm, Shared, fused_product
 from ..fast.products import may_copy
 from ..fast.sources import Modules, Source, Weights

@@ -16,7 +16,8 @@ from ..drafts import Draft
 from ..engine.cache import SlotCache
 from ..engine.host import on_device
 from ..engine.parts import Inject
-from ..engine.runner import Inputs, Runnable, Runner
+from ..engine.passes import Inputs, Runner
+from ..engine.prepared import Runnable
 from .eagle import EagleHead
 
 __all__ = ["HeadRunner", "Level"]

@@ -1,0 +1,96 @@
+"""What causal LMs and heads have in common as they run: a module, its slots, and the way its forward passes are run.
+
+Captured forward passes (fast/graphs.py) need nothing else of a runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from ..drafts import Draft
+from .cache import Paths, SlotCache
+from .prefill import by_groups
+from .prepared import CallSettings, Runnable
+
+
+class Inputs(NamedTuple):
+    """What a captured forward pass reads.
+
+    ids: [R, n] int64. known: [R, 1] int64, valid slots of each row. first: [R, 1] int64, position of column 0.
+    parents: [R, n - 1] int64 for a tree, None for chains. visible: [R, top] bool, False at a prompt's padding; `top` slots
+    are read, at least n more than the longest row has.
+    """
+
+    ids: torch.Tensor
+    known: torch.Tensor
+    first: torch.Tensor
+    parents: torch.Tensor | None
+    visible: torch.Tensor
+
+
+class Passes:
+    """Runs forward passes eagerly, operation by operation. `fast.graphs.Graphs` replays captured ones instead."""
+
+    def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None, used: list[int] | None) -> torch.Tensor:
+        """One forward pass; see `CachedModel.__call__`."""
+        return runner.eager(ids, draft, used)
+
+    def gather(self, runner: Runner, path: Paths) -> bool:
+        """Move a tree's accepted columns together, as `SlotCache.commit` does. False leaves that to the cache."""
+        return False
+
+    def release(self, reason: str) -> None:
+        """Free the memory of captured passes, and run eagerly from now on."""
+
+
+class Runner:
+    """A module, its slots, and how its forward passes are run.
+
+    Args:
+        runnable: the module, not changed.
+        cache: its slots.
+        context: the number of positions it supports.
+
+    Attributes:
+        passes: how its forward passes are run.
+        settings: those of the call.
+        constants: further arguments of every forward pass, from the caller of `generate`.
+    """
+
+    constants: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, runnable: Runnable, cache: SlotCache, device: torch.device, context: int):
+        self.runnable, self.cache, self.device, self.context = runnable, cache, device, context
+        self.passes, self.settings = Passes(), CallSettings()
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether forward passes can run through `static_forward`."""
+        raise NotImplementedError
+
+    def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
+        """One forward pass, the reference for all other ways to run it; see `CachedModel.__call__`."""
+        raise NotImplementedError
+
+    def static_forward(self, inputs: Inputs) -> torch.Tensor:
+        """The same forward pass as a function of tensors only; the host reads no value that changes between passes.
+
+        Returns [R, n, V].
+        """
+        raise NotImplementedError
+
+    def run_only(self, rows: list[int]) -> None:
+        """Run the next forward passes over these rows only, because finished rows would waste time."""
+        self.cache.run_only(rows)
+
+    def by_groups(self, width: int, read: Callable[[list[int], int], torch.Tensor]) -> torch.Tensor:
+        """Read a prompt of `width` columns, in the groups of rows that take the least work. Taps then hold all rows' states.
+
+        read: a forward pass over given rows, starting at a given column, that returns the output at the last column,
+        [rows, 1, ...]. This method returns the output of all rows, [B, 1, ...].
+        """
+        return by_groups(self.cache, self.runnable.taps.values(), width, self.device, read, self.is_capturable)

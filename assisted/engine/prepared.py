@@ -1,0 +1,109 @@
+"""The settings of a call, and a module as the call runs it. Whoever makes or runs a forward pass is given these two.
+
+Independent of slots, masks and drafting.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..drafts import DraftingStopped
+from .needs import Needs
+from .parts import Inject, Tap, tapped, unwrapped
+from .ranks import ALONE, Ranks
+from .trust import Trust, trust
+
+
+@dataclass
+class CallSettings:
+    """How one `generate` runs its forward passes, and whether it has returned.
+
+    Args:
+        mode: one of `fast.graphs.MODES`.
+        over: the call has returned, so the next one may use the captured forward passes.
+        outlives: a session keeps the slots of the target and of the drafter after the call.
+        spent_once: seconds that the call has spent so far on one-time work, mainly captures.
+        ranks: the processes that must decide alike, because each holds a part of the weights.
+        warnings: what has failed in this call and only cost speed, for `report.warnings`.
+    """
+
+    mode: str = "eager"
+    over: bool = False
+    outlives: bool = False
+    spent_once: float = 0.0
+    ranks: Ranks = ALONE
+    warnings: list[str] = field(default_factory=list)
+    _trusted: dict[int, Trust] = field(default_factory=dict)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether models may run with fused operations or from copies of their weights."""
+        return self.mode != "eager"
+
+    def trust_in(self, model: nn.Module) -> Trust:
+        """Whose code a model runs in this call; examined once."""
+        # asked of an adapter's wrapper first, whose code counts, too; both outlive the call
+        inner = id(unwrapped(model))
+        if inner not in self._trusted:
+            self._trusted[inner] = trust(model)
+        return self._trusted[inner]
+
+    def note(self, reason: str) -> None:
+        """Record in the report that something failed which only costs speed."""
+        if reason not in self.warnings:
+            self.warnings.append(reason)
+
+    def warn(self, reason: str) -> None:
+        """Record it, and warn the caller, because it costs the drafts."""
+        self.note(reason)
+        warnings.warn(reason, DraftingStopped, stacklevel=3)
+
+    @property
+    def of_heads(self) -> CallSettings:
+        """The settings for heads that call modules of the target: eager if each process holds a part of these."""
+        return replace(self, mode="eager") if self.ranks.several else self
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A module as it is run: unchanged, or in the form that `fast.fused` builds.
+
+    Args:
+        module: a causal LM, or a head.
+        through_parts: call the embedding, layers, norm and head in turn, because the model's forward adds the cost of a small
+            layer. Only for models with no other parts: fused ones, and drafts that pass `is_sum_of_parts`, where an error
+            costs only speed.
+        last_only: its layers can skip prompt positions whose output is not used.
+        copied: the parameters that the module has copied. `fast.fused` checks them for changes in every call.
+        low_bit_bytes: bytes of its low-bit weights. Products with these round to bfloat16, whatever the module's dtype is.
+        warning: why a faster form was built but is not used; None if nothing failed.
+        is_own: it runs transformers' own code. Anything else runs whole, because its parts may not add up to it.
+        kind: distinguishes the modules of a call that run over the same slots.
+        taps: modules in it whose output is needed in addition to the forward's, by index of the hidden state.
+        inject: for parts and heads, the module that holds their input states.
+    """
+
+    module: Any
+    through_parts: bool = False
+    last_only: bool = False
+    copied: Sequence[torch.Tensor] = ()
+    low_bit_bytes: int = 0
+    warning: str | None = None
+    is_own: bool = True
+    kind: Hashable = "whole"
+    taps: Mapping[int, Tap] = field(default_factory=dict)
+    inject: Inject | None = None
+
+    def tapped(self, needs: Needs) -> Runnable:
+        """The same module as another object that also keeps the needed hidden states of its last forward pass."""
+        if not needs.states:
+            return self
+        module, taps = tapped(self.module, needs.layers, sorted(needs.states), needs.final_norm)
+        last_only = self.last_only and len(needs.layers) not in taps
+        return replace(self, module=module, last_only=last_only, kind=(self.kind, *taps), taps=taps)

@@ -17,7 +17,7 @@ from ..drafts import DraftingStopped
 from .needs import Needs
 from .parts import Inject, Tap, tapped, unwrapped
 from .ranks import ALONE, Ranks
-from .trust import Trust, trust
+from .trust import Code, Trust, trust
 
 
 @dataclass
@@ -40,6 +40,7 @@ class CallSettings:
     ranks: Ranks = ALONE
     warnings: list[str] = field(default_factory=list)
     _trusted: dict[int, Trust] = field(default_factory=dict)
+    _checked: set[Code] = field(default_factory=set)
 
     @property
     def fuses(self) -> bool:
@@ -51,7 +52,7 @@ class CallSettings:
         # asked of an adapter's wrapper first, whose code counts, too; both outlive the call
         inner = id(unwrapped(model))
         if inner not in self._trusted:
-            self._trusted[inner] = trust(model)
+            self._trusted[inner] = trust(model, self._checked)
         return self._trusted[inner]
 
     def note(self, reason: str) -> None:

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -70,8 +70,11 @@ class Trust:
         return self.forward is None and self.between is None
 
 
-def trust(model: Any) -> Trust:
-    """Whose code this model runs at present. Takes about a microsecond for each of its modules."""
+def trust(model: Any, checked: set[Code] | None = None) -> Trust:
+    """Whose code this model runs at present. Takes about a microsecond for each of its modules.
+
+    checked: records that this call has compared already, because models have most classes in common; further ones are added.
+    """
     outer, model = model, unwrapped(model)
     wrappers = [] if outer is model else list(dict.fromkeys((outer, getattr(outer, "base_model", outer))))
     modules, parameters = looked_over(model)
@@ -132,7 +135,7 @@ def trust(model: Any) -> Trust:
                 tried += [record, *_switches(hook)]
                 if _counts(function.__code__):
                     between.append(f"a hook of {name} is {_where(function)}, which remembers something")
-    of_kinds = code_of(kinds)
+    of_kinds = code_of(kinds, checked)
     forward += [record.forward for record in of_kinds if record.forward]
     between += [record.between for record in of_kinds if record.between]
     return Trust(next(iter(forward), None), next(iter(between), None), (*of_kinds, *records), tuple(tried))
@@ -147,15 +150,21 @@ def _blame_of(record: Code) -> str | None:
     return record.forward or record.between
 
 
-def code_of(kinds: Iterable[type]) -> tuple[Code, ...]:
-    """The records of these classes and of what they call, as they are now; the same objects while nothing has changed."""
+def code_of(kinds: Iterable[type], checked: set[Code] | None = None) -> tuple[Code, ...]:
+    """The records of these classes and of what they call, as they are now; the same objects while nothing has changed.
+
+    checked: as for `trust`.
+    """
+    checked = set() if checked is None else checked
     bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
-    return tuple(sorted(map(_examined, bases), key=id))
+    found = [_examined(base, checked) for base in bases]
+    checked.update(found)
+    return tuple(sorted(found, key=id))
 
 
-def _examined(source: type | FunctionType) -> Code:
+def _examined(source: type | FunctionType, checked: Collection[Code] = ()) -> Code:
     record = _EXAMINED.get(source)
-    if record is None or not record.is_current():
+    if record is None or not (record in checked or record.is_current()):
         record = _EXAMINED[source] = Code(source)
     return record
 

@@ -24,6 +24,7 @@ import assisted
 from assisted import AssistedModelForCausalLM, Suffix, chat, zoo
 from assisted.cli import main as cli
 from assisted.cli.main import _brought, main
+from assisted.cli.watch import Pieces, Watch
 from assisted.extras import install
 from assisted.report import Report
 
@@ -563,11 +564,8 @@ def test_demo_without_rich_names_the_extra(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_a_watch_sees_what_happened(pair: AssistedModelForCausalLM) -> None:
-    pytest.importorskip("rich")
-    from assisted.cli import demo
-
     seen: list[tuple[list[int], list[int], list[int]]] = []
-    watch = demo.Watch(lambda w: seen.append((list(w.tokens), list(w.waiting), list(w.rejected))))
+    watch = Watch(lambda w: seen.append((list(w.tokens), list(w.waiting), list(w.rejected))))
     pair.watch = watch.see
     ids = pair.tokenizer(PROMPT, return_tensors="pt").input_ids
     output = pair.generate(ids, max_new_tokens=24, do_sample=False, streamer=watch)
@@ -581,12 +579,9 @@ def test_a_watch_sees_what_happened(pair: AssistedModelForCausalLM) -> None:
 
 
 def test_pieces_join_to_the_text(pair: AssistedModelForCausalLM) -> None:
-    pytest.importorskip("rich")
-    from assisted.cli import demo
-
-    text = "x = 'naïve — ☃'\n"
-    pieces = demo._pieces(pair.tokenizer, pair.tokenizer(text).input_ids)
-    assert "".join(pieces) == text
+    text = "x = 'naïve — ☃'\n\n    y = 1\n"
+    pieces = Pieces(pair.tokenizer)
+    assert "".join(map(pieces.add, pair.tokenizer(text).input_ids)) == text
 
 
 # zoo

@@ -8,33 +8,29 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import takewhile
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from .. import zoo
-from ..bench import Prompt, Result, Row, brief, held_out_prompts
-from ..drafts import Draft, Round
+from ..bench import Bars, Prompt, Result, Row, brief, held_out_prompts
+from ..bench.clock import silent
 from ..extras import install
 from ..lengths.adaptive import Adaptive
 from ..lengths.policies import Confidence
 from ..loading.quantization import memory_bytes
 from ..modeling import AssistedModelForCausalLM
+from .watch import Pieces, Watch
 
 try:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.live import Live
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
     from rich.text import Text as Styled
 except ImportError as error:
     raise ImportError(f"the demo draws with rich: {install('demo')}, or use --json") from error
-
-__all__ = ["Watch", "show"]
 
 PACE = 0.1  # seconds that a draft stays visible, and then its rejected tokens
 READ, DRAFTED, ACCEPTED, OWN, REJECTED = "dim", "italic yellow", "cyan", "bold", "red strike"
@@ -66,89 +62,11 @@ def show(
     _draw_live(console, watched, first, live_tokens)
     if not console.is_terminal:
         console.print("Measuring ...")
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bars:
-        tasks: dict[str, Any] = {}
-
-        def progress(what: str, share: float) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=1.0)
-            bars.update(tasks[what], completed=share)
-
+    with Bars() as bars:
+        progress = bars if console.is_terminal else silent
         result = brief(model, prompts, new_tokens, repeats, seconds, progress, also)
     _draw_result(console, result)
     return result
-
-
-@dataclass
-class Watch:
-    """Follows the `generate` of one row: its rounds, through `see`, and its committed tokens, as the streamer.
-
-    Args:
-        draw: called with this object after every change.
-
-    Attributes:
-        tokens, drafted: the committed tokens, and which of them were drafted.
-        waiting: drafted tokens that are not verified yet.
-        rejected: drafted tokens that the target has just rejected.
-    """
-
-    draw: Callable[[Watch], None] = lambda watch: None
-    tokens: list[int] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
-    rejected: list[int] = field(default_factory=list)
-    _arrived: list[int] = field(default_factory=list)  # committed, but not yet known whether drafted
-    _reading: bool = True  # a streamer gets the prompt first
-
-    def put(self, tokens: torch.Tensor) -> None:
-        if not self._reading:
-            self._arrived += tokens.flatten().tolist()
-        self._reading = False
-
-    def end(self) -> None:
-        self._settle(len(self._arrived), by_draft=False)
-        self.draw(self)
-
-    def see(self, round: Round) -> None:
-        """Draw a round in two steps: the draft, and its result."""
-        new, accepted = round.kept[0], round.accepted[0]
-        self._settle(len(self._arrived) - new, by_draft=False)
-        self.waiting = _first_path(round.draft)
-        self.draw(self)
-        pairs = zip(self.waiting, self._arrived[:accepted], strict=False)
-        self.rejected = self.waiting[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
-        self.waiting = []
-        self._settle(accepted, by_draft=True)
-        self.draw(self)
-        self.rejected = []
-        self._settle(len(self._arrived), by_draft=False)
-        self.draw(self)
-
-    def _settle(self, count: int, by_draft: bool) -> None:
-        self.tokens += self._arrived[:count]
-        self.drafted += [by_draft] * count
-        self._arrived = self._arrived[count:]
-
-
-def _first_path(draft: Draft) -> list[int]:
-    """The tokens of the first row's chain, or of the first path of its tree."""
-    count = int(draft.lengths[0])
-    tokens = draft.tokens[0, :count].tolist()
-    if draft.parents is None:
-        return tokens
-    path, last = [], -1
-    for node, (token, parent) in enumerate(zip(tokens, draft.parents[0, :count].tolist(), strict=True)):
-        if parent == last:
-            path.append(token)
-            last = node
-    return path
 
 
 def _console() -> Console:
@@ -221,26 +139,13 @@ def _watched_generate(model: AssistedModelForCausalLM, watch: Watch, prompt: Pro
         model.watch = None
 
 
-def _pieces(tokenizer: Any, tokens: list[int]) -> list[str]:
-    """The text that each token adds; a character of several tokens comes with the last of them."""
-    pieces: list[str] = []
-    so_far = ""
-    for count in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:count], clean_up_tokenization_spaces=False)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            pieces.append(text[len(so_far) :])
-            so_far = text
-        else:
-            pieces.append("")
-    return pieces
-
-
 def _styled(tokenizer: Any, start: str, watch: Watch) -> Styled:
     """The last line of the prompt, the committed tokens, and the drafted or rejected ones."""
     styles = [ACCEPTED if drafted else OWN for drafted in watch.drafted]
     styles += [DRAFTED] * len(watch.waiting) + [REJECTED] * len(watch.rejected)
-    pieces = _pieces(tokenizer, [*watch.tokens, *watch.waiting, *watch.rejected])
-    return Styled.assemble((start, READ), *zip(pieces, styles, strict=True))
+    pieces = Pieces(tokenizer)
+    tokens = [*watch.tokens, *watch.waiting, *watch.rejected]
+    return Styled.assemble((start, READ), *zip(map(pieces.add, tokens), styles, strict=True))
 
 
 def _tail(console: Console, text: Styled) -> Styled:
@@ -251,8 +156,8 @@ def _tail(console: Console, text: Styled) -> Styled:
 
 def _underlined(tokenizer: Any, start: str, watch: Watch) -> str:
     """As `_styled`, without styles: `~` under accepted draft tokens."""
-    text, marks = start, " " * len(start)
-    for piece, drafted in zip(_pieces(tokenizer, watch.tokens), watch.drafted, strict=True):
+    pieces, text, marks = Pieces(tokenizer), start, " " * len(start)
+    for piece, drafted in zip(map(pieces.add, watch.tokens), watch.drafted, strict=True):
         text += piece
         marks += "".join("\n" if c == "\n" else "~" if drafted and not c.isspace() else " " for c in piece)
     both = zip(text.split("\n"), marks.split("\n"), strict=True)

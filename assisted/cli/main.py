@@ -249,7 +249,7 @@ def _streamer(model: Any, coloured: bool = False) -> Any:
     from transformers import TextStreamer
 
     if coloured:
-        from .coloured import ColouredStreamer
+        from .watch import ColouredStreamer
 
         return ColouredStreamer(model.tokenizer)
     return TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False)

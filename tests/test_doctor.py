@@ -23,9 +23,18 @@ from assisted.doctor.comparison import Comparison, Written, compare
 from assisted.doctor.diagnosis import Check, Diagnosis, Examination, Settings
 from assisted.doctor.examine import _way, examine, read_prompts
 from assisted.doctor.findings import advice, bottlenecks, told
-from assisted.doctor.forecast import Drafts, Expected, Token, expect, half_as_wrong, marks, tree_columns
+from assisted.doctor.forecast import (
+    Drafts,
+    Expected,
+    Recorded,
+    Step,
+    Token,
+    expect,
+    half_as_wrong,
+    marks,
+    tree_columns,
+)
 from assisted.doctor.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
-from assisted.doctor.recording import Recorded, Step
 from assisted.doctor.trials import Trials, starts
 from assisted.lengths import Costs
 from assisted.lengths.policies import Never

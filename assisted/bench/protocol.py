@@ -183,6 +183,11 @@ def require_room(target: PreTrainedModel, longest: int, rules: Rules) -> None:
         )
 
 
+def gave_up(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """The warnings, among those caught, of drafters that failed."""
+    return [str(one.message) for one in caught if issubclass(one.category, DraftingStopped)]
+
+
 class _Runner:
     """Calls contestants with batches on the target's device."""
 
@@ -211,9 +216,7 @@ class _Runner:
                 for number in longest:
                     if number in of_each.values():
                         self.untimed(one, number)
-        one.warned = next(
-            (str(warning.message) for warning in caught if issubclass(warning.category, DraftingStopped)), None
-        )
+        one.warned = next(iter(gave_up(caught)), None)
 
     def longest_first(self) -> list[int]:
         """The batches in an order in which static caches are long enough for all."""

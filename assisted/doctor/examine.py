@@ -29,12 +29,9 @@ from ..lengths.base import Costs
 from ..modeling import AssistedModelForCausalLM
 from ..training.data import read_files
 from .diagnosis import Check, Diagnosis, Examination, Settings
-from .forecast import Drafts, Expected, expect, half_as_wrong
+from .forecast import Drafts, Expected, Step, expect, half_as_wrong
 from .passes import memory
-from .recording import Step
-from .trials import UNDRAFTED, Found, Race, Trials, way
-
-__all__ = ["examine", "read_prompts"]
+from .trials import UNDRAFTED, Found, Run, Trials, way
 
 PROMPT_TOKENS = 160  # of the caller's own text
 FEWEST_TOKENS = 8
@@ -87,15 +84,9 @@ def examine(
         raise ValueError(f"draft: nothing to measure, since none could be loaded: {reasons}")
     trials = Trials(target, settings, prompts, pad_token(tokenizer))
     passes = trials.passes(progress)
-    found: list[Found | Diagnosis] = []
-    for draft in drafts:
-        progress(f"recording {draft}", 0.0)
-        if draft in refused:
-            found.append(Diagnosis(draft, error=refused[draft]))
-        else:
-            found.append(trials.record(draft, models[draft], passes[0], len(models), progress))
-    ran = [one for one in found if isinstance(one, Found)]
-    race = trials.race(ran, progress)
+    found = {draft: trials.record(draft, model, passes[0], len(models), progress) for draft, model in models.items()}
+    plain_way, runs = trials.race(found, progress)
+    plain = runs[plain_way]
     return Examination(
         target=name,
         note=grown.note(target),
@@ -103,18 +94,23 @@ def examine(
         machine=machine(target.device, target.dtype),
         parameters=target.num_parameters(),
         text="held-out code" if text in (None, "zoo") else str(text),
-        prompts=max((len(one.written) for one in ran), default=0),
-        checked=race.prompts,
+        prompts=max((len(one.calls) for one in found.values()), default=0),
+        checked=len(plain.seconds),
         prompt_tokens=int(median(map(len, prompts))),
         new_tokens=settings.new_tokens,
         temperature=settings.temperature,
         passes=passes,
         memory=memory(target, passes[0].seconds[1]),
-        plain_way=race.plain_way,
-        plain_seconds=race.per_token(race.plain_way),
-        undrafted=None if not ran else speedup([race.seconds[race.plain_way]], [race.seconds[UNDRAFTED]]),
-        repeated_4grams=repeated_share(race.wrote[race.plain_way]),
-        drafts=tuple(one if isinstance(one, Diagnosis) else _diagnosis(one, race, settings) for one in found),
+        plain_way=plain_way,
+        plain_seconds=plain.per_token,
+        undrafted=speedup([plain.seconds], [runs[UNDRAFTED].seconds]) if found else None,
+        repeated_4grams=repeated_share(plain.wrote),
+        drafts=tuple(
+            Diagnosis(draft, error=refused[draft])
+            if draft in refused
+            else _diagnosis(draft, found[draft], plain, runs, settings)
+            for draft in drafts
+        ),
         lacking=tuple(f"{name} ({cost})" for name, cost in lost().items() if not cost.startswith("nothing")),
     )
 
@@ -162,64 +158,62 @@ def _acceptance(rounds: Sequence[Step], longest: int) -> Iterator[float]:
         yield sum(reached) / len(reached)
 
 
-def _diagnosis(found: Found, race: Race, settings: Settings) -> Diagnosis:
-    drafts = _at_race(found, race)
+def _diagnosis(draft: str, found: Found, plain: Run, runs: Mapping[str, Run], settings: Settings) -> Diagnosis:
+    """plain: the baseline's run. runs: of all, by way."""
+    # the machine may have been busier before the race, as its passes over one token show
+    scale = runs[UNDRAFTED].per_token / found.drafts.costs.verify[0][1]
+    verify = tuple((columns, seconds * scale) for columns, seconds in found.drafts.costs.verify)
+    costs = Costs(verify, found.drafts.costs.draft * scale)
+    drafts = replace(found.drafts, costs=costs)
 
     def expected(drafts: Drafts) -> tuple[Expected, ...]:
-        plain_seconds = race.per_token(race.plain_way)
-        return tuple(expect(drafts, length, plain_seconds) for length in range(settings.longest + 1))
+        return tuple(expect(drafts, length, plain.per_token) for length in range(settings.longest + 1))
 
     def highest(drafts: Drafts) -> float:
         return max(one.speedup.ratio for one in expected(drafts)[1:])
 
-    costs, one_column = drafts.costs, drafts.costs.verify[0][1]
-    cheaper = tuple((columns, (seconds + one_column) / 2) for columns, seconds in costs.verify)
-    rounds = [one for call in found.rounds for one in call]
-    with_room = [one for call in found.rounds for one in call[:-1]] or rounds
+    cheaper = tuple((columns, (seconds + verify[0][1]) / 2) for columns, seconds in verify)
+    rounds = [one for call in found.calls for one in call]
+    with_room = [one for call in found.calls for one in call[:-1]] or rounds
+    right = next(iter(runs.values())).wrote  # transformers' own generate
+    checks = []
+    for length in (found.best, "adaptive"):
+        name = way(draft, length)
+        run = runs[name]
+        same = sum(a == b for a, b in zip(run.wrote, right, strict=True))
+        checks.append(
+            Check(
+                way=name.removeprefix(f"{draft}, "),
+                speedup=speedup([plain.seconds], [run.seconds]),
+                predicted=None if length == "adaptive" else _predicted(found, drafts, plain, run),
+                same=same if settings.temperature == 0 else None,
+                texts=len(run.seconds),
+            )
+        )
     return Diagnosis(
-        draft=found.draft,
+        draft=draft,
         warned=found.warned,
         proposed=sum(one.drafted > 0 for one in with_room) / len(with_room),
         acceptance_by_position=tuple(_acceptance(rounds, settings.longest)),
         draft_seconds=costs.draft,
-        pass_seconds=costs.verify[0][1],
+        pass_seconds=verify[0][1],
         blocks=drafts.blocks,
         tree_columns=None if drafts.columns is None else drafts.columns[found.best],
         translated=isinstance(found.model.drafter, TranslatedDrafter),
         comparison=found.comparison,
         expected=expected(drafts),
         best=found.best,
-        if_twice_as_fast=highest(replace(drafts, costs=Costs(costs.verify, costs.draft / 2))),
+        if_twice_as_fast=highest(replace(drafts, costs=Costs(verify, costs.draft / 2))),
         if_columns_cost_half=highest(replace(drafts, costs=Costs(cheaper, costs.draft))),
         if_half_as_wrong=highest(half_as_wrong(drafts)),
-        checks=tuple(_check(found, race, length, settings) for length in (found.best, "adaptive")),
+        checks=tuple(checks),
     )
 
 
-def _at_race(found: Found, race: Race) -> Drafts:
-    """The drafts with costs scaled to the race, by its passes over one token: the machine may have been busier before."""
-    costs = found.drafts.costs
-    scale = race.per_token(UNDRAFTED) / costs.verify[0][1]
-    verify = tuple((columns, seconds * scale) for columns, seconds in costs.verify)
-    return replace(found.drafts, costs=Costs(verify, costs.draft * scale))
-
-
-def _check(found: Found, race: Race, length: int | str, settings: Settings) -> Check:
-    name = way(found.draft, length)
-    plain_seconds, seconds = race.seconds[race.plain_way], race.seconds[name]
-    predicted = None
-    if isinstance(length, int):
-        drafts = _at_race(found, race)
-        calls = [replace(drafts, calls=(text,)) for text in drafts.calls[: len(seconds)]]
-        after_prompts = [expect(call, length, 1.0).milliseconds_per_token / 1e3 * len(call.calls[0]) for call in calls]
-        whole = sum(race.first[name]) + sum(after_prompts) + found.prompt_seconds * len(seconds)
-        predicted = sum(plain_seconds) / whole
-    right = next(iter(race.wrote.values()))  # transformers' own generate
-    same = sum(a == b for a, b in zip(race.wrote[name], right, strict=True))
-    return Check(
-        way=name.removeprefix(f"{found.draft}, "),
-        speedup=speedup([plain_seconds], [seconds]),
-        predicted=predicted,
-        same=same if settings.temperature == 0 else None,
-        texts=len(seconds),
-    )
+def _predicted(found: Found, drafts: Drafts, plain: Run, run: Run) -> float:
+    """The expected speedup of exactly these calls at the best length, prompts included."""
+    whole = sum(run.first) + found.prompt_seconds * len(run.seconds)
+    for text in drafts.calls[: len(run.seconds)]:
+        after_prompt = expect(replace(drafts, calls=(text,)), found.best, 1.0).milliseconds_per_token / 1e3
+        whole += after_prompt * len(text)
+    return sum(plain.seconds) / whole

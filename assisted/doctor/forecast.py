@@ -1,20 +1,108 @@
-"""The expected speedup of each draft length: recorded rounds replayed with shorter drafts and priced with measured costs.
+"""The expected speedup of each draft length: rounds are recorded, replayed with shorter drafts and priced with measured costs.
 
-Knows rounds and costs; knows nothing of models.
+Knows rounds, lengths by their interface, and costs; knows nothing of models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from ..bench.statistics import Interval, speedup
+from ..drafts import Draft, Round
+from ..lengths.base import Length
 from ..lengths.cost_model import Costs
-from .recording import Step
-
-__all__ = ["Drafts", "Expected", "Token", "expect", "half_as_wrong", "marks", "tree_columns"]
 
 _NO_END = 10**6  # wrong tokens of a draft of the full length
+
+
+@dataclass(frozen=True)
+class Step:
+    """One round of a single row, without its tensors.
+
+    Args:
+        asked: tokens requested from the drafter one by one, or 1 if it proposes a block at once.
+        drafted, accepted, committed: tokens of the row; all nodes of a tree count as drafted.
+        draft_seconds, verify_seconds: of the two steps, as the package measures them.
+        levels: nodes of a tree by depth; None for a chain.
+    """
+
+    asked: int
+    drafted: int
+    accepted: int
+    committed: int
+    draft_seconds: float
+    verify_seconds: float
+    levels: tuple[int, ...] | None = None
+
+
+@dataclass(eq=False)
+class Recorded:
+    """A draft length that records every round. One object serves several calls of one row each.
+
+    Args:
+        tokens: requested in every round.
+        waits: wait for the device after every drafted token, so that its time counts as drafting.
+        costs: for drafters that choose the size of their trees by costs.
+
+    Attributes:
+        calls: the rounds of each call.
+    """
+
+    tokens: int
+    waits: bool = False
+    costs: Costs | None = None
+    calls: list[list[Step]] = field(default_factory=list)
+    _last: Round | None = None
+
+    def begin(self) -> None:
+        """Begin a call. (`start` would not do: a combined drafter starts a length for each member.)"""
+        self.calls.append([])
+
+    def start(self, earlier: Length | None = None) -> Length:
+        return _Recording(self)
+
+    def see(self, round: Round, asked: int) -> None:
+        if (
+            round is self._last
+        ):  # where no member of a combined drafter proposed anything, every member observes the round
+            return
+        self._last = round
+        counts = round.drafted[0], round.accepted[0], round.kept[0]
+        self.calls[-1].append(Step(asked, *counts, round.draft_seconds, round.verify_seconds, _levels(round.draft)))
+
+
+class _Recording(Length):
+    def __init__(self, policy: Recorded):
+        self.policy = policy
+        self.needs_q = policy.waits
+        self.costs = policy.costs
+        self.asked = 0
+
+    def budget(self, unfinished: Sequence[int]) -> int:
+        self.asked = 1
+        return self.policy.tokens
+
+    def another(self, position: int) -> bool:
+        self.asked += 1
+        return True
+
+    def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:
+        q[0, 0].item()
+        return super().go_on(position, q)
+
+    def observe(self, round: Round) -> None:
+        self.policy.see(round, self.asked)
+
+
+def _levels(draft: Draft) -> tuple[int, ...] | None:
+    """Number of nodes at each depth of a tree, of one row."""
+    if draft.parents is None:
+        return None
+    depths = draft.depths()[0, : int(draft.lengths[0])]
+    return tuple(torch.bincount(depths, minlength=1)[1:].tolist())
 
 
 @dataclass(frozen=True)
@@ -86,22 +174,18 @@ def marks(rounds: Sequence[Step], longest: int) -> tuple[Token, ...]:
 
 def expect(drafts: Drafts, length: int, plain_seconds: float) -> Expected:
     """Replay the texts with drafts of another length. plain_seconds: the baseline's time per token."""
-    plain, ours, tokens, passes = [], [], 0, 0
-    for text in drafts.calls:
-        rounds = _walk(text, length)
-        plain.append(plain_seconds * len(text))
-        ours.append(sum(_seconds(drafts, length, drafted) for drafted in rounds))
-        tokens += len(text)
-        passes += len(rounds)
-    return Expected(length, tokens / passes, 1e3 * sum(ours) / tokens, speedup([plain], [ours]))
+    rounds = [_walk(text, length) for text in drafts.calls]
+    ours = [sum(_seconds(drafts, length, drafted) for drafted in call) for call in rounds]
+    plain = [plain_seconds * len(text) for text in drafts.calls]
+    tokens = sum(map(len, drafts.calls))
+    return Expected(length, tokens / sum(map(len, rounds)), 1e3 * sum(ours) / tokens, speedup([plain], [ours]))
 
 
 def half_as_wrong(drafts: Drafts) -> Drafts:
     """The same drafter, with every second token that it gets wrong, or does not propose, made right."""
     calls = []
     for text in drafts.calls:
-        wrong = [index for index, token in enumerate(text) if not token.agrees]
-        right = set(wrong[::2])
+        right = {*[index for index, token in enumerate(text) if not token.agrees][::2]}
         calls.append(tuple(Token(True) if index in right else token for index, token in enumerate(text)))
     return replace(drafts, calls=tuple(calls))
 
@@ -131,7 +215,7 @@ def _seconds(drafts: Drafts, length: int, drafted: int) -> float:
 
 def tree_columns(rounds: Sequence[Step], longest: int) -> tuple[float, ...] | None:
     """`Drafts.columns` of recorded rounds; a tree that is cut at some depth keeps the nodes above."""
-    trees = [one.levels or (1,) * one.drafted for one in rounds if one.drafted]
     if not any(one.levels for one in rounds):
         return None
+    trees = [one.levels or (1,) * one.drafted for one in rounds if one.drafted]
     return tuple(sum(sum(levels[:depth]) for levels in trees) / len(trees) for depth in range(longest + 1))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -18,20 +18,16 @@ from transformers import PreTrainedModel
 
 from ..bench.clock import FirstToken, Progress, now, turns
 from ..bench.contestants import plain
-from ..bench.protocol import Rules
+from ..bench.protocol import Rules, gave_up
 from ..drafters import ModelDrafter
-from ..drafts import DraftingStopped
 from ..engine.traits import Traits
 from ..lengths.cost_model import COLUMN, Costs, Timings
 from ..lengths.policies import Never
 from ..modeling import AssistedModelForCausalLM
 from .comparison import Comparison, Written, compare
 from .diagnosis import Settings
-from .forecast import Drafts, expect, marks, tree_columns
+from .forecast import Drafts, Recorded, Step, expect, marks, tree_columns
 from .passes import PassTimes, pass_times
-from .recording import Recorded, Step
-
-__all__ = ["UNDRAFTED", "Found", "Race", "Trials", "starts", "way"]
 
 COLUMNS = tuple(range(1, 17))
 SOME_COLUMNS = (1, 2, 4, 8, 16)  # at longer contexts
@@ -44,36 +40,29 @@ WARM_UP = 8  # tokens
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a draft's recorded run."""
+    """The recorded run of a draft. calls: the rounds of each. prompt_seconds: that the draft needs to read a prompt."""
 
-    draft: str
     model: AssistedModelForCausalLM
+    calls: list[list[Step]]
     drafts: Drafts
     best: int
-    written: list[Written]
-    rounds: list[list[Step]]
     comparison: Comparison | None
-    prompt_seconds: float  # that the draft needs to read a prompt
+    prompt_seconds: float
     warned: str | None
 
 
-@dataclass(frozen=True)
-class Race:
-    """The results of the measured runs, by way: time, time to the first token, and tokens of each call."""
+@dataclass
+class Run:
+    """Measured calls of one way of decoding: time, time to the first token, and tokens of each call."""
 
-    seconds: dict[str, list[float]]
-    first: dict[str, list[float]]
-    wrote: dict[str, list[list[int]]]
-    plain_way: str
+    seconds: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    wrote: list[list[int]] = field(default_factory=list)
 
     @property
-    def prompts(self) -> int:
-        return len(self.seconds[self.plain_way])
-
-    def per_token(self, way: str) -> float:
+    def per_token(self) -> float:
         """Seconds per token after the first one."""
-        tokens = sum(len(new) - 1 for new in self.wrote[way])
-        return (sum(self.seconds[way]) - sum(self.first[way])) / tokens
+        return (sum(self.seconds) - sum(self.first)) / sum(len(new) - 1 for new in self.wrote)
 
 
 class Trials:
@@ -90,15 +79,12 @@ class Trials:
         own = int(median(map(len, self.prompts))) + self.settings.new_tokens // 2
         room = Traits.of(self.target).context - COLUMNS[-1]
         chosen = self.settings.contexts or (own, *(further for further in CONTEXTS if own < further <= room))
-        text = torch.cat(self.prompts)
-        plans: list[tuple[int, tuple[int, ...], bool | None]] = [
-            (min(context, room), COLUMNS if index == 0 else SOME_COLUMNS, None) for index, context in enumerate(chosen)
-        ]
+        first, *others = (min(context, room) for context in chosen)
         slow_rows = self.target.device.type == "cpu" and self.target.dtype != torch.float32
-        if slow_rows and torch.backends.mkldnn.is_available():
-            context, columns, _ = plans[0]
-            plans[:1] = [(context, columns, True), (context, columns, False)]
-        seconds = self.settings.seconds * FOR_PASSES / len(plans)
+        modes = (True, False) if slow_rows and torch.backends.mkldnn.is_available() else (None,)
+        plans = [(first, COLUMNS, onednn) for onednn in modes]
+        plans += [(context, SOME_COLUMNS, None) for context in others]
+        text, seconds = torch.cat(self.prompts), self.settings.seconds * FOR_PASSES / len(plans)
         found = []
         for number, (context, columns, onednn) in enumerate(plans):
 
@@ -122,72 +108,60 @@ class Trials:
         curve = Timings(COLUMNS[-1], COLUMN, passes.seconds).seconds
         measured = Costs(tuple(enumerate(curve))[1:], 0.0)
         policy = Recorded(settings.longest, waits=self.target.device.type != "cpu", costs=measured)
-        run = model.generate
+        run = partial(self.generate, model.generate, draft_length=policy)
         texts: list[torch.Tensor] = []
         deadline = time.perf_counter() + settings.seconds * FOR_RECORDS / of
+        progress(f"recording {draft}", 0.0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             policy.begin()
             torch.manual_seed(0)
-            self.generate(run, self.prompts[0], max_new_tokens=WARM_UP, draft_length=policy)
+            run(self.prompts[0], max_new_tokens=WARM_UP)
             policy.calls.clear()  # of the warm-up
             for number, ids in enumerate(self.prompts):
                 if number >= CHECKED and time.perf_counter() > deadline:
                     break
                 policy.begin()
                 torch.manual_seed(number)
-                new = self.generate(run, ids, draft_length=policy)
-                texts.append(torch.cat([ids, torch.tensor(new, device=ids.device)]))
+                texts.append(torch.cat([ids, torch.tensor(run(ids), device=ids.device)]))
                 progress(f"recording {draft}", (number + 1) / len(self.prompts))
-        calls = policy.calls
-        written = [
-            Written(text, len(ids), starts(rounds))
-            for text, ids, rounds in zip(texts, self.prompts, calls, strict=False)
-        ]
         comparison = None
         if type(model.drafter) is ModelDrafter:
+            read = zip(texts, self.prompts, policy.calls, strict=False)
+            written = [Written(text, len(ids), starts(call)) for text, ids, call in read]
             comparison = compare(self.target, model.drafter.model, written, settings.temperature, settings.longest)
         drafts, prompt_seconds = _priced(policy, measured)
-        lengths = [expect(drafts, length, 1.0).milliseconds_per_token for length in range(1, settings.longest + 1)]
-        warned = [str(warning.message) for warning in caught if issubclass(warning.category, DraftingStopped)]
-        warned += model.totals.warnings
-        return Found(
-            draft=draft,
-            model=model,
-            drafts=drafts,
-            best=1 + lengths.index(min(lengths)),
-            written=written,
-            rounds=calls,
-            comparison=comparison,
-            prompt_seconds=prompt_seconds,
-            warned="; ".join(dict.fromkeys(warned)) or None,
+        best = min(
+            range(1, settings.longest + 1), key=lambda length: expect(drafts, length, 1.0).milliseconds_per_token
         )
+        warned = "; ".join(dict.fromkeys([*gave_up(caught), *model.totals.warnings])) or None
+        return Found(model, policy.calls, drafts, best, comparison, prompt_seconds, warned)
 
-    def race(self, found: Sequence[Found], progress: Progress) -> Race:
-        """Run the baseline and each draft, at its best length and adaptively, in turns, until the time is over."""
+    def race(self, found: Mapping[str, Found], progress: Progress) -> tuple[str, dict[str, Run]]:
+        """Run the baseline and each draft, at its best length and adaptively, in turns, until the time is over.
+
+        Returns the name of the fastest plain mode, and the runs by way, transformers' own `generate` first.
+        """
         ways: dict[str, Callable[..., Any]] = {one.name: one.generate for one in plain(self.target, compiled=False)}
         plain_ways = list(ways)
-        if found:  # any of the pairs will do
-            ways[UNDRAFTED] = partial(found[0].model.generate, draft_length=Never())
-        for one in found:
+        for draft, one in found.items():
+            ways.setdefault(UNDRAFTED, partial(one.model.generate, draft_length=Never()))  # any of the pairs will do
             for length in (one.best, "adaptive"):
-                ways[way(one.draft, length)] = partial(one.model.generate, draft_length=length)
-        prompts = self.prompts[: min((len(one.written) for one in found), default=1)]
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        first: dict[str, list[float]] = {name: [] for name in ways}
-        wrote: dict[str, list[list[int]]] = {name: [] for name in ways}
-        for name in ways:  # adaptive lengths need longer to measure their costs
+                ways[way(draft, length)] = partial(one.model.generate, draft_length=length)
+        prompts = self.prompts[: min((len(one.calls) for one in found.values()), default=1)]
+        runs = {name: Run() for name in ways}
+        for name, generate in ways.items():  # adaptive lengths need longer to measure their costs
             warm_up = self.settings.new_tokens // 2 if name.endswith("adaptive") else WARM_UP
-            self.generate(ways[name], prompts[0], max_new_tokens=warm_up)
+            self.generate(generate, prompts[0], max_new_tokens=warm_up)
         left = self.settings.seconds * (1 - FOR_PASSES - FOR_RECORDS)
         checking = partial(progress, "checking")
         for name, _, number in turns(list(ways), 1, len(prompts), left, checking, least=CHECKED):
             torch.manual_seed(number)
             clock = FirstToken(self.target.device)
-            wrote[name].append(self.generate(ways[name], prompts[number], streamer=clock))
-            seconds[name].append(now(self.target.device) - clock.started)
-            first[name].append(clock.seconds)
-        return Race(seconds, first, wrote, min(plain_ways, key=lambda name: sum(seconds[name])))
+            runs[name].wrote.append(self.generate(ways[name], prompts[number], streamer=clock))
+            runs[name].seconds.append(now(self.target.device) - clock.started)
+            runs[name].first.append(clock.seconds)
+        return min(plain_ways, key=lambda name: sum(runs[name].seconds)), runs
 
 
 def way(draft: str, length: int | str) -> str:
@@ -211,8 +185,8 @@ def _priced(policy: Recorded, passes: Costs) -> tuple[Drafts, float]:
     draft = median(one.draft_seconds / one.asked for one in later)
     # a round also judges and commits, and the load of the machine changes over time
     slower = median(one.verify_seconds / passes.verify_seconds(1 + one.drafted) for one in later)
-    verify = tuple((columns, seconds * slower) for columns, seconds in passes.verify)
     firsts = [call[0] for call in policy.calls if call]
     read_prompt = median(one.draft_seconds - draft * one.asked for one in firsts)
     calls = tuple(marks(call, policy.tokens) for call in policy.calls)
-    return Drafts(calls, Costs(verify, draft), blocks, tree_columns(later, policy.tokens)), max(0.0, read_prompt)
+    costs = Costs(tuple((columns, seconds * slower) for columns, seconds in passes.verify), draft)
+    return Drafts(calls, costs, blocks, tree_columns(later, policy.tokens)), max(0.0, read_prompt)

@@ -1,13 +1,14 @@
-"""Grown targets: a small model's function at the cost of a large one, for measuring where no large model can be had.
+"""Grown targets: a small Llama's function at the cost of a large one, for measuring where no large model can be had.
 
-Knows the modules of Llama. Every added width, head and layer is computed and changes nothing: it writes zeros, or zeros read
-it. So text and acceptance are those of the small model; seconds and bytes are those of the large shape.
+Every added width, head and layer is computed and changes nothing: it writes zeros, or zeros read it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,6 @@ from .. import zoo
 from ..engine.libraries import attention_of
 from ..loading.gguf import load_model, reading_once
 from ..loading.vocabulary import find_tokenizer
-
-__all__ = ["SHAPES", "Shape", "grow", "is_name", "is_shipped", "layer_positions", "load_target", "note", "save"]
 
 PREFIX = "grown"
 RECORD = "assisted_grown"  # in config.json: what was grown, and how
@@ -124,8 +123,7 @@ def grow(
     grown.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
     grown.tie_weights()
     generator = torch.Generator(device).manual_seed(seed)
-    for large, part, indices, writes, scale in _tensors(model, grown, shape):
-        _fill(large, part, indices, writes, scale, generator)
+    _fill(model, grown, shape, generator)
     grown.generation_config = model.generation_config
     return grown.eval()
 
@@ -174,15 +172,14 @@ def load_target(
 
     Raises ValueError for sizes and models that do not fit, OSError if nothing is found.
     """
+    size = None
     if is_name(name):
-        size, _, path = name.partition(":")[2].partition(":")
+        size, _, name = name.partition(":")[2].partition(":")
         parse(size)  # before anything is loaded
-        path = zoo.resolve(path or "zoo:target")
-        small = load_model(path, dtype=dtype or "auto")
-        return grow(small, size, device=device), find_tokenizer(path)
-    path = zoo.resolve(name)
-    placed: dict[str, Any] = {} if str(device) == "cpu" else {"device_map": {"": device}}
-    return load_model(path, dtype=dtype or "auto", **placed), find_tokenizer(path)
+    path = zoo.resolve(name or "zoo:target")
+    placed: dict[str, Any] = {} if size or str(device) == "cpu" else {"device_map": {"": device}}
+    model = load_model(path, dtype=dtype or "auto", **placed)
+    return grow(model, size, device=device) if size else model, find_tokenizer(path)
 
 
 def note(model: PreTrainedModel) -> str | None:
@@ -216,69 +213,52 @@ def save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBas
 
 Indices = tuple[torch.Tensor, torch.Tensor]  # in the large dimension, and the same entries' in the small one
 
+_DIMENSIONS = {
+    "embed_tokens": ("words", "hidden"),
+    "q_proj": ("heads", "hidden"),
+    "k_proj": ("keys", "hidden"),
+    "v_proj": ("keys", "hidden"),
+    "o_proj": ("hidden", "heads"),
+    "gate_proj": ("inner", "hidden"),
+    "up_proj": ("inner", "hidden"),
+    "down_proj": ("hidden", "inner"),
+    "lm_head": ("words", "hidden"),
+}
+"""What the rows and columns of a module's weight are; a norm's are hidden."""
+_WRITE = ("embed_tokens", "o_proj", "down_proj")  # into the residual stream
 
-def _tensors(
-    model: Any, grown: Any, shape: Shape
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[Indices, ...] | None, bool, float]]:
-    """Every parameter of the grown model: (itself, the small model's, indices by dimension, whether it writes into the residual
-    stream, factor of the small one's). Without indices, only the distribution of the entries is taken over."""
-    small = model.config
-    hidden, inner = _same(small.hidden_size), _same(small.intermediate_size)
+
+def _fill(model: Any, grown: Any, shape: Shape, generator: torch.Generator) -> None:
+    """Every parameter of the grown model: random numbers or zeros, and the small model's entries among them."""
+    small, parts = model.config, dict(model.named_parameters())
     heads, keys = _heads(small, shape)
-    narrower = math.sqrt(small.hidden_size / shape.hidden_size)
-    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    words = _same(small.vocab_size)
-    yield grown.get_input_embeddings().weight, embedding, (words, hidden), True, 1.0
-    if not small.tie_word_embeddings:
-        yield grown.get_output_embeddings().weight, output, (words, hidden), False, 1.0
-    yield grown.model.norm.weight, model.model.norm.weight, (hidden,), False, narrower
+    sizes = {"hidden": small.hidden_size, "inner": small.intermediate_size, "words": small.vocab_size}
+    indices = {name: (torch.arange(size), torch.arange(size)) for name, size in sizes.items()}
+    indices |= {"heads": heads, "keys": keys}
     positions = layer_positions(small.num_hidden_layers, shape.layers)
-    of = -1
-    for position, layer in enumerate(grown.model.layers):
-        taken = position in positions
-        of += taken
-        source = model.model.layers[of]
-        for name, (rows, columns, writes) in {
-            "self_attn.q_proj": (heads, hidden, False),
-            "self_attn.k_proj": (keys, hidden, False),
-            "self_attn.v_proj": (keys, hidden, False),
-            "self_attn.o_proj": (hidden, heads, True),
-            "mlp.gate_proj": (inner, hidden, False),
-            "mlp.up_proj": (inner, hidden, False),
-            "mlp.down_proj": (hidden, inner, True),
-        }.items():
-            large, part = layer.get_submodule(name), source.get_submodule(name)
-            yield large.weight, part.weight, (rows, columns) if taken else None, writes, 1.0
-            if part.bias is not None:
-                yield large.bias, part.bias, (rows,) if taken else None, writes, 1.0
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            norms = layer.get_submodule(name).weight, source.get_submodule(name).weight
-            yield *norms, (hidden,) if taken else None, False, narrower
+    for name, large in sorted(grown.named_parameters(), key=lambda named: ".layers." in named[0]):
+        taken, module = True, name.split(".")[-2]
+        if layer := re.search(r"(?<=\.layers\.)\d+", name):  # an added one has the distribution of the one before
+            of = bisect_right(positions, int(layer[0])) - 1
+            taken = positions[of] == int(layer[0])
+            name = f"{name[: layer.start()]}{of}{name[layer.end() :]}"
+        exact = parts[name].double()
+        if module.endswith("norm"):
+            exact = exact * math.sqrt(small.hidden_size / shape.hidden_size)
+        if module in _WRITE:
+            large.zero_()
+        else:
+            large.normal_(exact.mean().item(), exact.std(correction=0).item(), generator=generator)
+        if taken:
+            dimensions = _DIMENSIONS.get(module, ("hidden",))[: exact.ndim]  # a bias has rows alone
+            to, which = zip(*(indices[dimension] for dimension in dimensions), strict=True)
+            values = exact[_grid(which, exact.device)]
+            large[_grid(to, large.device)] = values.to(large.device, large.dtype)
 
 
-def _fill(
-    large: torch.Tensor,
-    part: torch.Tensor,
-    indices: tuple[Indices, ...] | None,
-    writes: bool,
-    scale: float,
-    generator: torch.Generator,
-) -> None:
-    exact = part.double() * scale
-    if writes:
-        large.zero_()
-    else:
-        large.normal_(exact.mean().item(), exact.std(correction=0).item(), generator=generator)
-    if indices is None:
-        return
-    to, taken = zip(*indices, strict=True)
-    index = [where.to(large.device) for where in to]
-    values = exact[torch.meshgrid(*[which.to(exact.device) for which in taken], indexing="ij")]
-    large[torch.meshgrid(*index, indexing="ij")] = values.to(large.device, large.dtype)
-
-
-def _same(count: int) -> Indices:
-    return torch.arange(count), torch.arange(count)
+def _grid(indices: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The entries at these indices of each dimension."""
+    return torch.meshgrid(*(each.to(device) for each in indices), indexing="ij")
 
 
 def _head_size(config: Any) -> int:

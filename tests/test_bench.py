@@ -21,10 +21,10 @@ from pairs import tokenizer as letters
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from assisted import AssistedModelForCausalLM, bench
-from assisted.bench import contestants, held_out, protocol, questions
+from assisted.bench import contestants, held_out, protocol
 from assisted.bench.contestants import Contestant, of_model
 from assisted.bench.measure import default_drafts
-from assisted.bench.prompts import SETS
+from assisted.bench.prompts import SETS, UNNAMED, of_dataset
 from assisted.bench.protocol import Rules, race, stream
 from assisted.bench.table import aligned
 from assisted.bench.ties import largest_gap
@@ -177,9 +177,9 @@ def test_questions_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
         return rows if split else {"train": rows}
 
     monkeypatch.setitem(__import__("sys").modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    expected = [("one", questions.UNNAMED), ("two", "chat")]
+    expected = [("1", UNNAMED, "one"), ("2", "chat", "two")]
     for name in ("org/set", "org/set:test", "org/set:main:test"):
-        assert [(question.text, question.category) for question in questions.of_dataset(name)] == expected
+        assert list(of_dataset(name)) == expected
     assert asked == [("org/set", None, None), ("org/set", None, "test"), ("org/set", "main", "test")]
 
 

@@ -1,6 +1,6 @@
 """The measuring protocol: every way of decoding gets the same prompts, tokens and counting. See docs/howto/bench.md."""
 
-from .bars import Bars
+from .clock import Bars
 from .contestants import Contestant, assisted, lookups, of_model, peers, plain
 from .measure import brief, default_drafts, fastest, load, measure, pad_token, point, transformers_assisted
 from .prompts import Batch, Prompt, at_length, batches, held_out_prompts, read, sources

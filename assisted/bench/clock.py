@@ -1,4 +1,4 @@
-"""Turns and clocks: who is measured when, and when the first token comes. Knows nothing of models and contestants."""
+"""Turns, clocks and progress bars: who is measured when, and when the first token comes. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 from ..engine.host import wait
-
-__all__ = ["FirstToken", "Progress", "now", "silent", "turns"]
 
 T = TypeVar("T")
 Progress = Callable[[str, float], None]
@@ -20,6 +19,33 @@ Progress = Callable[[str, float], None]
 
 def silent(what: str, share: float) -> None:
     """The progress that is not shown."""
+
+
+class Bars:
+    """A bar on standard error for one thing after the other: `bars("measuring", 0.5)`. Close it, or use it in a `with`."""
+
+    def __init__(self) -> None:
+        self.what = ""
+        self.bar: Any = None
+
+    def __call__(self, what: str, share: float) -> None:
+        if what != self.what:
+            self.close()
+            form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+            self.what, self.bar = what, tqdm(total=1.0, desc=what, leave=False, bar_format=form)
+        self.bar.update(share - self.bar.n)
+
+    def close(self) -> None:
+        """End the bar that is shown."""
+        if self.bar is not None:
+            self.bar.close()
+        self.what, self.bar = "", None
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self.close()
 
 
 def turns(

@@ -1,13 +1,11 @@
-"""Who takes part: plain `generate` in the stack's modes, transformers' own drafting, and the drafters of this package.
-
-Knows how each is called. Knows nothing of prompts, of measuring, or of what the figures are used for.
-"""
+"""Who takes part: plain `generate` in the stack's modes, transformers' own drafting, and the drafters of this package."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +14,6 @@ from transformers import CompileConfig, PreTrainedModel
 from ..engine.libraries import compile_anywhere
 from ..loading.quantization import memory_bytes
 from ..modeling import AssistedModelForCausalLM
-
-__all__ = ["LOOKUPS", "PEERS", "Contestant", "assisted", "lookups", "of_model", "peers", "plain"]
 
 Generate = Callable[..., torch.Tensor]
 
@@ -86,7 +82,7 @@ def lookups(target: PreTrainedModel) -> list[Contestant]:
     for count, ngram in LOOKUPS:
         name = f"transformers lookup {count}, {ngram}"
         setting = {"prompt_lookup_num_tokens": count, "max_matching_ngram_size": ngram}
-        found.append(Contestant(name, "transformers lookup", _with(target.generate, setting), setting))
+        found.append(Contestant(name, "transformers lookup", partial(target.generate, **setting), setting))
     return _in_both_modes(target, found)
 
 
@@ -119,23 +115,14 @@ def of_model(name: str, model: AssistedModelForCausalLM, counted: bool = False) 
 
 def _in_both_modes(target: PreTrainedModel, found: list[Contestant]) -> list[Contestant]:
     """The same contestants, and again without oneDNN where that may be faster."""
-    if not _has_slow_rows(target):
-        return found
-    without = [
-        replace(
-            one,
-            name=f"{one.name}, oneDNN off",
-            generate=_without_onednn(one.generate),
-            setting={**one.setting, "onednn": False},
-        )
+    half = target.device.type == "cpu" and target.dtype == torch.bfloat16
+    if not half or not torch.backends.mkldnn.is_available():
+        return found  # in half precision on a CPU, oneDNN's products over one row take longer than the default ones
+    off = {"onednn": False}
+    return found + [
+        replace(one, name=f"{one.name}, oneDNN off", generate=_without_onednn(one.generate), setting=one.setting | off)
         for one in found
     ]
-    return [*found, *without]
-
-
-def _has_slow_rows(target: PreTrainedModel) -> bool:
-    """Half precision on a CPU: for one row, oneDNN's products take longer than the default ones."""
-    return target.device.type == "cpu" and target.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
 
 
 def _without_onednn(generate: Generate) -> Generate:
@@ -149,16 +136,13 @@ def _without_onednn(generate: Generate) -> Generate:
     return run
 
 
-def _with(generate: Generate, more: Mapping[str, Any]) -> Generate:
-    return lambda *args, **kwargs: generate(*args, **kwargs, **more)
-
-
 def _compiled(target: PreTrainedModel) -> Generate:
+    generate = partial(target.generate, cache_implementation="static")
     if target.device.type != "cpu":
-        return _with(target.generate, {"cache_implementation": "static"})  # compiles by itself
+        return generate  # compiles by itself
     config = CompileConfig(mode="default")
     compile_anywhere(config)
-    return _with(target.generate, {"cache_implementation": "static", "compile_config": config})
+    return partial(generate, compile_config=config)
 
 
 def _with_assistant(
@@ -167,23 +151,16 @@ def _with_assistant(
     wanted = {**setting, "num_assistant_tokens_schedule": "constant", "eos_token_id": None}
 
     def run(*args: Any, **more: Any) -> torch.Tensor:
-        with _generation_config(draft, wanted):  # transformers reads these settings only there
+        before = draft.generation_config
+        draft.generation_config = copy(before)
+        for name, value in wanted.items():  # which transformers reads only there
+            setattr(draft.generation_config, name, value)
+        try:
             return target.generate(*args, assistant_model=draft, **kwargs, **more)
+        finally:
+            draft.generation_config = before
 
     return run
-
-
-@contextmanager
-def _generation_config(model: PreTrainedModel, wanted: Mapping[str, Any]) -> Iterator[None]:
-    config = model.generation_config
-    before = {name: getattr(config, name) for name in wanted}
-    try:
-        for name, value in wanted.items():
-            setattr(config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
 
 
 def _failing(error: Exception) -> Generate:

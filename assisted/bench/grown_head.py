@@ -17,8 +17,6 @@ from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import load_eagle
 from .grown import layer_positions
 
-__all__ = ["grow_head", "shipped_head"]
-
 
 def shipped_head(grown: PreTrainedModel) -> EagleHead:
     """`"zoo:eagle3"` for the grown shipped target."""

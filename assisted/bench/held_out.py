@@ -1,7 +1,4 @@
-"""Prompts from the sources of sympy and networkx: code, edits of code, JSON and prose, always the same ones.
-
-Knows source files and how they are cut. The shipped models were not trained on any of it.
-"""
+"""Prompts from the sources of sympy and networkx, on which the shipped models were not trained: how files are cut."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..zoo import corpus
-
-__all__ = ["docstrings", "edits", "files", "functions", "name_of", "records", "text"]
 
 LINES_READ, LINES_LEFT = 6, 5  # of code before a cut and after it, at least
 LINES_EDITED = 6  # of a function to be edited, at least

@@ -1,7 +1,4 @@
-"""The whole measurement in one call: load a pair, choose who takes part, race at every batch size and context, sum up.
-
-Knows the parts of the protocol, their order, and what the demo leaves out. Knows nothing of how the result is shown.
-"""
+"""The whole measurement in one call: load a pair, choose who takes part, race at every batch size and context, sum up."""
 
 from __future__ import annotations
 
@@ -30,9 +27,7 @@ from .protocol import Measured, Rules, race, require_room, stream
 from .results import Point, Result, Row, machine, point_name, summed_up
 from .ties import largest_gap
 
-__all__ = ["brief", "default_drafts", "fastest", "load", "measure", "pad_token", "point", "transformers_assisted"]
-
-HEAT_BATCHES = 2  # on which transformers' settings are compared, at least
+HEAT_BATCHES = 2  # on which transformers' settings are compared, at least, and one of every category
 
 
 def measure(
@@ -76,7 +71,10 @@ def measure(
     found = texts.read(prompts, tokenizer, max(count, *batch))
     require_room(pair.target, max(context, default=1), rules)  # before the shorter ones are measured
     chosen = default_drafts(pair, name, target) if drafts is None else _named(drafts, pair, name)
-    own = _loaded_contestants(pair, chosen, progress)
+    own = []
+    for one in who.assisted(pair.target, chosen, tokenizer, pair.draft_length):
+        own.append(one)
+        progress("loading drafters", len(own) / len(chosen))
     plain = who.plain(pair.target, compiled)
     others = [*transformers_assisted(pair), *who.lookups(pair.target)]
     points = []
@@ -107,7 +105,7 @@ def point(
     Args:
         pair: all contestants decode with its target.
         plain: plain decoding in its modes; the fastest is 1.00.
-        others: transformers' own drafting; only the fastest of each family takes part in the race.
+        others: transformers' own drafting; only the fastest of each family takes part.
         own: the other contestants.
         prompts, rules, batch: the work; `batch` rows are decoded together. With a limit of `rules.seconds`, which is for
             everything, nothing is streamed.
@@ -125,16 +123,11 @@ def point(
     if left is None and streams:
         stream(pair.target, measured, batches, rules, pad, progress)
     if rules.greedy:
-        _compare(pair.target, measured, batches)
+        ran = [one for one in measured if one.error is None]
+        for one in ran[1:]:  # than plain's first mode
+            one.largest_gap = largest_gap(pair.target, batches, ran[0].tokens, one.tokens)
     baseline, rows = summed_up(measured, batches, rules.greedy)
     return Point(batch, None, baseline, rows, heat)
-
-
-def _compare(target: PreTrainedModel, measured: Sequence[Measured], batches: Sequence[Batch]) -> None:
-    """Look up how close the tokens are at which texts differ from those of plain's first mode."""
-    ran = [one for one in measured if one.error is None]
-    for one in ran[1:]:
-        one.largest_gap = largest_gap(target, batches, ran[0].tokens, one.tokens)
 
 
 def brief(
@@ -182,13 +175,11 @@ def _quickest(
     rules: Rules,
     progress: Progress,
 ) -> tuple[list[Contestant], tuple[Row, ...]]:
-    """A short race over some of the batches. Returns the fastest contestant of every family, and the rows of all.
-
-    plain: the baseline. tried: the contestants.
-    """
-    some = _some(batches)
-    short = replace(rules, repeats=1, seconds=None)
-    said = _prefixed("transformers' settings, ", progress)
+    """A short race over some of the batches. Returns the fastest contestant of every family, and the rows of all."""
+    firsts = list({batch.category: batch for batch in reversed(batches)}.values())
+    more = [batch for batch in batches if not any(batch is first for first in firsts)]
+    some = [*firsts, *more[: max(0, HEAT_BATCHES - len(firsts))]]
+    short, said = replace(rules, repeats=1, seconds=None), _prefixed("transformers' settings, ", progress)
     measured = race(pair.target, [plain, *tried], some, short, pad_token(pair.tokenizer), said)
     return fastest(measured[1:]), summed_up(measured, some, rules.greedy)[1]
 
@@ -274,16 +265,6 @@ def _written(entry: Any) -> str:
     return "+".join(map(_written, entry)) if isinstance(entry, (list, tuple)) else str(entry)
 
 
-def _loaded_contestants(
-    pair: AssistedModelForCausalLM, drafts: Mapping[str, Any], progress: Progress
-) -> list[Contestant]:
-    found = []
-    for one in who.assisted(pair.target, drafts, pair.tokenizer, pair.draft_length):
-        found.append(one)
-        progress("loading drafters", len(found) / len(drafts))
-    return found
-
-
 def transformers_assisted(pair: AssistedModelForCausalLM) -> list[Contestant]:
     """transformers' assisted generation with the pair's draft model, with translated tokens if needed; [] without a model."""
     if pair.spec.quantizes != "model":
@@ -296,13 +277,6 @@ def transformers_assisted(pair: AssistedModelForCausalLM) -> list[Contestant]:
 def pad_token(tokenizer: Any) -> int:
     """The token that pads the rows of a batch. The mask hides it, so any token will do."""
     return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
-
-
-def _some(batches: list[Batch]) -> list[Batch]:
-    """The first batch of every category, and some more if there are few categories."""
-    firsts = list({batch.category: batch for batch in reversed(batches)}.values())
-    more = [batch for batch in batches if not any(batch is first for first in firsts)]
-    return [*firsts, *more[: max(0, HEAT_BATCHES - len(firsts))]]
 
 
 def _prefixed(prefix: str, progress: Progress) -> Progress:

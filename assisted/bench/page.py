@@ -9,8 +9,6 @@ from .plots import pictures
 from .results import Point, Result, Row, point_name
 from .table import CELLS, by_category, cells, heading, notes
 
-__all__ = ["page"]
-
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --faint: #6a707a; --line: #dde1e6; --mark: #eef4ff; }
 @media (prefers-color-scheme: dark) {

@@ -13,8 +13,6 @@ from typing import Any
 from ..extras import install
 from .results import Point, Result, Row
 
-__all__ = ["pictures", "require_matplotlib"]
-
 INK = "#0a0b0c"  # replaced by the page's own colour when the picture is written
 FAMILIES = {"plain": "#8b93a1", "assisted": "#3b82f6"}  # transformers' own have OTHERS
 OTHERS = "#e0873a"
@@ -68,20 +66,16 @@ def require_matplotlib() -> Any:
 
 
 def _drawn(height: float, draw: Callable[[Any], None], number: int) -> str:
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    canvas = FigureCanvasSVG(figure)
     draw(figure.subplots())
     written = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    canvas.print_svg(written, metadata=nothing)
+    figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = written.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(
-        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
-    )
+    for size in ("height", "width"):  # the page's own
+        svg = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", svg, count=1)
     # ids are unique only within a picture
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>p{number}-", svg)
     return svg.replace(INK, "currentColor")

@@ -1,10 +1,11 @@
 """The prompts, by category, from held-out packages, a question file or a dataset; their batches; how long contexts are filled.
 
-Knows texts and a tokenizer.
+A question file is one such as Spec-Bench's `question.jsonl`: https://github.com/hemingkx/Spec-Bench (arXiv 2401.07851).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +15,10 @@ from typing import Any
 
 import torch
 
+from ..extras import install
 from ..loading.names import did_you_mean
 from ..zoo import corpus
-from . import held_out, questions
-
-__all__ = ["CHAT", "SETS", "Batch", "Prompt", "at_length", "batches", "held_out_prompts", "read", "sources"]
+from . import held_out
 
 SETS = {
     "code": held_out.functions,
@@ -31,6 +31,8 @@ CHAT = Path(__file__).parent / "chat.jsonl"
 """The built-in set "chat": questions, edits, quotes and JSON for an instruct model, six of each."""
 PROMPT_TOKENS = (120, 200)
 _CHARACTERS = 8  # per token, at most on average: longer texts are skipped without being tokenized
+UNNAMED = "questions"  # the category of questions that name none
+COLUMNS = ("turns", "question", "prompt", "instruction", "text", "content")  # one of them has the question
 
 
 @dataclass(frozen=True)
@@ -173,21 +175,64 @@ def _questions(name: str, tokenizer: Any, count: int) -> list[Prompt]:
         raise ValueError(f"prompts: {name!r} is no set of prompts{suggestion} There are {known}")
     if path.suffix in (".jsonl", ".json") and not path.is_file():
         raise ValueError(f"prompts: {name!r} is no file here; give some of {known}")
-    asked = questions.of_file(path) if path.is_file() else questions.of_dataset(name)
+    asked = _of_file(path) if path.is_file() else of_dataset(name)
     taken: dict[str, int] = {}
     found = []
-    for question in asked:
-        if taken.setdefault(question.category, 0) == count:
-            if len(taken) == 1 and question.category == questions.UNNAMED:
+    for title, category, question in asked:
+        if taken.setdefault(category, 0) == count:
+            if len(taken) == 1 and category == UNNAMED:
                 break  # a dataset without categories may be long
             continue
-        taken[question.category] += 1
-        text = _asked(tokenizer, question.text)
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=text is question.text).input_ids.long()
-        found.append(Prompt(f"{name}: {question.name}", question.category, text, ids))
+        taken[category] += 1
+        text = _asked(tokenizer, question)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=text is question).input_ids.long()
+        found.append(Prompt(f"{name}: {title}", category, text, ids))
     if not found:
         raise ValueError(f"prompts: {name!r} has no questions in it; give some of {known}")
     return found
+
+
+def _of_file(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Name, category and text of each question. A line is a JSON object: `category` (optional), and one of COLUMNS."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"prompts: line {number} of {path} is no JSON ({error})") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"prompts: line {number} of {path} is no JSON object")
+        yield _question(fields, f"line {number} of {path}", number)
+
+
+def of_dataset(name: str) -> Iterator[tuple[str, str, str]]:
+    """The same of a dataset, NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. Without a split, of the first one."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(f"prompts: {name!r} needs the datasets library: {install('bench')}") from error
+    path, *rest = name.split(":")
+    config, split = (rest[0] if len(rest) > 1 else None), (rest[-1] if rest else None)
+    try:
+        found = datasets.load_dataset(path, config, split=split, streaming=not Path(path).is_dir())
+    except (OSError, ValueError, RuntimeError) as error:  # a missing dataset raises any of these
+        raise ValueError(f"prompts: {name!r} cannot be loaded ({type(error).__name__}: {error})") from error
+    if isinstance(found, dict):
+        found = next(iter(found.values()))
+    for number, fields in enumerate(found, 1):
+        yield _question(fields, f"row {number} of {name}", number)
+
+
+def _question(fields: dict[str, Any], where: str, number: int) -> tuple[str, str, str]:
+    column = next((column for column in COLUMNS if fields.get(column)), None)
+    if column is None:
+        raise ValueError(f"prompts: {where} has none of the fields {', '.join(COLUMNS)}, only {', '.join(fields)}")
+    value = fields[column]
+    asked = value[0] if isinstance(value, (list, tuple)) else value  # the first of several turns
+    if isinstance(asked, dict):  # a chat message
+        asked = asked.get("content", "")
+    return str(fields.get("question_id", number)), str(fields.get("category", UNNAMED)), str(asked)
 
 
 def _asked(tokenizer: Any, text: str) -> str:

@@ -1,7 +1,6 @@
 """The race: all contestants decode the same prompts to the same length, in turns, warmed up and repeated.
 
-Knows contestants as something to call. Notes what a call took, what it wrote and how many forward passes it needed;
-results.py sums that up.
+Notes what a call took, what it wrote and how many forward passes it needed; results.py sums that up.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from ..report import Report
 from .clock import FirstToken, Progress, now, silent, turns
 from .contestants import Contestant
 from .prompts import Batch
-
-__all__ = ["Measured", "Rules", "race", "require_room", "stream"]
 
 
 @dataclass(frozen=True)

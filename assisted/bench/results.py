@@ -19,8 +19,6 @@ from .prompts import Batch
 from .protocol import Measured, Rules
 from .statistics import Interval, repeated_share, speedup
 
-__all__ = ["Point", "Result", "Row", "machine", "point_name", "summed_up"]
-
 
 @dataclass(frozen=True)
 class Row:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Interval", "repeated_share", "speedup"]
-
 DRAWS = 2000  # of the bootstrap
 INSIDE = 0.95  # share of the draws inside an interval
 

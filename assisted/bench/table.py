@@ -8,19 +8,6 @@ from textwrap import fill
 from .results import Point, Result, Row, point_name
 from .statistics import Interval
 
-__all__ = [
-    "CELLS",
-    "aligned",
-    "by_category",
-    "cells",
-    "heading",
-    "markdown",
-    "markdown_table",
-    "notes",
-    "percent",
-    "table",
-]
-
 CELLS: dict[str, Callable[[Row], str]] = {
     "": lambda row: row.name,
     "times plain": lambda row: str(row.speedup),

@@ -1,7 +1,4 @@
-"""Where texts of a greedy race differ from plain's: how close the two tokens were in the target's own scores.
-
-Knows texts and a model; nothing of drafting or of times.
-"""
+"""Where texts of a greedy race differ from plain's: how close the two tokens were in the target's own scores."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from .prompts import Batch
-
-__all__ = ["largest_gap"]
 
 
 @torch.no_grad()
@@ -24,10 +19,7 @@ def largest_gap(
     In standard deviations of the target's logits, from a forward pass of its own over the common text: rounding in half
     precision moves logits by some hundredths of one.
 
-    Args:
-        target: a causal LM.
-        batches: the prompts.
-        right, wrote: new tokens of every row, batch by batch, by plain decoding and by another contestant.
+    right, wrote: new tokens of every row, batch by batch, by plain decoding and by another contestant.
 
     Returns None if no row differs.
     """

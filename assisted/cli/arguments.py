@@ -14,25 +14,6 @@ from typing import Any
 
 from ..loading import names
 
-__all__ = [
-    "DEFAULT",
-    "STORED",
-    "Parser",
-    "add_json_file",
-    "add_loading",
-    "add_target",
-    "add_temperature",
-    "device",
-    "dtype_name",
-    "int_or_name",
-    "loading",
-    "print_json",
-    "print_or_write",
-    "require_tokenizer",
-    "typed",
-    "use_threads",
-]
-
 DEFAULT = " (default: %(default)s)"
 STORED = ("float32", "bfloat16", "float16")  # of files
 DTYPES = ("auto", *STORED)

@@ -11,8 +11,6 @@ from typing import Any
 from .arguments import DEFAULT, add_loading, add_target, add_temperature, loading, print_or_write, typed, use_threads
 from .terminal import columns
 
-__all__ = ["add"]
-
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `bench` into the parser. command: makes a parser with a function to run and a text."""
@@ -76,7 +74,7 @@ def _bench(args: argparse.Namespace) -> None:
 def _measure(args: argparse.Namespace) -> Any:
     import dataclasses
 
-    from ..bench.bars import Bars
+    from ..bench.clock import Bars
     from ..bench.measure import measure
     from ..bench.protocol import Rules
 

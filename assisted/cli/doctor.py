@@ -21,8 +21,6 @@ from .arguments import (
 if TYPE_CHECKING:
     from ..doctor.diagnosis import Settings
 
-__all__ = ["add"]
-
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `doctor` into the parser. command: makes a parser with a function to run and a text."""
@@ -59,7 +57,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _doctor(args: argparse.Namespace) -> None:
     import torch
 
-    from ..bench.bars import Bars
+    from ..bench.clock import Bars
     from ..bench.grown import load_target
     from ..doctor.diagnosis import Settings
     from ..doctor.examine import examine

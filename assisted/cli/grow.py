@@ -8,8 +8,6 @@ from pathlib import Path
 
 from .arguments import DEFAULT, STORED, device, print_json
 
-__all__ = ["add"]
-
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `grow` into the parser. command: makes a parser with a function to run and a text."""

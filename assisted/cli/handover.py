@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from .arguments import STORED, print_json
 
-__all__ = ["add"]
-
 ENGINES = ("vllm", "sglang", "trtllm", "llamacpp")  # those of assisted.handover, whose import takes seconds
 
 

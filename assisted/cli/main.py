@@ -31,8 +31,6 @@ from .arguments import (
 )
 from .terminal import Loading, Wrapped, dimmed
 
-__all__ = ["main"]
-
 FAILED, INTERRUPTED = 2, 130
 _NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 """Loggers that warn of kernels that did not load and of calls between other packages."""

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from .arguments import DEFAULT, DTYPES, dtype_name, print_or_write
 
-__all__ = ["add"]
-
 _OPTIONS = {"memory": "vram", "rows": "batch", "drafted": "draft-length"}
 """The command's names for arguments that have other names in Python."""
 

@@ -14,8 +14,6 @@ from itertools import cycle
 from typing import Any
 from unicodedata import east_asian_width
 
-__all__ = ["Loading", "Wrapped", "columns", "dimmed"]
-
 _UNITS = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)  # an escape code, which takes no room, or a character
 _AFTER, _EVERY = 0.2, 0.1  # seconds
 

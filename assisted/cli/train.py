@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from ..training.method import Method
 
-__all__ = ["add", "options"]
-
 TRAININGS = {
     "distill": "train a small draft on the target's distribution",
     "early-exit": "train a model to predict from its own early layers",

@@ -1,7 +1,4 @@
-"""How close a draft's distribution is to its target's, on text that the target wrote: the limit of its acceptance.
-
-Knows two models with the same vocabulary and where each draft began; knows nothing else of how the text was drafted.
-"""
+"""How close a draft's distribution is to its target's, on text that the target wrote: the limit of its acceptance."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ from itertools import pairwise
 
 import torch
 from transformers import PreTrainedModel
-
-__all__ = ["Comparison", "Written", "compare"]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from .comparison import Comparison
 from .forecast import Expected
 from .passes import Memory, PassTimes
 
-__all__ = ["Check", "Diagnosis", "Examination", "Settings"]
-
 
 @dataclass(frozen=True)
 class Settings:

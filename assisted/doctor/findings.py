@@ -13,8 +13,6 @@ from ..bench.table import aligned
 from .comparison import Comparison
 from .diagnosis import Diagnosis, Examination
 
-__all__ = ["advice", "bottlenecks", "told"]
-
 WIDTH = 79
 WORTHWHILE = 1.03  # the least speedup for which drafting is recommended
 NEARLY_FREE = 1.25  # the cost of a pass over five tokens, in passes over one

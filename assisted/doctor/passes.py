@@ -24,8 +24,6 @@ from ..fast.graphs import Graphs
 from ..fast.runner import form
 from ..loading.quantization import memory_bytes
 
-__all__ = ["Bandwidth", "Memory", "PassTimes", "bandwidth", "memory", "pass_times"]
-
 _COPIED = {"cpu": 2**27}  # bytes that are copied to measure the memory: more than fits into caches
 _COPIED_ELSEWHERE = 2**29
 _COPIES = 8

@@ -1,13 +1,9 @@
-"""Heads of a small target, made to fit its grown version: they read the same numbers out of wider states.
-
-Knows where `grown` puts the small model's hidden states. Knows nothing of measuring.
-"""
+"""Heads of a small target, made to fit its grown version: they read the same numbers out of wider states."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -50,33 +46,20 @@ def grow_head(head: EagleHead, small: PreTrainedModel, grown: PreTrainedModel) -
         target_hidden_size=wide,
         own_embedding=True,
     )
-    other = EagleHead(larger)
-    own = head.state_dict()
+    other, own = EagleHead(larger), head.state_dict()
     if not config.own_embedding:
         own["embed_tokens.weight"] = small.get_input_embeddings().weight
-    read = torch.arange(taps * wide).view(taps, -1)[:, :width]
-    # a norm over a wider state divides by less; its weights and the epsilon make up for that
+    read = (
+        torch.arange(taps * wide).view(taps, -1)[:, :width].flatten()
+    )  # the small model's numbers among the grown one's
     narrower = math.sqrt(width / wide)
-    norms = {f"fc_norm.{tap}.weight": torch.arange(width) for tap in range(taps)} | {
-        "input_norm.weight": read.flatten()
-    }
-    for name, columns in norms.items():
-        if name in own:
-            own[name] = _wider(own[name] * narrower, columns, other.get_parameter(name))
-    own["fc.weight"] = _wider(own["fc.weight"], read.flatten(), other.fc.weight)
+    for name, like in other.state_dict().items():
+        part = own[name]
+        if part.shape != like.shape:  # it reads the target's states
+            own[name] = torch.zeros(like.shape, dtype=part.dtype, device=part.device)
+            # a norm over a wider state divides by less; its weights and the epsilon make up for that
+            own[name][..., read[: part.shape[-1]].to(part.device)] = part * narrower if part.ndim == 1 else part
     other.load_state_dict(own)
-    for norm in _norms(other):
+    for norm in filter(None, [*getattr(other, "fc_norm", ()), getattr(other, "input_norm", None)]):
         norm.variance_epsilon *= narrower**2
     return other.to(grown.device, grown.dtype).eval()
-
-
-def _wider(part: torch.Tensor, columns: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Zeros as wide as `like`, with the columns of `part` at these indices."""
-    wide = torch.zeros(like.shape, dtype=part.dtype, device=part.device)
-    wide[..., columns.to(part.device)] = part
-    return wide
-
-
-def _norms(head: Any) -> list[Any]:
-    """The norms of the target's states."""
-    return [*getattr(head, "fc_norm", []), *([head.input_norm] if hasattr(head, "input_norm") else [])]

@@ -29,8 +29,7 @@ from assisted.bench import Bars, Contestant, Prompt, Rules, batches, pad_token, 
 from assisted.bench.clock import now
 from assisted.bench.grown import load_target, save
 from assisted.bench.grown_head import shipped_head
-from assisted.bench.results import machine
-from assisted.bench.ties import largest_gap
+from assisted.bench.results import largest_gap, machine
 from assisted.doctor.passes import bandwidth, memory
 from assisted.drafters.model_drafter import ModelDrafter
 from assisted.engine.cache import SlotCache

@@ -26,8 +26,8 @@ from assisted.bench.contestants import Contestant, of_model
 from assisted.bench.measure import default_drafts
 from assisted.bench.prompts import SETS, UNNAMED, of_dataset
 from assisted.bench.protocol import Rules, race, stream
+from assisted.bench.results import largest_gap
 from assisted.bench.table import aligned
-from assisted.bench.ties import largest_gap
 from assisted.engine.hooks import obstacle
 
 RULES = Rules(new_tokens=24, repeats=2)

@@ -24,8 +24,7 @@ from .contestants import Contestant, of_model
 from .grown_head import shipped_head
 from .prompts import Batch, Prompt
 from .protocol import Measured, Rules, race, require_room, stream
-from .results import Point, Result, Row, machine, point_name, summed_up
-from .ties import largest_gap
+from .results import Point, Result, Row, largest_gap, machine, point_name, summed_up
 
 HEAT_BATCHES = 2  # on which transformers' settings are compared, at least, and one of every category
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..extras import install
 from ..loading.names import did_you_mean
@@ -146,10 +147,8 @@ def batches(prompts: Sequence[Prompt], rows: int = 1, pad: int = 0) -> list[Batc
 
 
 def _padded(category: str, rows: list[torch.Tensor], pad: int) -> Batch:
-    width = max(map(len, rows))
-    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0), value=pad) for row in rows])
-    mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
-    return Batch(category, ids, mask)
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    return Batch(category, ids, pad_sequence([*map(torch.ones_like, rows)], batch_first=True, padding_side="left"))
 
 
 def _of_set(name: str, tokenizer: Any, tokens: tuple[int, int]) -> Iterator[Prompt]:

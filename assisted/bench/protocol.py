@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..drafts import DraftingStopped
+from ..engine.split import timed
 from ..engine.traits import Traits
 from ..report import Report
-from .clock import FirstToken, Progress, now, silent, turns
+from .clock import FirstToken, Progress, silent, turns
 from .contestants import Contestant
 from .prompts import Batch
 
@@ -225,9 +226,8 @@ class _Runner:
             raise ValueError(f"wrote {min(wrote)} tokens where {self.rules.new_tokens} were asked for")
 
     def timed(self, one: Measured, number: int, repeat: int) -> None:
-        started = now(self.target.device)
-        rows = self.run(one, number, seed=1000 * (repeat + 1) + number)
-        took = now(self.target.device) - started
+        seed = 1000 * (repeat + 1) + number
+        rows, took = timed(lambda: self.run(one, number, seed), self.target.device)
         if number == 0:
             one.seconds.append([])
         one.seconds[-1].append(took)

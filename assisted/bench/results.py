@@ -1,18 +1,16 @@
-"""The results: a row for each contestant, a point for each batch size and context, all of it as JSON.
-
-Knows what a race noted. Knows nothing of how it is shown.
-"""
+"""The results: a row for each contestant, a point for each batch size and context, all of it as JSON."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from ..engine.host import processor
 from .prompts import Batch
@@ -38,7 +36,7 @@ class Row:
         acceptance_by_position: of the tokens drafted first, second, ...; only for this package's drafters.
         same: rows, out of `rows`, whose tokens are those of plain `generate`; None when sampled.
         largest_gap: at the first differences of the other rows, how far the worse of the two tokens is behind the best, in
-            standard deviations of the target's logits: the largest (see `ties`). None where nothing differs or was compared.
+            standard deviations of the target's logits: the largest. None where nothing differs or was compared.
         rows: how many were written.
         repeated_4grams: share of the written 4-grams that occurred before in the same row.
         draft, verify: share of the time for drafting, and for the target's forward passes; only for this package's drafters.
@@ -130,26 +128,21 @@ class Result:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Result:
         """The result that `to_dict` was called on, also after a way through JSON."""
-        points = tuple(
-            Point(**{**point, "rows": _rows(point["rows"]), "heat": _rows(point["heat"])}) for point in values["points"]
-        )
-        return cls(**{**values, "rules": Rules(**values["rules"]), "points": points})
+        points = []
+        for point in values["points"]:
+            rows = {name: tuple(map(_row_from, point[name])) for name in ("rows", "heat")}
+            points.append(Point(**point | rows))
+        return cls(**values | {"rules": Rules(**values["rules"]), "points": tuple(points)})
 
 
-def _rows(rows: Sequence[dict[str, Any]]) -> tuple[Row, ...]:
-    return tuple(
-        Row(
-            **{
-                **row,
-                "speedup": None if row["speedup"] is None else Interval(**row["speedup"]),
-                "by_category": row["by_category"]
-                and {category: Interval(**interval) for category, interval in row["by_category"].items()},
-                "acceptance_by_position": tuple(row["acceptance_by_position"]),
-                "seconds": tuple(map(tuple, row["seconds"])),
-            }
-        )
-        for row in rows
-    )
+def _row_from(values: dict[str, Any]) -> Row:
+    row = {**values, "acceptance_by_position": tuple(values["acceptance_by_position"])}
+    row["seconds"] = tuple(map(tuple, values["seconds"]))
+    if values["speedup"] is not None:
+        row["speedup"] = Interval(**values["speedup"])
+    if values["by_category"] is not None:
+        row["by_category"] = {category: Interval(**one) for category, one in values["by_category"].items()}
+    return Row(**row)
 
 
 def summed_up(measured: Sequence[Measured], batches: Sequence[Batch], greedy: bool) -> tuple[str, tuple[Row, ...]]:
@@ -218,6 +211,38 @@ def _of_category(one: Measured, batches: Sequence[Batch], category: str) -> list
     return [
         [took for took, batch in zip(row, batches, strict=True) if batch.category == category] for row in one.seconds
     ]
+
+
+@torch.no_grad()
+def largest_gap(
+    target: PreTrainedModel, batches: Sequence[Batch], right: Sequence[list[int]], wrote: Sequence[list[int]]
+) -> float | None:
+    """By how much the worse of the two tokens at a row's first difference is behind the best one, the largest over the rows.
+
+    In standard deviations of the target's logits, from a forward pass of its own over the common text: rounding in half
+    precision moves logits by some hundredths of one.
+
+    right, wrote: new tokens of every row, batch by batch, by plain decoding and by another contestant.
+
+    Returns None if no row differs.
+    """
+    gaps = []
+    for prompt, row, other in zip(_prompts(batches), right, wrote, strict=True):
+        pairs = enumerate(zip(row, other, strict=False))
+        at = next((at for at, (one, two) in pairs if one != two), None)
+        if at is None:
+            continue
+        text = torch.cat([prompt, torch.tensor(row[:at], dtype=prompt.dtype, device=prompt.device)])
+        scores = target(input_ids=text[None].to(target.device)).logits[0, -1].double()
+        gaps.append(float((scores.max() - scores[[row[at], other[at]]].min()) / scores.std()))
+    return max(gaps, default=None)
+
+
+def _prompts(batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
+    """Every row's prompt without its padding, [P] int64."""
+    for batch in batches:
+        for ids, mask in zip(batch.ids, batch.attention_mask, strict=True):
+            yield ids[mask.bool()]
 
 
 def point_name(batch: int, context: int | None) -> str:

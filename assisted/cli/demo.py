@@ -1,7 +1,4 @@
-"""The output of `assisted demo`: a pair completes code that it was not trained on, then a table shows the cost.
-
-Knows rich and the terminal. The model's rounds show what is drafted and accepted; bench/measure.py measures.
-"""
+"""The output of `assisted demo`: a pair completes code that it was not trained on, then a table shows the cost."""
 
 from __future__ import annotations
 
@@ -70,8 +67,7 @@ def show(
 
 
 def _console() -> Console:
-    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM", "") in ("", "dumb")
-    if plain:
+    if not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM", "") in ("", "dumb"):
         return Console(force_terminal=False, color_system=None, highlight=False)
     return Console(highlight=False)
 
@@ -99,7 +95,9 @@ def _draw_live(console: Console, model: AssistedModelForCausalLM, prompt: Prompt
         with Live(console=console, auto_refresh=False, transient=True) as live:
 
             def draw(watch: Watch) -> None:
-                live.update(_tail(console, _styled(model.tokenizer, start, watch)), refresh=True)
+                lines = _styled(model.tokenizer, start, watch).wrap(console, console.width)
+                shown = lines[-max(1, console.height - 2) :]  # as many as the terminal has room for
+                live.update(Styled("\n").join(shown), refresh=True)
                 if watch.waiting or watch.rejected:
                     time.sleep(PACE)
 
@@ -146,12 +144,6 @@ def _styled(tokenizer: Any, start: str, watch: Watch) -> Styled:
     pieces = Pieces(tokenizer)
     tokens = [*watch.tokens, *watch.waiting, *watch.rejected]
     return Styled.assemble((start, READ), *zip(map(pieces.add, tokens), styles, strict=True))
-
-
-def _tail(console: Console, text: Styled) -> Styled:
-    """The last lines, as many as the terminal has room for."""
-    lines = text.wrap(console, console.width)
-    return Styled("\n").join(lines[-max(1, console.height - 2) :])
 
 
 def _underlined(tokenizer: Any, start: str, watch: Watch) -> str:

@@ -199,9 +199,11 @@ def _brought(model: Any) -> str:
 def _zoo_list(args: argparse.Namespace) -> None:
     from .. import zoo
 
-    models: list[dict[str, Any]] = [
-        {"name": f"zoo:{name}", "folder": zoo.folder(name), "bytes": _size(zoo.folder(name))} for name in zoo.NAMES
-    ]
+    models: list[dict[str, Any]] = []
+    for name in zoo.NAMES:
+        folder = zoo.folder(name)
+        size = sum(path.stat().st_size for path in Path(folder).glob("*") if path.is_file())
+        models.append({"name": f"zoo:{name}", "folder": folder, "bytes": size})
     for name, packaged in zoo.PACKAGED.items():
         file = packaged.file()
         found = {} if file is None else {"folder": str(file.parent), "file": str(file), "bytes": file.stat().st_size}
@@ -211,9 +213,9 @@ def _zoo_list(args: argparse.Namespace) -> None:
         print_json(models)
         return
     for model in models:
-        size = f"{model['bytes'] / 2**20:.1f} MiB" if model["bytes"] else "missing"
+        mebibytes = f"{model['bytes'] / 2**20:.1f} MiB" if model["bytes"] else "missing"
         where = model.get("file") or model["folder"] or f"not installed: {model['install']}"
-        print(f"{model['name']:<26} {size:>10}  {where}")
+        print(f"{model['name']:<26} {mebibytes:>10}  {where}")
 
 
 def _load(args: argparse.Namespace, target: str | None = None, draft: str | None = None) -> Any:
@@ -280,10 +282,6 @@ def _without_noise() -> Iterator[None]:
     finally:
         if before:
             bars.enable_progress_bar()
-
-
-def _size(folder: str) -> int:
-    return sum(path.stat().st_size for path in Path(folder).glob("*") if path.is_file())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,4 @@
-"""The settings and results of `assisted doctor`: numbers alone.
-
-examine.py measures them, findings.py puts them into words.
-"""
+"""The settings and results of `assisted doctor`: examine.py measures them, findings.py puts them into words."""
 
 from __future__ import annotations
 
@@ -72,9 +69,7 @@ class Diagnosis:
     """One draft.
 
     Args:
-        draft: its name.
         error: why it could not be used; everything else is then empty.
-        warned: a warning while drafting.
         proposed: share of the rounds in which it proposed anything.
         acceptance_by_position: of the first, second, ... drafted token, given that those before it were accepted.
         draft_seconds: of a drafted token, or of a whole draft if `blocks`.
@@ -119,24 +114,15 @@ class Examination:
     """Everything that was measured.
 
     Args:
-        target: its name.
         note: a remark on results with this target, or None.
         way: how its calls run, as in `Report`, and why they take no shortcuts: "own forward: ..."; None if they do.
         machine: processor, device, dtype, threads, versions.
-        parameters: of the target.
         text: the source of the prompts.
-        prompts: number of prompts decoded with each draft, at most.
-        checked: number of prompts also decoded by the baseline.
+        prompts, checked: numbers of prompts decoded with each draft, at most, and by the baseline.
         prompt_tokens: median length of a prompt.
-        new_tokens: per prompt.
-        temperature: of the decoding.
-        passes: times of forward passes, by context.
-        memory: a forward pass relative to the memory's speed.
-        plain_way: the fastest plain mode.
-        plain_seconds: its time per token, without the prompt.
+        plain_way, plain_seconds: the fastest plain mode, and its time per token, without the prompt.
         undrafted: speed of this package without drafts, relative to that; None if no draft was measured.
         repeated_4grams: share of the generated 4-grams that occurred before in their text: loops make every draft look better.
-        drafts: a diagnosis for each.
         lacking: names that the installed versions of other packages lack, with what each costs.
     """
 

@@ -1,7 +1,4 @@
-"""Measures what speedup to expect of a draft on this machine and text, and what limits it; then checks the prediction.
-
-Knows the public classes of the package and bench/. findings.py puts the results into words.
-"""
+"""Measures what speedup to expect of a draft on this machine and text, and what limits it; then checks the prediction."""
 
 from __future__ import annotations
 

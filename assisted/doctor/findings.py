@@ -1,7 +1,4 @@
-"""The report of `assisted doctor`: tables, what they mean, and what to do.
-
-Knows measured numbers; measures nothing.
-"""
+"""The report of `assisted doctor`: tables, what they mean, and what to do."""
 
 from __future__ import annotations
 
@@ -111,12 +108,11 @@ def _passes(examination: Examination) -> str:
         rows.append([f"context {times.context}{onednn}", *cells])
     first = examination.passes[0].seconds
     ratio = min(first[n] for n in first if n >= 5) / first[1]
-    free = (
-        "Drafted tokens are nearly free to verify."
-        if ratio < NEARLY_FREE
-        else "Verification is not free here: every drafted token costs some of its gain."
-    )
-    text = f"A pass over 5 tokens or more takes at least {ratio:.2f} times as long as a pass over one. {free}"
+    text = f"A pass over 5 tokens or more takes at least {ratio:.2f} times as long as a pass over one. "
+    if ratio < NEARLY_FREE:
+        text += "Drafted tokens are nearly free to verify."
+    else:
+        text += "Verification is not free here: every drafted token costs some of its gain."
     return f"Forward passes of the target, milliseconds\n{_table(rows)}\n{fill(text, WIDTH)}"
 
 
@@ -160,8 +156,7 @@ def _diagnosis(one: Diagnosis, examination: Examination) -> Iterator[str]:
     if one.proposed == 0:
         yield _item("It proposed nothing in the whole recorded run. No speedup is to be expected from it here.")
         return
-    passes = one.draft_seconds / one.pass_seconds
-    what = "A whole draft" if one.blocks else "A drafted token"
+    what, passes = "A whole draft" if one.blocks else "A drafted token", one.draft_seconds / one.pass_seconds
     yield _item(f"{what} takes {_milliseconds(one.draft_seconds)} ms, {passes:.0%} of a forward pass over one token.")
     if one.proposed < 0.995:
         yield _item(f"It proposes something in {one.proposed:.0%} of the rounds.")

@@ -1,7 +1,4 @@
-"""Times of a target's forward passes by number of tokens, and the share that reading weights from memory takes.
-
-Knows how the package runs a target; knows nothing of drafts.
-"""
+"""Times of a target's forward passes by number of tokens, and the share that reading weights from memory takes."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ from ..fast.graphs import Graphs
 from ..fast.runner import form
 from ..loading.quantization import memory_bytes
 
-_COPIED = {"cpu": 2**27}  # bytes that are copied to measure the memory: more than fits into caches
-_COPIED_ELSEWHERE = 2**29
 _COPIES = 8
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -126,7 +121,7 @@ def pass_times(
 
 def bandwidth(device: torch.device) -> Bandwidth:
     """Bandwidth of the memory, by copies that are larger than caches; on a CPU, with as many threads as torch uses."""
-    size = _COPIED.get(device.type, _COPIED_ELSEWHERE)
+    size = 2**27 if device.type == "cpu" else 2**29
     source = torch.ones(size, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
     _, *seconds = [timed(lambda: copy.copy_(source), device)[1] for _ in range(_COPIES + 1)]

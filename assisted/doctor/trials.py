@@ -1,7 +1,4 @@
-"""The runs of `assisted doctor`: timed forward passes, recorded drafts, and a race against the autoregressive baseline.
-
-Knows models and the clock. examine.py evaluates the results.
-"""
+"""The runs of `assisted doctor`: timed forward passes, recorded drafts, and a race against the autoregressive baseline."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The prompts, by category, from held-out packages, a question file or a dataset; their batches; how long contexts are filled.
 
-A question file is one such as Spec-Bench's `question.jsonl`: https://github.com/hemingkx/Spec-Bench (arXiv 2401.07851).
+A question file is one such as Spec-Bench's `question.jsonl`: https://github.com/hemingkx/Spec-Bench (arXiv 2401.07851). A
+tokenizer is always the target's.
 """
 
 from __future__ import annotations

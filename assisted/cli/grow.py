@@ -27,17 +27,13 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _grow(args: argparse.Namespace) -> None:
     import torch
 
-    from .. import zoo
     from ..bench import grown
-    from ..loading.gguf import load_model
-    from ..loading.vocabulary import find_tokenizer
 
     grown.parse(args.size)  # before anything is loaded
-    path = zoo.resolve(args.model)
-    small = load_model(path, dtype=torch.float32)
+    small, tokenizer = grown.load_target(args.model, torch.float32)
     dtype = getattr(torch, args.dtype)
     model = grown.grow(small, args.size, device=device(args.device), dtype=dtype, seed=args.seed)
-    grown.save(model, args.out, find_tokenizer(path))
+    grown.save(model, args.out, tokenizer)
     if args.json:
         print_json({"folder": str(args.out), "parameters": model.num_parameters(), "dtype": args.dtype})
     else:

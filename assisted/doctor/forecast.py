@@ -6,7 +6,7 @@ Knows rounds, lengths by their interface, and costs; knows nothing of models.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,9 +38,9 @@ class Step:
     levels: tuple[int, ...] | None = None
 
 
-@dataclass(eq=False)
-class Recorded:
-    """A draft length that records every round. One object serves several calls of one row each.
+class Recorded(Length):
+    """A draft length that records every round. It is its own state: one object serves several calls of one row each, and every
+    member of a combined drafter.
 
     Args:
         tokens: requested in every round.
@@ -51,39 +51,22 @@ class Recorded:
         calls: the rounds of each call.
     """
 
-    tokens: int
-    waits: bool = False
-    costs: Costs | None = None
-    calls: list[list[Step]] = field(default_factory=list)
-    _last: Round | None = None
+    def __init__(self, tokens: int, waits: bool = False, costs: Costs | None = None):
+        self.tokens, self.needs_q, self.costs = tokens, waits, costs
+        self.calls: list[list[Step]] = []
+        self.asked = 0
+        self.last: Round | None = None
 
     def begin(self) -> None:
         """Begin a call. (`start` would not do: a combined drafter starts a length for each member.)"""
         self.calls.append([])
 
     def start(self, earlier: Length | None = None) -> Length:
-        return _Recording(self)
-
-    def see(self, round: Round, asked: int) -> None:
-        if (
-            round is self._last
-        ):  # where no member of a combined drafter proposed anything, every member observes the round
-            return
-        self._last = round
-        counts = round.drafted[0], round.accepted[0], round.kept[0]
-        self.calls[-1].append(Step(asked, *counts, round.draft_seconds, round.verify_seconds, _levels(round.draft)))
-
-
-class _Recording(Length):
-    def __init__(self, policy: Recorded):
-        self.policy = policy
-        self.needs_q = policy.waits
-        self.costs = policy.costs
-        self.asked = 0
+        return self
 
     def budget(self, unfinished: Sequence[int]) -> int:
         self.asked = 1
-        return self.policy.tokens
+        return self.tokens
 
     def another(self, position: int) -> bool:
         self.asked += 1
@@ -94,7 +77,15 @@ class _Recording(Length):
         return super().go_on(position, q)
 
     def observe(self, round: Round) -> None:
-        self.policy.see(round, self.asked)
+        if (
+            round is self.last
+        ):  # where no member of a combined drafter proposed anything, every member observes the round
+            return
+        self.last = round
+        counts = round.drafted[0], round.accepted[0], round.kept[0]
+        self.calls[-1].append(
+            Step(self.asked, *counts, round.draft_seconds, round.verify_seconds, _levels(round.draft))
+        )
 
 
 def _levels(draft: Draft) -> tuple[int, ...] | None:

@@ -129,10 +129,7 @@ def _times(axes: Any, rows: Sequence[Row]) -> None:
             left += share * whole
     _named(axes, rows)
     axes.set_xlabel("ms a token")
-    axes.legend(
-        handles=[Patch(color=colour, label=name) for name, colour in PARTS.items()],
-        **_BESIDE,
-    )
+    axes.legend(handles=[Patch(color=colour, label=name) for name, colour in PARTS.items()], **_BESIDE)
 
 
 def _swept(points: Sequence[Point], name: str) -> list[Point]:
@@ -155,9 +152,8 @@ def _sweep(points: Sequence[Point], name: str, words: str) -> Callable[[Any], No
             intervals = [row.speedup for _, row in found if row.speedup is not None]
             at = [value for value, _ in found]
             axes.plot(at, [i.ratio for i in intervals], marker="o", markersize=3, color=_line(number), label=title)
-            axes.fill_between(
-                at, [i.low for i in intervals], [i.high for i in intervals], color=_line(number), alpha=0.15
-            )
+            low, high = [i.low for i in intervals], [i.high for i in intervals]
+            axes.fill_between(at, low, high, color=_line(number), alpha=0.15)
         axes.set_xscale("log", base=2)
         axes.set_xticks(values, map(str, values))
         axes.set(xlabel=words, ylabel="times plain")

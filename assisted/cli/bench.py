@@ -80,20 +80,9 @@ def _measure(args: argparse.Namespace) -> Any:
 
     use_threads(args.threads)
     rules = Rules(args.new_tokens, args.repeats, args.temperature, args.top_p, args.seed)
+    work = (args.prompts, args.count, rules, args.batch, args.context)
     with Bars() as bars:
-        result = measure(
-            args.target,
-            args.draft,
-            args.drafts,
-            args.prompts,
-            args.count,
-            rules,
-            args.batch,
-            args.context,
-            not args.no_compile,
-            bars,
-            **loading(args),
-        )
+        result = measure(args.target, args.draft, args.drafts, *work, not args.no_compile, bars, **loading(args))
     return dataclasses.replace(result, command=typed())
 
 

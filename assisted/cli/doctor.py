@@ -37,7 +37,14 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--text", metavar="PATH", help="a file or folder whose text the target continues (default: held-out code)"
     )
     doctor.add_argument("--prompts", type=int, default=8, help="at most" + DEFAULT)
-    doctor.add_argument("--max-new-tokens", type=int, default=48, help="per prompt" + DEFAULT)
+    doctor.add_argument(
+        "--max-new-tokens",
+        dest="new_tokens",
+        type=int,
+        default=48,
+        metavar="MAX_NEW_TOKENS",
+        help="per prompt" + DEFAULT,
+    )
     doctor.add_argument("--longest", type=int, default=15, metavar="N", help="the longest draft to consider" + DEFAULT)
     add_temperature(doctor)
     doctor.add_argument(
@@ -65,14 +72,8 @@ def _doctor(args: argparse.Namespace) -> None:
     from ..modeling import AssistedModelForCausalLM
 
     use_threads(args.threads)
-    settings = Settings(
-        prompts=args.prompts,
-        new_tokens=args.max_new_tokens,
-        longest=args.longest,
-        temperature=args.temperature,
-        contexts=tuple(args.contexts) if args.contexts else None,
-        seconds=args.seconds,
-    )
+    args.contexts = tuple(args.contexts) if args.contexts else None
+    settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
     if args.quick:
         settings = _quick(settings)
     where = device(args.device)
@@ -85,14 +86,7 @@ def _doctor(args: argparse.Namespace) -> None:
         target = target.target
     with Bars() as bars:
         found = examine(
-            target,
-            drafts,
-            tokenizer,
-            text=args.text,
-            settings=settings,
-            draft_quantization=args.draft_quantization,
-            name=args.target,
-            progress=bars,
+            target, drafts, tokenizer, args.text, settings, args.draft_quantization, args.target, progress=bars
         )
     text = told(found)
     print_or_write(args.json, {**found.to_dict(), "told": text}, text)

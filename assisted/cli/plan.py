@@ -21,13 +21,19 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     plan.add_argument(
         "--draft", help="Hub id, folder, zoo: name, self:nf4, suffix, suffix+self:nf4, ... (default: suffix)"
     )
-    plan.add_argument("--vram", metavar="SIZE", help="of the card, such as 12 or 12GB (default: what is free here)")
-    plan.add_argument("--card", metavar="NAME", help="such as 'RTX 4070': its memory and its bandwidth")
+    plan.add_argument(
+        "--vram", dest="memory", metavar="SIZE", help="of the card, such as 12 or 12GB (default: what is free here)"
+    )
+    plan.add_argument(
+        "--card", dest="card_name", metavar="NAME", help="such as 'RTX 4070': its memory and its bandwidth"
+    )
     plan.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of prompt and answer" + DEFAULT)
-    plan.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once" + DEFAULT)
+    plan.add_argument("--batch", dest="rows", type=int, default=1, metavar="N", help="sequences at once" + DEFAULT)
     plan.add_argument("--quantization", metavar="NAME", help="of the target: nf4, int8, ... (default: whatever fits)")
     plan.add_argument("--draft-quantization", metavar="NAME", help="of a draft model")
-    plan.add_argument("--draft-length", type=int, default=16, metavar="N", help="the longest draft" + DEFAULT)
+    plan.add_argument(
+        "--draft-length", dest="drafted", type=int, default=16, metavar="N", help="the longest draft" + DEFAULT
+    )
     plan.add_argument(
         "--dtype", type=dtype_name, choices=DTYPES, help="(default: bfloat16 on a card, the checkpoint's on a CPU)"
     )
@@ -40,21 +46,10 @@ def _plan(args: argparse.Namespace) -> None:
 
     from ..plan import plan
 
+    given = {name: value for name, value in vars(args).items() if name not in ("alone", "command", "json")}
+    given["dtype"] = None if args.dtype in (None, "auto") else getattr(torch, args.dtype)
     try:
-        found = plan(
-            args.target,
-            args.draft,
-            memory=args.vram,
-            card_name=args.card,
-            context=args.context,
-            rows=args.batch,
-            dtype=None if args.dtype in (None, "auto") else getattr(torch, args.dtype),
-            quantization=args.quantization,
-            draft_quantization=args.draft_quantization,
-            device=args.device,
-            drafted=args.draft_length,
-            trust_remote_code=args.trust_remote_code,
-        )
+        found = plan(**given)
     except ValueError as error:
         name, _, text = str(error).partition(":")
         if name not in _OPTIONS:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import mul
 from textwrap import fill
 
 from ..bench.statistics import Interval
@@ -192,9 +194,8 @@ def _diagnosis(one: Diagnosis, examination: Examination) -> Iterator[str]:
         )
         if check.predicted is not None:
             off = check.speedup.ratio / check.predicted - 1
-            verdict = (
-                "as predicted" if abs(off) <= OFF else f"{abs(off):.0%} {'more' if off > 0 else 'less'} than predicted"
-            )
+            more = f"{abs(off):.0%} {'more' if off > 0 else 'less'} than predicted"
+            verdict = "as predicted" if abs(off) <= OFF else more
             measured += f" Predicted for these calls: {check.predicted:.2f}; {verdict}."
         yield _item(measured)
 
@@ -205,8 +206,9 @@ def _on_comparison(comparison: Comparison, one: Diagnosis) -> Iterator[str]:
         f"{comparison.overlap:.0%} (1 minus the total variation at temperature 1: the acceptance of the best sampled chain)."
     )
     positions = min(len(comparison.best_by_position), len(one.acceptance_by_position))
-    allowed = _survived(comparison.best_by_position[:positions])
-    came = _survived(one.acceptance_by_position[:positions])
+    # the expected number of accepted tokens of a draft, by the shares at each position
+    allowed = sum(accumulate(comparison.best_by_position[:positions], mul))
+    came = sum(accumulate(one.acceptance_by_position[:positions], mul))
     if allowed > 0 and came / allowed < LOST:
         yield f"Only {came / allowed:.0%} of the tokens that these distributions allow were accepted: something else is wrong."
     if min(comparison.overlap, comparison.agreement) < HARDLY:
@@ -216,15 +218,6 @@ def _on_comparison(comparison: Comparison, one: Diagnosis) -> Iterator[str]:
         )
     if comparison.cosine is not None:
         yield f"(Diagnostic, no predictor: the cosine of their last hidden states is {comparison.cosine:.2f} on average.)"
-
-
-def _survived(by_position: Sequence[float]) -> float:
-    """The expected number of accepted tokens of a draft."""
-    total, survival = 0.0, 1.0
-    for share in by_position:
-        survival *= share
-        total += survival
-    return total
 
 
 def _what_if(one: Diagnosis) -> str:

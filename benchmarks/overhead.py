@@ -28,6 +28,7 @@ from assisted.bench.clock import turns
 from assisted.bench.table import markdown_table
 from assisted.drafters.chain import ChainDrafting
 from assisted.drafters.eagle import EagleDrafting
+from assisted.drafters.guarded import Guarded
 from assisted.drafters.lookup import Lookup
 from assisted.drafters.model_drafter import ModelDrafting
 from assisted.engine.cache import SlotCache
@@ -67,7 +68,7 @@ CAUSES: dict[str, list[tuple[Any, str]]] = {
     "drafting around passes": [(ModelDrafting, "propose"), (EagleDrafting, "propose"), (Lookup, "propose")],
     "the chain of a draft": [(ChainDrafting, "draft_chain")],
     "accepting": [(decoding, "judge")],
-    "learning from the verdict": [(decoding, "_learn")],
+    "learning from the verdict": [(Guarded, "observe")],
     "slots": [(CachedModel, "commit"), (SlotCache, "rewind"), (SlotCache, "commit"), (CachedModel, "run_only")],
     "counting": [(Recorder, "see")],
     "the loop": [(generation, "decode")],

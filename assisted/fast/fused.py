@@ -8,6 +8,7 @@ layout that is fast over few tokens. The output is compared with the original mo
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ..engine.cache import SlotCache
 from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.libraries import CACHE, is_wrapper_subclass
 from ..engine.parts import few_ids, with_children
-from ..engine.prepared import Runnable
+from ..engine.prepared import CallSettings, Runnable
 from ..engine.runner import CachedModel
 from ..engine.sublayers import Path, Skippable
 from ..engine.traits import Traits
@@ -59,6 +60,23 @@ def fused(model: PreTrainedModel, trusted: Trust | None = None) -> Runnable:
         warning = f"{type(model).__name__} runs as it is: the logits of its faster form differ by more than rounding"
         return Runnable(model, low_bit_bytes=_low_bit_bytes(model), warning=warning)
     return way.runnable(model, made.children)
+
+
+def form(model: Any, settings: CallSettings, fuse: Callable[[Any, Trust], Runnable] | None = None) -> Runnable:
+    """The form in which a call runs a model: unchanged, or fused. Building or checking it is one-time work of the call.
+
+    fuse: creates the `Runnable` if the settings allow fused models, given whose code the model runs; `fused` by default.
+    """
+    began = time.perf_counter()
+    trusted = settings.trust_in(model)
+    if settings.fuses and trusted.is_own:
+        made = (fuse or fused)(model, trusted)
+    else:
+        made = Runnable(model, is_own=trusted.is_own)
+    if made.warning is not None:
+        settings.note(made.warning)
+    settings.spent_once += time.perf_counter() - began
+    return made
 
 
 def copy_bytes(model: PreTrainedModel, dtype: torch.dtype, memory: int | None = None) -> int:

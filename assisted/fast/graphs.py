@@ -131,14 +131,13 @@ class Graphs(Passes):
         states = None if inject is None else inject.hidden
         try:
             buffers = captures.hold(cache, shape.top)
-            trusted, known = captures.is_trusted(shape), shape in captures.passes
-            by_eager = captures.wants_eager(trusted, known)
+            known, by_eager = shape in captures.passes, captures.wants_eager(shape)
             expected = runner.eager(ids, draft) if by_eager else None
             buffers.feed(cache, shape.rows, shape.columns, ids, draft)
             if states is not None:
                 buffers.feed_states(shape.kind, cache, shape.rows, states)
             if not known:
-                first = captures.add(shape, runner, trusted)
+                first = captures.add(shape, runner)
                 expected = (
                     results(first, runner, buffers, width) if expected is None and first is not None else expected
                 )

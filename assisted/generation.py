@@ -49,7 +49,7 @@ from .engine.rope import change_of
 from .engine.runner import CachedModel
 from .engine.session import Session
 from .engine.verifiable import masks_of, obstacle_to
-from .fast.runner import form
+from .fast.fused import form
 from .lengths.base import Length
 from .lossy import LossyTypical
 from .report import Recorder

@@ -5,7 +5,7 @@ Knows the distribution, the acceptance rules and the text; nothing of models or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,9 +18,8 @@ from .text import Text
 _NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of verifying a draft, per row. The fields are those of `Round`."""
+class Outcome(NamedTuple):
+    """The result of verifying a draft, per row. The fields are those of `Round`, in the same order."""
 
     drafted: list[int]
     depths: list[int]

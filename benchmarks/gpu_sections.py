@@ -35,9 +35,8 @@ from assisted.drafters.model_drafter import ModelDrafter
 from assisted.engine.cache import SlotCache
 from assisted.engine.prepared import CallSettings
 from assisted.engine.runner import CachedModel
-from assisted.fast.fused import fused
+from assisted.fast.fused import form, fused
 from assisted.fast.graphs import Graphs
-from assisted.fast.runner import form
 from assisted.lengths import Adaptive, Fixed
 from assisted.loading.vocabulary import find_tokenizer
 from assisted.plan import plan

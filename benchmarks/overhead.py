@@ -33,7 +33,7 @@ from assisted.drafters.lookup import Lookup
 from assisted.drafters.model_drafter import ModelDrafting
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
-from assisted.fast import runner as opening
+from assisted.fast import fused
 from assisted.heads.eagle import EagleHead
 from assisted.heads.runner import HeadRunner
 from assisted.lengths import Fixed
@@ -64,7 +64,7 @@ PASSES: dict[tuple[Any, str], str | None] = {
 """The functions that run a model, and the method of `Passes` that makes the call which repeats it, if it is noted there."""
 CAUSES: dict[str, list[tuple[Any, str]]] = {
     "passes": list(PASSES),
-    "looking for changed weights": [(opening, "fused")],
+    "looking for changed weights": [(fused, "fused")],
     "drafting around passes": [(ModelDrafting, "propose"), (EagleDrafting, "propose"), (Lookup, "propose")],
     "the chain of a draft": [(ChainDrafting, "draft_chain")],
     "accepting": [(decoding, "judge")],

@@ -12,7 +12,7 @@ from assisted.drafters import model_drafter
 from assisted.engine import trust
 from assisted.engine.prepared import Runnable
 from assisted.engine.runner import CachedModel
-from assisted.fast import runner as opening
+from assisted.fast import fused
 from assisted.lengths import Confidence
 
 LENGTH = 4
@@ -61,7 +61,7 @@ def passes(monkeypatch):
         return forward(self, ids, kwargs)
 
     monkeypatch.setattr(CachedModel, "_forward", counted)
-    for module in (opening, model_drafter):  # on a CPU, fused models look positions up, which reads them
+    for module in (fused, model_drafter):  # on a CPU, fused models look positions up, which reads them
         monkeypatch.setattr(module, "fused", lambda model, trusted: Runnable(model))
     monkeypatch.setattr(trust, "active_modes", list)  # the modes here only count
     return seen

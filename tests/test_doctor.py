@@ -36,6 +36,7 @@ from assisted.doctor.forecast import (
 )
 from assisted.doctor.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
 from assisted.doctor.trials import Trials, starts
+from assisted.fast import fused
 from assisted.lengths import Costs
 from assisted.lengths.policies import Never
 
@@ -436,6 +437,14 @@ def test_sampled() -> None:
     found = examine(target, {"half": model.drafter.model}, tokenizer(), str(Path(__file__)), settings)
     assert found.drafts[0].checks[0].same is None
     assert "temperature 0.8" in told(found)
+
+
+def test_what_fails_in_silence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_near", lambda *given: False)
+    target = build(BY_NAME["llama"])
+    settings = Settings(prompts=1, new_tokens=8, longest=2, seconds=0.5, contexts=(20,))
+    found = examine(target, {"suffix": "suffix"}, tokenizer(), str(Path(__file__)), settings)
+    assert "warning: LlamaForCausalLM runs as it is" in told(found)
 
 
 def test_drafts_are_loaded_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from test_parts import assert_same, snapshot
 from assisted import AssistedModelForCausalLM, EarlyExit, decoding
 from assisted.drafters import early_exit
 from assisted.drafters.exit_choice import ExitChoice
+from assisted.drafts import DraftingStopped
 from assisted.engine import split, trust
 from assisted.lengths import Confidence
 from assisted.lengths.cost_model import best_speedup
@@ -97,6 +98,21 @@ def test_draws_that_its_own_layers_would_have_made_are_all_accepted(no_fallback)
     torch.manual_seed(0)
     ours.generate(random_ids(model, 2, 9), **CALL | {"do_sample": True, "temperature": 0.8, "top_p": 0.9})
     assert ours.report.acceptance_rate > 0.99
+
+
+def test_drafts_that_cannot_be_finished_are_read_by_the_whole_model(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no luck")
+
+    model = target()
+    ours = pair(model, "early-exit:2")
+    monkeypatch.setattr(split.Split, "finish", fail)
+    monkeypatch.setattr(split.Split, "_measure", fail)
+    ids = random_ids(model, 1, 9)
+    with pytest.warns(DraftingStopped, match="no luck"):
+        assert ours.generate(ids, **CALL).tolist() == model.generate(ids, **CALL).tolist()
+    (warning,) = ours.report.warnings
+    assert warning.startswith("Finishing the drafted tokens failed (RuntimeError: no luck)")
 
 
 def test_another_drafters_tokens_run_through_the_whole(no_fallback):

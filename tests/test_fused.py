@@ -15,7 +15,6 @@ from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
 from assisted.fast import fused, products
-from assisted.fast import runner as opening
 
 FAMILY = ["llama", "mistral", "mistral-window", "qwen2", "qwen3"]
 ROUNDING = 1e-4  # the random models' logits have a spread of some units
@@ -217,7 +216,7 @@ def test_nothing_is_fused_or_copied_where_that_is_not_wanted(monkeypatch):
     def refused(model, trusted):
         raise AssertionError("fused")
 
-    monkeypatch.setattr(opening, "fused", refused)
+    monkeypatch.setattr(fused, "fused", refused)
     monkeypatch.setattr(model_drafter, "fused", refused)
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))

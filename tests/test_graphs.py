@@ -24,8 +24,7 @@ from assisted.engine.cache import SlotCache
 from assisted.engine.prepared import CallSettings, Runnable
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
-from assisted.fast import capture, captures, graphs
-from assisted.fast import runner as opening
+from assisted.fast import capture, captures, fused, graphs
 from assisted.fast.captures import CudaGraphs
 from assisted.fast.graphs import Graphs
 from assisted.fast.static_buffers import StaticBuffers
@@ -42,7 +41,7 @@ def _recorded(monkeypatch):
     monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, trusted: Recording(run))
     monkeypatch.setattr(graphs, "captures_for", lambda mode, device: None if mode == "eager" else CudaGraphs)
     # on a CPU, fused models look positions up, which no capture may
-    for module in (opening, model_drafter):
+    for module in (fused, model_drafter):
         monkeypatch.setattr(module, "fused", lambda model, trusted: Runnable(model))
     monkeypatch.setattr(eagle, "fused_head", Runnable)
 
@@ -57,7 +56,7 @@ def served(model, rows=1, limit=200, mode="auto"):
     """A runner with captured passes, and what holds them."""
     holder = Graphs()
     settings = CallSettings(mode)
-    runner = CachedModel(opening.form(model, settings), SlotCache(rows, limit), Traits.of(model).masks)
+    runner = CachedModel(fused.form(model, settings), SlotCache(rows, limit), Traits.of(model).masks)
     holder.serve(runner, model, settings)
     return runner, holder
 
@@ -176,7 +175,7 @@ def test_low_bit_weights_round_to_half_precision(monkeypatch, low_bits):
         return [logits + 0.03 * logits.std() * torch.randn_like(logits), *outputs[1:]]
 
     monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, trusted: lambda: rounded(run()))
-    monkeypatch.setattr(opening, "fused", lambda model, trusted: Runnable(model, low_bit_bytes=low_bits))
+    monkeypatch.setattr(fused, "fused", lambda model, trusted: Runnable(model, low_bit_bytes=low_bits))
     model = build(BY_NAME["llama"]).requires_grad_(False)
     runner, holder = served(model)
     runner.prefill(random_ids(model, 1, 9), None)

@@ -17,8 +17,8 @@ from ..engine.prepared import CallSettings
 from ..engine.recurrent import slots_for, target_runner
 from ..engine.split import timed
 from ..engine.verifiable import masks_of
+from ..fast.fused import form
 from ..fast.graphs import Graphs
-from ..fast.runner import form
 from ..loading.quantization import memory_bytes
 
 _COPIES = 8

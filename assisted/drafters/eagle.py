@@ -24,8 +24,8 @@ from ..engine.prepared import Runnable
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits, require_rewindable
 from ..engine.trust import Trust
+from ..fast.fused import form
 from ..fast.graphs import Graphs
-from ..fast.runner import form
 from ..fast.sources import Source
 from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import is_eagle, load_eagle, require_eagle, save_eagle

@@ -20,9 +20,8 @@ from ..engine.recurrent import RecurrentCache
 from ..engine.runner import CachedModel, is_sum_of_parts
 from ..engine.traits import Traits
 from ..engine.trust import Trust
-from ..fast.fused import fused
+from ..fast.fused import form, fused
 from ..fast.graphs import Graphs
-from ..fast.runner import form
 from ..text import Text
 from .base import Call, Drafter, Drafting
 from .chain import ChainDrafting

@@ -14,7 +14,7 @@ from ..drafts import Draft
 from ..engine.ranks import ranks_of
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
-from ..fast.runner import form
+from ..fast.fused import form
 from ..loading.quantization import quantize_copy, require_runs, stored_bytes
 from ..text import Text
 from .base import Call, Drafter, Drafting, Room, Spec, Target

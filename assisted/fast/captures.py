@@ -117,11 +117,11 @@ class Captures:
         self._asked.add(sort)
         return False
 
-    def wants_eager(self, trusted: bool, known: bool) -> bool:
-        """Whether a replay must be compared with the eager pass. trusted: its sort is. known: it was captured before."""
+    def wants_eager(self, shape: Shape) -> bool:
+        """Whether a replay must be compared with the eager pass."""
         raise NotImplementedError
 
-    def add(self, shape: Shape, runner: Runner, trusted: bool) -> list[torch.Tensor] | None:
+    def add(self, shape: Shape, runner: Runner) -> list[torch.Tensor] | None:
         """Capture a forward pass over the filled buffers. Returns the outputs of the same pass before its capture, or None if
         they need not be compared."""
         raise NotImplementedError
@@ -251,13 +251,13 @@ class CudaGraphs(Captures):
         super().trust(shape, by_eager)
         self._confirmed = self._confirmed or by_eager
 
-    def wants_eager(self, trusted: bool, known: bool) -> bool:
-        return not (self._confirmed if known else trusted)
+    def wants_eager(self, shape: Shape) -> bool:
+        return not (self._confirmed if shape in self.passes else self.is_trusted(shape))
 
-    def add(self, shape: Shape, runner: Runner, trusted: bool) -> list[torch.Tensor] | None:
+    def add(self, shape: Shape, runner: Runner) -> list[torch.Tensor] | None:
         assert self.buffers is not None
         run = functools.partial(self._function(runner, shape.tree), *self._arguments(runner, shape))
-        first = None
+        first, trusted = None, self.is_trusted(shape)
         if trusted or self.compiled:  # compilation happens at the first call
             with self._compiling(runner):
                 first = run()
@@ -303,13 +303,13 @@ class CompiledCode(Captures):
         # the compiler makes separate code for size one
         return shape.kind, shape.tree, shape.rows == 1, shape.columns == 1
 
-    def wants_eager(self, trusted: bool, known: bool) -> bool:
-        return not trusted
+    def wants_eager(self, shape: Shape) -> bool:
+        return not self.is_trusted(shape)
 
-    def add(self, shape: Shape, runner: Runner, trusted: bool) -> list[torch.Tensor] | None:
+    def add(self, shape: Shape, runner: Runner) -> list[torch.Tensor] | None:
         replay = CodeReplay(self._function(runner, shape.tree), self._arguments(runner, shape))
         self._keep(shape, replay)
-        if trusted:  # the compiler may need separate code for this size
+        if self.is_trusted(shape):  # the compiler may need separate code for this size
             self._seen_to(shape, runner, replay, replay.look)
             return None
         with self._compiling(runner):

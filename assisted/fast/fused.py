@@ -8,6 +8,7 @@ layout that is fast over few tokens. The output is compared with the original mo
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ..engine.cache import SlotCache
 from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.libraries import CACHE, is_wrapper_subclass
 from ..engine.parts import few_ids, with_children
-from ..engine.prepared import Runnable
+from ..engine.prepared import CallSettings, Runnable
 from ..engine.runner import CachedModel
 from ..engine.sublayers import Path, Skippable
 from ..engine.traits import Traits
@@ -49,16 +50,34 @@ def fused(model: PreTrainedModel, trusted: Trust | None = None) -> Runnable:
     way = _way(model, trusted)
     if way is None:
         return Runnable(model, low_bit_bytes=_low_bit_bytes(model))
-    made = _MADE.get(way.key)
-    if made is None or not made.source.same(way.source):
-        children = way.make()
+    source, children = _MADE.get(way.key, (None, None))
+    if source is None or not source.same(way.source):
+        made = way.make()
         way = _way(model, trusted) or way  # joined low-bit weights are other tensors now
-        same = way.agrees(model, way.runnable(model, children))
-        made = _MADE[way.key] = _Made(way.source, children if same else None)
-    if made.children is None:
+        agree_on = _agree_in_rounds if way.is_family else _agree_at_once
+        children = made if agree_on(model, way.runnable(model, made)) else None
+        _MADE[way.key] = way.source, children
+    if children is None:
         warning = f"{type(model).__name__} runs as it is: the logits of its faster form differ by more than rounding"
         return Runnable(model, low_bit_bytes=_low_bit_bytes(model), warning=warning)
-    return way.runnable(model, made.children)
+    return way.runnable(model, children)
+
+
+def form(model: Any, settings: CallSettings, fuse: Callable[[Any, Trust], Runnable] | None = None) -> Runnable:
+    """The form in which a call runs a model: unchanged, or fused. Building or checking it is one-time work of the call.
+
+    fuse: creates the `Runnable` if the settings allow fused models, given whose code the model runs; `fused` by default.
+    """
+    began = time.perf_counter()
+    trusted = settings.trust_in(model)
+    if settings.fuses and trusted.is_own:
+        made = (fuse or fused)(model, trusted)
+    else:
+        made = Runnable(model, is_own=trusted.is_own)
+    if made.warning is not None:
+        settings.note(made.warning)
+    settings.spent_once += time.perf_counter() - began
+    return made
 
 
 def copy_bytes(model: PreTrainedModel, dtype: torch.dtype, memory: int | None = None) -> int:
@@ -98,14 +117,12 @@ class _Way:
         key: a module of the model that stays the same between calls.
         source: the current state of what it is built from.
         make: builds the modules that replace the model's.
-        agrees: whether two models give the same logits for a few tokens, up to rounding.
-        is_family: sets `through_parts` and `last_only` of the `Runnable`.
+        is_family: its layers are fused, so it runs `through_parts` and supports `last_only`.
     """
 
     key: nn.Module
     source: Source
     make: Callable[[], _Children]
-    agrees: Callable[[PreTrainedModel, Runnable], bool]
     is_family: bool
 
     def runnable(self, model: PreTrainedModel, children: _Children) -> Runnable:
@@ -118,15 +135,8 @@ class _Way:
         )
 
 
-@dataclass(frozen=True)
-class _Made:
-    """The modules that replace a model's; None if their output differed."""
-
-    source: Source
-    children: _Children | None
-
-
-_MADE: weakref.WeakKeyDictionary[nn.Module, _Made] = weakref.WeakKeyDictionary()
+# By `_Way.key`: what was read, and the modules that replace the model's; None if their output differed.
+_MADE: weakref.WeakKeyDictionary[nn.Module, tuple[Source, _Children | None]] = weakref.WeakKeyDictionary()
 
 
 def _way(model: PreTrainedModel, trusted: Trust) -> _Way | None:
@@ -149,7 +159,6 @@ def _way(model: PreTrainedModel, trusted: Trust) -> _Way | None:
             layers,
             _source([*modules, base], parameters, copied, trusted),
             lambda: _fused_children(model, layers, copied),
-            _agree_in_rounds,
             True,
         )
     if any(map(is_touched, looked_over(model)[0])):
@@ -162,7 +171,6 @@ def _way(model: PreTrainedModel, trusted: Trust) -> _Way | None:
         next(iter(wide.values())),
         _source(list(wide.values()), weights, True, trusted),
         lambda: {tuple(name.split(".")): PackedLinear.of(module) for name, module in wide.items()},
-        _agree_at_once,
         False,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -101,10 +102,10 @@ class Graphs(Passes):
             return runner
         made_for = (settings.mode, kind, capture.fingerprint(model, runner.runnable.module))
         inner = Modules.of([module for module in model.modules() if module is not model], trusted.code)
-        constants, none = kind.takes_constants and may_copy(model.parameters()), Weights((), None)
-        copied = set(map(id, runner.runnable.copied))
-        tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in copied]
-        source = Source(inner, Weights.of(tensors, True) if constants else none, none)
+        constants = kind.takes_constants and may_copy(model.parameters())
+        weights, copied = chain(model.parameters(), model.buffers()), set(map(id, runner.runnable.copied))
+        compared = (weight for weight in weights if id(weight) not in copied) if constants else ()
+        source = Source(inner, Weights.of(compared, constants), Weights((), None))
         known = self._made_from
         if self._captures is None or known is None or known[0] != made_for or not known[1].same(source):
             self._captures = kind(settings.mode == "compile", constants)
@@ -131,14 +132,13 @@ class Graphs(Passes):
         states = None if inject is None else inject.hidden
         try:
             buffers = captures.hold(cache, shape.top)
-            trusted, known = captures.is_trusted(shape), shape in captures.passes
-            by_eager = captures.wants_eager(trusted, known)
+            known, by_eager = shape in captures.passes, captures.wants_eager(shape)
             expected = runner.eager(ids, draft) if by_eager else None
             buffers.feed(cache, shape.rows, shape.columns, ids, draft)
             if states is not None:
                 buffers.feed_states(shape.kind, cache, shape.rows, states)
             if not known:
-                first = captures.add(shape, runner, trusted)
+                first = captures.add(shape, runner)
                 expected = (
                     results(first, runner, buffers, width) if expected is None and first is not None else expected
                 )

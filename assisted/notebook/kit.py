@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..extras import install
-from .slider import COLOURS, Picture, slider
-from .tree import token_tree
-
-__all__ = ["COLOURS", "INK", "Picture", "Table", "attempt", "figure_style", "show", "slider", "table", "token_tree"]
+from .slider import COLOURS
 
 INK = "#7d8082"  # text and axes: contrast 4 with white and with dark ground
 

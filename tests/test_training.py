@@ -271,7 +271,7 @@ def test_a_result_is_not_made_again(target, text, tmp_path):
     assert said[-1] == f"{tmp_path} already holds the result"
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(
-        ValueError, match=r"steps: .* holds the result of a run with 6, this one has 7; give another folder"
+        ValueError, match=r"steps: the result in .* was written with 6, this run has 7; give the same or another folder"
     ):
         quietly(made("eagle-3", target, text), text, dataclasses.replace(PLAN, steps=7), tmp_path)
 

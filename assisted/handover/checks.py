@@ -18,8 +18,6 @@ from ..loading.adapters import has_adapter
 from ..loading.gguf import unmarked
 from .engines import DRAFTS, ENGINES, NORMS, Engine
 
-__all__ = ["MTP", "draft_model", "kind_of", "plain_model", "require_head"]
-
 MTP = "mtp"
 
 

@@ -17,8 +17,6 @@ from .. import drafters, lengths
 from ..modeling import AssistedModelForCausalLM
 from ..report import Report
 
-__all__ = ["drafting_with", "report_of"]
-
 _KEPT = "_assisted_pair"
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["DRAFTS", "ENGINES", "Engine", "Job", "Launch", "Options"]
-
 Options = dict[str, Any]
 DRAFTS = {"draft-model": "a draft model", "eagle3": "an EAGLE-3 head", "medusa": "Medusa heads"}
 """The drafting methods with a draft of their own, in words. Specs name the method that they are (`Spec.served_as`)."""

@@ -19,8 +19,6 @@ from ..extras import install
 from ..loading.gguf import load_gguf
 from ..loading.vocabulary import find_tokenizer
 
-__all__ = ["require_writable", "write_gguf"]
-
 _PERMUTED = {"llama": True, "qwen2": False, "qwen3": False}
 """By model type, which is also GGUF's name of the architecture: whether the rotary halves of q and k are interleaved there."""
 _KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

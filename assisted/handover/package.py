@@ -28,8 +28,6 @@ from .engines import ENGINES, Job
 from .gguf import require_writable, write_gguf
 from .readme import Handover, describe
 
-__all__ = ["hand_over"]
-
 DTYPES = ("float32", "bfloat16", "float16")
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 

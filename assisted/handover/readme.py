@@ -14,8 +14,6 @@ from typing import Any
 
 from .engines import DRAFTS, ENGINES, Job, Launch
 
-__all__ = ["Handover", "describe"]
-
 
 @dataclass(frozen=True)
 class Handover:

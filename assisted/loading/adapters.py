@@ -18,17 +18,6 @@ from transformers.utils import find_adapter_config_file, is_peft_available
 from ..engine.parts import unwrapped
 from .files import fields_of
 
-__all__ = [
-    "base_path",
-    "copy_adapter",
-    "has_adapter",
-    "mixes_adapters",
-    "outside_layers",
-    "require_in_layers",
-    "save_adapter",
-    "trusting",
-]
-
 _CONFIG = "adapter_config.json"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 _AROUND = ("POLY", "SHADOW", "XLORA")  # adapter types whose wrapper takes part in every forward pass

@@ -11,8 +11,6 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-__all__ = ["write_index"]
-
 
 def write_index(folder: Path, target: str) -> None:
     """Write the index of the weights in the subfolder `target`. If only an adapter is there, remove the index instead."""

@@ -19,18 +19,6 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
-__all__ = [
-    "fields_of",
-    "gguf_files",
-    "inside",
-    "loading",
-    "local_folder",
-    "require_sizes",
-    "require_sound",
-    "shapes_of",
-    "stored_in",
-]
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -22,8 +22,6 @@ from ..engine.libraries import GgufConfig, dequantized, gguf_tensors
 from ..extras import install
 from .files import gguf_files, loading
 
-__all__ = ["load_gguf", "load_model", "named_in", "read_config", "reading_once", "unmarked"]
-
 _HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 
 

@@ -19,8 +19,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..fast.low_bit import low_bit
 
-__all__ = ["HEAD_BITS", "METHOD", "PackedConfig"]
-
 HEAD_BITS = 8  # of the output head, whatever the other modules have
 METHOD = "assisted_packed"
 

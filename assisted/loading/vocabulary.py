@@ -20,8 +20,6 @@ from ..engine.traits import Traits
 from .files import fields_of, loading
 from .gguf import named_in
 
-__all__ = ["Vocabulary", "find_tokenizer", "same_tokens", "shared_tokens"]
-
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _CONTEXTS = ("x", "\n")  # to tokenize a text after other text: the first that forms no common token with it is used
 

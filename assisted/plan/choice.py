@@ -18,8 +18,6 @@ from .shapes import Shapes
 from .sizes import Part, Use, parts, weight_bytes
 from .speed import Speed, predict
 
-__all__ = ["Candidate", "Plan", "plan"]
-
 GB = 10**9
 _LOWER = ("int8", "nf4")  # what a target is quantized to if it does not fit; its output is then the quantized model's
 _TITLES = {None: "as stored", "int8": "8 bits", "nf4": "4 bits (nf4)"}

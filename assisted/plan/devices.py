@@ -9,8 +9,6 @@ import torch
 
 from ..engine.host import free_memory
 
-__all__ = ["CARDS", "Device", "bytes_of", "card", "here"]
-
 GB = 10**9
 
 

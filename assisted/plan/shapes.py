@@ -23,8 +23,6 @@ from ..engine.traits import require_decoder_config
 from ..loading.files import stored_in
 from ..loading.gguf import named_in, read_config
 
-__all__ = ["Shapes"]
-
 _HUB = ("revision", "token")
 _TOLERANCE = 0.02  # parameters that a checkpoint may have more or fewer than its model: shared tensors, small buffers
 

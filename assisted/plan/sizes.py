@@ -18,8 +18,6 @@ from ..fast.products import copied_in
 from ..loading.quantization import stored_bytes
 from .shapes import Shapes, States
 
-__all__ = ["Part", "Use", "parts", "weight_bytes"]
-
 MIB = 2**20
 # Of a CPU measured by benchmarks/plan.py, of a GPU assumed.
 _LIBRARIES = {"cpu": 30 * MIB, "cuda": 600 * MIB}  # code and workspaces that a first call loads

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from ..drafters.base import Spec
 from ..engine.experts import numbers_read
-from ..lengths.cost_model import best_speedup, expected_tokens
+from ..lengths.cost_model import best_speedup
 from .shapes import Shapes
-
-__all__ = ["Speed", "expected_tokens", "predict", "read_per_pass"]
 
 _LONGEST = 15
 _LEAST_COST = 0.01  # of a target pass, for a draft that reads no weights

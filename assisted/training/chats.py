@@ -21,9 +21,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from .data import HELD_OUT, Text
-from .written import TEMPERATURES, rows_of, writer_of
-
-__all__ = ["conversations", "with_chats"]
+from .written import continued, rows_of, sampling, writer_of
 
 _QUESTION, _ANSWER = 96, 320  # new tokens, at most
 _PIECE = 160  # tokens of a document in a question
@@ -117,9 +115,7 @@ def conversations(
             ]
             if not prompts:
                 raise ValueError("chats: the target asks nothing where a user's turn begins; give --text or --dataset")
-            temperature = TEMPERATURES[number // 2 % len(TEMPERATURES)]
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            answers = _continued(writer, tokenizer, prompts, _ANSWER, sampling if temperature else {"do_sample": False})
+            answers = continued(writer, prompts, _ANSWER, tokenizer.eos_token_id, **sampling(number // 2))
             batch = [token for pair in zip(prompts, answers, strict=True) for ids in pair for token in ids]
             bar.update(len(batch))
             yield np.asarray(batch, dtype=np.int32)
@@ -131,7 +127,7 @@ def _questions(writer: PreTrainedModel, tokenizer: Any, rows: int) -> list[str]:
     # a template that opens with the message itself: whatever follows an end of a text
     begun = tokenizer(opening, add_special_tokens=False).input_ids or [tokenizer.eos_token_id]
     ask = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}
-    found = _continued(writer, tokenizer, [begun] * rows, _QUESTION, ask)
+    found = continued(writer, [begun] * rows, _QUESTION, tokenizer.eos_token_id, **ask)
     return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in found]
 
 
@@ -164,17 +160,3 @@ def _rendered(tokenizer: Any, message: str) -> str:
     messages = [{"role": "user", "content": message}]
     text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return text
-
-
-def _continued(
-    writer: PreTrainedModel, tokenizer: Any, prompts: Sequence[list[int]], tokens: int, sampling: dict[str, Any]
-) -> list[list[int]]:
-    """The new tokens of each prompt, up to its end token, which is included."""
-    width, end = max(map(len, prompts)), tokenizer.eos_token_id
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=writer.device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=writer.device)
-    found = writer.generate(
-        ids, attention_mask=mask, max_new_tokens=tokens, eos_token_id=end, pad_token_id=0, **sampling
-    )
-    rows = found[:, width:].tolist()
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]

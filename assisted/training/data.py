@@ -20,8 +20,6 @@ from transformers import PreTrainedTokenizerBase
 from ..extras import install
 from ..zoo import corpus
 
-__all__ = ["Text", "Windows", "pack", "read_dataset", "read_files", "read_text", "tokenize"]
-
 HELD_OUT = 0.05  # share of the documents that are never trained on
 HELD_OUT_FILES = 100  # of the shipped models' held-out text
 TEXT_COLUMNS = ("text", "content", "completion")

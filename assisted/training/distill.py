@@ -22,8 +22,6 @@ from .losses import Agreement, Loss, agreement, divergence, log_probabilities, r
 from .method import Method, Start, matrices_of
 from .plan import setting
 
-__all__ = ["DistillSettings", "Distillation", "first_draft"]
-
 _SHORTEST_PROMPT = 8  # tokens of text that a draft continues
 
 

@@ -27,8 +27,6 @@ from .losses import Agreement, Loss, agreement, divergence, log_probabilities, r
 from .method import Method, Start, matrices_of
 from .plan import setting
 
-__all__ = ["EagleSettings", "EagleTraining", "frequent_tokens"]
-
 LARGE, REDUCED = 65_536, 32_768  # a vocabulary, and how many of a larger one's tokens a head proposes
 SPREAD = 2.0  # standard deviation of the logits of a head that has learned nothing, at most
 TOKEN_WEIGHT = 0.1  # of the token loss in EAGLE-1, relative to that of the features

@@ -23,8 +23,6 @@ from .losses import Agreement, agreement
 from .method import Method, Start, matrices_of
 from .plan import setting
 
-__all__ = ["EarlyExitSettings", "EarlyExitTraining", "dropped_layers"]
-
 _MEASURED_EXITS = 4
 
 

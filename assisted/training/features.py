@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 from ..engine.needs import find_final_norm
 from ..engine.parts import find_layers, tapped
 
-__all__ = ["Features", "Seen"]
-
 
 @dataclass(frozen=True)
 class Seen:

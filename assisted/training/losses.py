@@ -13,17 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "DIVERGENCES",
-    "Agreement",
-    "Loss",
-    "agreement",
-    "divergence",
-    "log_probabilities",
-    "require_known",
-    "rows_at_once",
-]
-
 Loss = Literal["kl", "reverse-kl", "tv", "kl+tv"]
 _IMPOSSIBLE = -100.0  # log-probability of tokens that a distribution excludes
 

@@ -19,8 +19,6 @@ from .losses import Agreement, Loss, agreement, divergence, log_probabilities, r
 from .method import Method, Start
 from .plan import setting
 
-__all__ = ["MedusaSettings", "MedusaTraining"]
-
 
 @dataclass(frozen=True)
 class MedusaSettings:

@@ -19,9 +19,6 @@ from .data import Text
 from .losses import Agreement
 from .plan import Plan
 
-__all__ = ["Method", "Needs", "Start", "fitting_batch", "matrices_of", "needs"]
-
-
 _BATCH = 8
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Plan", "setting"]
-
 
 def setting(default: Any, help: str, **options: Any) -> Any:
     """A field of a settings dataclass. Its metadata is what `transformers.HfArgumentParser` makes an option from.

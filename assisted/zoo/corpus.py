@@ -10,8 +10,6 @@ import importlib.util
 import sysconfig
 from pathlib import Path
 
-__all__ = ["HELD_OUT_PACKAGES", "held_out_files", "read", "training_files"]
-
 HELD_OUT_PACKAGES = ("sympy", "networkx")
 
 # Folders of generated tables: a small model learns nothing from thousands of near-identical lines.

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["PACKAGED", "Packaged"]
-
 
 @dataclass(frozen=True)
 class Packaged:

@@ -18,8 +18,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...extras import install
 
-__all__ = ["Backend", "Format", "blocks"]
-
 
 @dataclass(frozen=True)
 class Format:

@@ -28,8 +28,8 @@ def kind_of(engine: str, spec: Spec, draft: Any = None) -> str:
     """
     has = ENGINES[engine]
     kind = spec.served_as
-    if kind is not None and kind in has.kinds:
-        return kind
+    if kind in has.kinds:
+        return str(kind)
     others = [DRAFTS.get(known, f"'{known}'") for known in has.kinds if known != MTP]
     instead = f"use {', '.join(others[:-1])} or {others[-1]}"
     if engine == "llamacpp" and kind == "eagle3":
@@ -42,11 +42,8 @@ def kind_of(engine: str, spec: Spec, draft: Any = None) -> str:
         instead = f"hand over one of its drafts ({named}) by draft=, or {instead}"
     if spec.not_served:
         instead = f"{spec.not_served}; {instead}"
-    raise ValueError(f"draft: {has.title} cannot draft with {_shown(spec, draft)!r}: {instead}")
-
-
-def _shown(spec: Spec, draft: Any) -> str:
-    return draft if isinstance(draft, str) else spec.name
+    shown = draft if isinstance(draft, str) else spec.name
+    raise ValueError(f"draft: {has.title} cannot draft with {shown!r}: {instead}")
 
 
 def plain_model(model: Any, role: str) -> PreTrainedModel:
@@ -97,8 +94,7 @@ def require_head(engine: Engine, head: EagleHead, target: PreTrainedModel) -> No
             f"draft: it is an EAGLE-1 head, and only EAGLE-3 heads are handed over to {engine.title}; train one (assisted "
             "train eagle), or use a draft model"
         )
-    ignored = [name for name in NORMS if getattr(config, name)]
-    ignored = [name for name in ignored if name not in engine.norms]
+    ignored = [name for name in NORMS if getattr(config, name) and name not in engine.norms]
     if ignored:
         raise ValueError(
             f"draft: the EAGLE-3 head has {' and '.join(ignored)}, which {engine.title} ignores, so it would run a different "

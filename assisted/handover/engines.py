@@ -42,8 +42,7 @@ class Job:
         tokens: number of drafted tokens in each round, at least 1.
         dtype: of the target, as in "float32".
         settings: the fields of the draft's spec, such as `max_ngram` and `min_ngram`.
-        taps: of an EAGLE head: the target layers after which it reads, counted from 0.
-        default_taps: they are those that an engine assumes.
+        taps: of an EAGLE head that reads other layers than engines assume: after which ones, counted from 0.
         translated: the draft model has another tokenizer.
         model_type: of the target.
         context: tokens that the target and the draft can read; None if their configs do not tell.
@@ -54,7 +53,6 @@ class Job:
     dtype: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     taps: tuple[int, ...] = ()
-    default_taps: bool = True
     translated: bool = False
     model_type: str = ""
     context: int | None = None
@@ -156,8 +154,16 @@ def _sglang(job: Job) -> Launch:
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": job.tokens + 1,
         }
-    options = [word for name, value in config.items() for word in (f"--{name}", str(value))]
-    command = ("python", "-m", "sglang.launch_server", "--model-path", "./target", "--dtype", job.dtype, *options)
+    command = (
+        "python",
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        "./target",
+        "--dtype",
+        job.dtype,
+        *_options(config),
+    )
     return Launch(command, config, tuple(notes))
 
 
@@ -173,7 +179,7 @@ def _trtllm(job: Job) -> Launch:
         speculative["speculative_model"] = "./draft"
     if job.kind == "ngram":
         speculative |= {"max_matching_ngram_size": job.settings["max_ngram"], "is_public_pool": False}
-    if job.kind == "eagle3" and not job.default_taps:
+    if job.taps:
         speculative["eagle3_layers_to_capture"] = list(job.taps)
     config: Options = {"speculative_config": speculative}
     if job.kind in ("draft-model", "ngram"):
@@ -184,7 +190,7 @@ def _trtllm(job: Job) -> Launch:
             "TensorRT-LLM's suffix automaton has its own matching; the options of the suffix draft are not used."
         )
     command = ("trtllm-serve", "./target", "--config", "config.yaml")
-    return Launch(command, config, tuple(notes), {"config.yaml": _yaml(config)})
+    return Launch(command, config, tuple(notes), {"config.yaml": _yaml(config).lstrip() + "\n"})
 
 
 def _llamacpp(job: Job) -> Launch:
@@ -209,20 +215,18 @@ def _llamacpp(job: Job) -> Launch:
         config |= {"flash-attn": "off", "cache-type-k": "f32", "cache-type-v": "f32"}
         if job.kind == "draft-model":
             config |= {"cache-type-k-draft": "f32", "cache-type-v-draft": "f32"}
-    options = [word for name, value in config.items() for word in (f"--{name}", str(value))]
-    return Launch(("llama-server", *options), config, tuple(notes))
+    return Launch(("llama-server", *_options(config)), config, tuple(notes))
 
 
-def _yaml(value: Options, indent: str = "") -> str:
+def _options(config: Options) -> list[str]:
+    return [word for name, value in config.items() for word in (f"--{name}", str(value))]
+
+
+def _yaml(value: Any, indent: str = "\n") -> str:
     """Nested dicts of strings, numbers, bools and lists as YAML; scalars are written as JSON, which YAML includes."""
-    lines = ""
-    for name, item in value.items():
-        lines += f"{indent}{name}:" + (f"\n{_yaml(item, indent + '  ')}" if isinstance(item, dict) else _scalar(item))
-    return lines
-
-
-def _scalar(value: Any) -> str:
-    return f" {json.dumps(value)}\n"
+    if not isinstance(value, dict):
+        return f" {json.dumps(value)}"
+    return "".join(f"{indent}{name}:{_yaml(item, indent + '  ')}" for name, item in value.items())
 
 
 ENGINES = {

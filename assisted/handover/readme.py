@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..loading.files import write_json
 from .engines import DRAFTS, ENGINES, Job, Launch
 
 
@@ -67,7 +68,7 @@ def describe(engine: str, folder: Path, job: Job, launch: Launch, notes: list[st
     )
     fields = found.to_dict()
     del fields["folder"]  # a path of this machine
-    (folder / "handover.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "handover.json", fields)
     (folder / "README.md").write_text(_readme(found), encoding="utf-8")
     return found
 
@@ -112,10 +113,8 @@ def _lines(command: tuple[str, ...]) -> list[str]:
     """The words of a command, each option with its value on a line."""
     lines: list[str] = []
     for word in map(shlex.quote, command):
-        option = word.startswith("--") or not lines
-        follows = bool(lines) and not option
-        if follows:
-            lines[-1] += f" {word}"
-        else:
+        if word.startswith("--") or not lines:
             lines.append(word)
+        else:
+            lines[-1] += f" {word}"
     return lines

@@ -5,22 +5,20 @@ A Trainer that resumes from a checkpoint loads its model's weights through this 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from .files import fields_of, write_json
+
 
 def write_index(folder: Path, target: str) -> None:
     """Write the index of the weights in the subfolder `target`. If only an adapter is there, remove the index instead."""
-    own, sharded, single = (
-        folder / SAFE_WEIGHTS_INDEX_NAME,
-        folder / target / SAFE_WEIGHTS_INDEX_NAME,
-        folder / target / SAFE_WEIGHTS_NAME,
-    )
+    own = folder / SAFE_WEIGHTS_INDEX_NAME
+    sharded, single = folder / target / SAFE_WEIGHTS_INDEX_NAME, folder / target / SAFE_WEIGHTS_NAME
     if sharded.is_file():
-        files = json.loads(sharded.read_text(encoding="utf-8"))["weight_map"]
+        files = fields_of(sharded)["weight_map"]
     elif single.is_file():
         with safe_open(single, framework="pt") as weights:
             files = dict.fromkeys(weights.keys(), SAFE_WEIGHTS_NAME)
@@ -28,8 +26,5 @@ def write_index(folder: Path, target: str) -> None:
         own.unlink(missing_ok=True)
         return
     size = sum((folder / target / name).stat().st_size for name in set(files.values()))
-    index = {
-        "metadata": {"total_size": size},
-        "weight_map": {name: f"{target}/{file}" for name, file in files.items()},
-    }
-    own.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    places = {name: f"{target}/{file}" for name, file in files.items()}
+    write_json(own, {"metadata": {"total_size": size}, "weight_map": places})

@@ -10,13 +10,14 @@ import json
 import math
 import pickle
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -52,6 +53,18 @@ def fields_of(file: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{file}: expected a JSON object, got {type(fields).__name__}")
     return fields
+
+
+def write_json(file: Path, fields: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_files(path: str, folder: Path, *patterns: str) -> None:
+    """Copy the files of a checkpoint, which is a folder or a Hub id, that match one of the patterns."""
+    origin = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=[*patterns]))
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (file for pattern in patterns for file in origin.glob(pattern)):
+        shutil.copyfile(file, folder / file.name)
 
 
 def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:

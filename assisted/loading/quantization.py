@@ -7,14 +7,12 @@ backend quantizes the same weights to the same bits, but few save quantized tens
 from __future__ import annotations
 
 import copy
-import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -27,6 +25,7 @@ from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key
 from ..engine.parts import few_ids, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .backends import BACKENDS, NAMES, Backend, find, names
+from .files import copy_files
 from .gguf import unmarked
 
 __all__ = [
@@ -186,7 +185,7 @@ def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | Pre
     original = _original(model, source)
     if isinstance(source, PreTrainedModel) or Path(source).resolve() != Path(folder).resolve():
         if _is_quantized(original):  # transformers cannot save a model from a prequantized checkpoint
-            _copy_checkpoint(str(source), Path(folder))
+            copy_files(str(source), Path(folder), "*.safetensors", "*.safetensors.index.json", "generation_config.json")
         else:
             original.save_pretrained(folder)
     config = copy.deepcopy(original.config)
@@ -387,14 +386,6 @@ def _original(model: PreTrainedModel, source: str | PreTrainedModel) -> PreTrain
         if type(weight) is nn.Parameter and not _equal(weight, theirs.get(name)):
             raise ValueError(f"source: its {name} differs from the model's; {remedy}")
     return original
-
-
-def _copy_checkpoint(source: str, folder: Path) -> None:
-    files = ("*.safetensors", "*.safetensors.index.json", "generation_config.json")
-    origin = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=[*files]))
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in (file for pattern in files for file in origin.glob(pattern)):
-        shutil.copyfile(file, folder / file.name)
 
 
 def _equal(weight: torch.Tensor, other: torch.Tensor | None) -> bool:

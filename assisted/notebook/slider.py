@@ -89,7 +89,7 @@ def slider(
     xs = [x for state in drawn for curve in state.values() for x in curve[0]]
     ys = [y for state in drawn for curve in state.values() for y in curve[1]]
     across, up = (min(xs), max(xs)), ylim or (min(ys), max(ys))
-    paths = [[_line(*state[name], across, up) for name in names] for state in drawn]
+    paths = [[_line(state[name], across, up) for name in names] for state in drawn]
     sentences = [text(*state) if text else "" for state in states]
     first = states.index(chosen)
     curves = "\n".join(
@@ -133,8 +133,8 @@ def _placed(value: float, limits: tuple[float, float], ends: tuple[int, int]) ->
     return round(ends[0] + (inside - low) / ((high - low) or 1) * (ends[1] - ends[0]), 1)
 
 
-def _line(xs: Sequence[float], ys: Sequence[float], across: tuple[float, float], up: tuple[float, float]) -> str:
-    points = zip(xs, ys, strict=True)
+def _line(curve: tuple[Any, Any], across: tuple[float, float], up: tuple[float, float]) -> str:
+    points = zip(*curve, strict=True)
     return "M" + "L".join(f"{_placed(x, across, (LEFT, RIGHT))} {_placed(y, up, (BOTTOM, TOP))}" for x, y in points)
 
 

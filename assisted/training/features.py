@@ -6,8 +6,7 @@ The target runs unchanged, without gradients; the taps sit in another object tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,17 +16,11 @@ from ..engine.needs import find_final_norm
 from ..engine.parts import find_layers, tapped
 
 
-@dataclass(frozen=True)
-class Seen:
-    """One forward pass of the target over a text.
+class Seen(NamedTuple):
+    """One forward pass of the target over a text."""
 
-    Args:
-        states: by tap, [B, T, D].
-        logits: [B, T, V], position t is about token t + 1.
-    """
-
-    states: dict[int, Tensor]
-    logits: Tensor
+    states: dict[int, Tensor]  # by tap, [B, T, D]
+    logits: Tensor  # [B, T, V], position t is about token t + 1
 
 
 class Features:

@@ -17,28 +17,20 @@ Loss = Literal["kl", "reverse-kl", "tv", "kl+tv"]
 _IMPOSSIBLE = -100.0  # log-probability of tokens that a distribution excludes
 
 
-def _forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     # where p is 0, log q may also be minus infinity
     return (log_p.exp() * (log_p.clamp(min=_IMPOSSIBLE) - log_q.clamp(min=_IMPOSSIBLE))).sum(-1)
-
-
-def _reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return (log_q.exp() * (log_q.clamp(min=_IMPOSSIBLE) - log_p.clamp(min=_IMPOSSIBLE))).sum(-1)
 
 
 def _total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
     return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
 
 
-def _mixed(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return _forward_kl(log_p, log_q) + _total_variation(log_p, log_q)
-
-
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "kl": _forward_kl,
-    "reverse-kl": _reverse_kl,
+    "kl": _kl,
+    "reverse-kl": lambda log_p, log_q: _kl(log_q, log_p),
     "tv": _total_variation,
-    "kl+tv": _mixed,
+    "kl+tv": lambda log_p, log_q: _kl(log_p, log_q) + _total_variation(log_p, log_q),
 }
 """Divergences of DistillSpec (arXiv 2310.08461) by name. They take log-probabilities log_p (the target's) and log_q (the
 draft's), [..., V] -> [...]."""

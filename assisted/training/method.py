@@ -109,16 +109,7 @@ def matrices_of(*modules: nn.Module) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a training takes, without the activations.
-
-    Args:
-        frozen: parameters of the modules that are only run.
-        trained: parameters of the student.
-        gradients: of what is trained.
-        optimizer: its state.
-        checkpoint: on disk; twice that while one replaces another.
-        logits: of one batch over the target's vocabulary, in float32. Activations take a few times as much.
-    """
+    """Bytes that a training takes, without the activations, which are a few times the float32 logits of a batch."""
 
     frozen: int
     trained: int
@@ -132,12 +123,11 @@ class Needs:
         return self.frozen + self.trained + self.gradients + self.optimizer
 
     def __str__(self) -> str:
-        listed = ", ".join(
-            f"{name} {_mib(getattr(self, name))}" for name in ("frozen", "trained", "gradients", "optimizer")
-        )
+        mib = {name: f"{size / 2**20:.1f} MiB" for name, size in vars(self).items()}
+        listed = ", ".join(f"{name} {mib[name]}" for name in ("frozen", "trained", "gradients", "optimizer"))
         return (
-            f"memory: {_mib(self.memory)} ({listed}) and activations (logits of a batch: {_mib(self.logits)})\n"
-            f"disk: {_mib(2 * self.checkpoint)} while a checkpoint replaces another, {_mib(self.checkpoint)} otherwise"
+            f"memory: {self.memory / 2**20:.1f} MiB ({listed}) and activations (logits of a batch: {mib['logits']})\n"
+            f"disk: {self.checkpoint / 2**19:.1f} MiB while a checkpoint replaces another, {mib['checkpoint']} otherwise"
         )
 
 
@@ -153,24 +143,16 @@ def fitting_batch(method: Method, context: int, free: int, processes: int = 1) -
 
 def needs(method: Method, plan: Plan) -> Needs:
     """What a training takes, counted from its parameters."""
-    trained = method.trained()
-    matrices = {id(p) for p in method.matrices()} if plan.optimizer == "muon" else set()
-    optimizer = sum(_bytes(p) * (1 if id(p) in matrices else 2) for p in trained)
+    gradients = sum(p.nbytes for p in method.trained())
+    # AdamW keeps two numbers for each of a parameter's, Muon one
+    optimizer = 2 * gradients - (sum(p.nbytes for p in method.matrices()) if plan.optimizer == "muon" else 0)
     mine = {id(p) for p in method.student.parameters()}
     others = {id(p): p for module in method.frozen for p in module.parameters() if id(p) not in mine}
     return Needs(
-        frozen=sum(map(_bytes, others.values())),
-        trained=sum(map(_bytes, method.student.parameters())),
-        gradients=sum(map(_bytes, trained)),
+        frozen=sum(p.nbytes for p in others.values()),
+        trained=sum(p.nbytes for p in method.student.parameters()),
+        gradients=gradients,
         optimizer=optimizer,
-        checkpoint=sum(map(_bytes, trained)) + optimizer,
+        checkpoint=gradients + optimizer,
         logits=4 * plan.batch * plan.context * method.vocabulary,
     )
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"

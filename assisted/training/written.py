@@ -1,7 +1,6 @@
 """Text that the target generates itself, since that is what a draft has to predict. Knows `generate`.
 
-Written by this package's own loop, which is faster than the target's. Heads trained on such text do better than on text by
-others, for Medusa (arXiv 2401.10774) and EAGLE (arXiv 2401.15077).
+Heads trained on it do better than on text by others, for Medusa (arXiv 2401.10774) and EAGLE (arXiv 2401.15077).
 """
 
 from __future__ import annotations

@@ -62,18 +62,12 @@ def report_of(model: Any) -> Report | None:
 
 
 class _Kept:
-    """The pair of a model, which lives as long as the model. Copies of the model make their own.
-
-    Attributes:
-        pair: the pair that was made last.
-        of: from which repository and draft.
-        inside: `yes` in a thread that is in the pair's `generate`, which calls the model's.
-    """
+    """The pair of a model, which lives as long as the model. Copies of the model make their own."""
 
     def __init__(self) -> None:
         self.pair: AssistedModelForCausalLM | None = None
-        self.of: Any = None
-        self.inside = threading.local()
+        self.of: Any = None  # from which repository and draft it was made
+        self.inside = threading.local()  # `yes` in a thread that is in the pair's `generate`, which calls the model's
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
         return _Kept()

@@ -35,69 +35,42 @@ Qwen2MoeForCausalLM Qwen4ExpForCausalLM StableLmForCausalLM Zamba2ForCausalLM
 
 @dataclass(frozen=True)
 class Job:
-    """A pair as an engine sees it.
+    """A pair as an engine sees it."""
 
-    Args:
-        kind: the drafting method: a key of `Engine.kinds`.
-        tokens: number of drafted tokens in each round, at least 1.
-        dtype: of the target, as in "float32".
-        settings: the fields of the draft's spec, such as `max_ngram` and `min_ngram`.
-        taps: of an EAGLE head that reads other layers than engines assume: after which ones, counted from 0.
-        translated: the draft model has another tokenizer.
-        model_type: of the target.
-        context: tokens that the target and the draft can read; None if their configs do not tell.
-    """
-
-    kind: str
-    tokens: int
-    dtype: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    taps: tuple[int, ...] = ()
-    translated: bool = False
-    model_type: str = ""
-    context: int | None = None
+    kind: str  # the drafting method: a key of `Engine.kinds`
+    tokens: int  # number of drafted tokens in each round, at least 1
+    dtype: str  # of the target, as in "float32"
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the fields of the draft's spec, such as `max_ngram`
+    taps: tuple[
+        int, ...
+    ] = ()  # of an EAGLE head: after which layers it reads, from 0; empty: those that engines assume
+    translated: bool = False  # the draft model has another tokenizer
+    model_type: str = ""  # of the target
+    context: int | None = None  # tokens that the target and the draft can read; None if their configs do not tell
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How an engine is started.
+    """How an engine is started."""
 
-    Args:
-        command: the words of the command line, to be run in the folder.
-        config: what the engine is configured with, by the engine's own names.
-        notes: sentences for the reader.
-        files: text files that the command refers to, by name.
-    """
-
-    command: tuple[str, ...]
-    config: Options
-    notes: tuple[str, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...]  # the words of the command line, to be run in the folder
+    config: Options  # what the engine is configured with, by the engine's own names
+    notes: tuple[str, ...] = ()  # sentences for the reader
+    files: Mapping[str, str] = field(default_factory=dict)  # text files that the command refers to, by name
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A serving engine.
+    """A serving engine."""
 
-    Args:
-        title: its name in sentences.
-        launch: makes the command and the options.
-        kinds: the drafting methods that it has, with the number of tokens to draft if none is given.
-        layout: of the files: "folders" or "gguf".
-        eagle_format: the format of EAGLE heads that it reads.
-        norms: the switches of NORMS that its reader knows.
-        translates: it can draft with another tokenizer.
-        without_taps: architectures of targets that it cannot run with an EAGLE-3 head.
-    """
-
-    title: str
-    launch: Callable[[Job], Launch]
-    kinds: Mapping[str, int]
-    layout: str = "folders"
-    eagle_format: str = "eagle"
-    norms: tuple[str, ...] = ()
-    translates: bool = False
-    without_taps: frozenset[str] = frozenset()
+    title: str  # its name in sentences
+    launch: Callable[[Job], Launch]  # makes the command and the options
+    kinds: Mapping[str, int]  # the drafting methods that it has, with the number of tokens to draft if none is given
+    layout: str = "folders"  # of the files; or "gguf"
+    eagle_format: str = "eagle"  # of the EAGLE heads that it reads
+    norms: tuple[str, ...] = ()  # the switches of NORMS that its reader knows
+    translates: bool = False  # it can draft with another tokenizer
+    without_taps: frozenset[str] = frozenset()  # architectures of targets that it cannot run with an EAGLE-3 head
 
 
 def _vllm(job: Job) -> Launch:
@@ -112,10 +85,7 @@ def _vllm(job: Job) -> Launch:
             "translates the text. Where few are shared, vLLM accepts next to nothing: check its metrics, or distill a draft."
         )
     if job.kind == "ngram":
-        config |= {
-            "prompt_lookup_min": job.settings["min_ngram"],
-            "prompt_lookup_max": job.settings["max_ngram"],
-        }
+        config |= {"prompt_lookup_min": job.settings["min_ngram"], "prompt_lookup_max": job.settings["max_ngram"]}
     if job.kind == "suffix":
         config |= {
             "suffix_decoding_max_tree_depth": job.settings["max_match"],
@@ -127,9 +97,7 @@ def _vllm(job: Job) -> Launch:
         notes.append("Suffix decoding in vLLM needs a package beside it: pip install arctic-inference.")
     if job.kind == "medusa":
         notes.append("Medusa needs vLLM 0.32 or earlier: version 0.33 has dropped it.")
-    length: tuple[str, ...] = ()
-    if job.context is not None:
-        length = ("--max-model-len", str(min(job.context, CONTEXT)))
+    length = () if job.context is None else ("--max-model-len", str(min(job.context, CONTEXT)))
     if job.context is not None and job.context > CONTEXT:
         notes.append(
             f"The models can read {job.context} tokens. --max-model-len allows {CONTEXT} for a request and its answer, since "

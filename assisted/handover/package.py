@@ -130,7 +130,8 @@ def _written(engine: str, pair: Any, folder: Path, length: int | None, notes: li
         own = drafter.head.config.taps
         layers = target.config.get_text_config(decoder=True).num_hidden_layers
         taps = () if tuple(own) == default_taps(layers) else tuple(tap - 1 for tap in own)
-    tokens: int = length or _own_length(pair, kind) or has.kinds[kind]
+    own_length = pair.draft_length.tokens if isinstance(pair.draft_length, Fixed) and kind != "suffix" else None
+    tokens: int = length or own_length or has.kinds[kind]
     if kind == "medusa" and tokens > (heads := drafter.heads.heads):
         if length is not None:
             raise ValueError(f"draft_length: {length} is not possible with {heads} Medusa heads; give at most that")
@@ -158,13 +159,7 @@ def _written(engine: str, pair: Any, folder: Path, length: int | None, notes: li
 def _context(*configs: Any) -> int | None:
     """Tokens that all of the models can read; None if no config tells."""
     found = [getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) for config in configs]
-    return min((length for length in found if length), default=None)
-
-
-def _own_length(pair: Any, kind: str) -> int | None:
-    """The pair's draft length, if it is a fixed number. Of drafts from the text, it is not one that suits engines."""
-    policy = pair.draft_length
-    return policy.tokens if isinstance(policy, Fixed) and kind != "suffix" else None
+    return min(filter(None, found), default=None)
 
 
 def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:

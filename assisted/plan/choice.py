@@ -25,25 +25,15 @@ _TITLES = {None: "as stored", "int8": "8 bits", "nf4": "4 bits (nf4)"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to load the pair.
+    """One way to load the pair."""
 
-    Args:
-        quantization: of the target; None keeps its weights.
-        draft: in words.
-        draft_quantization: of a draft model.
-        parts: of the memory.
-        fits: in the device's memory.
-        offloaded: bytes of the target's weights that stay in main memory, so that the rest fits; 0 if all fits.
-        speed: expected.
-    """
-
-    quantization: str | None
-    draft: str
-    draft_quantization: str | None
-    parts: tuple[Part, ...]
-    fits: bool
-    offloaded: int
-    speed: Speed
+    quantization: str | None  # of the target; None keeps its weights
+    draft: str  # in words
+    draft_quantization: str | None  # of a draft model
+    parts: tuple[Part, ...]  # of the memory
+    fits: bool  # in the device's memory
+    offloaded: int  # bytes of the target's weights that stay in main memory, so that the rest fits; 0 if all fits
+    speed: Speed  # expected
 
     @property
     def bytes(self) -> int:
@@ -299,9 +289,7 @@ def _range(values: tuple[float, float], digits: int) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], marked: int) -> list[str]:
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(head, widths, strict=True))]
-    for index, row in enumerate(rows):
-        mark = "> " if index == marked else "  "
-        lines.append(mark + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return lines
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in (head, *rows)]
+    marks = ["> " if index == marked else "  " for index in range(len(rows))]
+    return ["  " + lines[0], *(mark + line.rstrip() for mark, line in zip(marks, lines[1:], strict=True))]

@@ -23,7 +23,6 @@ from ..engine.traits import require_decoder_config
 from ..loading.files import stored_in
 from ..loading.gguf import named_in, read_config
 
-_HUB = ("revision", "token")
 _TOLERANCE = 0.02  # parameters that a checkpoint may have more or fewer than its model: shared tensors, small buffers
 
 
@@ -58,7 +57,6 @@ class Shapes:
         Raises ValueError where there are no weights, or none that fit the config, OSError for an unknown id and without a
         connection.
         """
-        hub = {name: hub[name] for name in _HUB if name in hub}
         folder, gguf = named_in(zoo.resolve(path))
         if gguf is not None:
             return Shapes(
@@ -74,20 +72,19 @@ class Shapes:
         tensors = _headers(folder, path, role, hub)
         model = _on_meta(config, trust_remote_code)
         method = getattr(config, "quantization_config", None)
-        quantized = (
-            None if method is None else str(getattr(method, "quant_method", None) or dict(method).get("quant_method"))
-        )
+        if method is not None:
+            method = str(getattr(method, "quant_method", None) or dict(method).get("quant_method"))
         stored, numbers = sum(size for size, _ in tensors.values()), sum(count for _, count in tensors.values())
         expected = sum(weight.numel() for weight in model.parameters())
         note = ""
-        if quantized is None and numbers < (1 - _TOLERANCE) * expected:
+        if method is None and numbers < (1 - _TOLERANCE) * expected:
             raise ValueError(
                 f"{role}: the weights of {path!r} have {numbers:,} numbers, but its config describes {expected:,}; a part of "
                 "the checkpoint is missing"
             )
-        if quantized is None and numbers > (1 + _TOLERANCE) * expected:
+        if method is None and numbers > (1 + _TOLERANCE) * expected:
             note = f"{1 - expected / numbers:.0%} of the checkpoint is not part of the causal LM and is not loaded"
-        return Shapes(path, model, stored, quantized, note)
+        return Shapes(path, model, stored, method, note)
 
     @staticmethod
     def of_config(config: PretrainedConfig, name: str = "") -> Shapes:
@@ -134,15 +131,10 @@ class Shapes:
 
 @dataclass(frozen=True)
 class States:
-    """What a cache holds for one row, in numbers unless it says bytes.
+    """What a cache holds for one row."""
 
-    Args:
-        per_token: keys and values of one token, for each layer that has any.
-        fixed: bytes of the recurrent states of all layers, which do not grow with the text; often in float32.
-    """
-
-    per_token: tuple[int, ...]
-    fixed: int
+    per_token: tuple[int, ...]  # numbers in the keys and values of one token, for each layer that has any
+    fixed: int  # bytes of the recurrent states of all layers, which do not grow with the text; often in float32
 
 
 def _states(cache: Any) -> States:

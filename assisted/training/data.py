@@ -28,17 +28,11 @@ _AT_ONCE = 256  # documents given to the tokenizer together
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens to train on and tokens to measure on. Each is one stream, with an end token after every document.
+    """Tokens to train on and tokens to measure on. Each is one stream, with an end token after every document."""
 
-    Args:
-        training: [N] int32.
-        held_out: [M] int32, of other documents than `training`.
-        source: where they come from, as the caller wrote it.
-    """
-
-    training: np.ndarray
-    held_out: np.ndarray
-    source: str
+    training: np.ndarray  # [N] int32
+    held_out: np.ndarray  # [M] int32, of other documents than `training`
+    source: str  # where they come from, as the caller wrote it
 
     @staticmethod
     def empty() -> Text:
@@ -47,17 +41,10 @@ class Text:
 
 
 class Windows:
-    """Windows of a stream, `batch` per step: `windows[step]` is [batch, context] int64.
+    """Windows of a stream [N], `batch` per step: `windows[step]` is [batch, context] int64.
 
-    Every window comes once per epoch, in an order drawn from the seed. Each epoch cuts the stream at other positions.
-
-    Args:
-        stream: [N] integers.
-        context: tokens per window.
-        batch: windows per step.
-        seed: of the order.
-
-    Raises ValueError for a stream that is too short.
+    Every window comes once per epoch, in an order drawn from the seed. Each epoch cuts the stream at other positions. Raises
+    ValueError for a stream that is too short.
     """
 
     def __init__(self, stream: np.ndarray, context: int, batch: int, seed: int):

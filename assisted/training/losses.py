@@ -81,15 +81,10 @@ _fused = torch.compile(_divergences, dynamic=False)
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often a draft would be accepted, given both distributions at the same positions.
+    """How often a draft would be accepted, given both distributions at the same positions."""
 
-    Args:
-        greedy: share of positions where both have the same top-1 token. This is the acceptance rate at temperature 0.
-        sampled: mean of 1 - TV. This is the acceptance rate at temperature 1.
-    """
-
-    greedy: float
-    sampled: float
+    greedy: float  # share of positions with the same top-1 token: the acceptance rate at temperature 0
+    sampled: float  # mean of 1 - TV: the acceptance rate at temperature 1
 
 
 @torch.no_grad()

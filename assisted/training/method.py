@@ -24,47 +24,27 @@ _BATCH = 8
 
 @dataclass(frozen=True)
 class Start:
-    """What a training starts from.
+    """What a training starts from."""
 
-    Args:
-        target: loaded for this training; only early exits change it.
-        tokenizer: its tokenizer.
-        text: to train on.
-        seed: of everything that is drawn.
-        compiled: whether layers and losses are compiled.
-    """
-
-    target: Any
-    tokenizer: Any
-    text: Text
-    seed: int
-    compiled: bool
+    target: Any  # loaded for this training; only early exits change it
+    tokenizer: Any  # of the target
+    text: Text  # to train on
+    seed: int  # of everything that is drawn
+    compiled: bool  # whether layers and losses are compiled
 
 
 class Method(ABC):
-    """What is trained for a target: a draft, a head, or early exits.
+    """What is trained for a target: a draft, a head, or early exits."""
 
-    Attributes:
-        name: of the method, shown and written to training.json.
-        options: the dataclass of the settings; the command's options are its fields.
-        rate: the peak learning rate, where the plan's is too high.
-        about: the settings.
-        student: the module that is trained; its parameters that require no gradients stay as they are.
-        frozen: the modules that are run and never changed, the target first.
-        axis: what acceptance is measured along: "position", "exit layer".
-        positions: the numbers on that axis.
-        vocabulary: V, of the logits.
-    """
-
-    name: str
-    options: type[Any]
-    rate: float | None = None
-    about: Any
-    student: nn.Module
-    frozen: Sequence[nn.Module] = ()
-    axis: str = "position"
-    positions: Sequence[int] = (1,)
-    vocabulary: int
+    name: str  # shown and written to training.json
+    options: type[Any]  # the dataclass of the settings; the command's options are its fields
+    rate: float | None = None  # the peak learning rate, where the plan's is too high
+    about: Any  # the settings
+    student: nn.Module  # what is trained; its parameters that require no gradients stay as they are
+    frozen: Sequence[nn.Module] = ()  # the modules that are run and never changed, the target first
+    axis: str = "position"  # what acceptance is measured along; or "exit layer"
+    positions: Sequence[int] = (1,)  # the numbers on that axis
+    vocabulary: int  # V, of the logits
 
     def __init__(self, about: Any, model: PreTrainedModel, compiled: bool = False):
         """model: the target, or what is trained in its place. compiled: whether layers and losses are compiled."""

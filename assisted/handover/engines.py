@@ -1,8 +1,6 @@
-"""What each serving engine takes: its drafting methods, its options, its command line.
-
-Pure functions of a `Job`; nothing is loaded or written here. Names and defaults are those of the engines' own documentation:
-vLLM 0.32 and 0.33, SGLang 0.5, TensorRT-LLM 1.3 and llama.cpp of October 2026.
-"""
+"""What each serving engine takes: its drafting methods, its options, its command line. Pure functions of a `Job`; nothing
+is loaded or written here. Names and defaults are those of the engines' own documentation: vLLM 0.32 and 0.33, SGLang 0.5,
+TensorRT-LLM 1.3 and llama.cpp of October 2026."""
 
 from __future__ import annotations
 

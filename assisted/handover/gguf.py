@@ -1,8 +1,6 @@
-"""Writes a model and its tokenizer into a GGUF file for llama.cpp, and reads it back to compare.
-
-Knows the tensors of the Llama and Qwen families and byte-level BPE tokenizers. Anything else is refused: llama.cpp's own
-converter has the whole list. Needs the package gguf (the extra `gguf`).
-"""
+"""Writes a model and its tokenizer into a GGUF file for llama.cpp, and reads it back to compare. Knows the tensors of the
+Llama and Qwen families and byte-level BPE tokenizers. Anything else is refused: llama.cpp's own converter has the whole
+list. Needs the package gguf (the extra `gguf`)."""
 
 from __future__ import annotations
 

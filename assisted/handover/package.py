@@ -1,7 +1,5 @@
-"""Writes the folder that an engine reads: target, draft, the command that starts the engine, and a README.
-
-Knows pairs and how they are saved. What engines take is in engines.py and checks.py, the GGUF format in gguf.py.
-"""
+"""Writes the folder that an engine reads: target, draft, the command that starts the engine, and a README. Knows pairs and
+how they are saved. What engines take is in engines.py and checks.py, the GGUF format in gguf.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What was written for an engine: the record of it, for programs and as a README.
-
-Knows the folder's content by name; models are written elsewhere.
-"""
+"""What was written for an engine: the record of it, for programs and as a README. Knows the folder's content by name;
+models are written elsewhere."""
 
 from __future__ import annotations
 

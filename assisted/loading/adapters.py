@@ -1,7 +1,5 @@
-"""PEFT adapters: finding the base model of an adapter, checking that the loop supports it, and saving it.
-
-Knows peft's files and the names of its classes, but never imports it. Knows nothing of drafting.
-"""
+"""PEFT adapters: finding the base model of an adapter, checking that the loop supports it, and saving it. Knows peft's
+files and the names of its classes, but never imports it. Knows nothing of drafting."""
 
 from __future__ import annotations
 

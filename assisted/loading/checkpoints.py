@@ -1,7 +1,5 @@
-"""The weight index of a saved pair: it maps each weight of the target to a file in the target's subfolder.
-
-A Trainer that resumes from a checkpoint loads its model's weights through this index.
-"""
+"""The weight index of a saved pair: it maps each weight of the target to a file in the target's subfolder. A Trainer that
+resumes from a checkpoint loads its model's weights through this index."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Checks of untrusted model files before loading: errors name the broken file, and nothing large is allocated.
-
-Knows JSON, safetensors headers and the folders that a saved pair may refer to; nothing of drafting. Raises ValueError for
-files that exist but cannot be used. For missing files, OSError is left to the loading code.
-"""
+"""Checks of untrusted model files before loading: errors name the broken file, and nothing large is allocated. Knows JSON,
+safetensors headers and the folders that a saved pair may refer to; nothing of drafting. Raises ValueError for files that
+exist but cannot be used. For missing files, OSError is left to the loading code."""
 
 from __future__ import annotations
 

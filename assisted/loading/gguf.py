@@ -1,7 +1,5 @@
-"""GGUF files: recognising their paths, loading models from them, and making the loaded models savable.
-
-Knows transformers' `gguf_file` and the quantization config that it leaves on a model; nothing of drafting or of the format.
-"""
+"""GGUF files: recognising their paths, loading models from them, and making the loaded models savable. Knows transformers'
+`gguf_file` and the quantization config that it leaves on a model; nothing of drafting or of the format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The quantization of `fast.low_bit` as transformers knows one: a config and a quantizer, found by `from_pretrained`.
-
-Knows transformers' interface for quantizers; nothing of drafting or of kernels.
-"""
+"""The quantization of `fast.low_bit` as transformers knows one: a config and a quantizer, found by `from_pretrained`. Knows
+transformers' interface for quantizers; nothing of drafting or of kernels."""
 
 from __future__ import annotations
 

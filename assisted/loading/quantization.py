@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key
 from ..engine.parts import few_ids, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
-from .backends import BACKENDS, NAMES, Backend, find, names
+from .backends import BACKENDS, NAMES, Backend, find, names, placed
 from .files import copy_files
 from .gguf import unmarked
 
@@ -62,32 +62,29 @@ def resolve(
 
     Raises ValueError for unknown names and types, ImportError if the backend is missing.
     """
-    method = _resolved(quantization, dtype)
-    found = None if method is None else _entry(method)
-    replaced = None if found is None or packed else found.format_of(method)
-    return method if replaced is None or replaced.elsewhere is None else _resolved(replaced.elsewhere, dtype)
-
-
-def _resolved(quantization: Quantization | None, dtype: torch.dtype) -> QuantizationConfigMixin | None:
-    """`resolve` for a CPU."""
     if quantization is None:
         return None
     if isinstance(quantization, str):
-        backend, chosen = find(quantization)
+        backend, chosen = find(quantization if packed else placed(quantization, "cuda"))
         backend.require()
         return chosen.config(dtype)
     if isinstance(quantization, dict):
         if not quantization.keys() & {"quant_method", "load_in_4bit", "load_in_8bit"}:
             raise ValueError(f"quantization: {quantization!r} has no quant_method; use one of {', '.join(names())}")
-        _require(quantization.get("quant_method", "bitsandbytes"))  # dicts with load_in_4bit may omit it
-        return AutoQuantizationConfig.from_dict(quantization)
-    if not isinstance(quantization, QuantizationConfigMixin):
+        entry = _entry(quantization.get("quant_method", "bitsandbytes"))  # dicts with load_in_4bit may omit it
+    elif isinstance(quantization, QuantizationConfigMixin):
+        entry = _entry(quantization)
+    else:
         raise ValueError(
             f"quantization: expected one of {', '.join(names())}, a transformers quantization config or its dict, "
             f"got {type(quantization).__name__}"
         )
-    _require(quantization.quant_method)
-    return copy.deepcopy(quantization)
+    if entry is not None:
+        entry.require()
+    from_dict: Any = AutoQuantizationConfig.from_dict
+    method = from_dict(quantization) if isinstance(quantization, dict) else copy.deepcopy(quantization)
+    replaced = None if entry is None or packed else entry.format_of(method)
+    return method if replaced is None or replaced.elsewhere is None else resolve(replaced.elsewhere, dtype)
 
 
 def load_quantized(
@@ -301,12 +298,6 @@ def _entry(method: Any) -> Backend | None:
     """The backend of a config or of its quant_method; None for one that this package knows nothing of."""
     method = getattr(method, "quant_method", method)
     return BACKENDS.get(str(getattr(method, "value", method)))
-
-
-def _require(method: Any) -> None:
-    backend = _entry(method)
-    if backend is not None:
-        backend.require()
 
 
 def _computed_in(dtype: torch.dtype | str | None, config: PretrainedConfig) -> torch.dtype:

@@ -1,7 +1,5 @@
-"""Shared by the notebooks: checks of exercises, the look of figures and tables. Knows nothing of decoding.
-
-Pictures with sliders are in slider.py, token trees in tree.py. matplotlib comes with the `notebooks` extra.
-"""
+"""Shared by the notebooks: checks of exercises, the look of figures and tables. Knows nothing of decoding. Pictures with
+sliders are in slider.py, token trees in tree.py. matplotlib comes with the `notebooks` extra."""
 
 from __future__ import annotations
 

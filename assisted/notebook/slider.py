@@ -1,7 +1,5 @@
 """A picture with sliders for a notebook: one SVG, its states computed in advance, and a few lines of script (slider.html).
-
-Knows SVG and HTML. The notebook defines what is drawn and what a slider means.
-"""
+Knows SVG and HTML. The notebook defines what is drawn and what a slider means."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""A token tree as a picture for a notebook: an outline that can be folded, with a slider for the number of nodes (tree.html).
-
-Knows SVG and HTML, and nothing of drafting: it is given words, parents and probabilities.
-"""
+"""A token tree as a picture for a notebook: an outline that can be folded, with a slider for the number of nodes
+(tree.html). Knows SVG and HTML, and nothing of drafting: it is given words, parents and probabilities."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""A model without its weights: its modules on the meta device, and what the headers of its files say about them.
-
-Knows configs, safetensors headers and GGUF files; nothing of memory or of drafting.
-"""
+"""A model without its weights: its modules on the meta device, and what the headers of its files say about them. Knows
+configs, safetensors headers and GGUF files; nothing of memory or of drafting."""
 
 from __future__ import annotations
 

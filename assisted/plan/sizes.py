@@ -1,8 +1,6 @@
-"""Bytes that a pair takes on a device, part by part, from shapes alone.
-
-Uses the same rules as loading, the slots and the fast path. Of the parts, weights, keys and values, copies and logits are
-counted; activations and libraries are estimates that were fitted to measured peaks (docs/howto/plan.md).
-"""
+"""Bytes that a pair takes on a device, part by part, from shapes alone. Uses the same rules as loading, the slots and the
+fast path. Of the parts, weights, keys and values, copies and logits are counted; activations and libraries are estimates
+that were fitted to measured peaks (docs/howto/plan.md)."""
 
 from __future__ import annotations
 

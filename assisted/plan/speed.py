@@ -1,7 +1,5 @@
-"""How fast a pair should be: reading the weights takes a pass's time, acceptance says how many passes are saved.
-
-Ranges, because acceptance depends on the text and passes reach only a share of the bandwidth. `assisted doctor` measures both.
-"""
+"""How fast a pair should be: reading the weights takes a pass's time, acceptance says how many passes are saved. Ranges,
+because acceptance depends on the text and passes reach only a share of the bandwidth. `assisted doctor` measures both."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Conversations that a chat model has with itself: given the beginning of a user's turn, it writes question and answer.
-
-So a head for a chat model can be trained without a dataset of questions (Magpie, arXiv 2406.08464), on text that the target
-itself writes, which is what the head has to predict. Half of the conversations can be about pieces of given text, which the
-target is asked to edit, quote or explain. Knows chat templates and `generate`.
-"""
+"""Conversations that a chat model has with itself: given the beginning of a user's turn, it writes question and answer
+(Magpie, arXiv 2406.08464). So a head for it can be trained without a dataset of questions, on the target's own text. Half of
+them can be about pieces of given text, which the target is asked to edit, quote or explain."""
 
 from __future__ import annotations
 
@@ -47,18 +44,11 @@ def with_chats(
     seed: int,
     about: Sequence[np.ndarray] = (),
 ) -> Text:
-    """A text, followed by conversations of the target with itself; some of them are held out.
+    """A text, which may be empty, and conversations of the target with itself, at least `tokens`; some of them are held out.
 
-    Args:
-        target: moved to the accelerator if there is one.
-        tokenizer: the target's, with a chat template.
-        text: may be empty.
-        tokens: how many the conversations have together, at least.
-        folder: keeps them in chats.npz, batch by batch, so that an interrupted run goes on where it stopped.
-        seed: of sampling, and of the pieces.
-        about: streams of documents, each [N]; half of the conversations are about pieces of them, as many of each.
-
-    Raises ValueError for a tokenizer without a chat template, and for a target that asks nothing.
+    The target is moved to the accelerator if there is one. folder: keeps the conversations in chats.npz, batch by batch, so
+    that an interrupted run goes on where it stopped. about: streams of documents, each [N]; half of the conversations are about
+    pieces of them, as many of each. Raises ValueError without a chat template, and for a target that asks nothing.
     """
     kept = folder / "chats.npz"
     state = PartialState()

@@ -1,7 +1,5 @@
-"""Text to train on: files, a dataset or the shipped models' corpus, tokenized and cut into windows of one length.
-
-Knows texts and a tokenizer. The windows of a step are a function of the seed and the step alone.
-"""
+"""Text to train on: files, a dataset or the shipped models' corpus, tokenized and cut into windows of one length. Knows
+texts and a tokenizer. The windows of a step are a function of the seed and the step alone."""
 
 from __future__ import annotations
 
@@ -89,17 +87,10 @@ def pack(stream: np.ndarray, context: int, rows: int) -> torch.Tensor:
 def read_text(
     tokenizer: PreTrainedTokenizerBase, text: Sequence[str] = (), dataset: str | None = None, limit: int | None = None
 ) -> Text:
-    """Read and tokenize the text that a command names.
+    """Read and tokenize the text that a command names. Raises ValueError where there is none.
 
-    Args:
-        tokenizer: the target's.
-        text: files, folders (their UTF-8 text files) or patterns; or "zoo" for the standard library, with sympy and networkx
-            held out.
-        dataset: a Hub id or a folder that the `datasets` library reads, with a text column: "NAME", "NAME:SPLIT" or
-            "NAME:CONFIG:SPLIT". The default split is "train".
-        limit: documents taken from a dataset, at most.
-
-    Raises ValueError where there is no text, ImportError where `datasets` is missing.
+    text: files, folders (their UTF-8 text files) or patterns; or "zoo" for the standard library, with sympy and networkx held
+    out. dataset, limit: as for `read_dataset`.
     """
     if "zoo" in text:
         if len(text) > 1 or dataset is not None:
@@ -139,7 +130,8 @@ def read_files(paths: Iterable[str]) -> Iterator[str]:
 
 
 def read_dataset(name: str, limit: int | None = None) -> Iterator[str]:
-    """The documents of a dataset, at most `limit`; the name is as in `read_text`."""
+    """The documents of a dataset, at most `limit`: of a Hub id or a folder that the `datasets` library reads, with a text
+    column. name: "NAME", "NAME:SPLIT" or "NAME:CONFIG:SPLIT"; the default split is "train"."""
     try:
         import datasets
     except ImportError as error:

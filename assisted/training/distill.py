@@ -1,7 +1,5 @@
 """Distilling a draft: a small model is trained on the target's distribution, over a text and over its own continuations.
-
-DistillSpec, arXiv 2310.08461. Knows two models with one tokenizer; steps and files are the trainer's.
-"""
+DistillSpec, arXiv 2310.08461. Knows two models with one tokenizer; steps and files are the trainer's."""
 
 from __future__ import annotations
 

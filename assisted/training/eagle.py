@@ -1,7 +1,5 @@
-"""Training EAGLE heads on the target's hidden states: EAGLE-1 (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840).
-
-Knows heads and features; steps and files are the trainer's.
-"""
+"""Training EAGLE heads on the target's hidden states: EAGLE-1 (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840). Knows
+heads and features; steps and files are the trainer's."""
 
 from __future__ import annotations
 

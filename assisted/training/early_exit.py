@@ -1,8 +1,6 @@
 """Training early exits: a model learns to predict the next token from its own early layers (LayerSkip, arXiv 2404.16710).
-
 All its weights change, so the result is another model than the one at the start, and its own target. Knows layers; steps
-and files are the trainer's.
-"""
+and files are the trainer's."""
 
 from __future__ import annotations
 

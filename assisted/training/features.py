@@ -1,7 +1,5 @@
-"""The inputs of a head in training: the target's hidden states and logits over a text, computed when they are needed.
-
-The target runs unchanged, without gradients; the taps sit in another object that shares its weights.
-"""
+"""The inputs of a head in training: the target's hidden states and logits over a text, computed when they are needed. The
+target runs unchanged, without gradients; the taps sit in another object that shares its weights."""
 
 from __future__ import annotations
 
@@ -24,14 +22,10 @@ class Seen(NamedTuple):
 
 
 class Features:
-    """Runs a frozen target over texts.
+    """Runs a target over texts, in eval mode. Its parameters stop requiring gradients, their values never change.
 
-    Args:
-        target: put in eval mode; its parameters stop requiring gradients, their values never change.
-        taps: indices into transformers' `hidden_states`: i in [1, L) is the output of layer i - 1, L that of the final norm.
-        compiled: compile the layers, for this object's runs alone.
-
-    Raises ValueError for a tap that does not exist, and for a target whose layers are not found.
+    taps: indices into transformers' `hidden_states`: i in [1, L) is the output of layer i - 1, L that of the final norm.
+    compiled: compile the layers, for this object's runs alone. Raises ValueError for a tap that does not exist.
     """
 
     def __init__(self, target: PreTrainedModel, taps: Sequence[int] = (), compiled: bool = False):

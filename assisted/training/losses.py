@@ -1,7 +1,5 @@
-"""How far a draft's distribution is from the target's, computed from their logits.
-
-Knows tensors. Sampled drafts are accepted at a rate of 1 - TV on average (arXiv 2211.17192), so TV is among the losses.
-"""
+"""How far a draft's distribution is from the target's, computed from their logits. Knows tensors. Sampled drafts are
+accepted at a rate of 1 - TV on average (arXiv 2211.17192), so TV is among the losses."""
 
 from __future__ import annotations
 
@@ -55,16 +53,10 @@ def rows_at_once(like: Tensor) -> int:
 def divergence(
     name: str, log_p: Tensor, draft_logits: Tensor, weights: Tensor | None = None, compiled: bool = False
 ) -> Tensor:
-    """A divergence from the target's distribution to the draft's, averaged over positions.
+    """The divergence of this name from the target's distribution to the draft's, averaged over positions: a scalar, float32.
 
-    Args:
-        name: one of DIVERGENCES.
-        log_p: [..., V], the target's, from `log_probabilities`.
-        draft_logits: [..., V].
-        weights: [...], one for each position; None is the same as ones.
-        compiled: fuse the computation, which is faster where the vocabulary is large and the processor is slow.
-
-    Returns a scalar, float32.
+    log_p: [..., V], the target's, from `log_probabilities`. draft_logits: [..., V]. weights: [...], one for each position; None
+    is the same as ones. compiled: fuse the computation, which is faster where the vocabulary is large.
     """
     each = (_fused if compiled else _divergences)(name, log_p, draft_logits)
     if weights is None:

@@ -1,7 +1,5 @@
-"""Training Medusa heads (Medusa-1, arXiv 2401.10774). They learn the frozen target's distribution at later positions.
-
-Knows heads and features; steps and files are the trainer's.
-"""
+"""Training Medusa heads (Medusa-1, arXiv 2401.10774). They learn the frozen target's distribution at later positions. Knows
+heads and features; steps and files are the trainer's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What the trainer needs from a method: the module to train, a loss, a measure of acceptance, and how to save the result.
-
-Also how much memory a training needs. Knows modules; nothing of steps.
-"""
+Also how much memory a training needs. Knows modules; nothing of steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Text that the target generates itself, since that is what a draft has to predict. Knows `generate`.
-
-Heads trained on it do better than on text by others, for Medusa (arXiv 2401.10774) and EAGLE (arXiv 2401.15077).
-"""
+"""Text that the target generates itself, since that is what a draft has to predict. Knows `generate`. Heads trained on it
+do better than on text by others, for Medusa (arXiv 2401.10774) and EAGLE (arXiv 2401.15077)."""
 
 from __future__ import annotations
 
@@ -28,14 +26,10 @@ _MEMORY = 2**30  # bytes for the keys and values of a batch on a CPU
 
 
 def with_written(target: PreTrainedModel, text: Text, tokens: int, folder: Path, seed: int) -> Text:
-    """A text, followed by continuations of pieces of it that the target generates.
+    """A text, followed by continuations of pieces of it that the target generates, at least `tokens` in all.
 
-    Args:
-        target: moved to the accelerator if there is one.
-        text: the pieces are taken from its training tokens.
-        tokens: how many are generated, at least.
-        folder: keeps them in written.npy, so that a resumed training does not generate them again.
-        seed: of the pieces and of sampling.
+    The target is moved to the accelerator if there is one. folder: keeps the continuations in written.npy, so that a resumed
+    training does not generate them again.
     """
     kept = folder / "written.npy"
     state = PartialState()

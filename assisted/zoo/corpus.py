@@ -1,7 +1,5 @@
-"""The text of the shipped models: Python's standard library to train on; sympy and networkx are held out.
-
-Knows where the files are and which are left out. Knows nothing of tokens or models.
-"""
+"""The text of the shipped models: Python's standard library to train on; sympy and networkx are held out. Knows where the
+files are and which are left out. Knows nothing of tokens or models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Models that packages of other authors ship: where their GGUF files are, and how to install them.
-
-Finds a package without importing it, because its own dependencies may be missing.
-"""
+"""Models that packages of other authors ship: where their GGUF files are, and how to install them. Finds a package without
+importing it, because its own dependencies may be missing."""
 
 from __future__ import annotations
 

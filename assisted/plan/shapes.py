@@ -4,7 +4,6 @@ configs, safetensors headers and GGUF files; nothing of memory or of drafting.""
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+from huggingface_hub.utils import TensorInfo
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from .. import zoo
@@ -67,12 +67,13 @@ class Shapes:
         require_decoder_config(config, role)
         if config.model_type == "assisted":
             folder, config = str(Path(folder) / "target"), config.target
-        tensors = _headers(folder, path, role, hub)
+        tensors = _headers(folder, path, role, hub).values()
         model = _on_meta(config, trust_remote_code)
         method = getattr(config, "quantization_config", None)
         if method is not None:
             method = str(getattr(method, "quant_method", None) or dict(method).get("quant_method"))
-        stored, numbers = sum(size for size, _ in tensors.values()), sum(count for _, count in tensors.values())
+        stored = sum(tensor.data_offsets[1] - tensor.data_offsets[0] for tensor in tensors)
+        numbers = sum(tensor.parameter_count for tensor in tensors)
         expected = sum(weight.numel() for weight in model.parameters())
         note = ""
         if method is None and numbers < (1 - _TOLERANCE) * expected:
@@ -160,18 +161,15 @@ def _on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTr
     return model.eval()
 
 
-def _headers(folder: str, path: str, role: str, hub: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Bytes and numbers of each stored tensor."""
+def _headers(folder: str, path: str, role: str, hub: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Of each stored tensor."""
     if Path(folder).is_dir():
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
             raise ValueError(
                 f"{role}: the folder {path!r} has a config but no *.safetensors files, and so no weights to count"
             )
-        found: dict[str, tuple[int, int]] = {}
-        for file in files:
-            found |= stored_in(file)
-        return found
+        return {name: tensor for file in files for name, tensor in stored_in(file).items()}
     try:
         metadata = get_safetensors_metadata(folder, **hub)
     except NotASafetensorsRepoError as error:
@@ -180,11 +178,7 @@ def _headers(folder: str, path: str, role: str, hub: Mapping[str, Any]) -> dict[
         ) from error
     except HfHubHTTPError as error:
         raise OSError(f"{role}: the headers of {path!r} cannot be read: {_first_line(error)}") from error
-    return {
-        name: (tensor.data_offsets[1] - tensor.data_offsets[0], math.prod(tensor.shape))
-        for file in metadata.files_metadata.values()
-        for name, tensor in file.tensors.items()
-    }
+    return {name: tensor for file in metadata.files_metadata.values() for name, tensor in file.tensors.items()}
 
 
 def _first_line(error: Exception) -> str:

@@ -120,11 +120,8 @@ def read_files(paths: Iterable[str]) -> Iterator[str]:
         files = [Path(path)] if Path(path).is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
         if not files:
             raise ValueError(f"text: {path!r} is neither a file nor a folder and matches none")
-        for file in files:
-            if not file.is_file():
-                continue
-            found = _text_of(file)
-            if found is None:
+        for file in filter(Path.is_file, files):
+            if (found := _text_of(file)) is None:
                 raise ValueError(f"text: {file} is not UTF-8 text")
             yield found
 

@@ -16,7 +16,7 @@ from ..engine.parts import find_layers
 from ..loading.gguf import load_model
 from ..loading.vocabulary import find_tokenizer, same_tokens
 from .features import Features
-from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, rows_at_once
+from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, summed
 from .method import Method, Start, matrices_of
 from .plan import setting
 
@@ -106,12 +106,12 @@ class Distillation(Method):
         own = int(torch.binomial(torch.tensor(float(len(ids))), torch.tensor(self.about.on_policy)))
         if own:
             ids = torch.cat([self.written(ids[:own]), ids[own:]])
-        total = torch.zeros((), device=ids.device)
-        slices = (logits.split(rows_at_once(ids)) for logits in self._logits(ids))
-        for target_logits, draft_logits in zip(*slices, strict=True):
+
+        def of_rows(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
             log_p = log_probabilities(target_logits)
-            total = total + len(log_p) * divergence(self.about.loss, log_p, draft_logits, compiled=self.compiled)
-        return total / len(ids)
+            return len(log_p) * divergence(self.about.loss, log_p, draft_logits, compiled=self.compiled)
+
+        return summed(of_rows, *self._logits(ids)) / len(ids)
 
     @torch.no_grad()
     def written(self, ids: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from ..engine.traits import Traits
 from ..heads.eagle import EagleConfig, EagleHead, unrolled_mask
 from ..heads.eagle_formats import save_eagle
 from .features import Features, Seen
-from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, rows_at_once
+from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, summed
 from .method import Method, Start, matrices_of
-from .plan import setting
+from .plan import require_positive, setting
 
 LARGE, REDUCED = 65_536, 32_768  # a vocabulary, and how many of a larger one's tokens a head proposes
 SPREAD = 2.0  # standard deviation of the logits of a head that has learned nothing, at most
@@ -68,9 +68,7 @@ class EagleSettings:
     format: Literal["eagle", "speculators"] = setting("eagle", "format of the files")
 
     def __post_init__(self) -> None:
-        for name in ("layers", "unroll", "positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
+        require_positive(self, "layers", "unroll", "positions")
         require_known(self.loss)
         if self.version == 1 and self.draft_vocab is not None:
             raise ValueError("draft_vocab: an EAGLE-1 head has the target's output layer, with all its tokens")
@@ -210,13 +208,12 @@ class EagleTraining(Method):
 
     def _token_loss(self, log_p: Tensor, counts: Tensor, states: Tensor) -> Tensor:
         """log_p: [B, n, Vd], counts: [B, n], states: [B, n, H]. Returns a scalar."""
-        total = torch.zeros((), device=states.device)
-        slices = (tensor.split(rows_at_once(states)) for tensor in (log_p, counts, states))
-        for taught, weights, some in zip(*slices, strict=True):
+
+        def of_rows(taught: Tensor, weights: Tensor, some: Tensor) -> Tensor:
             drafted = self.student.logits(some, self.target)
-            each = divergence(self.about.loss, taught, drafted, weights, self.compiled)
-            total = total + each * weights.sum()
-        return total / counts.sum().clamp(min=1)
+            return divergence(self.about.loss, taught, drafted, weights, self.compiled) * weights.sum()
+
+        return summed(of_rows, log_p, counts, states) / counts.sum().clamp(min=1)
 
     def _feature_loss(self, ids: Tensor, seen: Seen) -> Tensor:
         """EAGLE-1: feature i and token i + 1 predict feature i + 1, which predicts token i + 2."""

@@ -45,9 +45,14 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return F.log_softmax(logits.detach().float(), -1)
 
 
-def rows_at_once(like: Tensor) -> int:
-    """How many rows of [B, ...] are scored together: one on a CPU, whose caches hold its logits; all on an accelerator."""
-    return 1 if like.device.type == "cpu" else max(1, len(like))
+def summed(loss: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """The sum of a loss over rows of tensors [B, ...]: one at a time on a CPU, whose caches hold its logits; all together on an
+    accelerator."""
+    rows = 1 if tensors[0].device.type == "cpu" else max(1, len(tensors[0]))
+    total = torch.zeros((), device=tensors[0].device)
+    for some in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
+        total = total + loss(*some)
+    return total
 
 
 def divergence(

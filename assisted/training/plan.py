@@ -17,6 +17,12 @@ def setting(default: Any, help: str, **options: Any) -> Any:
     return field(default=default, metadata={"help": help, **options})
 
 
+def require_positive(settings: Any, *names: str) -> None:
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name}: {getattr(settings, name)} is less than 1")
+
+
 @dataclass(frozen=True)
 class Plan:
     """How long and how fast a method is trained."""
@@ -48,9 +54,7 @@ class Plan:
     checkpoint_every: int = setting(100, "steps between checkpoints; each replaces the one before", metavar="N")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "context", "evaluate_rows", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
+        require_positive(self, "steps", "context", "evaluate_rows", "checkpoint_every")
         if self.batch < 0:
             raise ValueError(f"batch: {self.batch} is less than 0")
         if self.optimizer not in ("adamw", "muon"):

@@ -36,15 +36,6 @@ class Format:
     code: str = ""
 
 
-def _unrestricted(config: Any) -> Format | None:
-    """Of a config whose modules may have any shape."""
-    return None
-
-
-def _untouched(model: PreTrainedModel) -> None:
-    """A model without side effects."""
-
-
 @dataclass(frozen=True)
 class Backend:
     """A way to quantize that transformers knows, in one file.
@@ -68,11 +59,11 @@ class Backend:
     module: str | None = None
     extra: str = ""
     configs: str = "transformers"
-    format_of: Callable[[Any], Format | None] = _unrestricted
+    format_of: Callable[[Any], Format | None] = lambda config: None
     skips: str | None = "modules_to_not_convert"
     modules: tuple[type[nn.Module], ...] = (nn.Linear,)
     head: str | None = None
-    settle: Callable[[PreTrainedModel], None] = _untouched
+    settle: Callable[[PreTrainedModel], None] = lambda model: None
 
     @property
     def is_installed(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import zoo
@@ -17,7 +17,7 @@ from ..loading.gguf import load_model
 from ..loading.vocabulary import find_tokenizer, same_tokens
 from .features import Features
 from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, summed
-from .method import Method, Start, matrices_of
+from .method import Method, Start
 from .plan import setting
 
 _SHORTEST_PROMPT = 8  # tokens of text that a draft continues
@@ -93,8 +93,9 @@ class Distillation(Method):
                 raise ValueError(
                     f"draft: {settings.draft} has another tokenizer than the target, whose distribution it can't learn"
                 )
+        self.layers = find_layers(self.student).of(self.student)
         if compiled:
-            for layer in find_layers(self.student).of(self.student):
+            for layer in self.layers:
                 layer.compile()
         self.frozen = (target,)
 
@@ -137,9 +138,6 @@ class Distillation(Method):
 
     def acceptance(self, ids: Tensor) -> list[Agreement]:
         return [agreement(*self._logits(ids))]
-
-    def matrices(self) -> list[nn.Parameter]:
-        return matrices_of(*find_layers(self.student).of(self.student))
 
     def save(self, folder: Path) -> None:
         self.student.save_pretrained(folder)

@@ -40,6 +40,9 @@ class Method(ABC):
     about: Any  # the settings
     student: nn.Module  # what is trained; its parameters that require no gradients stay as they are
     frozen: Sequence[nn.Module] = ()  # the modules that are run and never changed, the target first
+    layers: Sequence[
+        nn.Module
+    ] = ()  # of the student, whose matrices Muon may train: no embeddings and no output layers
     axis: str = "position"  # what acceptance is measured along; or "exit layer"
     positions: Sequence[int] = (1,)  # the numbers on that axis
     vocabulary: int  # V, of the logits
@@ -72,17 +75,12 @@ class Method(ABC):
         """Write the result in the format that its drafter loads."""
 
     def matrices(self) -> list[nn.Parameter]:
-        """What Muon may train: matrices of layers, neither embeddings nor output layers."""
-        return []
+        """What Muon may train."""
+        return [p for layer in self.layers for p in layer.parameters() if p.ndim == 2 and p.requires_grad]
 
     def trained(self) -> list[nn.Parameter]:
         """The parameters that are trained."""
         return [p for p in self.student.parameters() if p.requires_grad]
-
-
-def matrices_of(*modules: nn.Module) -> list[nn.Parameter]:
-    """The matrices of modules that are trained."""
-    return [p for module in modules for p in module.parameters() if p.ndim == 2 and p.requires_grad]
 
 
 @dataclass(frozen=True)

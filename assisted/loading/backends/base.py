@@ -1,5 +1,7 @@
 """What a quantization backend says about itself: its names, the configs they stand for, the shapes it takes, its defects.
-Knows transformers' quantization configs; nothing of loading and saving."""
+
+Knows transformers' quantization configs; nothing of loading and saving.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,15 @@ class Format:
     code: str = ""
 
 
+def _unrestricted(config: Any) -> Format | None:
+    """Of a config whose modules may have any shape."""
+    return None
+
+
+def _untouched(model: PreTrainedModel) -> None:
+    """A model without side effects."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """A way to quantize that transformers knows, in one file.
@@ -59,11 +70,11 @@ class Backend:
     module: str | None = None
     extra: str = ""
     configs: str = "transformers"
-    format_of: Callable[[Any], Format | None] = lambda config: None
+    format_of: Callable[[Any], Format | None] = _unrestricted
     skips: str | None = "modules_to_not_convert"
     modules: tuple[type[nn.Module], ...] = (nn.Linear,)
     head: str | None = None
-    settle: Callable[[PreTrainedModel], None] = lambda model: None
+    settle: Callable[[PreTrainedModel], None] = _untouched
 
     @property
     def is_installed(self) -> bool:

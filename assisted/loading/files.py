@@ -19,6 +19,7 @@ from huggingface_hub import parse_local_safetensors_file_metadata, snapshot_down
 from huggingface_hub.errors import SafetensorsParsingError
 from huggingface_hub.utils import TensorInfo
 from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -90,6 +91,23 @@ def stored_in(file: Path) -> dict[str, TensorInfo]:
         raise ValueError(f"{file} is broken: its header cannot be read") from error
 
 
+def write_index(folder: Path, target: str) -> None:
+    """Write the index of a saved pair's weights, which are in its subfolder `target`: a Trainer that resumes from a checkpoint
+    loads its model's weights through this index. If only an adapter is there, remove the index instead."""
+    own = folder / SAFE_WEIGHTS_INDEX_NAME
+    sharded, single = folder / target / SAFE_WEIGHTS_INDEX_NAME, folder / target / SAFE_WEIGHTS_NAME
+    if sharded.is_file():
+        files = fields_of(sharded)["weight_map"]
+    elif single.is_file():
+        files = dict.fromkeys(stored_in(single), SAFE_WEIGHTS_NAME)
+    else:
+        own.unlink(missing_ok=True)
+        return
+    size = sum((folder / target / name).stat().st_size for name in set(files.values()))
+    places = {name: f"{target}/{file}" for name, file in files.items()}
+    write_json(own, {"metadata": {"total_size": size}, "weight_map": places})
+
+
 def require_sizes(fields: Mapping[str, Any], shapes: Shapes, where: str | Path, exact: bool = False) -> None:
     """Reject sizes that are not positive integers or that exceed the tensors, before a model of that size is allocated.
 
@@ -152,7 +170,7 @@ def require_sound(path: str | Path, role: str) -> None:
 
 def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of all tensors in a model's safetensors files. Raises ValueError for a missing or broken file."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / "adapter_model.safetensors").is_file():
         shapes_of(folder / "adapter_model.safetensors")
     if single.is_file():

@@ -1,6 +1,6 @@
 """Conversations that a chat model has with itself: given the beginning of a user's turn, it writes question and answer
-(Magpie, arXiv 2406.08464). So a head for it can be trained without a dataset of questions, on the target's own text. Half of
-them can be about pieces of given text, which the target is asked to edit, quote or explain."""
+(Magpie, arXiv 2406.08464). So a head for it can be trained without a dataset of questions, on the target's own text. Half
+of them can be about pieces of given text, which the target is asked to edit, quote or explain."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What a quantization backend says about itself: its names, the configs they stand for, the shapes it takes, its defects.
-
-Knows transformers' quantization configs; nothing of loading and saving.
-"""
+Knows transformers' quantization configs; nothing of loading and saving."""
 
 from __future__ import annotations
 

@@ -95,10 +95,10 @@ def _y(line: int) -> int:
     return ROW * (line + 1) + ROW // 2
 
 
-def _visible(word: str, longest: int = 12) -> str:
-    """The word on one line, its white space visible."""
+def _visible(word: str) -> str:
+    """The word on one line of at most 12 characters, its white space visible."""
     written = repr(word)[1:-1].replace(" ", "\u2423")
-    return written if len(written) <= longest else written[: longest - 1] + "\u2026"
+    return written if len(written) <= 12 else written[:11] + "\u2026"
 
 
 def _sentence(count: int, accepted: int) -> str:

@@ -230,10 +230,10 @@ def plan(
     use = Use(context, rows, drafted, dtype or half, place.kind, quantization, draft_quantization, fast)
     their_draft = draft if isinstance(draft, Shapes) else None
     spec = DraftModel(their_draft.name) if their_draft is not None else parse(draft, draft_quantization)
-    named: Sequence[Any] = spec.parts()
     if their_draft is None:
-        models = [one.model for one in named if one.quantizes == "model" and isinstance(one.model, str)]
-        their_draft = Shapes.read(models[0], "draft", trust_remote_code) if models else None
+        models = [getattr(one, "model", None) for one in spec.parts() if one.quantizes == "model"]
+        path = next((model for model in models if isinstance(model, str)), None)
+        their_draft = None if path is None else Shapes.read(path, "draft", trust_remote_code)
     wanted = their_draft.name if their_draft is not None else "suffix" if draft is None else str(draft)
     found = tuple(
         _candidate(shapes, one, name, replace(use, quantization=how, draft_quantization=low), their_draft, place)

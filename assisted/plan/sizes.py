@@ -65,7 +65,7 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
     """
     dtype = use.dtype or target.model.dtype
     found = [Part("target: weights", weight_bytes(target, use.quantization, dtype))]
-    found += _of_states("target: ", target.states, use, dtype.itemsize)
+    found += [Part(f"target: {name}", size) for name, size in _of_states(target.states, use, dtype.itemsize).items()]
     found += _of_draft(target, spec, draft, use, dtype)
     if use.fast and use.device == "cpu" and use.quantization is None and target.quantized is None:
         copies = copy_bytes(target.model, dtype, memory)
@@ -94,20 +94,14 @@ def weight_bytes(shapes: Shapes, quantization: str | None, dtype: torch.dtype) -
 def _widest(use: Use) -> int:
     """Slots of each row: on a GPU rounded up, as captured passes read few numbers of slots."""
     needed = use.context + use.drafted
-    if not (use.fast and use.device == "cuda"):
-        return needed
-    return slots_for(needed + WIDTHS[-1])
+    return slots_for(needed + WIDTHS[-1]) if use.fast and use.device == "cuda" else needed
 
 
-def _of_states(prefix: str, states: States, use: Use, itemsize: int) -> list[Part]:
+def _of_states(states: States, use: Use, itemsize: int) -> dict[str, int]:
     """Keys and values, and recurrent states, each with the copy that a rejected draft returns to."""
-    found = []
-    if states.per_token:
-        size = use.rows * _widest(use) * itemsize * sum(states.per_token)
-        found.append(Part(f"{prefix}keys and values", size))
-    if states.fixed:
-        found.append(Part(f"{prefix}recurrent states", 2 * use.rows * states.fixed))
-    return found
+    keys = use.rows * _widest(use) * itemsize * sum(states.per_token)
+    sizes = {"keys and values": keys, "recurrent states": 2 * use.rows * states.fixed}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype: torch.dtype) -> list[Part]:
@@ -117,10 +111,10 @@ def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype:
         if draft is None:
             return {}
         how = use.draft_quantization or (quantization if isinstance(quantization, str) else None)
-        found = [Part("weights", weight_bytes(draft, how, dtype)), *_of_states("", draft.states, use, dtype.itemsize)]
+        found = {"weights": weight_bytes(draft, how, dtype), **_of_states(draft.states, use, dtype.itemsize)}
         if use.fast and use.device == "cpu" and how is None and draft.quantized is None:
-            found.append(Part("copies of weights", copy_bytes(draft.model, dtype, None)))
-        return {part.name: part.bytes for part in found}
+            found["copies of weights"] = copy_bytes(draft.model, dtype, None)
+        return found
 
     room = Room(target.model, dtype, use.rows * _widest(use), target.states.per_token, of_model)
     return [Part(f"draft: {name}", size) for one in spec.parts() for name, size in one.memory(room).items() if size]

@@ -1,6 +1,6 @@
-"""Checks of untrusted model files before loading: errors name the broken file, and nothing large is allocated. Knows JSON,
-safetensors headers and the folders that a saved pair may refer to; nothing of drafting. Raises ValueError for files that
-exist but cannot be used. For missing files, OSError is left to the loading code."""
+"""Model files: checked before loading, since they are untrusted, and copied. Errors name the broken file, and nothing large
+is allocated. Raises ValueError for files that exist but cannot be used; for missing files, OSError is left to the loading
+code. Knows JSON, safetensors headers and the folders that a saved pair may refer to; nothing of drafting."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ _NUMBERS = """temperature top_p min_p typical_p epsilon_cutoff eta_cutoff repeti
 diversity_penalty encoder_repetition_penalty guidance_scale"""
 _COUNTS = """max_length max_new_tokens min_length min_new_tokens num_beams num_return_sequences top_k no_repeat_ngram_size
 bos_token_id pad_token_id eos_token_id"""
-_SWITCHES = (
-    """do_sample use_cache output_scores output_logits return_dict_in_generate output_attentions output_hidden_states"""
-)
+_SWITCHES = """do_sample use_cache output_scores output_logits return_dict_in_generate output_attentions
+output_hidden_states"""
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     **dict.fromkeys(_NUMBERS.split(), ("a number", (int, float))),
     **dict.fromkeys(_COUNTS.split(), ("an integer", (int,))),

@@ -64,10 +64,7 @@ class _Kept:
         self.of: Any = None  # from which repository and draft it was made
         self.inside = threading.local()  # `yes` in a thread that is in the pair's `generate`, which calls the model's
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
-        return _Kept()
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # of copies and pickles
         return _Kept, ()
 
 

@@ -49,8 +49,7 @@ from .generation import Generation
 from .lengths import remembered
 from .loading.adapters import base_path, has_adapter, outside_layers, require_in_layers, save_adapter, trusting
 from .loading.backends.quanto import copy_shells
-from .loading.checkpoints import write_index
-from .loading.files import inside, loading, require_sound
+from .loading.files import inside, loading, require_sound, write_index
 from .loading.gguf import load_gguf, named_in, read_config, reading_once, unmarked
 from .loading.names import DTYPES, closest
 from .loading.quantization import memory_bytes

@@ -73,7 +73,6 @@ def test_the_plan_expects_less_of_drafts(name: str) -> None:
     mixture = predict(shapes, spec, 2 * shapes.numbers, 0, 0, bandwidth)
     dense = predict(Shapes.of_config(LlamaConfig(**SMALL)), spec, 2 * shapes.numbers, 0, 0, bandwidth)
     assert mixture.times[1] < dense.times[1]
-    assert mixture.bytes_per_pass == read_per_pass(shapes, 2 * shapes.numbers)
     # offloaded experts of a layer cross the bus together
     every = 2 * shapes.numbers
     offloaded = predict(shapes, spec, every, 0, 0, bandwidth, every, (1e8, 2e8))

@@ -116,16 +116,6 @@ def test_slider_holds_every_state() -> None:
     assert [float(value) for value in re.findall(r'value="(\d+)"', picture.text)] == [1, 1]
 
 
-def test_slider_with_bars_stands_on_zero() -> None:
-    picture = slider({"t": [1, 2]}, lambda t: {"p": [0.5 / t, 0.25]}, kind="bars", ticks=["the", "cat"])
-    feet = {float(foot) for path in states(picture)["d"] for foot in re.findall(r"M\S+ ([\d.]+)V", path[0])}
-    assert len(feet) == 1
-    assert ">the<" in picture.text and ">cat<" in picture.text
-    assert (
-        picture.text == slider({"t": [1, 2]}, lambda t: {"p": [0.5 / t, 0.25]}, kind="bars", ticks=["the", "cat"]).text
-    )
-
-
 def test_slider_asks_no_other_host_and_is_small() -> None:
     picture = slider({"g": range(1, 13)}, lambda g: {"e": (range(20), [g * x for x in range(20)])})
     assert not re.search(r"(src|href)=|https?://", picture.text)
@@ -134,8 +124,6 @@ def test_slider_asks_no_other_host_and_is_small() -> None:
 
 def test_slider_refuses() -> None:
     flat = {"e": ([0, 1], [1, 1])}
-    with pytest.raises(ValueError, match="kind"):
-        slider({"g": [1]}, lambda g: flat, kind="pie")
     with pytest.raises(ValueError, match="controls"):
         slider({"g": []}, lambda g: flat)
     with pytest.raises(ValueError, match="start"):

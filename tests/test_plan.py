@@ -25,10 +25,11 @@ from assisted.cli.main import main
 from assisted.drafters import parse
 from assisted.fast.fused import copy_bytes, fused
 from assisted.fast.products import Product, copied_in, packs
+from assisted.lengths.cost_model import expected_tokens
 from assisted.loading.quantization import NAMES, load_quantized, memory_bytes, quantize_copy, stored_bytes
 from assisted.plan import CARDS, Shapes, Use, parts, plan
 from assisted.plan.devices import bytes_of
-from assisted.plan.speed import expected_tokens, read_per_pass
+from assisted.plan.speed import read_per_pass
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 

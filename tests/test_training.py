@@ -225,7 +225,7 @@ def test_an_untrained_heads_logits_are_moderate(name, factor, text):
     training = EagleTraining(target, EagleSettings(unroll=2, positions=2), text.training)
     ids = torch.from_numpy(text.training[:32].astype("int64"))[None]
     with torch.no_grad():
-        states = next(training._unrolled(ids, training._features(ids), 2))
+        _, states = next(training._unrolled(ids, training._features(ids), 2))
         assert training.student.logits(states).std(-1).mean() < 3
         if factor > 1:  # the target's own certainty
             assert training.student.norm.weight.mean() < factor * size.mean()
@@ -271,7 +271,7 @@ def test_a_result_is_not_made_again(target, text, tmp_path):
     assert said[-1] == f"{tmp_path} already holds the result"
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(
-        ValueError, match=r"steps: .* holds the result of a run with 6, this one has 7; give another folder"
+        ValueError, match=r"steps: the result in .* was written with 6, this run has 7; give the same or another folder"
     ):
         quietly(made("eagle-3", target, text), text, dataclasses.replace(PLAN, steps=7), tmp_path)
 
@@ -510,7 +510,7 @@ def test_unrolled_states_are_those_of_drafting(target, text):
     ids = torch.from_numpy(text.training[:20].astype(np.int64))[None]
     seen = method._features(ids)
     with torch.no_grad():
-        found = list(method._unrolled(ids, seen, 3))
+        found = [states for _, states in method._unrolled(ids, seen, 3)]
         place = 10
         features = head.fuse(method._inputs(seen)[:, : place + 1])
         embeddings = head.embed(ids[:, 1 : place + 2], target)

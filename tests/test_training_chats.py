@@ -69,11 +69,14 @@ def test_answers_are_the_targets_own(loaded: tuple[Any, Any], monkeypatch: pytes
     """Of different lengths in one batch, and the first batch greedy."""
     target, tokenizer = loaded
     called = []
-    monkeypatch.setattr(
-        chats, "_continued", lambda *args, own=chats._continued: called.append((args, own(*args))) or called[-1][1]
-    )
+
+    def recorded(writer, prompts, most, end, own=chats.continued, **sampling):
+        called.append((prompts, most, sampling, own(writer, prompts, most, end, **sampling)))
+        return called[-1][-1]
+
+    monkeypatch.setattr(chats, "continued", recorded)
     converse(target, tokenizer, 2000, seed=0)
-    (_, _, prompts, most, sampling), answers = called[1]  # after the questions
+    prompts, most, sampling, answers = called[1]  # after the questions
     assert sampling == {"do_sample": False}
     assert len({len(prompt) for prompt in prompts}) > 1
     for prompt, answer in list(zip(prompts, answers, strict=True))[:4]:
@@ -85,7 +88,7 @@ def test_answers_are_the_targets_own(loaded: tuple[Any, Any], monkeypatch: pytes
 
 def test_what_cannot_talk_is_named(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     target, tokenizer = loaded
-    monkeypatch.setattr(chats, "_continued", lambda *args: [[] for _ in args[2]])
+    monkeypatch.setattr(chats, "continued", lambda *args, **sampling: [[] for _ in args[1]])
     with pytest.raises(ValueError, match="chats: the target asks nothing"):
         converse(target, tokenizer, 10)
     tokenizer.chat_template = None

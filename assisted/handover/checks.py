@@ -1,7 +1,5 @@
-"""Whether an engine can take a pair: its drafting method, its models, its heads. Errors say what to use instead.
-
-Nothing is written here.
-"""
+"""Whether an engine can take a pair: its drafting method, its models, its heads. Errors say what to use instead. Nothing is
+written here."""
 
 from __future__ import annotations
 
@@ -18,8 +16,6 @@ from ..loading.adapters import has_adapter
 from ..loading.gguf import unmarked
 from .engines import DRAFTS, ENGINES, NORMS, Engine
 
-__all__ = ["MTP", "draft_model", "kind_of", "plain_model", "require_head"]
-
 MTP = "mtp"
 
 
@@ -30,8 +26,8 @@ def kind_of(engine: str, spec: Spec, draft: Any = None) -> str:
     """
     has = ENGINES[engine]
     kind = spec.served_as
-    if kind is not None and kind in has.kinds:
-        return kind
+    if kind in has.kinds:
+        return str(kind)
     others = [DRAFTS.get(known, f"'{known}'") for known in has.kinds if known != MTP]
     instead = f"use {', '.join(others[:-1])} or {others[-1]}"
     if engine == "llamacpp" and kind == "eagle3":
@@ -44,11 +40,8 @@ def kind_of(engine: str, spec: Spec, draft: Any = None) -> str:
         instead = f"hand over one of its drafts ({named}) by draft=, or {instead}"
     if spec.not_served:
         instead = f"{spec.not_served}; {instead}"
-    raise ValueError(f"draft: {has.title} cannot draft with {_shown(spec, draft)!r}: {instead}")
-
-
-def _shown(spec: Spec, draft: Any) -> str:
-    return draft if isinstance(draft, str) else spec.name
+    shown = draft if isinstance(draft, str) else spec.name
+    raise ValueError(f"draft: {has.title} cannot draft with {shown!r}: {instead}")
 
 
 def plain_model(model: Any, role: str) -> PreTrainedModel:
@@ -99,8 +92,7 @@ def require_head(engine: Engine, head: EagleHead, target: PreTrainedModel) -> No
             f"draft: it is an EAGLE-1 head, and only EAGLE-3 heads are handed over to {engine.title}; train one (assisted "
             "train eagle), or use a draft model"
         )
-    ignored = [name for name in NORMS if getattr(config, name)]
-    ignored = [name for name in ignored if name not in engine.norms]
+    ignored = [name for name in NORMS if getattr(config, name) and name not in engine.norms]
     if ignored:
         raise ValueError(
             f"draft: the EAGLE-3 head has {' and '.join(ignored)}, which {engine.title} ignores, so it would run a different "

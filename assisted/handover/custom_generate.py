@@ -1,7 +1,6 @@
 """Drafts inside a model's own `generate(custom_generate=FOLDER_OR_ID)`: the entry for code that holds a model, not a pair.
-
-`save_pretrained(custom_generate=True)` writes a `custom_generate/generate.py`; transformers runs it, and it calls this file.
-"""
+`save_pretrained(custom_generate=True)` writes a `custom_generate/generate.py`; transformers runs it, and it calls this
+file."""
 
 from __future__ import annotations
 
@@ -17,22 +16,16 @@ from .. import drafters, lengths
 from ..modeling import AssistedModelForCausalLM
 from ..report import Report
 
-__all__ = ["drafting_with", "report_of"]
-
 _KEPT = "_assisted_pair"
 
 
 def drafting_with(
     draft: dict[str, Any], draft_length: dict[str, Any] | None = None, has_files: bool = False
 ) -> Callable[..., Any]:
-    """The function that transformers calls as a repository's `generate`.
+    """The function that transformers calls as a repository's `generate`: that of `AssistedModelForCausalLM`, with an argument
+    `draft`, which replaces the repository's. It raises ValueError if model and draft do not fit together.
 
-    Args:
-        draft, draft_length: as in a saved pair's config.json.
-        has_files: the draft is a model or a head in the repository's folder `draft`.
-
-    The function takes the arguments of `AssistedModelForCausalLM.generate`, and `draft`, which replaces the repository's. It
-    raises ValueError if model and draft do not fit together.
+    draft, draft_length: as in a saved pair's config.json. has_files: the repository's folder `draft` holds a model or a head.
     """
 
     def generate(
@@ -64,23 +57,14 @@ def report_of(model: Any) -> Report | None:
 
 
 class _Kept:
-    """The pair of a model, which lives as long as the model. Copies of the model make their own.
-
-    Attributes:
-        pair: the pair that was made last.
-        of: from which repository and draft.
-        inside: `yes` in a thread that is in the pair's `generate`, which calls the model's.
-    """
+    """The pair of a model, which lives as long as the model. Copies of the model make their own."""
 
     def __init__(self) -> None:
         self.pair: AssistedModelForCausalLM | None = None
-        self.of: Any = None
-        self.inside = threading.local()
+        self.of: Any = None  # from which repository and draft it was made
+        self.inside = threading.local()  # `yes` in a thread that is in the pair's `generate`, which calls the model's
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
-        return _Kept()
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # of copies and pickles
         return _Kept, ()
 
 

@@ -1,8 +1,6 @@
-"""What each serving engine takes: its drafting methods, its options, its command line.
-
-Pure functions of a `Job`; nothing is loaded or written here. Names and defaults are those of the engines' own documentation:
-vLLM 0.32 and 0.33, SGLang 0.5, TensorRT-LLM 1.3 and llama.cpp of October 2026.
-"""
+"""What each serving engine takes: its drafting methods, its options, its command line. Pure functions of a `Job`; nothing
+is loaded or written here. Names and defaults are those of the engines' own documentation: vLLM 0.32 and 0.33, SGLang 0.5,
+TensorRT-LLM 1.3 and llama.cpp of October 2026."""
 
 from __future__ import annotations
 
@@ -10,8 +8,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-__all__ = ["DRAFTS", "ENGINES", "Engine", "Job", "Launch", "Options"]
 
 Options = dict[str, Any]
 DRAFTS = {"draft-model": "a draft model", "eagle3": "an EAGLE-3 head", "medusa": "Medusa heads"}
@@ -37,71 +33,42 @@ Qwen2MoeForCausalLM Qwen4ExpForCausalLM StableLmForCausalLM Zamba2ForCausalLM
 
 @dataclass(frozen=True)
 class Job:
-    """A pair as an engine sees it.
+    """A pair as an engine sees it."""
 
-    Args:
-        kind: the drafting method: a key of `Engine.kinds`.
-        tokens: number of drafted tokens in each round, at least 1.
-        dtype: of the target, as in "float32".
-        settings: the fields of the draft's spec, such as `max_ngram` and `min_ngram`.
-        taps: of an EAGLE head: the target layers after which it reads, counted from 0.
-        default_taps: they are those that an engine assumes.
-        translated: the draft model has another tokenizer.
-        model_type: of the target.
-        context: tokens that the target and the draft can read; None if their configs do not tell.
-    """
-
-    kind: str
-    tokens: int
-    dtype: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    taps: tuple[int, ...] = ()
-    default_taps: bool = True
-    translated: bool = False
-    model_type: str = ""
-    context: int | None = None
+    kind: str  # the drafting method: a key of `Engine.kinds`
+    tokens: int  # number of drafted tokens in each round, at least 1
+    dtype: str  # of the target, as in "float32"
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the fields of the draft's spec, such as `max_ngram`
+    taps: tuple[
+        int, ...
+    ] = ()  # of an EAGLE head: after which layers it reads, from 0; empty: those that engines assume
+    translated: bool = False  # the draft model has another tokenizer
+    model_type: str = ""  # of the target
+    context: int | None = None  # tokens that the target and the draft can read; None if their configs do not tell
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How an engine is started.
+    """How an engine is started."""
 
-    Args:
-        command: the words of the command line, to be run in the folder.
-        config: what the engine is configured with, by the engine's own names.
-        notes: sentences for the reader.
-        files: text files that the command refers to, by name.
-    """
-
-    command: tuple[str, ...]
-    config: Options
-    notes: tuple[str, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...]  # the words of the command line, to be run in the folder
+    config: Options  # what the engine is configured with, by the engine's own names
+    notes: tuple[str, ...] = ()  # sentences for the reader
+    files: Mapping[str, str] = field(default_factory=dict)  # text files that the command refers to, by name
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A serving engine.
+    """A serving engine."""
 
-    Args:
-        title: its name in sentences.
-        launch: makes the command and the options.
-        kinds: the drafting methods that it has, with the number of tokens to draft if none is given.
-        layout: of the files: "folders" or "gguf".
-        eagle_format: the format of EAGLE heads that it reads.
-        norms: the switches of NORMS that its reader knows.
-        translates: it can draft with another tokenizer.
-        without_taps: architectures of targets that it cannot run with an EAGLE-3 head.
-    """
-
-    title: str
-    launch: Callable[[Job], Launch]
-    kinds: Mapping[str, int]
-    layout: str = "folders"
-    eagle_format: str = "eagle"
-    norms: tuple[str, ...] = ()
-    translates: bool = False
-    without_taps: frozenset[str] = frozenset()
+    title: str  # its name in sentences
+    launch: Callable[[Job], Launch]  # makes the command and the options
+    kinds: Mapping[str, int]  # the drafting methods that it has, with the number of tokens to draft if none is given
+    layout: str = "folders"  # of the files; or "gguf"
+    eagle_format: str = "eagle"  # of the EAGLE heads that it reads
+    norms: tuple[str, ...] = ()  # the switches of NORMS that its reader knows
+    translates: bool = False  # it can draft with another tokenizer
+    without_taps: frozenset[str] = frozenset()  # architectures of targets that it cannot run with an EAGLE-3 head
 
 
 def _vllm(job: Job) -> Launch:
@@ -116,10 +83,7 @@ def _vllm(job: Job) -> Launch:
             "translates the text. Where few are shared, vLLM accepts next to nothing: check its metrics, or distill a draft."
         )
     if job.kind == "ngram":
-        config |= {
-            "prompt_lookup_min": job.settings["min_ngram"],
-            "prompt_lookup_max": job.settings["max_ngram"],
-        }
+        config |= {"prompt_lookup_min": job.settings["min_ngram"], "prompt_lookup_max": job.settings["max_ngram"]}
     if job.kind == "suffix":
         config |= {
             "suffix_decoding_max_tree_depth": job.settings["max_match"],
@@ -131,9 +95,7 @@ def _vllm(job: Job) -> Launch:
         notes.append("Suffix decoding in vLLM needs a package beside it: pip install arctic-inference.")
     if job.kind == "medusa":
         notes.append("Medusa needs vLLM 0.32 or earlier: version 0.33 has dropped it.")
-    length: tuple[str, ...] = ()
-    if job.context is not None:
-        length = ("--max-model-len", str(min(job.context, CONTEXT)))
+    length = () if job.context is None else ("--max-model-len", str(min(job.context, CONTEXT)))
     if job.context is not None and job.context > CONTEXT:
         notes.append(
             f"The models can read {job.context} tokens. --max-model-len allows {CONTEXT} for a request and its answer, since "
@@ -158,8 +120,16 @@ def _sglang(job: Job) -> Launch:
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": job.tokens + 1,
         }
-    options = [word for name, value in config.items() for word in (f"--{name}", str(value))]
-    command = ("python", "-m", "sglang.launch_server", "--model-path", "./target", "--dtype", job.dtype, *options)
+    command = (
+        "python",
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        "./target",
+        "--dtype",
+        job.dtype,
+        *_options(config),
+    )
     return Launch(command, config, tuple(notes))
 
 
@@ -175,7 +145,7 @@ def _trtllm(job: Job) -> Launch:
         speculative["speculative_model"] = "./draft"
     if job.kind == "ngram":
         speculative |= {"max_matching_ngram_size": job.settings["max_ngram"], "is_public_pool": False}
-    if job.kind == "eagle3" and not job.default_taps:
+    if job.taps:
         speculative["eagle3_layers_to_capture"] = list(job.taps)
     config: Options = {"speculative_config": speculative}
     if job.kind in ("draft-model", "ngram"):
@@ -186,7 +156,7 @@ def _trtllm(job: Job) -> Launch:
             "TensorRT-LLM's suffix automaton has its own matching; the options of the suffix draft are not used."
         )
     command = ("trtllm-serve", "./target", "--config", "config.yaml")
-    return Launch(command, config, tuple(notes), {"config.yaml": _yaml(config)})
+    return Launch(command, config, tuple(notes), {"config.yaml": _yaml(config).lstrip() + "\n"})
 
 
 def _llamacpp(job: Job) -> Launch:
@@ -211,20 +181,18 @@ def _llamacpp(job: Job) -> Launch:
         config |= {"flash-attn": "off", "cache-type-k": "f32", "cache-type-v": "f32"}
         if job.kind == "draft-model":
             config |= {"cache-type-k-draft": "f32", "cache-type-v-draft": "f32"}
-    options = [word for name, value in config.items() for word in (f"--{name}", str(value))]
-    return Launch(("llama-server", *options), config, tuple(notes))
+    return Launch(("llama-server", *_options(config)), config, tuple(notes))
 
 
-def _yaml(value: Options, indent: str = "") -> str:
+def _options(config: Options) -> list[str]:
+    return [word for name, value in config.items() for word in (f"--{name}", str(value))]
+
+
+def _yaml(value: Any, indent: str = "\n") -> str:
     """Nested dicts of strings, numbers, bools and lists as YAML; scalars are written as JSON, which YAML includes."""
-    lines = ""
-    for name, item in value.items():
-        lines += f"{indent}{name}:" + (f"\n{_yaml(item, indent + '  ')}" if isinstance(item, dict) else _scalar(item))
-    return lines
-
-
-def _scalar(value: Any) -> str:
-    return f" {json.dumps(value)}\n"
+    if not isinstance(value, dict):
+        return f" {json.dumps(value)}"
+    return "".join(f"{indent}{name}:{_yaml(item, indent + '  ')}" for name, item in value.items())
 
 
 ENGINES = {

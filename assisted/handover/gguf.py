@@ -1,8 +1,6 @@
-"""Writes a model and its tokenizer into a GGUF file for llama.cpp, and reads it back to compare.
-
-Knows the tensors of the Llama and Qwen families and byte-level BPE tokenizers. Anything else is refused: llama.cpp's own
-converter has the whole list. Needs the package gguf (the extra `gguf`).
-"""
+"""Writes a model and its tokenizer into a GGUF file for llama.cpp, and reads it back to compare. Knows the tensors of the
+Llama and Qwen families and byte-level BPE tokenizers. Anything else is refused: llama.cpp's own converter has the whole
+list. Needs the package gguf (the extra `gguf`)."""
 
 from __future__ import annotations
 
@@ -18,8 +16,6 @@ from ..engine.libraries import gguf_splits
 from ..extras import install
 from ..loading.gguf import load_gguf
 from ..loading.vocabulary import find_tokenizer
-
-__all__ = ["require_writable", "write_gguf"]
 
 _PERMUTED = {"llama": True, "qwen2": False, "qwen3": False}
 """By model type, which is also GGUF's name of the architecture: whether the rotary halves of q and k are interleaved there."""

@@ -1,12 +1,9 @@
-"""Writes the folder that an engine reads: target, draft, the command that starts the engine, and a README.
-
-Knows pairs and how they are saved. What engines take is in engines.py and checks.py, the GGUF format in gguf.py.
-"""
+"""Writes the folder that an engine reads: target, draft, the command that starts the engine, and a README. Knows pairs and
+how they are saved. What engines take is in engines.py and checks.py, the GGUF format in gguf.py."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from pathlib import Path
@@ -20,15 +17,13 @@ from ..drafters import Spec
 from ..heads.eagle_config import default_taps
 from ..heads.eagle_formats import save_eagle
 from ..lengths.policies import Fixed
-from ..loading.files import loading, require_sound
+from ..loading.files import fields_of, loading, require_sound, write_json
 from ..loading.gguf import named_in
 from ..modeling import AssistedModelForCausalLM
 from .checks import MTP, draft_model, kind_of, plain_model, require_head
 from .engines import ENGINES, Job
 from .gguf import require_writable, write_gguf
 from .readme import Handover, describe
-
-__all__ = ["hand_over"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -87,25 +82,20 @@ def _loaded(engine: str, path: str | os.PathLike[str], draft: Any, dtype: str | 
         raise ValueError("pair: the path is empty; name a saved pair, or a target")
     found = zoo.resolve(str(path))
     spec: Any = _spec(found, draft)
-    quantization = None
     if spec is not None:
         kind_of(engine, spec, draft)
     if spec is not None and spec.quantizes == "model" and spec.quantization is not None:
-        quantization, spec = spec.quantization, dataclasses.replace(spec, quantization=None)
-    loaded = AssistedModelForCausalLM.from_pretrained(found, draft=spec, dtype=dtype or "auto")
-    if quantization is not None:
+        named = spec.quantization if isinstance(spec.quantization, str) else type(spec.quantization).__name__
         notes.append(
-            f"The draft is quantized here ({_named(quantization)}) and handed over with its original weights: quantize it in "
-            "the engine's own format if memory is short."
+            f"The draft is quantized here ({named}) and handed over with its original weights: quantize it in the engine's own "
+            "format if memory is short."
         )
+        spec = dataclasses.replace(spec, quantization=None)
+    loaded = AssistedModelForCausalLM.from_pretrained(found, draft=spec, dtype=dtype or "auto")
     for field in dataclasses.fields(loaded.spec):  # type: ignore[arg-type]
         if getattr(loaded.spec, field.name) and not field.metadata.get("saved", True):
             notes.append(f"The draft's {field.name} is used here and not handed over.")
     return loaded
-
-
-def _named(quantization: Any) -> str:
-    return quantization if isinstance(quantization, str) else type(quantization).__name__
 
 
 def _spec(path: str, draft: Any) -> Spec | None:
@@ -122,71 +112,59 @@ def _spec(path: str, draft: Any) -> Spec | None:
 
 def _written(engine: str, pair: Any, folder: Path, length: int | None, notes: list[str]) -> Handover:
     """Check a loaded pair, then write it."""
-    has, spec = ENGINES[engine], pair.spec
-    kind = kind_of(engine, spec)
+    has, drafter = ENGINES[engine], pair.drafter
+    kind = kind_of(engine, pair.spec)
     target = plain_model(pair.target, "target")
     if pair.tokenizer is None:
         raise ValueError(
             "pair: it has no tokenizer, and an engine needs one beside the target; pass tokenizer= on loading"
         )
-    drafter: Any = pair.drafter
-    if length is None:
-        length = _own_length(pair, kind) or has.kinds[kind]
-        length = min(length, drafter.heads.heads) if kind == "medusa" else length
-    job = Job(kind, length, str(target.dtype).removeprefix("torch."), vars(spec))
-    model = None
+    models, translated, taps = {"target": (target, pair.tokenizer)}, False, ()
     if kind == "draft-model":
         model, translated = draft_model(has, pair, notes)
-        job = dataclasses.replace(job, translated=translated)
-    job = dataclasses.replace(job, context=_context(target.config, *([] if model is None else [model.config])))
+        models["draft"] = model, drafter.tokenizer or pair.tokenizer
     if kind == "eagle3":
         require_head(has, drafter.head, target)
-        taps = tuple(drafter.head.config.taps)
+        own = drafter.head.config.taps
         layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        job = dataclasses.replace(job, taps=tuple(tap - 1 for tap in taps), default_taps=taps == default_taps(layers))
-    if kind == "medusa" and length > drafter.heads.heads:
-        raise ValueError(
-            f"draft_length: {length} is not possible with {drafter.heads.heads} Medusa heads; give at most that"
-        )
+        taps = () if tuple(own) == default_taps(layers) else tuple(tap - 1 for tap in own)
+    own_length = pair.draft_length.tokens if isinstance(pair.draft_length, Fixed) and kind != "suffix" else None
+    tokens: int = length or own_length or has.kinds[kind]
+    if kind == "medusa" and tokens > (heads := drafter.heads.heads):
+        if length is not None:
+            raise ValueError(f"draft_length: {length} is not possible with {heads} Medusa heads; give at most that")
+        tokens = heads
+    context = _context(*(model.config for model, _ in models.values()))
+    dtype = str(target.dtype).removeprefix("torch.")
+    job = Job(kind, tokens, dtype, vars(pair.spec), taps, translated, context=context)
     launch = has.launch(job)
-    if has.layout == "gguf":
-        require_writable(target, pair.tokenizer, "target")
-        if model is not None:
-            require_writable(model, drafter.tokenizer or pair.tokenizer, "draft")
+    for role, (model, tokenizer) in models.items():
+        if has.layout == "gguf":
+            require_writable(model, tokenizer, role)
     folder.mkdir(parents=True, exist_ok=True)
-    if has.layout == "gguf":
-        write_gguf(target, pair.tokenizer, folder / "target.gguf", "target")
-        if model is not None:
-            write_gguf(model, drafter.tokenizer or pair.tokenizer, folder / "draft.gguf", "draft")
-    else:
-        _save(target, pair.tokenizer, folder / "target")
-        if model is not None:
-            _save(model, drafter.tokenizer or pair.tokenizer, folder / "draft")
-        elif kind == "eagle3":
-            save_eagle(drafter.head, folder / "draft", has.eagle_format, target)  # type: ignore[arg-type]
-        elif kind == "medusa":
-            drafter.heads.save(folder / "draft", "vllm", target)
+    for role, (model, tokenizer) in models.items():
+        if has.layout == "gguf":
+            write_gguf(model, tokenizer, folder / f"{role}.gguf", role)
+        else:
+            _save(model, tokenizer, folder / role)
+    if kind == "eagle3":
+        save_eagle(drafter.head, folder / "draft", has.eagle_format, target)  # type: ignore[arg-type]
+    elif kind == "medusa":
+        drafter.heads.save(folder / "draft", "vllm", target)
     return describe(engine, folder, job, launch, notes)
 
 
 def _context(*configs: Any) -> int | None:
     """Tokens that all of the models can read; None if no config tells."""
     found = [getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) for config in configs]
-    return min((length for length in found if length), default=None)
-
-
-def _own_length(pair: Any, kind: str) -> int | None:
-    """The pair's draft length, if it is a fixed number. Of drafts from the text, it is not one that suits engines."""
-    policy = pair.draft_length
-    return policy.tokens if isinstance(policy, Fixed) and kind != "suffix" else None
+    return min(filter(None, found), default=None)
 
 
 def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """Write an ordinary checkpoint that readers built on transformers 4 understand as well."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    config = folder / "config.json"
-    fields = json.loads(config.read_text(encoding="utf-8"))
+    fields = fields_of(folder / "config.json")
     rope = fields.get("rope_parameters") or {}
     if "rope_theta" in rope:  # transformers 5 nests what was flat before; older readers would take the default
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
@@ -194,14 +172,10 @@ def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
         fields.setdefault("rope_scaling", None if scaling == {"rope_type": "default"} else scaling)
     if "dtype" in fields:
         fields.setdefault("torch_dtype", fields["dtype"])
-    config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", fields)
     words = folder / "tokenizer_config.json"
-    if words.is_file():
-        fields = json.loads(words.read_text(encoding="utf-8"))
-        if fields.get("tokenizer_class") == "TokenizersBackend":  # the name that it had until transformers 5
-            words.write_text(
-                json.dumps(fields | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n", encoding="utf-8"
-            )
+    if words.is_file() and (fields := fields_of(words)).get("tokenizer_class") == "TokenizersBackend":
+        write_json(words, fields | {"tokenizer_class": "PreTrainedTokenizerFast"})  # its name until transformers 5
 
 
 def _mtp(engine: str, pair: Any, folder: Path, length: int | None, dtype: str | None) -> Handover:

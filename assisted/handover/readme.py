@@ -1,7 +1,5 @@
-"""What was written for an engine: the record of it, for programs and as a README.
-
-Knows the folder's content by name; models are written elsewhere.
-"""
+"""What was written for an engine: the record of it, for programs and as a README. Knows the folder's content by name;
+models are written elsewhere."""
 
 from __future__ import annotations
 
@@ -10,11 +8,11 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Any
 
+from ..loading.files import write_json
 from .engines import DRAFTS, ENGINES, Job, Launch
-
-__all__ = ["Handover", "describe"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def describe(engine: str, folder: Path, job: Job, launch: Launch, notes: list[st
     )
     fields = found.to_dict()
     del fields["folder"]  # a path of this machine
-    (folder / "handover.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "handover.json", fields)
     (folder / "README.md").write_text(_readme(found), encoding="utf-8")
     return found
 
@@ -85,39 +83,25 @@ _CONTENT = {
 
 
 def _readme(found: Handover) -> str:
-    title = ENGINES[found.engine].title
     content = _CONTENT | {"draft": DRAFTS.get(found.method, "")}
-    tokens = "1 token" if found.tokens == 1 else f"{found.tokens} tokens"
-    command = " \\\n  ".join(_lines(found.command))
-    expected = [
-        "The output is the target's own: at temperature 0 in float32, the same tokens as without a draft.",
-        "Compare the engine's accepted tokens by position with `model.report.acceptance_by_position` of `assisted` on the same "
-        "text. If they are far lower, the engine does not read the draft as it was made.",
-        "The busier the server, the smaller the speedup. With a full batch, start it without the speculative options.",
-    ]
-    parts = [
-        f"# A pair for {title}",
-        f"A target, and a draft of the method `{found.method}` that proposes {tokens} in each round. Written by "
-        "`assisted handover`.",
-        "| file | content |\n|---|---|\n"
-        + "\n".join(f"| `{name}` | {content.get(name, '')} |" for name in found.files),
-        "## Start",
-        f"In this folder:\n\n```bash\n{command}\n```",
-        f"The options, by the names of {title}:\n\n```json\n{json.dumps(found.config, indent=2)}\n```",
-        "## What to know",
-        "\n".join(f"- {note}" for note in (*found.notes, *expected)),
-    ]
-    return "\n\n".join(parts) + "\n"
+    page = Template(Path(__file__).with_name("readme.md").read_text(encoding="utf-8"))
+    return page.substitute(
+        title=ENGINES[found.engine].title,
+        method=found.method,
+        tokens="1 token" if found.tokens == 1 else f"{found.tokens} tokens",
+        files="\n".join(f"| `{name}` | {content.get(name, '')} |" for name in found.files),
+        command=" \\\n  ".join(_lines(found.command)),
+        options=json.dumps(found.config, indent=2),
+        notes="".join(f"- {note}\n" for note in found.notes),
+    )
 
 
 def _lines(command: tuple[str, ...]) -> list[str]:
     """The words of a command, each option with its value on a line."""
     lines: list[str] = []
     for word in map(shlex.quote, command):
-        option = word.startswith("--") or not lines
-        follows = bool(lines) and not option
-        if follows:
-            lines[-1] += f" {word}"
-        else:
+        if word.startswith("--") or not lines:
             lines.append(word)
+        else:
+            lines[-1] += f" {word}"
     return lines

@@ -62,7 +62,7 @@ def find_file(folder: Path, names: Sequence[str]) -> tuple[Path, dict[str, tuple
 def stored_numbers(path: str | Path) -> int:
     """How many numbers the heads at a path have, from the header of their file."""
     file, _ = find_file(find_folder(path), ("model.safetensors", "medusa_lm_head.safetensors"))
-    return sum(count for _, count in stored_in(file).values())
+    return sum(tensor.parameter_count for tensor in stored_in(file).values())
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:

@@ -1,33 +1,17 @@
-"""PEFT adapters: finding the base model of an adapter, checking that the loop supports it, and saving it.
-
-Knows peft's files and the names of its classes, but never imports it. Knows nothing of drafting.
-"""
+"""PEFT adapters: finding the base model of an adapter, checking that the loop supports it, and saving it. Knows peft's
+files and the names of its classes, but never imports it. Knows nothing of drafting."""
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers.utils import find_adapter_config_file, is_peft_available
 
 from ..engine.parts import unwrapped
-from .files import fields_of
-
-__all__ = [
-    "base_path",
-    "copy_adapter",
-    "has_adapter",
-    "mixes_adapters",
-    "outside_layers",
-    "require_in_layers",
-    "save_adapter",
-    "trusting",
-]
+from .files import copy_files, fields_of, write_json
 
 _CONFIG = "adapter_config.json"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -120,18 +104,11 @@ def save_adapter(model: Any, folder: str | Path, role: str, **kwargs: Any) -> No
 
 def copy_adapter(path: str, folder: str | Path) -> None:
     """Copy the adapter at `path`, for models whose quantization backend cannot save it."""
-    files = (_CONFIG, "adapter_model.*")
-    origin = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=[*files]))
-    if origin.resolve() == Path(folder).resolve():
-        return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for file in (file for pattern in files for file in origin.glob(pattern)):
-        shutil.copyfile(file, Path(folder) / file.name)
-    _name_base(Path(folder), base_path(path, "draft"))
+    if Path(path).resolve() != Path(folder).resolve():
+        copy_files(path, Path(folder), _CONFIG, "adapter_model.*")
+        _name_base(Path(folder), base_path(path, "draft"))
 
 
 def _name_base(folder: Path, path: str) -> None:
     """Set the base model of a saved adapter to the model that it was used with, not the one that it was trained with."""
-    file = folder / _CONFIG
-    fields = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps(fields | {"base_model_name_or_path": path}, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / _CONFIG, fields_of(folder / _CONFIG) | {"base_model_name_or_path": path})

@@ -1,8 +1,6 @@
-"""Checks of untrusted model files before loading: errors name the broken file, and nothing large is allocated.
-
-Knows JSON, safetensors headers and the folders that a saved pair may refer to; nothing of drafting. Raises ValueError for
-files that exist but cannot be used. For missing files, OSError is left to the loading code.
-"""
+"""Model files: checked before loading, since they are untrusted, and copied. Errors name the broken file, and nothing large
+is allocated. Raises ValueError for files that exist but cannot be used; for missing files, OSError is left to the loading
+code. Knows JSON, safetensors headers and the folders that a saved pair may refer to; nothing of drafting."""
 
 from __future__ import annotations
 
@@ -10,26 +8,18 @@ import json
 import math
 import pickle
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import parse_local_safetensors_file_metadata, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import SafetensorsParsingError
+from huggingface_hub.utils import TensorInfo
 from safetensors import SafetensorError, safe_open
-
-__all__ = [
-    "fields_of",
-    "gguf_files",
-    "inside",
-    "loading",
-    "local_folder",
-    "require_sizes",
-    "require_sound",
-    "shapes_of",
-    "stored_in",
-]
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -40,18 +30,18 @@ _WIDTHS = (
 )
 _PACKED = 16  # maximum numbers packed into one element of a quantized checkpoint
 _MOST = 2**31  # limit of sizes that no tensor shows, such as the context length
-_NUMBERS = (
-    *("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "max_time"),
-    *("length_penalty", "diversity_penalty", "encoder_repetition_penalty", "guidance_scale"),
-)
-_COUNTS = (
-    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "top_k"),
-    *("no_repeat_ngram_size", "bos_token_id", "pad_token_id", "eos_token_id"),
-)
-_SWITCHES = (
-    *("do_sample", "use_cache", "output_scores", "output_logits", "return_dict_in_generate"),
-    *("output_attentions", "output_hidden_states"),
-)
+_NUMBERS = """temperature top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty max_time length_penalty
+diversity_penalty encoder_repetition_penalty guidance_scale"""
+_COUNTS = """max_length max_new_tokens min_length min_new_tokens num_beams num_return_sequences top_k no_repeat_ngram_size
+bos_token_id pad_token_id eos_token_id"""
+_SWITCHES = """do_sample use_cache output_scores output_logits return_dict_in_generate output_attentions
+output_hidden_states"""
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    **dict.fromkeys(_NUMBERS.split(), ("a number", (int, float))),
+    **dict.fromkeys(_COUNTS.split(), ("an integer", (int,))),
+    **dict.fromkeys(_SWITCHES.split(), ("true or false", (bool,))),
+}
+"""Of the fields of a generation config: what a value has to be."""
 _ABOUT_AN_ARGUMENT = re.compile(r"[a-z_0-9.]+(, [a-z_0-9.]+)*: ")  # the beginning of this package's own messages
 
 
@@ -64,6 +54,18 @@ def fields_of(file: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{file}: expected a JSON object, got {type(fields).__name__}")
     return fields
+
+
+def write_json(file: Path, fields: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_files(path: str, folder: Path, *patterns: str) -> None:
+    """Copy the files of a checkpoint, which is a folder or a Hub id, that match one of the patterns."""
+    origin = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=[*patterns]))
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (file for pattern in patterns for file in origin.glob(pattern)):
+        shutil.copyfile(file, folder / file.name)
 
 
 def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
@@ -80,22 +82,29 @@ def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
 
-def stored_in(file: Path) -> dict[str, tuple[int, int]]:
-    """The bytes and the number of elements of each tensor in a safetensors file, from its header. Raises ValueError that names
-    a broken file."""
+def stored_in(file: Path) -> dict[str, TensorInfo]:
+    """The header of a safetensors file, by tensor. Raises ValueError that names a broken file."""
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > file.stat().st_size - 8:
-                raise ValueError(f"a header of {length} bytes")
-            header: dict[str, Any] = json.loads(opened.read(length))
-        return {
-            name: (entry["data_offsets"][1] - entry["data_offsets"][0], math.prod(entry["shape"]))
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        return parse_local_safetensors_file_metadata(file).tensors
+    except (SafetensorsParsingError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{file} is broken: its header cannot be read") from error
+
+
+def write_index(folder: Path, target: str) -> None:
+    """Write the index of a saved pair's weights, which are in its subfolder `target`: a Trainer that resumes from a checkpoint
+    loads its model's weights through this index. If only an adapter is there, remove the index instead."""
+    own = folder / SAFE_WEIGHTS_INDEX_NAME
+    sharded, single = folder / target / SAFE_WEIGHTS_INDEX_NAME, folder / target / SAFE_WEIGHTS_NAME
+    if sharded.is_file():
+        files = fields_of(sharded)["weight_map"]
+    elif single.is_file():
+        files = dict.fromkeys(stored_in(single), SAFE_WEIGHTS_NAME)
+    else:
+        own.unlink(missing_ok=True)
+        return
+    size = sum((folder / target / name).stat().st_size for name in set(files.values()))
+    places = {name: f"{target}/{file}" for name, file in files.items()}
+    write_json(own, {"metadata": {"total_size": size}, "weight_map": places})
 
 
 def require_sizes(fields: Mapping[str, Any], shapes: Shapes, where: str | Path, exact: bool = False) -> None:
@@ -145,23 +154,22 @@ def require_sound(path: str | Path, role: str) -> None:
     if found := gguf_files(folder):
         raise ValueError(f"{role}: {folder} has {', '.join(file.name for file in found)}; name one of these files")
     try:
-        configs = {name: fields_of(folder / name) for name in _JSON if (folder / name).is_file()}
+        config, generation, _ = (
+            fields_of(folder / name) if (folder / name).is_file() else {}
+            for name in ("config.json", "generation_config.json", "adapter_config.json")
+        )
         shapes = _shapes_in(folder)
-        fields = configs.get("config.json", {})
-        for part in (fields, fields.get("text_config")):
+        for part in (config, config.get("text_config")):
             if isinstance(part, dict):
                 require_sizes(part, shapes, folder / "config.json")
-        _require_kinds(configs.get("generation_config.json", {}), folder / "generation_config.json")
+        _require_kinds(generation, folder / "generation_config.json")
     except ValueError as error:
         raise ValueError(f"{role}: {error}") from error
 
 
-_JSON = ("config.json", "generation_config.json", "adapter_config.json")
-
-
 def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of all tensors in a model's safetensors files. Raises ValueError for a missing or broken file."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / "adapter_model.safetensors").is_file():
         shapes_of(folder / "adapter_model.safetensors")
     if single.is_file():
@@ -176,8 +184,8 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{index}: weight_map: {name} is outside the folder; a checkpoint's files are in it")
         if not (folder / name).is_file():
-            if _is_downloaded(folder):
-                return {}  # it may not have been downloaded yet
+            if folder.parent.name == "snapshots":
+                return {}  # of the Hub's cache: it may not have been downloaded yet
             raise ValueError(f"{index}: weight_map: {name} is missing in {folder}")
         shapes |= shapes_of(folder / name)
     return shapes
@@ -185,18 +193,12 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _require_kinds(fields: Mapping[str, Any], where: Path) -> None:
     """Reject values of a generation config that have the wrong type. Raises ValueError."""
-    for names, kinds, what in (
-        (_NUMBERS, (int, float), "a number"),
-        (_COUNTS, (int,), "an integer"),
-        (_SWITCHES, (bool,), "true or false"),
-    ):
-        for name in fields.keys() & set(names):
-            given = fields[name]
-            several = given if isinstance(given, list) and name == "eos_token_id" else [given]
-            for value in several:
-                wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
-                if value is not None and (wrong or value != value):
-                    raise ValueError(f"{where}: {name}: {value!r} is not {what}")
+    for name in fields.keys() & _KINDS.keys():
+        given, (what, kinds) = fields[name], _KINDS[name]
+        for value in given if isinstance(given, list) and name == "eos_token_id" else [given]:
+            wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
+            if value is not None and (wrong or value != value):
+                raise ValueError(f"{where}: {name}: {value!r} is not {what}")
 
 
 def local_folder(path: str | Path) -> Path | None:
@@ -209,10 +211,6 @@ def local_folder(path: str | Path) -> Path | None:
     except ValueError:  # not a Hub id
         return None
     return Path(config).parent if isinstance(config, str) else None
-
-
-def _is_downloaded(folder: Path) -> bool:
-    return folder.parent.name == "snapshots"
 
 
 def inside(folder: Path, name: Any, where: str) -> Path:

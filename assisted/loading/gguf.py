@@ -1,7 +1,5 @@
-"""GGUF files: recognising their paths, loading models from them, and making the loaded models savable.
-
-Knows transformers' `gguf_file` and the quantization config that it leaves on a model; nothing of drafting or of the format.
-"""
+"""GGUF files: recognising their paths, loading models from them, and making the loaded models savable. Knows transformers'
+`gguf_file` and the quantization config that it leaves on a model; nothing of drafting or of the format."""
 
 from __future__ import annotations
 
@@ -21,8 +19,6 @@ from transformers.utils import cached_file, is_gguf_available
 from ..engine.libraries import GgufConfig, dequantized, gguf_tensors
 from ..extras import install
 from .files import gguf_files, loading
-
-__all__ = ["load_gguf", "load_model", "named_in", "read_config", "reading_once", "unmarked"]
 
 _HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 

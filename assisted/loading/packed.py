@@ -1,7 +1,5 @@
-"""The quantization of `fast.low_bit` as transformers knows one: a config and a quantizer, found by `from_pretrained`.
-
-Knows transformers' interface for quantizers; nothing of drafting or of kernels.
-"""
+"""The quantization of `fast.low_bit` as transformers knows one: a config and a quantizer, found by `from_pretrained`. Knows
+transformers' interface for quantizers; nothing of drafting or of kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +16,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..fast.low_bit import low_bit
-
-__all__ = ["HEAD_BITS", "METHOD", "PackedConfig"]
 
 HEAD_BITS = 8  # of the output head, whatever the other modules have
 METHOD = "assisted_packed"

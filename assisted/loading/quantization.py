@@ -7,14 +7,12 @@ backend quantizes the same weights to the same bits, but few save quantized tens
 from __future__ import annotations
 
 import copy
-import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -26,7 +24,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key
 from ..engine.parts import few_ids, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
-from .backends import BACKENDS, NAMES, Backend, find, names
+from .backends import BACKENDS, NAMES, Backend, find, names, placed
+from .files import copy_files
 from .gguf import unmarked
 
 __all__ = [
@@ -63,32 +62,29 @@ def resolve(
 
     Raises ValueError for unknown names and types, ImportError if the backend is missing.
     """
-    method = _resolved(quantization, dtype)
-    found = None if method is None else _entry(method)
-    replaced = None if found is None or packed else found.format_of(method)
-    return method if replaced is None or replaced.elsewhere is None else _resolved(replaced.elsewhere, dtype)
-
-
-def _resolved(quantization: Quantization | None, dtype: torch.dtype) -> QuantizationConfigMixin | None:
-    """`resolve` for a CPU."""
     if quantization is None:
         return None
     if isinstance(quantization, str):
-        backend, chosen = find(quantization)
+        backend, chosen = find(quantization if packed else placed(quantization, "cuda"))
         backend.require()
         return chosen.config(dtype)
     if isinstance(quantization, dict):
         if not quantization.keys() & {"quant_method", "load_in_4bit", "load_in_8bit"}:
             raise ValueError(f"quantization: {quantization!r} has no quant_method; use one of {', '.join(names())}")
-        _require(quantization.get("quant_method", "bitsandbytes"))  # dicts with load_in_4bit may omit it
-        return AutoQuantizationConfig.from_dict(quantization)
-    if not isinstance(quantization, QuantizationConfigMixin):
+        entry = _entry(quantization.get("quant_method", "bitsandbytes"))  # dicts with load_in_4bit may omit it
+    elif isinstance(quantization, QuantizationConfigMixin):
+        entry = _entry(quantization)
+    else:
         raise ValueError(
             f"quantization: expected one of {', '.join(names())}, a transformers quantization config or its dict, "
             f"got {type(quantization).__name__}"
         )
-    _require(quantization.quant_method)
-    return copy.deepcopy(quantization)
+    if entry is not None:
+        entry.require()
+    from_dict: Any = AutoQuantizationConfig.from_dict
+    method = from_dict(quantization) if isinstance(quantization, dict) else copy.deepcopy(quantization)
+    replaced = None if entry is None or packed else entry.format_of(method)
+    return method if replaced is None or replaced.elsewhere is None else resolve(replaced.elsewhere, dtype)
 
 
 def load_quantized(
@@ -186,7 +182,7 @@ def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | Pre
     original = _original(model, source)
     if isinstance(source, PreTrainedModel) or Path(source).resolve() != Path(folder).resolve():
         if _is_quantized(original):  # transformers cannot save a model from a prequantized checkpoint
-            _copy_checkpoint(str(source), Path(folder))
+            copy_files(str(source), Path(folder), "*.safetensors", "*.safetensors.index.json", "generation_config.json")
         else:
             original.save_pretrained(folder)
     config = copy.deepcopy(original.config)
@@ -304,12 +300,6 @@ def _entry(method: Any) -> Backend | None:
     return BACKENDS.get(str(getattr(method, "value", method)))
 
 
-def _require(method: Any) -> None:
-    backend = _entry(method)
-    if backend is not None:
-        backend.require()
-
-
 def _computed_in(dtype: torch.dtype | str | None, config: PretrainedConfig) -> torch.dtype:
     chosen = config.get_text_config(decoder=True).dtype if dtype in (None, "auto") else dtype
     return getattr(torch, chosen) if isinstance(chosen, str) else chosen or torch.float32
@@ -387,14 +377,6 @@ def _original(model: PreTrainedModel, source: str | PreTrainedModel) -> PreTrain
         if type(weight) is nn.Parameter and not _equal(weight, theirs.get(name)):
             raise ValueError(f"source: its {name} differs from the model's; {remedy}")
     return original
-
-
-def _copy_checkpoint(source: str, folder: Path) -> None:
-    files = ("*.safetensors", "*.safetensors.index.json", "generation_config.json")
-    origin = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=[*files]))
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in (file for pattern in files for file in origin.glob(pattern)):
-        shutil.copyfile(file, folder / file.name)
 
 
 def _equal(weight: torch.Tensor, other: torch.Tensor | None) -> bool:

@@ -1,9 +1,6 @@
-"""Whether two models share a tokenizer, and which bytes the tokens of a tokenizer stand for.
-
-Knows tokenizers and vocabulary sizes; nothing of model states or drafts. Vocabularies of equal size may differ, so the maps
-token -> id are compared. Tokens of different tokenizers are compared as bytes, because each tokenizer writes spaces in its
-own way.
-"""
+"""Whether two models share a tokenizer, and which bytes the tokens of a tokenizer stand for. Knows tokenizers and
+vocabulary sizes; nothing of model states or drafts. Vocabularies of equal size may differ, so the maps token -> id are
+compared. Tokens of different tokenizers are compared as bytes, because each tokenizer writes spaces in its own way."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ from ..engine.traits import Traits
 from .files import fields_of, loading
 from .gguf import named_in
 
-__all__ = ["Vocabulary", "find_tokenizer", "same_tokens", "shared_tokens"]
-
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _CONTEXTS = ("x", "\n")  # to tokenize a text after other text: the first that forms no common token with it is used
 
@@ -33,12 +28,9 @@ def find_tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase |
     """
     try:
         return _tokenizer(path, **hub)
-    except ImportError as error:
-        trouble: Exception = error
-    except ValueError as error:
-        trouble = error
-    warnings.warn(f"The tokenizer beside the model is ignored: {trouble}", stacklevel=3)
-    return None
+    except (ImportError, ValueError) as error:
+        warnings.warn(f"The tokenizer beside the model is ignored: {error}", stacklevel=3)
+        return None
 
 
 def _tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase | None:
@@ -130,18 +122,16 @@ def shared_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
 class Vocabulary:
     """The bytes of a tokenizer's tokens, and how it splits text. Immutable; independent of the caller's tokenizer.
 
-    Args:
-        tokenizer: not changed; used during construction only, if it has a Rust backend (which is copied).
-        size: vocabulary size of the model; tokens with larger ids are ignored.
-
-    Attributes:
-        pieces: the bytes of each id; None for special tokens and for ids without a token.
-        by_bytes: bytes -> the id of the token that stands for them.
-        specials: the id of each special token, by name.
-        end: id of the end token, or None.
-        prefix: ids that the tokenizer adds before a prompt, such as a beginning-of-text token.
-        prepends: whether it adds a space before a text.
+    tokenizer: not changed; a Rust backend is copied, and otherwise it is used later on.
     """
+
+    size: int  # of the model's vocabulary; tokens with larger ids are ignored
+    specials: dict[str, int]  # the id of each special token, by name
+    pieces: list[bytes | None]  # the bytes of each id; None for special tokens and for ids without a token
+    by_bytes: dict[bytes, int]  # bytes -> the id of the token that stands for them
+    end: int | None  # id of the end token
+    prefix: list[int]  # ids that the tokenizer adds before a prompt, such as a beginning-of-text token
+    prepends: bool  # whether it adds a space before a text
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int):
         self.size = size
@@ -151,13 +141,13 @@ class Vocabulary:
         names = {number: name for name, number in tokenizer.get_vocab().items() if 0 <= number < size}
         self.specials = {name: number for number, name in names.items() if number in special}
         notation = _Notation.of(tokenizer)
-        self.pieces: list[bytes | None] = [None] * size
+        self.pieces = [None] * size
         for number, name in names.items():
             if number not in special:
                 self.pieces[number] = added[number].encode() if number in added else notation.bytes_of(name)
         # if bytes have both an ordinary token and an escaped one ("<0x0A>"), the tokenizer uses the ordinary one
         order = sorted(names, key=lambda number: (notation.is_escaped(names[number]), number))
-        self.by_bytes: dict[bytes, int] = {}
+        self.by_bytes = {}
         for number in order:
             if piece := self.pieces[number]:
                 self.by_bytes.setdefault(piece, number)

@@ -1,5 +1,7 @@
 """Shared by the notebooks: exercises, figures, tables and pictures with sliders."""
 
-from .kit import COLOURS, INK, Picture, Table, attempt, figure_style, show, slider, table, token_tree
+from .kit import INK, Table, attempt, figure_style, show, table
+from .slider import COLOURS, Picture, slider
+from .tree import token_tree
 
 __all__ = ["COLOURS", "INK", "Picture", "Table", "attempt", "figure_style", "show", "slider", "table", "token_tree"]

@@ -1,7 +1,5 @@
-"""Shared by the notebooks: checks of exercises, the look of figures and tables. Knows nothing of decoding.
-
-Pictures with sliders are in slider.py, token trees in tree.py. matplotlib comes with the `notebooks` extra.
-"""
+"""Shared by the notebooks: checks of exercises, the look of figures and tables. Knows nothing of decoding. Pictures with
+sliders are in slider.py, token trees in tree.py. matplotlib comes with the `notebooks` extra."""
 
 from __future__ import annotations
 
@@ -11,10 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..extras import install
-from .slider import COLOURS, Picture, slider
-from .tree import token_tree
-
-__all__ = ["COLOURS", "INK", "Picture", "Table", "attempt", "figure_style", "show", "slider", "table", "token_tree"]
+from .slider import COLOURS
 
 INK = "#7d8082"  # text and axes: contrast 4 with white and with dark ground
 

@@ -1,7 +1,5 @@
-"""A token tree as a picture for a notebook: an outline that can be folded, with a slider for the number of nodes.
-
-Knows SVG and HTML, and nothing of drafting: it is given words, parents and probabilities.
-"""
+"""A token tree as a picture for a notebook: an outline that can be folded, with a slider for the number of nodes
+(tree.html). Knows SVG and HTML, and nothing of drafting: it is given words, parents and probabilities."""
 
 from __future__ import annotations
 
@@ -9,11 +7,8 @@ import hashlib
 import html
 import json
 from collections.abc import Collection, Sequence
-from string import Template
 
-from .slider import COLOURS, Picture
-
-__all__ = ["token_tree"]
+from .slider import COLOURS, Picture, template
 
 INDENT, ROW, LEFT = 22, 24, 10  # SVG units: of one level, of one line, of the root
 
@@ -68,7 +63,7 @@ def token_tree(
         )
     key = "t" + hashlib.sha256(repr((labels, list(parents), sorted(accepted))).encode()).hexdigest()[:10]
     data = {"parents": list(parents), "accepted": sorted(accepted), "order": order, "depths": depths}
-    page = Template(_TREE).substitute(
+    page = template("tree").substitute(
         key=key,
         count=len(words),
         sentence=_sentence(len(words), len(accepted)),
@@ -100,73 +95,11 @@ def _y(line: int) -> int:
     return ROW * (line + 1) + ROW // 2
 
 
-def _visible(word: str, longest: int = 12) -> str:
-    """The word on one line, its white space visible."""
+def _visible(word: str) -> str:
+    """The word on one line of at most 12 characters, its white space visible."""
     written = repr(word)[1:-1].replace(" ", "\u2423")
-    return written if len(written) <= longest else written[: longest - 1] + "\u2026"
+    return written if len(written) <= 12 else written[:11] + "\u2026"
 
 
 def _sentence(count: int, accepted: int) -> str:
     return f"{count} nodes: the target accepts {accepted} and adds one token of its own."
-
-
-_TREE = """<div class="token-tree" data-key="$key">
-<style>
-.token-tree { overflow-x: auto; }
-.token-tree label { display: inline-block; margin: 0 1.5em .4em 0; }
-.token-tree input { vertical-align: middle; width: 12em; max-width: 100%; }
-.token-tree text { fill: currentColor; font-family: sans-serif; font-size: 14px; stroke: none; }
-.token-tree g { cursor: pointer; }
-.token-tree .more { font-weight: bold; }
-.token-tree svg { display: block; }
-</style>
-<label>nodes <output>$count</output> <input type="range" min="1" max="$count" value="$count"></label>
-<button type="button">fold or unfold all</button>
-<div class="sentence" aria-live="polite">$sentence</div>
-<svg viewBox="0 0 $wide $tall" width="$wide" height="$tall" role="img" aria-label="a token tree of $count nodes">
-$root
-$groups
-</svg>
-<script>
-(function () {
-  const data = $data, parents = data.parents;
-  const inner = new Set(parents.filter(parent => parent >= 0));
-  const above = node => parents[node] < 0 ? [] : [parents[node], ...above(parents[node])];
-  for (const root of document.querySelectorAll('[data-key="$key"]')) {
-    const input = root.querySelector("input"), svg = root.querySelector("svg");
-    const group = node => root.querySelector('[data-node="' + node + '"]');
-    let folded = new Set();
-    const draw = () => {
-      const count = Number(input.value), lines = {};
-      let line = 0;
-      for (const node of data.order) {
-        const shown = node < count && !above(node).some(other => folded.has(other));
-        group(node).style.display = shown ? "" : "none";
-        if (!shown) continue;
-        lines[node] = line;
-        const up = (parents[node] < 0 ? -1 : lines[parents[node]]) - line;
-        group(node).setAttribute("transform",
-          "translate(" + ($left + $indent * data.depths[node]) + " " + ($top + $row * line) + ")");
-        group(node).querySelector("path").setAttribute("d", "M-$indent " + (up * $row + 5) + "V0H-5");
-        const hidden = parents.filter((_, other) => other < count && above(other).includes(node)).length;
-        group(node).querySelector(".more").textContent = folded.has(node) && hidden ? "  +" + hidden : "";
-        line += 1;
-      }
-      const tall = $top + $row * line, accepted = data.accepted.filter(node => node < count).length;
-      svg.setAttribute("height", tall);
-      svg.setAttribute("viewBox", "0 0 $wide " + tall);
-      root.querySelector("output").textContent = count;
-      root.querySelector(".sentence").textContent =
-        count + (count === 1 ? " node" : " nodes") + ": the target accepts " + accepted + " and adds one token of its own.";
-    };
-    const turn = node => { folded.has(node) ? folded.delete(node) : inner.has(node) && folded.add(node); draw(); };
-    data.order.forEach(node => {
-      group(node).addEventListener("click", () => turn(node));
-      group(node).addEventListener("keydown", event => { if (event.key === "Enter") turn(node); });
-    });
-    root.querySelector("button").addEventListener("click", () => { folded = new Set(folded.size ? [] : inner); draw(); });
-    input.addEventListener("input", draw);
-  }
-})();
-</script>
-</div>"""

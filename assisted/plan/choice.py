@@ -18,8 +18,6 @@ from .shapes import Shapes
 from .sizes import Part, Use, parts, weight_bytes
 from .speed import Speed, predict
 
-__all__ = ["Candidate", "Plan", "plan"]
-
 GB = 10**9
 _LOWER = ("int8", "nf4")  # what a target is quantized to if it does not fit; its output is then the quantized model's
 _TITLES = {None: "as stored", "int8": "8 bits", "nf4": "4 bits (nf4)"}
@@ -27,25 +25,15 @@ _TITLES = {None: "as stored", "int8": "8 bits", "nf4": "4 bits (nf4)"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to load the pair.
+    """One way to load the pair."""
 
-    Args:
-        quantization: of the target; None keeps its weights.
-        draft: in words.
-        draft_quantization: of a draft model.
-        parts: of the memory.
-        fits: in the device's memory.
-        offloaded: bytes of the target's weights that stay in main memory, so that the rest fits; 0 if all fits.
-        speed: expected.
-    """
-
-    quantization: str | None
-    draft: str
-    draft_quantization: str | None
-    parts: tuple[Part, ...]
-    fits: bool
-    offloaded: int
-    speed: Speed
+    quantization: str | None  # of the target; None keeps its weights
+    draft: str  # in words
+    draft_quantization: str | None  # of a draft model
+    parts: tuple[Part, ...]  # of the memory
+    fits: bool  # in the device's memory
+    offloaded: int  # bytes of the target's weights that stay in main memory, so that the rest fits; 0 if all fits
+    speed: Speed  # expected
 
     @property
     def bytes(self) -> int:
@@ -242,10 +230,10 @@ def plan(
     use = Use(context, rows, drafted, dtype or half, place.kind, quantization, draft_quantization, fast)
     their_draft = draft if isinstance(draft, Shapes) else None
     spec = DraftModel(their_draft.name) if their_draft is not None else parse(draft, draft_quantization)
-    named: Sequence[Any] = spec.parts()
     if their_draft is None:
-        models = [one.model for one in named if one.quantizes == "model" and isinstance(one.model, str)]
-        their_draft = Shapes.read(models[0], "draft", trust_remote_code) if models else None
+        models = [getattr(one, "model", None) for one in spec.parts() if one.quantizes == "model"]
+        path = next((model for model in models if isinstance(model, str)), None)
+        their_draft = None if path is None else Shapes.read(path, "draft", trust_remote_code)
     wanted = their_draft.name if their_draft is not None else "suffix" if draft is None else str(draft)
     found = tuple(
         _candidate(shapes, one, name, replace(use, quantization=how, draft_quantization=low), their_draft, place)
@@ -301,9 +289,7 @@ def _range(values: tuple[float, float], digits: int) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], marked: int) -> list[str]:
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(head, widths, strict=True))]
-    for index, row in enumerate(rows):
-        mark = "> " if index == marked else "  "
-        lines.append(mark + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return lines
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in (head, *rows)]
+    marks = ["> " if index == marked else "  " for index in range(len(rows))]
+    return ["  " + lines[0], *(mark + line.rstrip() for mark, line in zip(marks, lines[1:], strict=True))]

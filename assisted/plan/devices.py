@@ -9,28 +9,21 @@ import torch
 
 from ..engine.host import free_memory
 
-__all__ = ["CARDS", "Device", "bytes_of", "card", "here"]
-
 GB = 10**9
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where a pair runs.
+    """Where a pair runs. Bandwidths are in bytes per second, at least and at most."""
 
-    Args:
-        name: for the reader.
-        kind: "cuda" or "cpu".
-        memory: bytes that are free.
-        bandwidth: of its memory, bytes per second, at least and at most.
-        bus: of the way from main memory, bytes per second, at least and at most: what offloaded weights cross.
-    """
-
-    name: str
-    kind: str
-    memory: int
-    bandwidth: tuple[float, float]
-    bus: tuple[float, float] = (6e9, 25e9)  # PCIe 3.0 to 4.0, as pageable and as pinned memory reach it
+    name: str  # for the reader
+    kind: str  # "cuda" or "cpu"
+    memory: int  # bytes that are free
+    bandwidth: tuple[float, float]  # of its memory
+    bus: tuple[float, float] = (
+        6e9,
+        25e9,
+    )  # from main memory: PCIe 3.0 to 4.0, as pageable and as pinned memory reach it
 
 
 # Memory in GB and bandwidth in GB/s, from the data sheets of NVIDIA.
@@ -59,7 +52,7 @@ _HOST = (15e9, 80e9)  # main memory, two channels
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def bytes_of(text: str | int, argument: str = "memory") -> int:
+def bytes_of(text: str | int) -> int:
     """A number of bytes: 12GB (10**9 each), 11.6GiB (2**30 each), or "12", which is 12GB. Raises ValueError for others."""
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
@@ -67,7 +60,7 @@ def bytes_of(text: str | int, argument: str = "memory") -> int:
     unit = None if found is None else "g" if found[0].strip() == found[1] else found[2]
     size = int(float(found[1]) * _UNITS[unit]) if found and unit in _UNITS else 0
     if size < 1:
-        raise ValueError(f"{argument}: {text!r} is not a size; write it as 12GB or 11.6GiB")
+        raise ValueError(f"memory: {text!r} is not a size; write it as 12GB or 11.6GiB")
     return size
 
 

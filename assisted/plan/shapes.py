@@ -1,12 +1,9 @@
-"""A model without its weights: its modules on the meta device, and what the headers of its files say about them.
-
-Knows configs, safetensors headers and GGUF files; nothing of memory or of drafting.
-"""
+"""A model without its weights: its modules on the meta device, and what the headers of its files say about them. Knows
+configs, safetensors headers and GGUF files; nothing of memory or of drafting."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+from huggingface_hub.utils import TensorInfo
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from .. import zoo
@@ -23,9 +21,6 @@ from ..engine.traits import require_decoder_config
 from ..loading.files import stored_in
 from ..loading.gguf import named_in, read_config
 
-__all__ = ["Shapes"]
-
-_HUB = ("revision", "token")
 _TOLERANCE = 0.02  # parameters that a checkpoint may have more or fewer than its model: shared tensors, small buffers
 
 
@@ -60,7 +55,6 @@ class Shapes:
         Raises ValueError where there are no weights, or none that fit the config, OSError for an unknown id and without a
         connection.
         """
-        hub = {name: hub[name] for name in _HUB if name in hub}
         folder, gguf = named_in(zoo.resolve(path))
         if gguf is not None:
             return Shapes(
@@ -73,23 +67,23 @@ class Shapes:
         require_decoder_config(config, role)
         if config.model_type == "assisted":
             folder, config = str(Path(folder) / "target"), config.target
-        tensors = _headers(folder, path, role, hub)
+        tensors = _headers(folder, path, role, hub).values()
         model = _on_meta(config, trust_remote_code)
         method = getattr(config, "quantization_config", None)
-        quantized = (
-            None if method is None else str(getattr(method, "quant_method", None) or dict(method).get("quant_method"))
-        )
-        stored, numbers = sum(size for size, _ in tensors.values()), sum(count for _, count in tensors.values())
+        if method is not None:
+            method = str(getattr(method, "quant_method", None) or dict(method).get("quant_method"))
+        stored = sum(tensor.data_offsets[1] - tensor.data_offsets[0] for tensor in tensors)
+        numbers = sum(tensor.parameter_count for tensor in tensors)
         expected = sum(weight.numel() for weight in model.parameters())
         note = ""
-        if quantized is None and numbers < (1 - _TOLERANCE) * expected:
+        if method is None and numbers < (1 - _TOLERANCE) * expected:
             raise ValueError(
                 f"{role}: the weights of {path!r} have {numbers:,} numbers, but its config describes {expected:,}; a part of "
                 "the checkpoint is missing"
             )
-        if quantized is None and numbers > (1 + _TOLERANCE) * expected:
+        if method is None and numbers > (1 + _TOLERANCE) * expected:
             note = f"{1 - expected / numbers:.0%} of the checkpoint is not part of the causal LM and is not loaded"
-        return Shapes(path, model, stored, quantized, note)
+        return Shapes(path, model, stored, method, note)
 
     @staticmethod
     def of_config(config: PretrainedConfig, name: str = "") -> Shapes:
@@ -136,15 +130,10 @@ class Shapes:
 
 @dataclass(frozen=True)
 class States:
-    """What a cache holds for one row, in numbers unless it says bytes.
+    """What a cache holds for one row."""
 
-    Args:
-        per_token: keys and values of one token, for each layer that has any.
-        fixed: bytes of the recurrent states of all layers, which do not grow with the text; often in float32.
-    """
-
-    per_token: tuple[int, ...]
-    fixed: int
+    per_token: tuple[int, ...]  # numbers in the keys and values of one token, for each layer that has any
+    fixed: int  # bytes of the recurrent states of all layers, which do not grow with the text; often in float32
 
 
 def _states(cache: Any) -> States:
@@ -172,18 +161,15 @@ def _on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTr
     return model.eval()
 
 
-def _headers(folder: str, path: str, role: str, hub: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Bytes and numbers of each stored tensor."""
+def _headers(folder: str, path: str, role: str, hub: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Of each stored tensor."""
     if Path(folder).is_dir():
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
             raise ValueError(
                 f"{role}: the folder {path!r} has a config but no *.safetensors files, and so no weights to count"
             )
-        found: dict[str, tuple[int, int]] = {}
-        for file in files:
-            found |= stored_in(file)
-        return found
+        return {name: tensor for file in files for name, tensor in stored_in(file).items()}
     try:
         metadata = get_safetensors_metadata(folder, **hub)
     except NotASafetensorsRepoError as error:
@@ -192,11 +178,7 @@ def _headers(folder: str, path: str, role: str, hub: Mapping[str, Any]) -> dict[
         ) from error
     except HfHubHTTPError as error:
         raise OSError(f"{role}: the headers of {path!r} cannot be read: {_first_line(error)}") from error
-    return {
-        name: (tensor.data_offsets[1] - tensor.data_offsets[0], math.prod(tensor.shape))
-        for file in metadata.files_metadata.values()
-        for name, tensor in file.tensors.items()
-    }
+    return {name: tensor for file in metadata.files_metadata.values() for name, tensor in file.tensors.items()}
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,6 @@
-"""Bytes that a pair takes on a device, part by part, from shapes alone.
-
-Uses the same rules as loading, the slots and the fast path. Of the parts, weights, keys and values, copies and logits are
-counted; activations and libraries are estimates that were fitted to measured peaks (docs/howto/plan.md).
-"""
+"""Bytes that a pair takes on a device, part by part, from shapes alone. Uses the same rules as loading, the slots and the
+fast path. Of the parts, weights, keys and values, copies and logits are counted; activations and libraries are estimates
+that were fitted to measured peaks (docs/howto/plan.md)."""
 
 from __future__ import annotations
 
@@ -18,8 +16,6 @@ from ..fast.products import copied_in
 from ..loading.quantization import stored_bytes
 from .shapes import Shapes, States
 
-__all__ = ["Part", "Use", "parts", "weight_bytes"]
-
 MIB = 2**20
 # Of a CPU measured by benchmarks/plan.py, of a GPU assumed.
 _LIBRARIES = {"cpu": 30 * MIB, "cuda": 600 * MIB}  # code and workspaces that a first call loads
@@ -31,42 +27,25 @@ _GRAPHS = 12  # captured shapes of a call; an assumption
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the memory.
-
-    Args:
-        name: what it is.
-        bytes: how much.
-        counted: True if it is counted from shapes, False if it is estimated.
-    """
+    """One part of the memory."""
 
     name: str
     bytes: int
-    counted: bool = True
+    counted: bool = True  # from shapes; otherwise it is estimated
 
 
 @dataclass(frozen=True)
 class Use:
-    """How a pair is used.
+    """How a pair is used."""
 
-    Args:
-        context: tokens of prompt and answer together.
-        rows: sequences at once.
-        drafted: tokens of the longest draft.
-        dtype: in which the models compute; None takes the target's own.
-        device: "cuda" or "cpu".
-        quantization: of the target, a name of `assisted.loading.quantization.NAMES`; None keeps the checkpoint's weights.
-        draft_quantization: the same for a draft model.
-        fast: False counts no copies and no captured passes, as `fast="eager"`.
-    """
-
-    context: int = 8192
-    rows: int = 1
-    drafted: int = 16
-    dtype: torch.dtype | None = None
-    device: str = "cuda"
-    quantization: str | None = None
-    draft_quantization: str | None = None
-    fast: bool = True
+    context: int = 8192  # tokens of prompt and answer together
+    rows: int = 1  # sequences at once
+    drafted: int = 16  # tokens of the longest draft
+    dtype: torch.dtype | None = None  # in which the models compute; None takes the target's own
+    device: str = "cuda"  # or "cpu"
+    quantization: str | None = None  # of the target, a name of `loading.quantization.NAMES`; None keeps the weights
+    draft_quantization: str | None = None  # the same for a draft model
+    fast: bool = True  # False counts no copies and no captured passes, as `fast="eager"`
 
     def __post_init__(self) -> None:
         for name in ("context", "rows", "drafted"):
@@ -86,8 +65,7 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
     """
     dtype = use.dtype or target.model.dtype
     found = [Part("target: weights", weight_bytes(target, use.quantization, dtype))]
-    width = _widest(use)
-    found += _of_states("target: ", target.states, use, dtype.itemsize, width)
+    found += [Part(f"target: {name}", size) for name, size in _of_states(target.states, use, dtype.itemsize).items()]
     found += _of_draft(target, spec, draft, use, dtype)
     if use.fast and use.device == "cpu" and use.quantization is None and target.quantized is None:
         copies = copy_bytes(target.model, dtype, memory)
@@ -116,39 +94,29 @@ def weight_bytes(shapes: Shapes, quantization: str | None, dtype: torch.dtype) -
 def _widest(use: Use) -> int:
     """Slots of each row: on a GPU rounded up, as captured passes read few numbers of slots."""
     needed = use.context + use.drafted
-    if not (use.fast and use.device == "cuda"):
-        return needed
-    return slots_for(needed + WIDTHS[-1])
+    return slots_for(needed + WIDTHS[-1]) if use.fast and use.device == "cuda" else needed
 
 
-def _of_states(prefix: str, states: States, use: Use, itemsize: int, slots: int) -> list[Part]:
+def _of_states(states: States, use: Use, itemsize: int) -> dict[str, int]:
     """Keys and values, and recurrent states, each with the copy that a rejected draft returns to."""
-    found = []
-    if states.per_token:
-        each = [use.rows * slots * itemsize * layer for layer in states.per_token]
-        found.append(Part(f"{prefix}keys and values", sum(each)))
-    if states.fixed:
-        found.append(Part(f"{prefix}recurrent states", 2 * use.rows * states.fixed))
-    return found
+    keys = use.rows * _widest(use) * itemsize * sum(states.per_token)
+    sizes = {"keys and values": keys, "recurrent states": 2 * use.rows * states.fixed}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype: torch.dtype) -> list[Part]:
     """The parts of all methods in a spec."""
-    slots = _widest(use)
 
     def of_model(quantization: Any) -> dict[str, int]:
         if draft is None:
             return {}
         how = use.draft_quantization or (quantization if isinstance(quantization, str) else None)
-        found = [
-            Part("weights", weight_bytes(draft, how, dtype)),
-            *_of_states("", draft.states, use, dtype.itemsize, slots),
-        ]
+        found = {"weights": weight_bytes(draft, how, dtype), **_of_states(draft.states, use, dtype.itemsize)}
         if use.fast and use.device == "cpu" and how is None and draft.quantized is None:
-            found.append(Part("copies of weights", copy_bytes(draft.model, dtype, None)))
-        return {part.name: part.bytes for part in found}
+            found["copies of weights"] = copy_bytes(draft.model, dtype, None)
+        return found
 
-    room = Room(target.model, dtype, use.rows * slots, target.states.per_token, of_model)
+    room = Room(target.model, dtype, use.rows * _widest(use), target.states.per_token, of_model)
     return [Part(f"draft: {name}", size) for one in spec.parts() for name, size in one.memory(room).items() if size]
 
 

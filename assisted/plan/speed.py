@@ -1,51 +1,29 @@
-"""How fast a pair should be: reading the weights takes a pass's time, acceptance says how many passes are saved.
-A pass that verifies a draft reads more experts of a mixture than one over a single token.
-
-Ranges, because acceptance depends on the text and passes reach only a share of the memory's bandwidth. `assisted doctor`
-measures both.
-"""
+"""How fast a pair should be: reading the weights takes a pass's time, acceptance says how many passes are saved. Ranges,
+because acceptance depends on the text and passes reach only a share of the bandwidth. `assisted doctor` measures both."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..drafters.base import Spec
 from ..engine.experts import numbers_read
-from ..lengths.cost_model import best_speedup, expected_tokens
+from ..lengths.cost_model import best_speedup
 from .shapes import Shapes
-
-__all__ = ["Speed", "expected_tokens", "predict", "read_per_pass"]
 
 _LONGEST = 15
 _LEAST_COST = 0.01  # of a target pass, for a draft that reads no weights
 _LAUNCH = 0.03  # of a target pass, for the layers of a draft whose weights are read in no time
 _WIDER = (0.005, 0.04)  # of a pass, for each further position that it verifies
-_LAYER = (
-    300e-6,
-    30e-6,
-)  # seconds that a layer takes at least, launched op by op and captured in a graph; an assumption
+_LAYER = (300e-6, 30e-6)  # seconds of a layer at least, launched op by op and captured in a graph; an assumption
 _LOOP = 0.97  # the controller switches drafts off that do not pay, and this is what finding out costs
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A prediction, low and high.
+    """A prediction, low and high."""
 
-    Args:
-        plain: tokens per second without drafts.
-        times: speedup by drafts.
-        bytes_per_pass: that a pass over one token reads.
-    """
-
-    plain: tuple[float, float]
-    times: tuple[float, float]
-    bytes_per_pass: int
-
-    @property
-    def drafted(self) -> tuple[float, float]:
-        """Tokens per second with drafts."""
-        return self.plain[0] * self.times[0], self.plain[1] * self.times[1]
+    plain: tuple[float, float]  # tokens per second without drafts
+    times: tuple[float, float]  # speedup by drafts
 
 
 def predict(
@@ -72,23 +50,20 @@ def predict(
         least = target.layers * _LAYER[side]
         return [max(least, max(0, read - offloaded) / bandwidth[side] + offloaded / bus[side]) for read in reads]
 
-    low_rate, high_rate = taken(0), taken(1)
-    seconds = low_rate[0], high_rate[0]
-    draft_share = max(draft_layers * _LAYER[1], drafts / bandwidth[1]) / seconds[1]
-    low, high = (max(one.acceptance[side] for one in spec.parts()) for side in (0, 1))
+    def speedup(side: int, cost: float, wider: float) -> float:
+        """At the best draft length. wider: what each further position adds to reading the weights."""
+        acceptance = max(one.acceptance[side] for one in spec.parts())
+        passes = [took / seconds[side][0] + (0.0 if offloaded else wider) * n for n, took in enumerate(seconds[side])]
+        return best_speedup(acceptance, cost, range(len(passes)), passes.__getitem__)
+
+    seconds = taken(0), taken(1)
+    draft_share = max(draft_layers * _LAYER[1], drafts / bandwidth[1]) / seconds[1][0]
     cost = draft_share + (_LAUNCH if drafts else _LEAST_COST) * (0.2 if offloaded else 1)
-    slow = _best(low, 1.5 * cost, 0.0 if offloaded else _WIDER[1], [took / seconds[0] for took in low_rate])
-    fast = _best(high, cost, 0.0 if offloaded else _WIDER[0], [took / seconds[1] for took in high_rate])
-    return Speed((1 / seconds[0], 1 / seconds[1]), (max(_LOOP, slow), max(1.0, fast)), reads[0])
+    slow, fast = speedup(0, 1.5 * cost, _WIDER[1]), speedup(1, cost, _WIDER[0])
+    return Speed((1 / seconds[0][0], 1 / seconds[1][0]), (max(_LOOP, slow), max(1.0, fast)))
 
 
 def read_per_pass(target: Shapes, weights: int, positions: int = 1) -> int:
     """Bytes of the weights that a pass reads: not an untied embedding, and of experts only those that are expected to be chosen
     by one of the positions."""
     return int(weights * (numbers_read(target.model, positions) / target.numbers))
-
-
-def _best(acceptance: float, cost: float, wider: float, passes: Sequence[float]) -> float:
-    """The speedup at the best draft length. passes: by draft length from 0, the cost of reading the weights for the pass that
-    verifies it; wider: what each position adds besides."""
-    return best_speedup(acceptance, cost, range(len(passes)), lambda length: passes[length] + wider * length)

@@ -1,9 +1,6 @@
-"""Conversations that a chat model has with itself: given the beginning of a user's turn, it writes question and answer.
-
-So a head for a chat model can be trained without a dataset of questions (Magpie, arXiv 2406.08464), on text that the target
-itself writes, which is what the head has to predict. Half of the conversations can be about pieces of given text, which the
-target is asked to edit, quote or explain. Knows chat templates and `generate`.
-"""
+"""Conversations that a chat model has with itself: given the beginning of a user's turn, it writes question and answer
+(Magpie, arXiv 2406.08464). So a head for it can be trained without a dataset of questions, on the target's own text. Half
+of them can be about pieces of given text, which the target is asked to edit, quote or explain."""
 
 from __future__ import annotations
 
@@ -21,9 +18,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from .data import HELD_OUT, Text
-from .written import TEMPERATURES, rows_of, writer_of
-
-__all__ = ["conversations", "with_chats"]
+from .written import continued, rows_of, sampling, writer_of
 
 _QUESTION, _ANSWER = 96, 320  # new tokens, at most
 _PIECE = 160  # tokens of a document in a question
@@ -49,18 +44,11 @@ def with_chats(
     seed: int,
     about: Sequence[np.ndarray] = (),
 ) -> Text:
-    """A text, followed by conversations of the target with itself; some of them are held out.
+    """A text, which may be empty, and conversations of the target with itself, at least `tokens`; some of them are held out.
 
-    Args:
-        target: moved to the accelerator if there is one.
-        tokenizer: the target's, with a chat template.
-        text: may be empty.
-        tokens: how many the conversations have together, at least.
-        folder: keeps them in chats.npz, batch by batch, so that an interrupted run goes on where it stopped.
-        seed: of sampling, and of the pieces.
-        about: streams of documents, each [N]; half of the conversations are about pieces of them, as many of each.
-
-    Raises ValueError for a tokenizer without a chat template, and for a target that asks nothing.
+    The target is moved to the accelerator if there is one. folder: keeps the conversations in chats.npz, batch by batch, so
+    that an interrupted run goes on where it stopped. about: streams of documents, each [N]; half of the conversations are about
+    pieces of them, as many of each. Raises ValueError without a chat template, and for a target that asks nothing.
     """
     kept = folder / "chats.npz"
     state = PartialState()
@@ -117,9 +105,7 @@ def conversations(
             ]
             if not prompts:
                 raise ValueError("chats: the target asks nothing where a user's turn begins; give --text or --dataset")
-            temperature = TEMPERATURES[number // 2 % len(TEMPERATURES)]
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            answers = _continued(writer, tokenizer, prompts, _ANSWER, sampling if temperature else {"do_sample": False})
+            answers = continued(writer, prompts, _ANSWER, tokenizer.eos_token_id, **sampling(number // 2))
             batch = [token for pair in zip(prompts, answers, strict=True) for ids in pair for token in ids]
             bar.update(len(batch))
             yield np.asarray(batch, dtype=np.int32)
@@ -131,7 +117,7 @@ def _questions(writer: PreTrainedModel, tokenizer: Any, rows: int) -> list[str]:
     # a template that opens with the message itself: whatever follows an end of a text
     begun = tokenizer(opening, add_special_tokens=False).input_ids or [tokenizer.eos_token_id]
     ask = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 0}
-    found = _continued(writer, tokenizer, [begun] * rows, _QUESTION, ask)
+    found = continued(writer, [begun] * rows, _QUESTION, tokenizer.eos_token_id, **ask)
     return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in found]
 
 
@@ -164,17 +150,3 @@ def _rendered(tokenizer: Any, message: str) -> str:
     messages = [{"role": "user", "content": message}]
     text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return text
-
-
-def _continued(
-    writer: PreTrainedModel, tokenizer: Any, prompts: Sequence[list[int]], tokens: int, sampling: dict[str, Any]
-) -> list[list[int]]:
-    """The new tokens of each prompt, up to its end token, which is included."""
-    width, end = max(map(len, prompts)), tokenizer.eos_token_id
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=writer.device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=writer.device)
-    found = writer.generate(
-        ids, attention_mask=mask, max_new_tokens=tokens, eos_token_id=end, pad_token_id=0, **sampling
-    )
-    rows = found[:, width:].tolist()
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["resume", "save", "settings_in"]
-
 
 def save(
     path: Path,
@@ -20,13 +18,10 @@ def save(
     step: int,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the trained parameters, the optimizers' states and the number of steps done.
-
-    about: the run's settings, ready for json; `resume` compares them.
-    """
+    """Write the trained parameters, the optimizers' states and the number of steps done. about: the run's settings."""
     state = {
         "step": step,
-        "model": {name: p.detach() for name, p in model.named_parameters() if p.requires_grad},
+        "model": {name: p.detach() for name, p in _trained(model).items()},
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "about": dict(about or {}),
     }
@@ -53,14 +48,8 @@ def resume(
     if not path.exists():
         return 0
     state = torch.load(path, map_location="cpu", weights_only=True)
-    before, now = state["about"], dict(about or {})
-    for name in {**before, **now}:
-        if before.get(name) != now.get(name):
-            raise ValueError(
-                f"{name}: the checkpoint {path} was written with {before.get(name)!r}, this run has {now.get(name)!r}; "
-                "give the same or another folder"
-            )
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    require_same(state["about"], about or {}, f"the checkpoint {path}")
+    trained = _trained(model)
     if trained.keys() != state["model"].keys():
         odd = sorted(trained.keys() ^ state["model"].keys())
         raise ValueError(f"out: the checkpoint {path} is of another model; {', '.join(odd[:3])} is only in one of them")
@@ -70,3 +59,16 @@ def resume(
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     return int(state["step"])
+
+
+def require_same(before: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
+    """Raise ValueError if a run had other settings than this one, naming the setting. what: was written by that run."""
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"{name}: {what} was written with {before.get(name)!r}, this run has {value!r}; give the same or another folder"
+            )
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,7 +1,5 @@
-"""Text to train on: files, a dataset or the shipped models' corpus, tokenized and cut into windows of one length.
-
-Knows texts and a tokenizer. The windows of a step are a function of the seed and the step alone.
-"""
+"""Text to train on: files, a dataset or the shipped models' corpus, tokenized and cut into windows of one length. Knows
+texts and a tokenizer. The windows of a step are a function of the seed and the step alone."""
 
 from __future__ import annotations
 
@@ -20,8 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from ..extras import install
 from ..zoo import corpus
 
-__all__ = ["Text", "Windows", "pack", "read_dataset", "read_files", "read_text", "tokenize"]
-
 HELD_OUT = 0.05  # share of the documents that are never trained on
 HELD_OUT_FILES = 100  # of the shipped models' held-out text
 TEXT_COLUMNS = ("text", "content", "completion")
@@ -30,17 +26,11 @@ _AT_ONCE = 256  # documents given to the tokenizer together
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens to train on and tokens to measure on. Each is one stream, with an end token after every document.
+    """Tokens to train on and tokens to measure on. Each is one stream, with an end token after every document."""
 
-    Args:
-        training: [N] int32.
-        held_out: [M] int32, of other documents than `training`.
-        source: where they come from, as the caller wrote it.
-    """
-
-    training: np.ndarray
-    held_out: np.ndarray
-    source: str
+    training: np.ndarray  # [N] int32
+    held_out: np.ndarray  # [M] int32, of other documents than `training`
+    source: str  # where they come from, as the caller wrote it
 
     @staticmethod
     def empty() -> Text:
@@ -49,17 +39,10 @@ class Text:
 
 
 class Windows:
-    """Windows of a stream, `batch` per step: `windows[step]` is [batch, context] int64.
+    """Windows of a stream [N], `batch` per step: `windows[step]` is [batch, context] int64.
 
-    Every window comes once per epoch, in an order drawn from the seed. Each epoch cuts the stream at other positions.
-
-    Args:
-        stream: [N] integers.
-        context: tokens per window.
-        batch: windows per step.
-        seed: of the order.
-
-    Raises ValueError for a stream that is too short.
+    Every window comes once per epoch, in an order drawn from the seed. Each epoch cuts the stream at other positions. Raises
+    ValueError for a stream that is too short.
     """
 
     def __init__(self, stream: np.ndarray, context: int, batch: int, seed: int):
@@ -104,17 +87,10 @@ def pack(stream: np.ndarray, context: int, rows: int) -> torch.Tensor:
 def read_text(
     tokenizer: PreTrainedTokenizerBase, text: Sequence[str] = (), dataset: str | None = None, limit: int | None = None
 ) -> Text:
-    """Read and tokenize the text that a command names.
+    """Read and tokenize the text that a command names. Raises ValueError where there is none.
 
-    Args:
-        tokenizer: the target's.
-        text: files, folders (their UTF-8 text files) or patterns; or "zoo" for the standard library, with sympy and networkx
-            held out.
-        dataset: a Hub id or a folder that the `datasets` library reads, with a text column: "NAME", "NAME:SPLIT" or
-            "NAME:CONFIG:SPLIT". The default split is "train".
-        limit: documents taken from a dataset, at most.
-
-    Raises ValueError where there is no text, ImportError where `datasets` is missing.
+    text: files, folders (their UTF-8 text files) or patterns; or "zoo" for the standard library, with sympy and networkx held
+    out. dataset, limit: as for `read_dataset`.
     """
     if "zoo" in text:
         if len(text) > 1 or dataset is not None:
@@ -144,17 +120,15 @@ def read_files(paths: Iterable[str]) -> Iterator[str]:
         files = [Path(path)] if Path(path).is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
         if not files:
             raise ValueError(f"text: {path!r} is neither a file nor a folder and matches none")
-        for file in files:
-            if not file.is_file():
-                continue
-            found = _text_of(file)
-            if found is None:
+        for file in filter(Path.is_file, files):
+            if (found := _text_of(file)) is None:
                 raise ValueError(f"text: {file} is not UTF-8 text")
             yield found
 
 
 def read_dataset(name: str, limit: int | None = None) -> Iterator[str]:
-    """The documents of a dataset, at most `limit`; the name is as in `read_text`."""
+    """The documents of a dataset, at most `limit`: of a Hub id or a folder that the `datasets` library reads, with a text
+    column. name: "NAME", "NAME:SPLIT" or "NAME:CONFIG:SPLIT"; the default split is "train"."""
     try:
         import datasets
     except ImportError as error:

@@ -1,7 +1,5 @@
 """Distilling a draft: a small model is trained on the target's distribution, over a text and over its own continuations.
-
-DistillSpec, arXiv 2310.08461. Knows two models with one tokenizer; steps and files are the trainer's.
-"""
+DistillSpec, arXiv 2310.08461. Knows two models with one tokenizer; steps and files are the trainer's."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import zoo
@@ -18,11 +16,9 @@ from ..engine.parts import find_layers
 from ..loading.gguf import load_model
 from ..loading.vocabulary import find_tokenizer, same_tokens
 from .features import Features
-from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, rows_at_once
-from .method import Method, Start, matrices_of
+from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, summed
+from .method import Method, Start
 from .plan import setting
-
-__all__ = ["DistillSettings", "Distillation", "first_draft"]
 
 _SHORTEST_PROMPT = 8  # tokens of text that a draft continues
 
@@ -97,8 +93,9 @@ class Distillation(Method):
                 raise ValueError(
                     f"draft: {settings.draft} has another tokenizer than the target, whose distribution it can't learn"
                 )
+        self.layers = find_layers(self.student).of(self.student)
         if compiled:
-            for layer in find_layers(self.student).of(self.student):
+            for layer in self.layers:
                 layer.compile()
         self.frozen = (target,)
 
@@ -110,12 +107,12 @@ class Distillation(Method):
         own = int(torch.binomial(torch.tensor(float(len(ids))), torch.tensor(self.about.on_policy)))
         if own:
             ids = torch.cat([self.written(ids[:own]), ids[own:]])
-        total = torch.zeros((), device=ids.device)
-        slices = (logits.split(rows_at_once(ids)) for logits in self._logits(ids))
-        for target_logits, draft_logits in zip(*slices, strict=True):
+
+        def of_rows(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
             log_p = log_probabilities(target_logits)
-            total = total + len(log_p) * divergence(self.about.loss, log_p, draft_logits, compiled=self.compiled)
-        return total / len(ids)
+            return len(log_p) * divergence(self.about.loss, log_p, draft_logits, compiled=self.compiled)
+
+        return summed(of_rows, *self._logits(ids)) / len(ids)
 
     @torch.no_grad()
     def written(self, ids: Tensor) -> Tensor:
@@ -141,9 +138,6 @@ class Distillation(Method):
 
     def acceptance(self, ids: Tensor) -> list[Agreement]:
         return [agreement(*self._logits(ids))]
-
-    def matrices(self) -> list[nn.Parameter]:
-        return matrices_of(*find_layers(self.student).of(self.student))
 
     def save(self, folder: Path) -> None:
         self.student.save_pretrained(folder)

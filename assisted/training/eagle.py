@@ -1,7 +1,5 @@
-"""Training EAGLE heads on the target's hidden states: EAGLE-1 (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840).
-
-Knows heads and features; steps and files are the trainer's.
-"""
+"""Training EAGLE heads on the target's hidden states: EAGLE-1 (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840). Knows
+heads and features; steps and files are the trainer's."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ..engine.libraries import set_attention
@@ -23,11 +21,9 @@ from ..engine.traits import Traits
 from ..heads.eagle import EagleConfig, EagleHead, unrolled_mask
 from ..heads.eagle_formats import save_eagle
 from .features import Features, Seen
-from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, rows_at_once
-from .method import Method, Start, matrices_of
-from .plan import setting
-
-__all__ = ["EagleSettings", "EagleTraining", "frequent_tokens"]
+from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, summed
+from .method import Method, Start
+from .plan import require_positive, setting
 
 LARGE, REDUCED = 65_536, 32_768  # a vocabulary, and how many of a larger one's tokens a head proposes
 SPREAD = 2.0  # standard deviation of the logits of a head that has learned nothing, at most
@@ -72,9 +68,7 @@ class EagleSettings:
     format: Literal["eagle", "speculators"] = setting("eagle", "format of the files")
 
     def __post_init__(self) -> None:
-        for name in ("layers", "unroll", "positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
+        require_positive(self, "layers", "unroll", "positions")
         require_known(self.loss)
         if self.version == 1 and self.draft_vocab is not None:
             raise ValueError("draft_vocab: an EAGLE-1 head has the target's output layer, with all its tokens")
@@ -135,7 +129,7 @@ class EagleTraining(Method):
             self._tokens = frequent_tokens(stream, reduced, config.vocab_size)
             head.draft_tokens = self._tokens
         self._start(head, target)
-        self.student = head
+        self.student, self.layers = head, (head.fc, head.layers)
         self.frozen = (target,)
         self.positions = range(1, settings.positions + 1)
         self._features = Features(target, config.taps, compiled)
@@ -157,32 +151,25 @@ class EagleTraining(Method):
         if self.about.version == 1:
             return self._feature_loss(ids, seen)
         weights = [self.about.decay**i for i in range(self.about.unroll)]
-        columns = ids.shape[1] - self.about.unroll
         log_p, counts = self._taught(seen.logits)
         total = torch.zeros((), device=ids.device)
-        for ahead, states in enumerate(self._unrolled(ids, seen, self.about.unroll), 1):
-            there = slice(ahead, ahead + columns)
-            total = total + weights[ahead - 1] * self._token_loss(log_p[:, there], counts[:, there], states)
+        for weight, (there, states) in zip(weights, self._unrolled(ids, seen, len(weights)), strict=True):
+            total = total + weight * self._token_loss(log_p[:, there], counts[:, there], states)
         return total / sum(weights)
 
     def acceptance(self, ids: Tensor) -> list[Agreement]:
-        head, steps = self.student, self.about.positions
-        seen = self._features(ids)
-        columns = ids.shape[1] - steps
-        found = []
-        for ahead, states in enumerate(self._unrolled(ids, seen, steps), 1):
-            drafted = head.over_all(head.logits(states, self.target))
-            found.append(agreement(seen.logits[:, ahead : ahead + columns], drafted))
-        return found
-
-    def matrices(self) -> list[nn.Parameter]:
-        return matrices_of(self.student.fc, self.student.layers)
+        head, seen = self.student, self._features(ids)
+        return [
+            agreement(seen.logits[:, there], head.over_all(head.logits(states, self.target)))
+            for there, states in self._unrolled(ids, seen, self.about.positions)
+        ]
 
     def save(self, folder: Path) -> None:
         save_eagle(self.student, folder, self.about.format, self.target)
 
-    def _unrolled(self, ids: Tensor, seen: Seen, steps: int) -> Iterator[Tensor]:
-        """The head's states for each drafted position in turn, [B, T - steps, H]. Column i of the first predicts token i + 2.
+    def _unrolled(self, ids: Tensor, seen: Seen, steps: int) -> Iterator[tuple[slice, Tensor]]:
+        """The head's states for each drafted position in turn, [B, T - steps, H], and where the target's logits for the same
+        tokens are. Column i of the first predicts token i + 2.
 
         A draft starts at every position of the text. It reads the text's tokens and, from the second position on, its own
         states.
@@ -198,7 +185,7 @@ class EagleTraining(Method):
         for step in range(steps):
             mask = _mask(columns, step, embeddings)
             states = head(embeddings[:, step : step + columns], states, positions + step, mask, cache)
-            yield states
+            yield slice(step + 1, step + 1 + columns), states
 
     def _inputs(self, seen: Seen) -> Tensor:
         return torch.cat([seen.states[tap] for tap in self.student.config.taps], -1)
@@ -214,13 +201,12 @@ class EagleTraining(Method):
 
     def _token_loss(self, log_p: Tensor, counts: Tensor, states: Tensor) -> Tensor:
         """log_p: [B, n, Vd], counts: [B, n], states: [B, n, H]. Returns a scalar."""
-        total = torch.zeros((), device=states.device)
-        slices = (tensor.split(rows_at_once(states)) for tensor in (log_p, counts, states))
-        for taught, weights, some in zip(*slices, strict=True):
+
+        def of_rows(taught: Tensor, weights: Tensor, some: Tensor) -> Tensor:
             drafted = self.student.logits(some, self.target)
-            each = divergence(self.about.loss, taught, drafted, weights, self.compiled)
-            total = total + each * weights.sum()
-        return total / counts.sum().clamp(min=1)
+            return divergence(self.about.loss, taught, drafted, weights, self.compiled) * weights.sum()
+
+        return summed(of_rows, log_p, counts, states) / counts.sum().clamp(min=1)
 
     def _feature_loss(self, ids: Tensor, seen: Seen) -> Tensor:
         """EAGLE-1: feature i and token i + 1 predict feature i + 1, which predicts token i + 2."""

@@ -1,8 +1,6 @@
 """Training early exits: a model learns to predict the next token from its own early layers (LayerSkip, arXiv 2404.16710).
-
 All its weights change, so the result is another model than the one at the start, and its own target. Knows layers; steps
-and files are the trainer's.
-"""
+and files are the trainer's."""
 
 from __future__ import annotations
 
@@ -20,10 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..engine.parts import Pass, back, find_layers, tapped
 from ..extras import install
 from .losses import Agreement, agreement
-from .method import Method, Start, matrices_of
+from .method import Method, Start
 from .plan import setting
-
-__all__ = ["EarlyExitSettings", "EarlyExitTraining", "dropped_layers"]
 
 _MEASURED_EXITS = 4
 
@@ -98,8 +94,9 @@ class EarlyExitTraining(Method):
         if count < 2:
             raise ValueError("target: it has one layer, but exits come before the last layer")
         self.student: nn.Module = model if settings.lora is None else _with_lora(model, settings.lora, seed)
+        self.layers = self._layers.of(model)
         if compiled:
-            for layer in self._layers.of(model):
+            for layer in self.layers:
                 layer.compile()
         spread = (round(count * (i + 1) / (_MEASURED_EXITS + 1)) for i in range(_MEASURED_EXITS))
         self.positions = sorted({max(1, layer) for layer in spread})
@@ -124,9 +121,6 @@ class EarlyExitTraining(Method):
     def acceptance(self, ids: Tensor) -> list[Agreement]:
         logits, states = self._run(ids, frozenset(), self.positions)
         return [agreement(logits, self._exit_logits(ids, states[layer])) for layer in self.positions]
-
-    def matrices(self) -> list[nn.Parameter]:
-        return matrices_of(*find_layers(self.model).of(self.model))
 
     def save(self, folder: Path) -> None:
         whole = self.student.merge_and_unload() if self.about.lora is not None else self.model  # type: ignore[operator]

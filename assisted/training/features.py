@@ -1,13 +1,10 @@
-"""The inputs of a head in training: the target's hidden states and logits over a text, computed when they are needed.
-
-The target runs unchanged, without gradients; the taps sit in another object that shares its weights.
-"""
+"""The inputs of a head in training: the target's hidden states and logits over a text, computed when they are needed. The
+target runs unchanged, without gradients; the taps sit in another object that shares its weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,31 +13,19 @@ from transformers import PreTrainedModel
 from ..engine.needs import find_final_norm
 from ..engine.parts import find_layers, tapped
 
-__all__ = ["Features", "Seen"]
 
+class Seen(NamedTuple):
+    """One forward pass of the target over a text."""
 
-@dataclass(frozen=True)
-class Seen:
-    """One forward pass of the target over a text.
-
-    Args:
-        states: by tap, [B, T, D].
-        logits: [B, T, V], position t is about token t + 1.
-    """
-
-    states: dict[int, Tensor]
-    logits: Tensor
+    states: dict[int, Tensor]  # by tap, [B, T, D]
+    logits: Tensor  # [B, T, V], position t is about token t + 1
 
 
 class Features:
-    """Runs a frozen target over texts.
+    """Runs a target over texts, in eval mode. Its parameters stop requiring gradients, their values never change.
 
-    Args:
-        target: put in eval mode; its parameters stop requiring gradients, their values never change.
-        taps: indices into transformers' `hidden_states`: i in [1, L) is the output of layer i - 1, L that of the final norm.
-        compiled: compile the layers, for this object's runs alone.
-
-    Raises ValueError for a tap that does not exist, and for a target whose layers are not found.
+    taps: indices into transformers' `hidden_states`: i in [1, L) is the output of layer i - 1, L that of the final norm.
+    compiled: compile the layers, for this object's runs alone. Raises ValueError for a tap that does not exist.
     """
 
     def __init__(self, target: PreTrainedModel, taps: Sequence[int] = (), compiled: bool = False):

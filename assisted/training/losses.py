@@ -1,7 +1,5 @@
-"""How far a draft's distribution is from the target's, computed from their logits.
-
-Knows tensors. Sampled drafts are accepted at a rate of 1 - TV on average (arXiv 2211.17192), so TV is among the losses.
-"""
+"""How far a draft's distribution is from the target's, computed from their logits. Knows tensors. Sampled drafts are
+accepted at a rate of 1 - TV on average (arXiv 2211.17192), so TV is among the losses."""
 
 from __future__ import annotations
 
@@ -13,43 +11,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "DIVERGENCES",
-    "Agreement",
-    "Loss",
-    "agreement",
-    "divergence",
-    "log_probabilities",
-    "require_known",
-    "rows_at_once",
-]
-
 Loss = Literal["kl", "reverse-kl", "tv", "kl+tv"]
 _IMPOSSIBLE = -100.0  # log-probability of tokens that a distribution excludes
 
 
-def _forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     # where p is 0, log q may also be minus infinity
     return (log_p.exp() * (log_p.clamp(min=_IMPOSSIBLE) - log_q.clamp(min=_IMPOSSIBLE))).sum(-1)
-
-
-def _reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return (log_q.exp() * (log_q.clamp(min=_IMPOSSIBLE) - log_p.clamp(min=_IMPOSSIBLE))).sum(-1)
 
 
 def _total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
     return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
 
 
-def _mixed(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return _forward_kl(log_p, log_q) + _total_variation(log_p, log_q)
-
-
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "kl": _forward_kl,
-    "reverse-kl": _reverse_kl,
+    "kl": _kl,
+    "reverse-kl": lambda log_p, log_q: _kl(log_q, log_p),
     "tv": _total_variation,
-    "kl+tv": _mixed,
+    "kl+tv": lambda log_p, log_q: _kl(log_p, log_q) + _total_variation(log_p, log_q),
 }
 """Divergences of DistillSpec (arXiv 2310.08461) by name. They take log-probabilities log_p (the target's) and log_q (the
 draft's), [..., V] -> [...]."""
@@ -66,24 +45,23 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return F.log_softmax(logits.detach().float(), -1)
 
 
-def rows_at_once(like: Tensor) -> int:
-    """How many rows of [B, ...] are scored together: one on a CPU, whose caches hold its logits; all on an accelerator."""
-    return 1 if like.device.type == "cpu" else max(1, len(like))
+def summed(loss: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """The sum of a loss over rows of tensors [B, ...]: one at a time on a CPU, whose caches hold its logits; all together on an
+    accelerator."""
+    rows = 1 if tensors[0].device.type == "cpu" else max(1, len(tensors[0]))
+    total = torch.zeros((), device=tensors[0].device)
+    for some in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
+        total = total + loss(*some)
+    return total
 
 
 def divergence(
     name: str, log_p: Tensor, draft_logits: Tensor, weights: Tensor | None = None, compiled: bool = False
 ) -> Tensor:
-    """A divergence from the target's distribution to the draft's, averaged over positions.
+    """The divergence of this name from the target's distribution to the draft's, averaged over positions: a scalar, float32.
 
-    Args:
-        name: one of DIVERGENCES.
-        log_p: [..., V], the target's, from `log_probabilities`.
-        draft_logits: [..., V].
-        weights: [...], one for each position; None is the same as ones.
-        compiled: fuse the computation, which is faster where the vocabulary is large and the processor is slow.
-
-    Returns a scalar, float32.
+    log_p: [..., V], the target's, from `log_probabilities`. draft_logits: [..., V]. weights: [...], one for each position; None
+    is the same as ones. compiled: fuse the computation, which is faster where the vocabulary is large.
     """
     each = (_fused if compiled else _divergences)(name, log_p, draft_logits)
     if weights is None:
@@ -100,15 +78,10 @@ _fused = torch.compile(_divergences, dynamic=False)
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often a draft would be accepted, given both distributions at the same positions.
+    """How often a draft would be accepted, given both distributions at the same positions."""
 
-    Args:
-        greedy: share of positions where both have the same top-1 token. This is the acceptance rate at temperature 0.
-        sampled: mean of 1 - TV. This is the acceptance rate at temperature 1.
-    """
-
-    greedy: float
-    sampled: float
+    greedy: float  # share of positions with the same top-1 token: the acceptance rate at temperature 0
+    sampled: float  # mean of 1 - TV: the acceptance rate at temperature 1
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
-"""Training Medusa heads (Medusa-1, arXiv 2401.10774). They learn the frozen target's distribution at later positions.
-
-Knows heads and features; steps and files are the trainer's.
-"""
+"""Training Medusa heads (Medusa-1, arXiv 2401.10774). They learn the frozen target's distribution at later positions. Knows
+heads and features; steps and files are the trainer's."""
 
 from __future__ import annotations
 
@@ -15,11 +13,9 @@ from transformers import PreTrainedModel
 from ..engine.parts import find_layers
 from ..heads.medusa import MedusaHeads
 from .features import Features
-from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, rows_at_once
+from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, summed
 from .method import Method, Start
-from .plan import setting
-
-__all__ = ["MedusaSettings", "MedusaTraining"]
+from .plan import require_positive, setting
 
 
 @dataclass(frozen=True)
@@ -41,8 +37,7 @@ class MedusaSettings:
     decay: float = setting(0.8, "head h has the weight decay**h in the loss")
 
     def __post_init__(self) -> None:
-        if self.heads < 1:
-            raise ValueError(f"heads: {self.heads} is less than 1")
+        require_positive(self, "heads")
         require_known(self.loss)
 
 
@@ -77,18 +72,17 @@ class MedusaTraining(Method):
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         seen = self._features(ids)
-        heads = self.about.heads
-        weights = [self.about.decay**head for head in range(heads)]
-        total = torch.zeros((), device=ids.device)
-        slices = (
-            tensor.split(rows_at_once(ids)) for tensor in (seen.states[self._last], log_probabilities(seen.logits))
-        )
-        for hidden, log_p in zip(*slices, strict=True):  # [b, T, H], [b, T, V]
-            drafted = self.student(hidden, self._output)  # [heads, b, T, V]
-            for head, weight in enumerate(weights):
-                ahead = 1 + head  # position t of the logits is about token t + 1
-                pair = log_p[:, ahead:], drafted[head, :, :-ahead]
-                total = total + weight * len(hidden) * divergence(self.about.loss, *pair, compiled=self.compiled)
+        weights = [self.about.decay**head for head in range(self.about.heads)]
+
+        def of_rows(hidden: Tensor, log_p: Tensor) -> Tensor:  # [b, T, H], [b, T, V]
+            total = torch.zeros((), device=ids.device)
+            for ahead, drafted in enumerate(self.student(hidden, self._output), 1):  # [b, T, V], of each head
+                pair = log_p[:, ahead:], drafted[:, :-ahead]  # position t of the logits is about token t + 1
+                each = divergence(self.about.loss, *pair, compiled=self.compiled)
+                total = total + weights[ahead - 1] * len(hidden) * each
+            return total
+
+        total = summed(of_rows, seen.states[self._last], log_probabilities(seen.logits))
         return total / (len(ids) * sum(weights))
 
     def acceptance(self, ids: Tensor) -> list[Agreement]:

@@ -1,7 +1,5 @@
 """What the trainer needs from a method: the module to train, a loss, a measure of acceptance, and how to save the result.
-
-Also how much memory a training needs. Knows modules; nothing of steps.
-"""
+Also how much memory a training needs. Knows modules; nothing of steps."""
 
 from __future__ import annotations
 
@@ -19,55 +17,35 @@ from .data import Text
 from .losses import Agreement
 from .plan import Plan
 
-__all__ = ["Method", "Needs", "Start", "fitting_batch", "matrices_of", "needs"]
-
-
 _BATCH = 8
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a training starts from.
+    """What a training starts from."""
 
-    Args:
-        target: loaded for this training; only early exits change it.
-        tokenizer: its tokenizer.
-        text: to train on.
-        seed: of everything that is drawn.
-        compiled: whether layers and losses are compiled.
-    """
-
-    target: Any
-    tokenizer: Any
-    text: Text
-    seed: int
-    compiled: bool
+    target: Any  # loaded for this training; only early exits change it
+    tokenizer: Any  # of the target
+    text: Text  # to train on
+    seed: int  # of everything that is drawn
+    compiled: bool  # whether layers and losses are compiled
 
 
 class Method(ABC):
-    """What is trained for a target: a draft, a head, or early exits.
+    """What is trained for a target: a draft, a head, or early exits."""
 
-    Attributes:
-        name: of the method, shown and written to training.json.
-        options: the dataclass of the settings; the command's options are its fields.
-        rate: the peak learning rate, where the plan's is too high.
-        about: the settings.
-        student: the module that is trained; its parameters that require no gradients stay as they are.
-        frozen: the modules that are run and never changed, the target first.
-        axis: what acceptance is measured along: "position", "exit layer".
-        positions: the numbers on that axis.
-        vocabulary: V, of the logits.
-    """
-
-    name: str
-    options: type[Any]
-    rate: float | None = None
-    about: Any
-    student: nn.Module
-    frozen: Sequence[nn.Module] = ()
-    axis: str = "position"
-    positions: Sequence[int] = (1,)
-    vocabulary: int
+    name: str  # shown and written to training.json
+    options: type[Any]  # the dataclass of the settings; the command's options are its fields
+    rate: float | None = None  # the peak learning rate, where the plan's is too high
+    about: Any  # the settings
+    student: nn.Module  # what is trained; its parameters that require no gradients stay as they are
+    frozen: Sequence[nn.Module] = ()  # the modules that are run and never changed, the target first
+    layers: Sequence[
+        nn.Module
+    ] = ()  # of the student, whose matrices Muon may train: no embeddings and no output layers
+    axis: str = "position"  # what acceptance is measured along; or "exit layer"
+    positions: Sequence[int] = (1,)  # the numbers on that axis
+    vocabulary: int  # V, of the logits
 
     def __init__(self, about: Any, model: PreTrainedModel, compiled: bool = False):
         """model: the target, or what is trained in its place. compiled: whether layers and losses are compiled."""
@@ -97,31 +75,17 @@ class Method(ABC):
         """Write the result in the format that its drafter loads."""
 
     def matrices(self) -> list[nn.Parameter]:
-        """What Muon may train: matrices of layers, neither embeddings nor output layers."""
-        return []
+        """What Muon may train."""
+        return [p for layer in self.layers for p in layer.parameters() if p.ndim == 2 and p.requires_grad]
 
     def trained(self) -> list[nn.Parameter]:
         """The parameters that are trained."""
         return [p for p in self.student.parameters() if p.requires_grad]
 
 
-def matrices_of(*modules: nn.Module) -> list[nn.Parameter]:
-    """The matrices of modules that are trained."""
-    return [p for module in modules for p in module.parameters() if p.ndim == 2 and p.requires_grad]
-
-
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a training takes, without the activations.
-
-    Args:
-        frozen: parameters of the modules that are only run.
-        trained: parameters of the student.
-        gradients: of what is trained.
-        optimizer: its state.
-        checkpoint: on disk; twice that while one replaces another.
-        logits: of one batch over the target's vocabulary, in float32. Activations take a few times as much.
-    """
+    """Bytes that a training takes, without the activations, which are a few times the float32 logits of a batch."""
 
     frozen: int
     trained: int
@@ -135,12 +99,11 @@ class Needs:
         return self.frozen + self.trained + self.gradients + self.optimizer
 
     def __str__(self) -> str:
-        listed = ", ".join(
-            f"{name} {_mib(getattr(self, name))}" for name in ("frozen", "trained", "gradients", "optimizer")
-        )
+        mib = {name: f"{size / 2**20:.1f} MiB" for name, size in vars(self).items()}
+        listed = ", ".join(f"{name} {mib[name]}" for name in ("frozen", "trained", "gradients", "optimizer"))
         return (
-            f"memory: {_mib(self.memory)} ({listed}) and activations (logits of a batch: {_mib(self.logits)})\n"
-            f"disk: {_mib(2 * self.checkpoint)} while a checkpoint replaces another, {_mib(self.checkpoint)} otherwise"
+            f"memory: {self.memory / 2**20:.1f} MiB ({listed}) and activations (logits of a batch: {mib['logits']})\n"
+            f"disk: {self.checkpoint / 2**19:.1f} MiB while a checkpoint replaces another, {mib['checkpoint']} otherwise"
         )
 
 
@@ -156,24 +119,16 @@ def fitting_batch(method: Method, context: int, free: int, processes: int = 1) -
 
 def needs(method: Method, plan: Plan) -> Needs:
     """What a training takes, counted from its parameters."""
-    trained = method.trained()
-    matrices = {id(p) for p in method.matrices()} if plan.optimizer == "muon" else set()
-    optimizer = sum(_bytes(p) * (1 if id(p) in matrices else 2) for p in trained)
+    gradients = sum(p.nbytes for p in method.trained())
+    # AdamW keeps two numbers for each of a parameter's, Muon one
+    optimizer = 2 * gradients - (sum(p.nbytes for p in method.matrices()) if plan.optimizer == "muon" else 0)
     mine = {id(p) for p in method.student.parameters()}
     others = {id(p): p for module in method.frozen for p in module.parameters() if id(p) not in mine}
     return Needs(
-        frozen=sum(map(_bytes, others.values())),
-        trained=sum(map(_bytes, method.student.parameters())),
-        gradients=sum(map(_bytes, trained)),
+        frozen=sum(p.nbytes for p in others.values()),
+        trained=sum(p.nbytes for p in method.student.parameters()),
+        gradients=gradients,
         optimizer=optimizer,
-        checkpoint=sum(map(_bytes, trained)) + optimizer,
+        checkpoint=gradients + optimizer,
         logits=4 * plan.batch * plan.context * method.vocabulary,
     )
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Plan", "setting"]
-
 
 def setting(default: Any, help: str, **options: Any) -> Any:
     """A field of a settings dataclass. Its metadata is what `transformers.HfArgumentParser` makes an option from.
@@ -17,6 +15,12 @@ def setting(default: Any, help: str, **options: Any) -> Any:
         options: further arguments of `add_argument`, such as metavar.
     """
     return field(default=default, metadata={"help": help, **options})
+
+
+def require_positive(settings: Any, *names: str) -> None:
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name}: {getattr(settings, name)} is less than 1")
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,7 @@ class Plan:
     checkpoint_every: int = setting(100, "steps between checkpoints; each replaces the one before", metavar="N")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "context", "evaluate_rows", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
+        require_positive(self, "steps", "context", "evaluate_rows", "checkpoint_every")
         if self.batch < 0:
             raise ValueError(f"batch: {self.batch} is less than 0")
         if self.optimizer not in ("adamw", "muon"):

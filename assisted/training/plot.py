@@ -8,8 +8,6 @@ from pathlib import Path
 
 from ..extras import install
 
-__all__ = ["draw"]
-
 SMOOTHING = 50  # points of the loss curve, each an average over a stretch of steps
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -110,30 +110,33 @@ def train(
     scored = accelerator.prepare(_Scored(method))
     optimizers = _optimizers(method, plan)
     about = {"method": method.name, **method.settings(), "text": _digest(text), **asdict(plan)}
+    about = json.loads(json.dumps(about))  # as it is read back
     if result.exists() and not checkpoint.exists():
-        _require_the_same(json.loads(result.read_text()), about, folder)
+        checkpoints.require_same(json.loads(result.read_text()), about, f"the result in {folder}")
         tell(f"{folder} already holds the result")
         return folder
     first = checkpoints.resume(checkpoint, method.student, optimizers, about)
     last = plan.steps if stop_after is None else min(stop_after, plan.steps)
-    with torch.random.fork_rng(), _Metrics(folder / METRICS, first, main) as metrics, _interrupts() as interrupted:
+    shown = ""
+    with torch.random.fork_rng(), _metrics(folder / METRICS, first, main) as write, _interrupts() as interrupted:
         bar = tqdm(total=plan.steps, initial=first, desc=method.name, unit="step", disable=not main)
         for step in range(first, last):
             began = time.perf_counter()
             if step % plan.evaluations == 0:
-                metrics.write(step, **_measure(method, plan, held_out.to(accelerator.device)))
+                found = _measure(method, plan, held_out.to(accelerator.device))
+                write(step, **found)
+                shown = " ".join(f"{share:.0%}" for share in found["greedy"])
             measured = time.perf_counter()
             ids = batches(step)[accelerator.process_index :: processes].to(accelerator.device)
             loss = _step(accelerator, scored, method, plan, optimizers, ids, step)
-            metrics.write(step, loss=loss)
+            write(step, loss=loss)
             bar.update()
-            bar.set_postfix(loss=f"{loss:.4f}", held_out=metrics.shown, refresh=False)
+            bar.set_postfix(loss=f"{loss:.4f}", held_out=shown, refresh=False)
             if step == first:
                 bar.clear()
                 tell(_estimate(plan, first, measured - began, time.perf_counter() - measured))
             stopped = interrupted()
             if main and ((step + 1) % plan.checkpoint_every == 0 or step + 1 == last or stopped):
-                metrics.flush()
                 checkpoints.save(checkpoint, method.student, optimizers, step + 1, about)
             if stopped:
                 bar.close()
@@ -143,7 +146,7 @@ def train(
             if store is not None:
                 _round(method.student, store)
             found = _measure(method, plan, held_out.to(accelerator.device))
-            metrics.write(plan.steps, **found)
+            write(plan.steps, **found)
             bars = zip(found["greedy"], found["error"], strict=True)
             shown = ", ".join(f"{share:.0%}" + ("" if half is None else f" ± {half:.0%}") for share, half in bars)
             tell(f"held out, top-1 token right by {method.axis}: {shown}")
@@ -265,48 +268,17 @@ def _optimizers(method: Method, plan: Plan) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-class _Metrics:
-    """training.jsonl, one line per step. When a run is resumed, lines after its checkpoint are removed."""
-
-    def __init__(self, path: Path, first: int, writes: bool):
-        self.path = path
-        self.first = first
-        self.writes = writes
-        self.shown = ""
-        self._file: TextIO | None = None
-
-    def __enter__(self) -> _Metrics:
-        if self.writes:
-            lines = self.path.read_text().splitlines() if self.path.exists() else []
-            kept = [line for line in lines if _line_step(line) < self.first]
-            self.path.write_text("".join(line + "\n" for line in kept))
-            self._file = self.path.open("a")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def write(self, step: int, **values: Any) -> None:
-        if "greedy" in values:
-            self.shown = " ".join(f"{share:.0%}" for share in values["greedy"])
-        if self._file is not None:
-            self._file.write(json.dumps({"step": step, **values}) + "\n")
-            if "greedy" in values:
-                self._file.flush()
-
-    def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-
-
-def _require_the_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    for name, value in json.loads(json.dumps(now)).items():
-        if before.get(name) != value:
-            raise ValueError(
-                f"{name}: {folder} holds the result of a run with {before.get(name)!r}, this one has {value!r}; give another "
-                "folder"
-            )
+@contextlib.contextmanager
+def _metrics(path: Path, first: int, writes: bool) -> Iterator[Callable[..., None]]:
+    """A function that writes a line of training.jsonl, at once. A resumed run repeats the lines from the step `first` on: they
+    are removed. writes: False in all processes but one."""
+    if not writes:
+        yield lambda step, **values: None
+        return
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.write_text("".join(line + "\n" for line in lines if _line_step(line) < first))
+    with path.open("a", buffering=1) as file:
+        yield lambda step, **values: print(json.dumps({"step": step, **values}), file=file)
 
 
 def _line_step(line: str) -> float:

@@ -1,13 +1,12 @@
-"""Text that the target generates itself, since that is what a draft has to predict. Knows `generate`.
-
-Written by this package's own loop, which is faster than the target's. Heads trained on such text do better than on text by
-others, for Medusa (arXiv 2401.10774) and EAGLE (arXiv 2401.15077).
-"""
+"""Text that the target generates itself, since that is what a draft has to predict. Knows `generate`. Heads trained on it
+do better than on text by others, for Medusa (arXiv 2401.10774) and EAGLE (arXiv 2401.15077)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +19,6 @@ from ..lengths.policies import Never
 from ..modeling import AssistedModelForCausalLM
 from .data import Text
 
-__all__ = ["TEMPERATURES", "rows_of", "with_written", "write", "writer_of"]
-
 TEMPERATURES = (0.0, 0.7, 1.0)  # used in turn, as heads draft for all of them
 _PROMPT, _LENGTH = 64, 512  # tokens of a prompt, and of a prompt with its continuation
 _ROWS = 2048  # of a batch, at most
@@ -29,14 +26,10 @@ _MEMORY = 2**30  # bytes for the keys and values of a batch on a CPU
 
 
 def with_written(target: PreTrainedModel, text: Text, tokens: int, folder: Path, seed: int) -> Text:
-    """A text, followed by continuations of pieces of it that the target generates.
+    """A text, followed by continuations of pieces of it that the target generates, at least `tokens` in all.
 
-    Args:
-        target: moved to the accelerator if there is one.
-        text: the pieces are taken from its training tokens.
-        tokens: how many are generated, at least.
-        folder: keeps them in written.npy, so that a resumed training does not generate them again.
-        seed: of the pieces and of sampling.
+    The target is moved to the accelerator if there is one. folder: keeps the continuations in written.npy, so that a resumed
+    training does not generate them again.
     """
     kept = folder / "written.npy"
     state = PartialState()
@@ -59,29 +52,39 @@ def write(target: PreTrainedModel, stream: np.ndarray, tokens: int, seed: int = 
     prompt = min(_PROMPT, length // 2)
     if len(stream) <= prompt:
         raise ValueError(f"text: {len(stream)} tokens are too few for prompts of {prompt}; give more text")
-    rows = rows_of(target, length)
-    writer = writer_of(target)
-    rounds = -(-tokens // (rows * length))
+    rows, writer = rows_of(target, length), writer_of(target)
     rng = np.random.default_rng(seed)
-    pieces = []
+    pieces: list[list[int]] = []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        for number in tqdm(range(rounds), desc="the target generates text", unit="batch"):
+        for number in tqdm(range(-(-tokens // (rows * length))), desc="the target generates text", unit="batch"):
             starts = rng.integers(len(stream) - prompt, size=rows)
-            begun = np.stack([stream[start : start + prompt] for start in starts]).astype(np.int64)
-            ids = torch.from_numpy(begun).to(target.device)
-            temperature = TEMPERATURES[number % len(TEMPERATURES)]
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            found = writer.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=length - prompt,
-                eos_token_id=None,
-                pad_token_id=0,
-                **(sampling if temperature else {"do_sample": False}),
-            )
-            pieces.append(found.cpu().numpy().astype(np.int32).ravel())
-    return np.concatenate(pieces)
+            prompts = [stream[start : start + prompt].tolist() for start in starts]
+            found = continued(writer, prompts, length - prompt, None, **sampling(number))
+            pieces += [begun + more for begun, more in zip(prompts, found, strict=True)]
+    return np.asarray(pieces, dtype=np.int32).ravel()
+
+
+def sampling(number: int) -> dict[str, Any]:
+    """Arguments of `generate` for a batch: greedy, or at one of the temperatures, in turn."""
+    temperature = TEMPERATURES[number % len(TEMPERATURES)]
+    if not temperature:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+
+
+def continued(
+    writer: PreTrainedModel, prompts: Sequence[list[int]], tokens: int, end: int | None, **sampling: Any
+) -> list[list[int]]:
+    """The new tokens of each prompt, `tokens` at most, up to the end token, which is included."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=writer.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=writer.device)
+    found = writer.generate(
+        ids, attention_mask=mask, max_new_tokens=tokens, eos_token_id=end, pad_token_id=0, **sampling
+    )
+    rows: list[list[int]] = found[:, width:].tolist()
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
 def writer_of(target: PreTrainedModel) -> PreTrainedModel:

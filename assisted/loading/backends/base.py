@@ -1,7 +1,5 @@
 """What a quantization backend says about itself: its names, the configs they stand for, the shapes it takes, its defects.
-
-Knows transformers' quantization configs; nothing of loading and saving.
-"""
+Knows transformers' quantization configs; nothing of loading and saving."""
 
 from __future__ import annotations
 
@@ -17,8 +15,6 @@ from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...extras import install
-
-__all__ = ["Backend", "Format", "blocks"]
 
 
 @dataclass(frozen=True)

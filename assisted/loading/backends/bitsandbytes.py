@@ -12,8 +12,6 @@ from transformers.pytorch_utils import Conv1D
 
 from .base import Backend, Format, blocks
 
-__all__ = ["BITSANDBYTES"]
-
 
 def _four_bit(kind: str) -> Format:
     return Format(

@@ -9,8 +9,6 @@ from transformers.pytorch_utils import Conv1D
 from ..packed import HEAD_BITS, METHOD, PackedConfig
 from .base import Backend, Format, blocks
 
-__all__ = ["PACKED"]
-
 _FORMATS = {
     "int8": Format(
         lambda dtype: PackedConfig(8),

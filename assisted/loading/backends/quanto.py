@@ -12,8 +12,6 @@ from transformers import PreTrainedModel, QuantoConfig
 from ...engine.libraries import is_wrapper_subclass, unpack_in_torch
 from .base import Backend, Format, blocks
 
-__all__ = ["QUANTO", "copy_shells"]
-
 _FORMATS = {
     "int4-quanto": Format(
         lambda dtype: QuantoConfig(weights="int4"),

@@ -7,8 +7,6 @@ from transformers import PreTrainedModel, TorchAoConfig
 
 from .base import Backend, Format
 
-__all__ = ["TORCHAO"]
-
 
 def _int8(dtype: torch.dtype) -> TorchAoConfig:
     from torchao.quantization import Int8WeightOnlyConfig

@@ -17,8 +17,6 @@ from ..engine.runner import CachedModel
 from ..text import Text
 from .base import Call, Drafting
 
-__all__ = ["ChainDrafting", "PartDrafting"]
-
 
 class ChainDrafting(Drafting):
     """A drafting that chooses one token after the other with the call's distribution."""

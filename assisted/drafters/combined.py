@@ -25,8 +25,6 @@ from ..text import Text
 from .base import Call, Drafter, Drafting, Spec, Target
 from .registry import parse, read, register
 
-__all__ = ["Combined", "CombinedDrafter"]
-
 TRIED = 3  # rounds after which a drafter's averages are used
 CERTAIN = 2.0  # while some drafter has fewer rounds, a draft with this many expected tokens is used,
 SURE = 0.75  # or with this share of the tokens that it may have: before its costs are known, these are few

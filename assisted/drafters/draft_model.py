@@ -28,8 +28,6 @@ from .other_tokenizer import TranslatedDrafter
 from .registry import register
 from .tree_drafter import TreeDrafter
 
-__all__ = ["DraftModel"]
-
 
 @register("draft-model")
 @dataclass(frozen=True)

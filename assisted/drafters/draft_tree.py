@@ -16,8 +16,6 @@ from .other_tokenizer import TranslatedDrafter
 from .registry import register
 from .tree_drafter import BEAM, CANDIDATES, TreeDrafter
 
-__all__ = ["DraftTree"]
-
 
 @register("draft-tree")
 @dataclass(frozen=True)

@@ -40,8 +40,6 @@ from .eagle_tree import LevelReader
 from .registry import register
 from .tree_growth import Growing, Limits, grow, learn
 
-__all__ = ["Eagle", "EagleDrafter", "needs_of"]
-
 TOP_K_CPU, TOP_K = 4, 10
 NODES_CPU, NODES = 16, 60
 

@@ -13,8 +13,6 @@ from ..engine.host import filled
 from ..engine.tree_reader import NodeReader
 from ..heads.runner import HeadRunner
 
-__all__ = ["LevelReader"]
-
 
 class LevelReader(NodeReader):
     """The levels that the head has read, in its slots after the committed text. The caller rewinds the cache.

@@ -28,8 +28,6 @@ from .chain import PartDrafting
 from .exit_choice import ExitChoice
 from .registry import register
 
-__all__ = ["EarlyExit", "ExitDrafter"]
-
 MEASURED_COLUMNS = 8  # maximum per round: for every measured layer, each column goes through the output embedding
 
 

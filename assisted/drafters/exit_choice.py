@@ -9,8 +9,6 @@ import statistics
 
 from ..lengths.cost_model import ENOUGH, KEEP, KEEP_LOCAL, PRIOR, SAMPLES, DecayedMean, best_speedup
 
-__all__ = ["ExitChoice"]
-
 MARGIN = 1.05  # factor by which another layer must look better, because the estimates are noisy
 SHADOWS = 8  # maximum number of layers measured in one round
 LONGEST_GAP = 64  # maximum number of rounds between two measurements

@@ -25,8 +25,6 @@ from .chain import PartDrafting
 from .registry import register
 from .skip_search import SkipSearch
 
-__all__ = ["LayerSkip", "SkipDrafter"]
-
 LEAST = 4  # minimum number of tokens per row in a trial
 
 

@@ -30,8 +30,6 @@ from .base import Call, Drafter, Drafting, HeadSpec, Room, Target, require_posit
 from .registry import register
 from .trees import best_paths, from_lists
 
-__all__ = ["Medusa", "MedusaDrafter"]
-
 NODES_CPU, NODES = 24, 64
 
 

@@ -23,8 +23,6 @@ from .combined import Combined, CombinedDrafter, load_all
 from .registry import register
 from .trees import from_lists
 
-__all__ = ["Merged", "MergedDrafter", "merge"]
-
 
 @register("merged")
 @dataclass(frozen=True)

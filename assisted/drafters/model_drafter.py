@@ -27,8 +27,6 @@ from ..text import Text
 from .base import Call, Drafter, Drafting
 from .chain import ChainDrafting
 
-__all__ = ["ModelDrafter", "ModelDrafting"]
-
 
 class ModelDrafter(Drafter):
     """A causal LM that drafts chains.

@@ -14,8 +14,6 @@ from .base import Call, Drafter, Spec, Target
 from .lookup import NOTHING, Lookup, Proposal
 from .registry import register
 
-__all__ = ["NGram", "NGramDrafter", "NGramIndex"]
-
 LONGEST_PAUSE = 16  # rounds
 
 

@@ -29,8 +29,6 @@ from .model_drafter import ModelDrafter
 from .translation import TranslatedText, Translation
 from .trees import from_lists
 
-__all__ = ["TranslatedDrafter"]
-
 TOKENS, TEXT = "tokens", "text"
 
 

@@ -22,8 +22,6 @@ from .chain import PartDrafting
 from .model_drafter import ModelDrafter
 from .registry import register
 
-__all__ = ["QuantizedSelf"]
-
 
 @register("self")
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from .base import Call, Drafter, Drafting, Room, Spec, Target, require_positive
 from .registry import register
 from .trees import best_paths
 
-__all__ = ["RANKS", "RecyclingDrafter", "Shape", "TokenRecycling", "shape"]
-
 RANKS = (0.62, 0.09, 0.046, 0.022, 0.015, 0.011, 0.011, 0.008)
 """How often the next token was the successor of each rank, if the table knew the token before it. They determine the tree's
 shape. Measured with the shipped target on held-out code: the mean over greedy text and text sampled at temperature 0.8, top-p

@@ -20,8 +20,6 @@ from ..loading.files import fields_of, loading, local_folder
 from ..loading.names import did_you_mean
 from .base import Spec
 
-__all__ = ["METHODS", "kind_of", "parse", "read", "register"]
-
 S = TypeVar("S", bound=type[Spec])
 
 

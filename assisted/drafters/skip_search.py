@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from ..lengths.cost_model import ENOUGH, KEEP, PRIOR, DecayedMean, best_speedup
 
-__all__ = ["SkipSearch"]
-
 LONGEST_GAP = 64  # maximum number of rounds between two trials
 
 

@@ -20,8 +20,6 @@ from .lookup import NOTHING, Lookup, Proposal
 from .registry import register
 from .suffix_tree import Continuation, Point, SuffixTree, grown
 
-__all__ = ["Suffix", "SuffixDrafter"]
-
 REMEMBERED = 1 << 17  # maximum number of kept tokens of past outputs
 
 

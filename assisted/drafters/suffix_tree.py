@@ -10,8 +10,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["END", "Continuation", "Point", "SuffixTree", "grown"]
-
 END = -1  # marks the end of a finished text; not a token
 ENDLESS = sys.maxsize  # length of an edge that grows with the text
 KEPT = 4  # number of most frequent children that a node keeps in order

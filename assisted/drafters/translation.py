@@ -13,8 +13,6 @@ import torch
 
 from ..loading.vocabulary import Vocabulary, shared_tokens
 
-__all__ = ["TranslatedText", "Translation"]
-
 _OPEN = 64  # number of characters after the last settled position before the next one is searched
 _KEPT = 32  # number of last characters whose tokens may still change with further text
 

@@ -25,8 +25,6 @@ from .base import Call, Drafting
 from .model_drafter import ModelDrafter, ModelDrafting
 from .tree_growth import ROOT, Growing, Limits, grow, learn
 
-__all__ = ["BEAM", "CANDIDATES", "LARGEST", "TreeDrafter", "TreeDrafting"]
-
 LARGEST = 1024  # nodes of a tree
 BEAM = 32  # nodes that the draft reads in a forward pass
 CANDIDATES = 16  # children of a node

@@ -24,8 +24,6 @@ from ..text import Text
 from .base import Call
 from .trees import chosen_nodes
 
-__all__ = ["ROOT", "Growing", "Limits", "Offers", "grow", "learn"]
-
 ROOT = -1  # stands for the committed text, the parent of the first nodes
 
 

@@ -15,8 +15,6 @@ import torch
 from ..drafts import Draft
 from ..engine.host import on_device, padded
 
-__all__ = ["Tree", "best_paths", "chosen_nodes", "from_lists"]
-
 
 def chosen_nodes(
     tokens: Sequence[Sequence[int]],

@@ -17,9 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ..engine.libraries import CACHE
 from ..engine.parts import device_of
-from .eagle_config import EagleConfig, default_taps
-
-__all__ = ["EagleConfig", "EagleHead", "default_taps", "unrolled_mask"]
+from .eagle_config import EagleConfig
 
 _LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 

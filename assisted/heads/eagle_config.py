@@ -12,8 +12,6 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from ..engine.libraries import set_attention
 
-__all__ = ["LAYER_FIELDS", "EagleConfig", "default_taps"]
-
 LAYER_FIELDS = (
     "hidden_size",
     "intermediate_size",

@@ -19,8 +19,6 @@ from transformers import PreTrainedModel
 from .. import zoo
 from ..loading.files import shapes_of, stored_in
 
-__all__ = ["find_file", "find_folder", "public_name", "read_tensors", "require_tensors", "stored_numbers"]
-
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 
 

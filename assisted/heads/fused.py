@@ -19,8 +19,6 @@ from ..fast.products import may_copy
 from ..fast.sources import Modules, Source, Weights
 from .eagle import EagleHead
 
-__all__ = ["fused_head", "source_of"]
-
 
 def source_of(head: EagleHead) -> Source:
     """Everything a fused head is made from; it stays valid while this is the same."""

@@ -23,8 +23,6 @@ from transformers import PreTrainedModel
 from ..loading.files import loading
 from .files import find_file, find_folder, public_name, read_tensors, require_tensors
 
-__all__ = ["MedusaHeads", "output_size", "require_medusa"]
-
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
 Format = Literal["medusa", "medusa-pt", "vllm"]
 

@@ -20,8 +20,6 @@ from ..engine.passes import Inputs, Runner
 from ..engine.prepared import Runnable
 from .eagle import EagleHead
 
-__all__ = ["HeadRunner", "Level"]
-
 
 class Level(NamedTuple):
     """A level of a token tree after the head has read it.

@@ -18,8 +18,6 @@ from .base import Length
 from .cost_model import COLUMN, ENOUGH, KEEP, KEEP_LOCAL, Costs, DecayedMean, Timings, best_size
 from .rates import Acceptance
 
-__all__ = ["Adaptive"]
-
 LONGEST = 16
 """Tokens of a chain. A longer one is worthwhile only where a draft costs next to nothing and is nearly always right."""
 DEEPEST = 64

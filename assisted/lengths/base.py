@@ -14,8 +14,6 @@ import torch
 from ..drafts import Round
 from .cost_model import Costs
 
-__all__ = ["DraftLength", "Length"]
-
 
 class Length:
     """The state of a policy during one `generate`. A subclass overrides only what it needs. All input comes as arguments:

@@ -12,8 +12,6 @@ import torch
 
 from .base import Length
 
-__all__ = ["Confidence", "Fixed", "Never"]
-
 
 @dataclass(frozen=True)
 class Fixed:

@@ -12,8 +12,6 @@ from typing import Any
 
 from .cost_model import KEEP, PRIOR, DecayedMean
 
-__all__ = ["Acceptance", "Rates", "confidence_bin"]
-
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # finer where rates differ most
 _BINS = len(_EDGES) + 1
 GUESS = (

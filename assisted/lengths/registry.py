@@ -13,8 +13,6 @@ from .adaptive import Adaptive
 from .base import DraftLength
 from .policies import Confidence, Fixed
 
-__all__ = ["POLICIES", "from_dict", "policies", "resolve", "to_dict"]
-
 
 def _require(name: str, policy: Any) -> None:
     if not (isinstance(policy, type) and is_dataclass(policy) and hasattr(policy, "start")):

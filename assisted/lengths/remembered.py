@@ -16,8 +16,6 @@ from typing import Any
 
 from .cost_model import Costs
 
-__all__ = ["VARIABLE", "recall", "remember"]
-
 VARIABLE = "ASSISTED_COSTS"
 """The environment variable with the path of the file. Without it, costs are neither read nor written."""
 _MOST = 256  # entries; older ones are dropped

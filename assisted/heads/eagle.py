@@ -1,7 +1,5 @@
-"""EAGLE heads: one decoder layer that continues from the target's hidden states (2401.15077, 2503.01840).
-
-For training over whole sequences, and for drafting with slots of its own. The layer is transformers'. Deals with tensors, not
-with drafts; checkpoint formats are in eagle_formats.
+"""EAGLE heads: one decoder layer of transformers that continues from the target's hidden states (2401.15077, 2503.01840), for
+training over whole sequences, and for drafting with slots of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The configuration of an EAGLE head, independent of the checkpoint format.
-
-Builds transformers' configs of decoder layers. The module is in eagle, the formats are in eagle_formats.
-"""
+"""The configuration of an EAGLE head, independent of the checkpoint format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Finds the checkpoint files of heads and reads their tensors strictly.
-
-Deals with folders, Hub ids and safetensors, not with the meaning of the tensors.
-"""
+"""Finds the checkpoint files of heads and reads their tensors strictly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An EAGLE-3 head with fewer operations. In so small a layer, launching operations takes most of the time of a step.
-
-Uses the head's parts and fused layers; independent of drafting.
-"""
+"""An EAGLE-3 head with fewer operations. In so small a layer, launching operations takes most of the time of a step."""
 
 from __future__ import annotations
 

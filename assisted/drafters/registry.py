@@ -1,7 +1,5 @@
-"""The registry of methods: makes specs from a caller's `draft=` and from saved pairs.
-
-Knows specs by their interface, and the registered methods by name: those of this package, of other installed packages (entry
-points of the group `assisted.methods`), and your own.
+"""The registry of methods: makes specs from a caller's `draft=` and from saved pairs. Methods are those of this package, of
+other installed packages (entry points of the group `assisted.methods`), and your own.
 """
 
 from __future__ import annotations

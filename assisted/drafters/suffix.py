@@ -1,6 +1,5 @@
-"""Suffix decoding (2411.04975): copies what followed the same tokens before, in this text and in given texts.
-
-Keeps a suffix tree with counts per row and chooses between match lengths; needs no model and no training.
+"""Suffix decoding (2411.04975): copies what followed the same tokens before, in this text and in given texts. Keeps a suffix
+tree with counts per row and chooses between match lengths.
 """
 
 from __future__ import annotations
@@ -153,29 +152,22 @@ class _Row:
     def __init__(self, depth: int):
         self.own = SuffixTree(depth)
         self.prompt = 0  # number of tokens
-        self.elsewhere: dict[SuffixTree, _Matches] = {}
+        # by tree: its number of tokens, how many of the row were read in it, and the points
+        self.elsewhere: dict[SuffixTree, tuple[int, int, list[Point]]] = {}
 
     def points(self, tree: SuffixTree) -> list[Point]:
         """The points of the row's suffixes in another tree."""
-        text, now = self.own.text, _Matches(len(tree.text), len(self.own.text), [])
-        last = self.elsewhere.get(tree)
-        if last is not None and last.size == now.size and now.read - last.read < tree.depth:
-            now.points, new = last.points, text[last.read :]
-        else:  # if the tree has grown, edges with points on them may have been split
-            new = text[-tree.depth :]
+        text = self.own.text
+        size, read, points = self.elsewhere.get(tree, (-1, 0, []))
+        new = text[read:]
+        if (
+            size != len(tree.text) or len(new) >= tree.depth
+        ):  # if it has grown, edges with points on them may have been split
+            points, new = [], text[-tree.depth :]
         for token in new:
-            now.points = tree.advance(now.points, token)
-        self.elsewhere[tree] = now
-        return now.points
-
-
-@dataclass
-class _Matches:
-    """The points of a row's suffixes in a tree that had `size` tokens, after `read` tokens of the row."""
-
-    size: int
-    read: int
-    points: list[Point]
+            points = tree.advance(points, token)
+        self.elsewhere[tree] = len(tree.text), len(text), points
+        return points
 
 
 class SuffixDrafting(Lookup):

@@ -1,7 +1,4 @@
-"""A suffix tree of bounded depth with counts, which grows token by token.
-
-Pure Python on lists of ints; knows nothing of drafts or models.
-"""
+"""A suffix tree of bounded depth with counts, which grows token by token: pure Python on lists of ints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Translation between two tokenizers: committed text into the draft's tokens, and drafts into the target's.
-
-Knows vocabularies and text, nothing of models. Only the text after the last settled position is tokenized again, so the cost
-of a round does not depend on the length of the context.
+"""Translation between two tokenizers: committed text into the draft's tokens, and drafts into the target's. Only the text after
+the last settled position is tokenized again, so the cost of a round does not depend on the length of the context.
 """
 
 from __future__ import annotations

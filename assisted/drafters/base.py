@@ -108,9 +108,6 @@ class Call:
 class Drafting:
     """The state of one drafter during one `generate`."""
 
-    def __init__(self, call: Call):
-        self.call = call
-
     def propose(self, text: Text, budget: int) -> Draft:
         """Propose a draft that continues the committed text, on the text's device, at most `budget` (at least 1) tokens deep.
 

@@ -22,7 +22,7 @@ class ChainDrafting(Drafting):
     """A drafting that chooses one token after the other with the call's distribution."""
 
     def __init__(self, call: Call):
-        super().__init__(call)
+        self.call = call
         # one bool: whether the last round had NaN logits; read in the next round, to avoid waiting
         self.broken: torch.Tensor | None = None
 

@@ -41,7 +41,7 @@ class Lookup(Drafting):
     """
 
     def __init__(self, call: Call):
-        super().__init__(call)
+        self.call = call
         self.seen: list[int] | None = None  # number of columns read, per row
 
     def read(self, row: int, tokens: list[int]) -> None:

@@ -128,7 +128,7 @@ class MedusaDrafting(Drafting):
     """
 
     def __init__(self, drafter: MedusaDrafter, call: Call):
-        super().__init__(call)
+        self.call = call
         self.drafter = drafter
         self.rates = drafter.rates[call.distribution.do_sample]
         self.text: Text | None = None

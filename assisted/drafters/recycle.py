@@ -98,7 +98,7 @@ class RecyclingDrafting(Drafting):
     """
 
     def __init__(self, drafter: RecyclingDrafter, call: Call):
-        super().__init__(call)
+        self.call = call
         self.nodes, self.successors = drafter.nodes, drafter.successors
         self.nothing = call.vocab_size  # the table's last row
         self.trees = call.target.masks.trees

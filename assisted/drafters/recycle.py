@@ -12,6 +12,7 @@ import torch
 
 from ..drafts import Draft, Round
 from ..engine.parts import device_of
+from ..engine.traits import Traits
 from ..text import Text
 from .base import Call, Drafter, Drafting, Room, Spec, Target, require_positive
 from .registry import register
@@ -53,9 +54,7 @@ class TokenRecycling(Spec):
             raise ValueError(f"successors: {self.successors} is not possible; give 1 to {len(RANKS)}")
 
     def memory(self, room: Room) -> dict[str, int]:
-        return {
-            "table of successors": 4 * self.successors * room.target.config.get_text_config(decoder=True).vocab_size
-        }
+        return {"table of successors": 4 * self.successors * Traits.of(room.target).vocabulary}
 
     @classmethod
     def named(cls, rest: str) -> TokenRecycling:

@@ -1,5 +1,6 @@
 """The adaptive draft length: what it makes of a simulated pair, what it learns, when it gives up and when it tries again."""
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -381,7 +382,7 @@ def test_a_count_that_seemed_dear_is_forgotten():
     curve = Timings(8, 0.02, one_apart=True)
     for count, seconds in ((1, 1.0), (1, 1.0), (2, 1.1), (2, 1.1), (5, 9.0), (5, 9.0)):
         curve.add(count, seconds)
-    later = curve.copy()
+    later = copy.deepcopy(curve)
     for _ in range(101):
         assert later.at(5) == 9.0
         later.add(2, 1.1)
@@ -428,7 +429,7 @@ def test_a_copy_learns_by_itself():
     first = Acceptance()
     judged(first, 0.65, 0, True, 5)
     before = first.accept(0.65, 0), first.chain(2), first.following(0.65)
-    later = first.copy()
+    later = copy.deepcopy(first)
     later.see_following(0.65, 0.1)
     later.learn([((0.65,), 0, 1), ((), 0, 1)])
     assert (first.accept(0.65, 0), first.chain(2), first.following(0.65)) == before

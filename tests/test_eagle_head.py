@@ -9,7 +9,8 @@ from eagle_heads import features_of, random_head, trained_head
 from pairs import ROUNDING, pair
 from transformers import DynamicCache
 
-from assisted.heads.eagle import EagleConfig, default_taps, unrolled_mask
+from assisted.heads.eagle import EagleConfig, unrolled_mask
+from assisted.heads.eagle_config import default_taps
 
 SHAPES = [
     {"version": 1},

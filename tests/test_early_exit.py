@@ -13,7 +13,7 @@ from test_parts import assert_same, snapshot
 
 from assisted import AssistedModelForCausalLM, EarlyExit, decoding
 from assisted.drafters import early_exit
-from assisted.drafters.exit_choice import ExitChoice
+from assisted.drafters.early_exit import ExitChoice
 from assisted.drafts import DraftingStopped
 from assisted.engine import split, trust
 from assisted.lengths import Confidence

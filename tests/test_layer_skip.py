@@ -14,7 +14,7 @@ from test_parts import assert_same, snapshot
 
 from assisted import AssistedModelForCausalLM, LayerSkip, decoding
 from assisted.drafters import layer_skip
-from assisted.drafters.skip_search import SkipSearch
+from assisted.drafters.layer_skip import SkipSearch
 from assisted.engine.cache import SlotCache
 from assisted.engine.needs import Needs
 from assisted.engine.parts import Tap

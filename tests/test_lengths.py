@@ -122,13 +122,6 @@ def test_saving_a_default_and_what_is_not_ours():
     assert fields == {"policy": "oracle", "depth": 3}
 
 
-@pytest.mark.parametrize("name", ["heuristic", "adaedl"])
-def test_a_policy_that_was_removed_says_what_to_use(name):
-    for make in (lambda: resolve(name), lambda: from_dict({"policy": name, "maximum": 20})):
-        with pytest.raises(ValueError, match=f"draft_length: '{name}' was removed, .*; use 'adaptive'"):
-            make()
-
-
 def distribution_of(*largest):
     """[B, 4]: a distribution for each row whose largest probability is the given one."""
     q = torch.tensor(largest)[:, None]

@@ -31,7 +31,7 @@ from assisted.doctor.examine import examine
 from assisted.doctor.findings import told
 from assisted.drafters import METHODS, parse
 from assisted.handover import hand_over
-from assisted.lengths.registry import POLICIES
+from assisted.lengths.policies import POLICIES
 from assisted.loading.backends import BACKENDS, find
 from assisted.loading.quantization import memory_bytes
 from assisted.plan import plan

@@ -1,5 +1,6 @@
 """Rates: what is learned of guesses that come with a probability."""
 
+import copy
 import sys
 import threading
 
@@ -72,7 +73,7 @@ def test_the_past_fades():
     for _ in range(2):
         rates.learn([(GUESSES, 0, (True, False))])
     assert rates.seen == pytest.approx(2 * (1 + 0.99))
-    later = rates.copy()
+    later = copy.deepcopy(rates)
     later.learn([(GUESSES, 0, (True, False))])
     assert later.seen > rates.seen == pytest.approx(2 * (1 + 0.99))
 

@@ -13,7 +13,8 @@ from pairs import BY_NAME, CALL, tokenizer
 from transformers import TextIteratorStreamer
 
 from assisted import AssistedModelForCausalLM, Combined, Suffix
-from assisted.drafters import exit_choice, skip_search
+from assisted.drafters.early_exit import ExitChoice
+from assisted.drafters.layer_skip import SkipSearch
 from assisted.drafts import DraftingStopped
 from assisted.engine.cache import SlotCache
 from assisted.lengths import rates
@@ -161,8 +162,8 @@ def test_a_thread_that_is_stopped_stops_alone(method):
 
 def test_what_is_learned_may_be_read_meanwhile():
     """Figures that the calls of one pair share."""
-    choice, known = exit_choice.ExitChoice(8), rates.Rates()
-    search = skip_search.SkipSearch([0.1] * 3, 0.4, [0, 1, 2], 1)
+    choice, known = ExitChoice(8), rates.Rates()
+    search = SkipSearch([0.1] * 3, 0.4, [0, 1, 2], 1)
 
     def work(number):
         for _ in range(300):

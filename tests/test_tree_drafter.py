@@ -118,7 +118,7 @@ def test_a_resident_target_gets_chains_from_a_draft_model() -> None:
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4)
     assert not isinstance(model.drafter, TreeDrafter)
-    assert AssistedModelForCausalLM.from_models(target, draft=DraftTree(half_right(target))).drafter.makes_trees
+    assert AssistedModelForCausalLM.from_models(target, draft=DraftTree(half_right(target))).drafter.sizes_trees
 
 
 def test_targets_without_tree_masks_get_chains() -> None:

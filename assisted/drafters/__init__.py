@@ -1,8 +1,14 @@
 """The drafting methods, one file each, and the registry that turns a caller's `draft=` into one of them.
 
-Methods are registered in the order in which tables list them.
+| word     | what it is                                         | how long it lives              | who makes it           |
+|----------|----------------------------------------------------|--------------------------------|------------------------|
+| Spec     | a method with its options: a frozen dataclass      | like any value; saved in pairs | the caller, or `parse` |
+| Drafter  | the loaded method: its weights, and what it learns | as long as the model           | `Spec.load`            |
+| Drafting | its state: KV slots, what it has read and proposed | one `generate`                 | `Drafter.start`        |
+| Draft    | the tokens proposed for each row, a chain or tree  | one round                      | `Drafting.propose`     |
 """
 
+# Methods are registered in the order in which tables list them.
 # ruff: noqa: I001
 from __future__ import annotations
 
@@ -14,8 +20,7 @@ from .recycle import TokenRecycling
 from .early_exit import EarlyExit
 from .layer_skip import LayerSkip
 from .quantized_self import QuantizedSelf
-from .draft_model import DraftModel
-from .draft_tree import DraftTree
+from .draft_model import DraftModel, DraftTree
 from .medusa import Medusa
 from .eagle import Eagle
 from .combined import Combined

@@ -1,7 +1,4 @@
-"""The interface of every drafting method: a spec (its configuration), a drafter (what it loaded) and a drafting (one call).
-
-Knows drafts, the text and the target; nothing of how a draft is verified.
-"""
+"""The interface of every drafting method: a spec (its configuration), a drafter (what it loaded) and a drafting (one call)."""
 
 from __future__ import annotations
 
@@ -150,12 +147,20 @@ class Drafter:
         """Create the state of one `generate`. Must be cheap: do the work in `propose`, where a failure only costs speed."""
         raise NotImplementedError
 
+    @property
+    def sizes_trees(self) -> bool:
+        """Whether it drafts trees, and chooses their size by the measured costs."""
+        return False
+
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
         """Create the state of a draft length `policy` for one `generate`; combinations hold one for each member.
 
         earlier: the state after the last similar call, None if there was none.
         """
-        return policy.start(earlier)
+        length = policy.start(earlier)
+        if self.sizes_trees:
+            length.leave_size()
+        return length
 
 
 class Spec:
@@ -190,6 +195,8 @@ class Spec:
     """Why no engine has it, for the message."""
     training: ClassVar[str | None] = None
     """Where its `training.method.Method` is, as "module:class"."""
+    stored: ClassVar[tuple[str, str] | None] = None
+    """The field whose model or heads a saved pair keeps in a subfolder, and the key of that folder in config.json."""
 
     def load(self, target: Target, **kwargs: Any) -> Drafter:
         """Load the drafter for this target. Raises ValueError if the two cannot work together."""
@@ -210,14 +217,22 @@ class Spec:
 
     def written(self, folder: str) -> dict[str, Any]:
         """The entry for config.json. folder: the subfolder of the saved pair that `save` writes to."""
-        fields = [field.name for field in dataclasses.fields(self) if field.metadata.get("saved", True)]  # type: ignore[arg-type]
-        values = {name: getattr(self, name) for name in fields}
-        plain = {name: value.to_dict() if hasattr(value, "to_dict") else value for name, value in values.items()}
-        return {"method": self.name, **plain}
+        entry: dict[str, Any] = {"method": self.name}
+        for one in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, one.name)
+            if self.stored is not None and one.name == self.stored[0]:
+                entry[self.stored[1]] = folder
+            elif one.metadata.get("saved", True):
+                entry[one.name] = value.to_dict() if hasattr(value, "to_dict") else value
+        return entry
 
     @classmethod
     def read(cls, fields: dict[str, Any], pair: Path) -> Spec:
         """The spec for what `written` returned. pair: folder of the saved pair. Raises ValueError for unknown fields."""
+        if cls.stored is not None:
+            own, key = cls.stored
+            others = {name: value for name, value in fields.items() if name != key}
+            fields = {own: str(inside(pair, fields.get(key, "draft"), f"draft.{key}")), **others}
         unknown = fields.keys() - {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if unknown:
             raise ValueError(f"draft: {pair / 'config.json'}: {min(unknown)} is not a field of {cls.__name__}")
@@ -241,6 +256,8 @@ def require_positive(spec: Spec, *names: str) -> None:
 class HeadSpec(Spec):
     """A method with trained heads at a path; a saved pair stores them in a subfolder."""
 
+    stored = ("path", "path")
+
     @classmethod
     def named(cls, rest: str) -> Spec:
         """The spec for `"eagle:DIR"` or `"medusa:DIR"`."""
@@ -254,13 +271,6 @@ class HeadSpec(Spec):
     def memory(self, room: Room) -> dict[str, int]:
         path = getattr(self, "path", None)
         return {self.title: stored_numbers(path) * room.dtype.itemsize} if isinstance(path, str) else {}
-
-    def written(self, folder: str) -> dict[str, Any]:
-        return super().written(folder) | {"path": folder}
-
-    @classmethod
-    def read(cls, fields: dict[str, Any], pair: Path) -> Spec:
-        return super().read(fields | {"path": str(inside(pair, fields["path"], "draft.path"))}, pair)
 
     def save(self, drafter: Any, path: Path, tokenizer: Any) -> None:
         drafter.save(path)

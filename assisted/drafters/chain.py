@@ -1,10 +1,10 @@
-"""Drafting a chain token by token: the loop shared by all drafters that compute next-token logits.
-
-Knows the distribution, the length policy and the text. The caller supplies the logits, from a model or a part of the target.
+"""Drafting a chain token by token: the loop shared by all drafters that compute next-token logits, with a model or a part of
+the target.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -15,9 +15,7 @@ from ..drafts import Draft
 from ..engine.host import on_device
 from ..engine.runner import CachedModel
 from ..text import Text
-from .base import Call, Drafting
-
-__all__ = ["ChainDrafting", "PartDrafting"]
+from .base import Call, Drafter, Drafting
 
 
 class ChainDrafting(Drafting):
@@ -25,9 +23,16 @@ class ChainDrafting(Drafting):
 
     def __init__(self, call: Call):
         self.call = call
-        self.broken: torch.Tensor | None = (
-            None  # one bool: whether the last round had NaN logits; read in the next round, to avoid waiting
-        )
+        # one bool: whether the last round had NaN logits; read in the next round, to avoid waiting
+        self.broken: torch.Tensor | None = None
+
+    def readable(self, ids: torch.Tensor) -> torch.Tensor:
+        """The target's ids as the model reads them."""
+        return ids
+
+    def fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
+        """[B, V'] logits of the model -> [B, V] in the target's vocabulary, on the text's device."""
+        return logits.to(text.ids.device)
 
     def draft_chain(
         self, text: Text, budget: int, logits: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
@@ -38,8 +43,7 @@ class ChainDrafting(Drafting):
 
         Raises FloatingPointError if the last round's logits contained NaN.
         """
-        if self.broken is not None and self.broken:
-            raise FloatingPointError("the draft's logits are not a number")
+        self.require_numbers()
         distribution, length = self.call.distribution, self.call.length
         going = [not ended for ended in text.ended]
         wanted_of = [0] * text.rows  # number of tokens to propose, per row
@@ -79,6 +83,41 @@ class ChainDrafting(Drafting):
         lengths = possible.minimum(on_device(wanted_of, text.ids.device))
         return Draft(torch.cat(tokens, 1), lengths, torch.stack(distributions, 1) if distributions else None)
 
+    def chain_of(
+        self,
+        runner: CachedModel,
+        text: Text,
+        budget: int,
+        logits: torch.Tensor | None = None,
+        after_read: Callable[[], None] = lambda: None,
+    ) -> Draft:
+        """`draft_chain` with a model, whose slots then hold what it has read.
+
+        logits: after the committed text; None reads its last token first. after_read: called after every forward pass.
+        """
+        used = [int(not ended) for ended in text.ended]
+
+        def read(tokens: torch.Tensor) -> torch.Tensor:
+            logits = runner(self.readable(tokens), used=used)[:, -1]
+            runner.cache.commit([1] * text.rows)
+            after_read()
+            return self.fitted(logits, text)
+
+        return self.draft_chain(text, budget, read(text.last_tokens()) if logits is None else logits, read)
+
+    def require_numbers(self) -> None:
+        """Raise FloatingPointError if the last round's logits contained NaN."""
+        if self.broken is not None and self.broken:
+            raise FloatingPointError("the draft's logits are not a number")
+
+
+def tokens_from(text: Text, starts: list[int], width: int) -> torch.Tensor:
+    """`width` tokens of each row from the column `starts[b]` on, [B, width] int64; after the end of a row, any tokens."""
+    if text.rows == 1:
+        return text.ids[:, starts[0] : starts[0] + width]
+    columns = on_device(starts, text.ids.device)[:, None] + torch.arange(width, device=text.ids.device)
+    return text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
+
 
 def _chain(text: Text, tokens: list[torch.Tensor]) -> Draft:
     """The chain so far, for processors that depend on the prefix. tokens: [B, 1] each."""
@@ -86,6 +125,22 @@ def _chain(text: Text, tokens: list[torch.Tensor]) -> Draft:
         return Draft.empty(text.rows, text.ids.device)
     chain = torch.cat(tokens, 1)
     return Draft(chain, chain.new_full((text.rows,), len(tokens)))
+
+
+class PartDrafter(Drafter):
+    """A drafter that runs a part of the target."""
+
+    _warned = False
+
+    def warn_hopeless(self, part: str, acceptance: float, cost: float, advice: str) -> None:
+        """Warn once that drafting gives no speedup. cost: of a drafted token, in forward passes of the target."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"draft: {part}, {acceptance:.0%} of the drafted tokens are accepted, and each costs {cost:.0%} of a forward "
+                f"pass of the target. This is slower than no draft. {advice}",
+                stacklevel=4,
+            )
 
 
 class PartDrafting(ChainDrafting):
@@ -98,17 +153,8 @@ class PartDrafting(ChainDrafting):
         self, part: CachedModel, text: Text, budget: int, after_read: Callable[[], None] = lambda: None
     ) -> Draft:
         """Draft at most `budget` tokens per row. part: over the target's slots. after_read: called after its forward passes."""
-        cache = part.cache
-        known = cache.known
-        used = [int(not ended) for ended in text.ended]
-
-        def read(tokens: torch.Tensor) -> torch.Tensor:
-            logits = part(tokens, used=used)[:, -1]
-            cache.commit([1] * text.rows)
-            after_read()
-            return logits.to(text.ids.device)
-
+        known = part.cache.known
         try:
-            return self.draft_chain(text, budget, read(text.last_tokens()), read)
+            return self.chain_of(part, text, budget, after_read=after_read)
         finally:
-            cache.rewind(known)
+            part.cache.rewind(known)

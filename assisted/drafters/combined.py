@@ -1,6 +1,5 @@
-"""Several drafters for one target: in each round, the one with the highest expected token rate drafts.
-
-Knows drafters and lengths by their interfaces. It estimates the value of a draft from the outcomes of earlier ones.
+"""Several drafters for one target: in each round, the one with the highest expected token rate drafts. The value of a draft is
+estimated from the outcomes of earlier ones.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from ..lengths.cost_model import KEEP_LOCAL, DecayedMean
 from ..text import Text
 from .base import Call, Drafter, Drafting, Spec, Target
 from .registry import parse, read, register
-
-__all__ = ["Combined", "CombinedDrafter"]
 
 TRIED = 3  # rounds after which a drafter's averages are used
 CERTAIN = 2.0  # while some drafter has fewer rounds, a draft with this many expected tokens is used,
@@ -74,7 +71,7 @@ class Combined(Spec):
 
     def load(self, target: Target, **kwargs: Any) -> CombinedDrafter:
         """Load all drafters. Raises ValueError if one does not fit the target or another drafter."""
-        return CombinedDrafter(load_all(self.drafters, target, **kwargs))
+        return CombinedDrafter([part.load(target, **kwargs) for part in self.parts()])
 
 
 class CombinedDrafter(Drafter):
@@ -112,11 +109,6 @@ class CombinedDrafter(Drafter):
             for number, (member, drafter) in enumerate(zip(length.members, self.members, strict=True))
         ]
         return CombinedDrafting(length.members, draftings, call.settings)
-
-
-def load_all(drafters: tuple[Any, ...], target: Target, **kwargs: Any) -> list[Drafter]:
-    """Load all drafters of a list."""
-    return [parse(draft).load(target, **kwargs) for draft in drafters]
 
 
 @dataclass

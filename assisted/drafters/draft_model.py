@@ -1,13 +1,11 @@
 """Drafting with a small causal LM (2211.17192, 2302.01318): loading it, and checking whether it shares the target's tokenizer.
-
-Knows loading and vocabularies. The drafting itself is in model_drafter.py and tree_drafter.py, and that with translated
-tokens in other_tokenizer.py.
+The drafting itself is in model_drafter.py, tree_drafter.py and other_tokenizer.py.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,17 +16,15 @@ from ..engine.hooks import is_offloaded
 from ..engine.parts import uncompiled, unwrapped
 from ..engine.traits import Traits, require_rewindable
 from ..loading.adapters import base_path, require_in_layers, trusting
-from ..loading.files import inside, loading, require_sound
+from ..loading.files import loading, require_sound
 from ..loading.gguf import load_gguf, named_in
 from ..loading.quantization import load_quantized, require_runs, save_quantized
 from ..loading.vocabulary import find_tokenizer, same_tokens
-from .base import Room, Spec, Target
+from .base import Room, Spec, Target, require_positive
 from .model_drafter import ModelDrafter
 from .other_tokenizer import TranslatedDrafter
 from .registry import register
-from .tree_drafter import TreeDrafter
-
-__all__ = ["DraftModel"]
+from .tree_drafter import BEAM, CANDIDATES, TreeDrafter
 
 
 @register("draft-model")
@@ -52,10 +48,11 @@ class DraftModel(Spec):
     quantizes = "model"
     served_as: ClassVar[str | None] = "draft-model"
     training = "assisted.training.distill:Distillation"
+    stored = ("model", "folder")
 
     model: str | PreTrainedModel
     quantization: Any = None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: PreTrainedTokenizerBase | None = field(default=None, metadata={"saved": False})
 
     def __post_init__(self) -> None:
         if isinstance(self.model, os.PathLike):
@@ -66,19 +63,6 @@ class DraftModel(Spec):
 
     def memory(self, room: Room) -> dict[str, int]:
         return room.of_model(self.quantization)
-
-    def written(self, folder: str) -> dict[str, Any]:
-        how = self.quantization
-        return {
-            "method": self.name,
-            "folder": folder,
-            "quantization": how.to_dict() if hasattr(how, "to_dict") else how,
-        }
-
-    @classmethod
-    def read(cls, fields: dict[str, Any], pair: Path) -> DraftModel:
-        named = inside(pair, fields.get("folder", "draft"), "draft.folder")
-        return cls(str(named), fields.get("quantization"))
 
     def save(self, drafter: Any, path: Path, tokenizer: Any) -> None:
         by_path = isinstance(self.model, str)
@@ -114,6 +98,56 @@ class DraftModel(Spec):
             return TreeDrafter(model, tokenizer, target.model) if offloaded else ModelDrafter(model, tokenizer)
         size = Traits.of(target.model).vocabulary
         return TranslatedDrafter(model, size, tokenizer, target.tokenizer)
+
+
+@register("draft-tree")
+@dataclass(frozen=True)
+class DraftTree(DraftModel):
+    """A small causal LM drafts a token tree: `"draft-tree:zoo:draft"`.
+
+    For targets whose forward pass takes about as long for hundreds of positions as for one: above all those with weights on a
+    disk or in main memory, which `DraftModel` drafts trees for by itself. The tree holds the most probable paths by the draft's
+    probabilities, which are corrected by how often they were right. Sampled tokens are accepted where the target draws a
+    drafted token. Models without 4-D masks get chains.
+
+    Args:
+        model, quantization, tokenizer: as for `DraftModel`. The tokenizer must be the target's.
+        nodes: a fixed tree size. None (default) chooses it by measured costs, at most 1024.
+        beam: nodes that the draft reads in a forward pass, at least 1.
+        candidates: children that a node may have, at least 1.
+    """
+
+    title = "Draft model, large trees"
+    trees = True
+    has_q = False
+    served_as = None
+    not_served = "engines draft no trees of this kind; DraftModel drafts chains"
+
+    nodes: int | None = None
+    beam: int = BEAM
+    candidates: int = CANDIDATES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "nodes", "beam", "candidates")
+
+    @classmethod
+    def named(cls, rest: str) -> DraftTree:
+        """The spec for `"draft-tree:DIR"`."""
+        if not rest:
+            raise ValueError(
+                "draft: 'draft-tree' does not name a model; write 'draft-tree:DIR' with a folder or Hub id"
+            )
+        return cls(rest)
+
+    def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
+        """As `DraftModel`. Raises ValueError also for a draft with another tokenizer, whose tokens would be translated."""
+        drafter = super().load(target, **kwargs)
+        if isinstance(drafter, TranslatedDrafter):
+            raise ValueError(
+                "draft: this draft has another tokenizer than the target, so it drafts chains; use DraftModel"
+            )
+        return TreeDrafter(drafter.model, drafter.tokenizer, target.model, self.nodes, self.beam, self.candidates)
 
 
 def _loaded(path: str, quantization: Any, **kwargs: Any) -> PreTrainedModel:

@@ -1,7 +1,5 @@
-"""EAGLE (2401.15077, 2406.16858, 2503.01840): a trained head drafts from the target's hidden states.
-
-The head has its own KV slots. For committed tokens they hold the result of the target's true features; what it computes for
-drafted tokens is removed after every round. Knows the target's hidden states; the head's module and file formats are in heads/.
+"""EAGLE (2401.15077, 2406.16858, 2503.01840): a trained head drafts from the target's hidden states, in KV slots of its own.
+For committed tokens these hold the result of true features; what it computes for drafted tokens is removed after every round.
 """
 
 from __future__ import annotations
@@ -13,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
-from ..engine.host import on_device, padded
+from ..engine.host import padded
 from ..engine.needs import Needs
 from ..engine.parts import device_of, few_ids, unwrapped
 from ..engine.prepared import Runnable
@@ -30,17 +29,14 @@ from ..fast.sources import Source
 from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import is_eagle, load_eagle, require_eagle, save_eagle
 from ..heads.fused import fused_head, source_of
-from ..heads.runner import HeadRunner
+from ..heads.runner import HeadRunner, LevelReader
 from ..lengths.cost_model import UNMEASURED, best_size
 from ..lengths.rates import Rates
 from ..text import Text
 from .base import Call, Drafter, HeadSpec, Room, Target, require_positive
-from .chain import ChainDrafting
-from .eagle_tree import LevelReader
+from .chain import ChainDrafting, tokens_from
 from .registry import register
 from .tree_growth import Growing, Limits, grow, learn
-
-__all__ = ["Eagle", "EagleDrafter", "needs_of"]
 
 TOP_K_CPU, TOP_K = 4, 10
 NODES_CPU, NODES = 16, 60
@@ -103,13 +99,7 @@ class Eagle(HeadSpec):
 
 
 class EagleDrafter(Drafter):
-    """A loaded head.
-
-    Args:
-        spec: the options.
-        head: not changed.
-        needs: the hidden states that it reads (`needs_of`).
-    """
+    """A loaded head, which is not changed, and statistics of how often it is right. needs: see `needs_of`."""
 
     def __init__(self, spec: Eagle, head: EagleHead, needs: Needs):
         self.spec, self.head, self.needs = spec, head, needs
@@ -206,8 +196,7 @@ class EagleDrafting(ChainDrafting):
         return [*self.taken, (torch.cat(self.prompt, -1), [width] * rows), *self.unread]
 
     def propose(self, text: Text, budget: int) -> Draft:
-        if self.broken is not None and self.broken:
-            raise FloatingPointError("the head's logits are not a number")
+        self.require_numbers()
         self.grown = None
         runner = self._begun(text)
         runner.cache.run_only(text.unfinished)
@@ -270,10 +259,7 @@ class EagleDrafting(ChainDrafting):
         totals = [known + count + self.skipped + 1 for known, count in zip(cache.known, counts, strict=True)]
         if totals != text.lengths:
             raise RuntimeError(f"there are features of {totals} tokens per row, but {text.lengths} were committed")
-        width = features.shape[1]
-        starts = on_device([known + self.skipped + 1 for known in cache.known], text.ids.device)[:, None]
-        columns = starts + torch.arange(width, device=text.ids.device)
-        tokens = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
+        tokens = tokens_from(text, [known + self.skipped + 1 for known in cache.known], features.shape[1])
         self.unread = []
         return runner.read(tokens, runner.head.fuse(features), counts)
 
@@ -313,21 +299,10 @@ def _joined(blocks: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor,
     """Several blocks of features as one block without gaps, [B, m, F], and the number of features per row."""
     if len(blocks) == 1:
         return blocks[0]
-    features = torch.cat([block for block, _ in blocks], 1)
-    rows = list(zip(*(counts for _, counts in blocks), strict=True))
-    totals = [sum(counts) for counts in rows]
-    starts, used = [], 0
-    for block, _ in blocks:
-        starts.append(used)
-        used += block.shape[1]
-    places = [
-        [start + column for start, count in zip(starts, counts, strict=True) for column in range(count)]
-        for counts in rows
+    rows = [
+        torch.cat([features[row, : counts[row]] for features, counts in blocks]) for row in range(len(blocks[0][1]))
     ]
-    if all(row == list(range(used)) for row in places):
-        return features, totals
-    index = padded(places, features.device)[:, :, None]
-    return features.gather(1, index.expand(-1, -1, features.shape[-1])), totals
+    return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
 
 
 def needs_of(head: EagleHead, model: PreTrainedModel) -> Needs:

@@ -1,11 +1,10 @@
-"""Early exit: the target's first layers draft, and its other layers complete their work (LayerSkip, 2404.16710).
-
-Knows parts of models and the target's slots. The exit layer is chosen in exit_choice.
+"""Early exit: the target's first layers draft, and its other layers complete their work (LayerSkip, 2404.16710). The exit layer
+is the one with the highest speedup that measurements predict (shadow acceptance, 2504.05598).
 """
 
 from __future__ import annotations
 
-import warnings
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +21,16 @@ from ..engine.parts import Layers, few_ids, find_layers, unwrapped
 from ..engine.runner import CachedModel
 from ..engine.split import Begun, Split, timed
 from ..engine.traits import Traits, require_rewindable
+from ..lengths.cost_model import ENOUGH, KEEP, KEEP_LOCAL, PRIOR, SAMPLES, DecayedMean, best_speedup
 from ..text import Text
-from .base import Call, Drafter, Spec, Target
-from .chain import PartDrafting
-from .exit_choice import ExitChoice
+from .base import Call, Spec, Target
+from .chain import PartDrafter, PartDrafting
 from .registry import register
 
-__all__ = ["EarlyExit", "ExitDrafter"]
-
 MEASURED_COLUMNS = 8  # maximum per round: for every measured layer, each column goes through the output embedding
+MARGIN = 1.05  # factor by which another layer must look better, because the estimates are noisy
+SHADOWS = 8  # maximum number of layers measured in one round
+LONGEST_GAP = 64  # maximum number of rounds between two measurements
 
 
 @register("early-exit")
@@ -84,13 +84,12 @@ class EarlyExit(Spec):
         return ExitDrafter(layers, self.exit_layer)
 
 
-class ExitDrafter(Drafter):
+class ExitDrafter(PartDrafter):
     """A target's layers and the statistics of early exits. exit_layer: see `EarlyExit`."""
 
     def __init__(self, layers: Layers, exit_layer: int | None = None):
         self.needs = Needs(layers, split=True)
         self.choice = ExitChoice(len(layers), exit_layer)
-        self._warned = False
 
     @property
     def exit_layer(self) -> int:
@@ -99,19 +98,6 @@ class ExitDrafter(Drafter):
 
     def start(self, call: Call) -> ExitDrafting:
         return ExitDrafting(self, call)
-
-    def warn_if_hopeless(self) -> None:
-        """Warn once if no exit gives a speedup."""
-        if self._warned or not self.choice.hopeless:
-            return
-        self._warned = True
-        layer, choice = self.exit_layer, self.choice
-        warnings.warn(
-            f"draft: with an exit after {layer} of {choice.count} layers, {choice.acceptance(layer):.0%} of the drafted tokens "
-            f"are accepted, and each costs {choice.cost(layer):.0%} of a forward pass of the target. This is slower than no "
-            "draft. Early exits need a model that was trained for them; choose another draft for this one.",
-            stacklevel=4,
-        )
 
 
 class ExitDrafting(PartDrafting):
@@ -155,7 +141,14 @@ class ExitDrafting(PartDrafting):
             self._measure(round)
             split.measured = {}
         choice.decide(round.draft.width, self.budget)
-        self.drafter.warn_if_hopeless()
+        if choice.hopeless:
+            layer = choice.layer
+            self.drafter.warn_hopeless(
+                f"with an exit after {layer} of {choice.count} layers",
+                choice.acceptance(layer),
+                choice.cost(layer),
+                "Early exits need a model that was trained for them; choose another draft for this one.",
+            )
 
     def _measure(self, round: Round) -> None:
         """Compare the other exits with the target at the newly committed positions."""
@@ -180,6 +173,91 @@ class ExitDrafting(PartDrafting):
         ]
         for end, share in zip(measured, torch.stack(shares).tolist(), strict=True):
             self.drafter.choice.learn(end, share, len(rows))
+
+
+class ExitChoice:
+    """Statistics of the exits of one model. They determine which layer drafts, but never what is accepted.
+
+    count: number of layers in the model. given: always exit after this layer, without measuring; None to choose. The attribute
+    `layer` is the number of layers that draft at present.
+    """
+
+    def __init__(self, count: int, given: int | None = None):
+        self.count = count
+        self.given = given
+        self.layer = given or max(1, count // 4)
+        self.right = [DecayedMean() for _ in range(count)]  # accepted tokens of each exit
+        self.costs: tuple[tuple[int, float], ...] = ()  # replaced, not changed: another thread may be reading it
+        self.drafted = DecayedMean()  # draft length
+        self.rounds = 0
+        self.measurements = 0
+        self.next = 0
+
+    def to_measure(self) -> list[int] | None:
+        """The layers to measure in this round, or None. Called once per round; measurements become rarer with time.
+
+        The layer in use is measured by its drafts. The others take turns in evenly spread groups.
+        """
+        self.rounds += 1
+        if self.given is not None or self.rounds <= self.next:
+            return None
+        self.next = self.rounds + min(self.rounds // 8, LONGEST_GAP)
+        stride = -(-(self.count - 1) // SHADOWS)
+        first = 1 + self.measurements % stride
+        self.measurements += 1
+        return [layer for layer in range(first, self.count, stride) if layer != self.layer] or None
+
+    def learn(self, layer: int, hits: float, trials: float) -> None:
+        """`hits` of `trials` tokens of this exit were, or would have been, accepted."""
+        self.right[layer].add(hits, trials, keep=KEEP**trials)
+
+    def learn_cost(self, layer: int, cost: float) -> None:
+        """A drafted token of this exit took the time of `cost` forward passes of the whole target."""
+        # more than 0.99 is noise or hopeless, because fewer layers are never more expensive
+        self.costs = (*self.costs, (layer, min(cost, 0.99)))[-SAMPLES:]
+
+    def acceptance(self, layer: int) -> float:
+        """The estimated acceptance rate, 0.5 before any observation."""
+        return self.right[layer].mean(0.5, PRIOR)
+
+    def cost(self, layer: int) -> float:
+        """Estimated cost of a drafted token, in forward passes of the target.
+
+        The median over all measurements of the line from the measured exit to the whole forward pass. Below the measured layer,
+        the cost per layer is assumed to be no lower than the measured one.
+        """
+        costs = self.costs
+        if not costs:
+            return layer / self.count
+        found = []
+        for measured, cost in costs:
+            line = cost + (1 - cost) * (layer - measured) / (self.count - measured)
+            found.append(line if layer > measured else max(line, cost * layer / measured))
+        return statistics.median(found)
+
+    def speedup(self, layer: int, shortest: int = 1, longest: int = 8) -> float:
+        """The predicted speedup of this exit at the best draft length from `shortest` to `longest`."""
+        return best_speedup(self.acceptance(layer), self.cost(layer), range(shortest, longest + 1))
+
+    def decide(self, drafted: float, budget: int) -> None:
+        """Switch to the layer with the highest predicted speedup.
+
+        drafted: length of the last draft. budget: its maximum length. With another layer, the policy is assumed to draft at
+        least the average length, and up to the budget.
+        """
+        self.drafted.add(drafted, keep=KEEP_LOCAL)
+        if self.given is not None:
+            return
+        lengths = min(max(1, round(self.drafted.mean())), budget), budget
+        known = [layer for layer in range(1, self.count) if self.right[layer].weight >= 2 * PRIOR]
+        best = max(known, key=lambda layer: self.speedup(layer, *lengths), default=self.layer)
+        if self.speedup(best, *lengths) > MARGIN * self.speedup(self.layer, *lengths):
+            self.layer = best
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no draft length gives a speedup with the layer in use. If it was chosen, this holds for all known layers."""
+        return self.right[self.layer].weight >= 2 * ENOUGH and self.speedup(self.layer) < 1
 
 
 def _agreement(ours: torch.Tensor, theirs: torch.Tensor, distribution: Distribution) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Layer skipping: the target drafts for itself without some of its sublayers (2309.08168, 2410.06916).
-
-Knows sublayers and the target's slots. During generation, skip_search searches for the sublayers to skip.
+"""Layer skipping: the target drafts for itself without some of its sublayers (2309.08168, 2410.06916). They are searched for
+during generation, by single changes that are each tried on recent text.
 """
 
 from __future__ import annotations
 
-import warnings
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,14 @@ from ..engine.parts import Layers, find_layers, try_out, unwrapped
 from ..engine.runner import CachedModel
 from ..engine.sublayers import Sublayer, find_sublayers, without
 from ..engine.traits import require_rewindable
+from ..lengths.cost_model import ENOUGH, KEEP, PRIOR, DecayedMean, best_speedup
 from ..text import Text
-from .base import Call, Drafter, Spec, Target
-from .chain import PartDrafting
+from .base import Call, Spec, Target
+from .chain import PartDrafter, PartDrafting, tokens_from
 from .registry import register
-from .skip_search import SkipSearch
-
-__all__ = ["LayerSkip", "SkipDrafter"]
 
 LEAST = 4  # minimum number of tokens per row in a trial
+LONGEST_GAP = 64  # maximum number of rounds between two trials
 
 
 @register("layer-skip")
@@ -94,7 +93,7 @@ class LayerSkip(Spec):
         return SkipDrafter(layers, sublayers, self)
 
 
-class SkipDrafter(Drafter):
+class SkipDrafter(PartDrafter):
     """A target's layers and sublayers, and the search for the sublayers to skip. spec: the options of the search."""
 
     def __init__(self, layers: Layers, sublayers: list[Sublayer], spec: LayerSkip):
@@ -105,7 +104,6 @@ class SkipDrafter(Drafter):
         self.search = SkipSearch(
             [sublayer.share for sublayer in sublayers], spec.skipped, inner or list(range(len(sublayers))), spec.every
         )
-        self._warned = False
 
     @property
     def skipped(self) -> list[Sublayer]:
@@ -124,19 +122,6 @@ class SkipDrafter(Drafter):
     def part(self, target: PreTrainedModel, skipped: frozenset[int]) -> PreTrainedModel:
         """The target, in the form that a call runs, without the given sublayers."""
         return without(target, self.needs.layers, self.sublayers, skipped)
-
-    def warn_if_hopeless(self) -> None:
-        """Warn once if drafting gives no speedup."""
-        search = self.search
-        if self._warned or not search.hopeless:
-            return
-        self._warned = True
-        warnings.warn(
-            f"draft: without {len(search.skipped)} of {len(self.sublayers)} sublayers, {search.acceptance:.0%} of the drafted "
-            f"tokens are accepted, and each costs {search.cost(search.skipped):.0%} of a forward pass of the target. This is "
-            "slower than no draft. The model may be too small to skip any of its layers; choose another draft for it.",
-            stacklevel=4,
-        )
 
 
 class SkipDrafting(PartDrafting):
@@ -171,10 +156,16 @@ class SkipDrafting(PartDrafting):
             self.choices[row] = torch.cat([self.choices[row], new])[-self.drafter.window :]
         proposed, self.proposed = self.proposed, None
         if round.draft.is_that_of(proposed):
-            accepted = round.accepted
+            search, accepted = self.drafter.search, round.accepted
             for row in round.unfinished:
-                self.drafter.search.learn(accepted[row], min(accepted[row] + 1, round.drafted[row]))
-            self.drafter.warn_if_hopeless()
+                search.learn(accepted[row], min(accepted[row] + 1, round.drafted[row]))
+            if search.hopeless:
+                self.drafter.warn_hopeless(
+                    f"without {len(search.skipped)} of {len(search.shares)} sublayers",
+                    search.acceptance,
+                    search.cost(search.skipped),
+                    "The model may be too small to skip any of its layers; choose another draft for it.",
+                )
 
     def _part(self, skipped: frozenset[int]) -> CachedModel:
         target = self.call.target
@@ -197,8 +188,7 @@ class SkipDrafting(PartDrafting):
         """Try one change of the set on the newest tokens and compare it with the set in use."""
         search = self.drafter.search
         candidate = search.candidate()
-        last = torch.tensor(text.lengths, device=text.ids.device)[:, None] - 1
-        ids = text.ids.gather(1, last - width + torch.arange(width, device=text.ids.device))
+        ids = tokens_from(text, [length - 1 - width for length in text.lengths], width)
         wanted = torch.stack([self.choices[row][-width:] for row in self.open])
         hits = []
         for skipped in (candidate, search.skipped):
@@ -207,3 +197,90 @@ class SkipDrafting(PartDrafting):
             hits.append((best[self.open] == wanted).sum())
         of_candidate, of_current = torch.stack(hits).tolist()
         search.judge(candidate, of_candidate, of_current, wanted.numel())
+
+
+class SkipSearch:
+    """Coordinate descent over sets of sublayers, by predicted speedup.
+
+    In random order, each sublayer is added to the set or removed from it. A change is kept if it predicts a higher speedup on
+    the same tokens. As long as the predicted speedup is below 1, it is kept if it gets more tokens right instead. After a
+    complete turn without a change, trials become half as frequent.
+
+    Args:
+        shares: each sublayer's share of the cost of a forward pass over one token.
+        skipped: share of the sublayers in the initial set.
+        inner: indices of the sublayers among which the initial set is spread.
+        every: rounds between two trials at the start.
+
+    Attributes:
+        skipped: indices of the sublayers in the current set.
+    """
+
+    def __init__(self, shares: Sequence[float], skipped: float, inner: Sequence[int], every: int):
+        self.shares = list(shares)
+        count = min(max(1, round(skipped * len(shares))), len(inner))
+        # the middle elements of `count` stretches of equal length
+        self.skipped = frozenset(inner[(2 * part + 1) * len(inner) // (2 * count)] for part in range(count))
+        self.gap = every
+        self.rounds = 0
+        self.right = DecayedMean()  # of the drafted tokens, those that were accepted
+        self._random = random.Random(0)
+        self._turn: list[int] = []
+        self._changed = True
+
+    def is_due(self) -> bool:
+        """Whether to try a change in this round. Called once per round."""
+        self.rounds += 1
+        return self.rounds % self.gap == 0
+
+    def candidate(self) -> frozenset[int]:
+        """The next set to try, with one sublayer more or less than the current one."""
+        turn = self._turn
+        try:
+            changed = turn.pop()
+        except IndexError:  # not checked in advance, because another thread may take the last one
+            if not self._changed:
+                self.gap = min(2 * self.gap, max(self.gap, LONGEST_GAP))
+            self._changed = False
+            turn = self._random.sample(range(len(self.shares)), len(self.shares))
+            changed = turn.pop()
+            self._turn = turn
+        return self.skipped ^ {changed}
+
+    def judge(self, candidate: frozenset[int], hits: int, current_hits: int, tokens: int) -> None:
+        """Adopt the candidate if it predicts a higher speedup.
+
+        hits, current_hits: number of right tokens with the candidate and with the current set, of the same `tokens` ones.
+        """
+        level = (current_hits + 1) / (tokens + 2)
+        if self.right.weight >= tokens:  # the drafts of many rounds are more reliable than one window
+            level = self.acceptance
+        changed = min(max(level + (hits - current_hits) / tokens, 0.0), 1.0)
+        now = best_speedup(level, self.cost(self.skipped))
+        then = best_speedup(changed, self.cost(candidate))
+        if max(now, then) >= 1:
+            better = then > now
+        else:  # below 1, skipping everything would look best, so improve the acceptance first
+            better = changed > level or (changed == level and len(candidate) < len(self.skipped))
+        if better:
+            self.skipped = candidate
+            self.right.add(self.right.weight * (changed - level), weight=0)
+            self._changed = True
+
+    def learn(self, hits: float, trials: float) -> None:
+        """`hits` of `trials` drafted tokens were accepted."""
+        self.right.add(hits, trials, keep=KEEP**trials)
+
+    @property
+    def acceptance(self) -> float:
+        """The estimated acceptance rate of the current set, 0.5 before any observation."""
+        return min(max(self.right.mean(0.5, PRIOR), 0.0), 1.0)
+
+    def cost(self, skipped: frozenset[int]) -> float:
+        """Cost of a token drafted without these sublayers, in forward passes of the target, if reading weights dominates."""
+        return max(0.01, 1 - sum(self.shares[index] for index in skipped))
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no draft length gives a speedup with the current set."""
+        return self.right.weight >= 2 * ENOUGH and best_speedup(self.acceptance, self.cost(self.skipped)) < 1

@@ -1,6 +1,5 @@
-"""The base of drafters that look up continuations in the text: reading committed tokens, and turning proposals into a Draft.
-
-Knows the text and drafts, on the host, where tokens are Python ints; nothing of models or of how a proposal is found.
+"""The base of drafters that look up continuations in the text, on the host, where tokens are Python ints: reading committed
+tokens, and turning proposals into a Draft.
 """
 
 from __future__ import annotations

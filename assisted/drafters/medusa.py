@@ -1,6 +1,5 @@
 """Medusa (2401.10774) and blockwise parallel decoding (1811.03115): several heads draft from the target's last hidden state.
-
-Knows heads, the target's hidden states and token trees. Drafting needs no forward pass: all heads read the same state.
+Drafting needs no forward pass: all heads read the same state.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import math
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,15 +21,12 @@ from ..engine.needs import Needs
 from ..engine.parts import device_of, unwrapped
 from ..engine.traits import Traits, require_rewindable
 from ..heads.medusa import MedusaHeads, output_size, require_medusa
-from ..lengths.base import DraftLength, Length
 from ..lengths.cost_model import UNMEASURED, best_size
 from ..lengths.rates import Rates
 from ..text import Text
 from .base import Call, Drafter, Drafting, HeadSpec, Room, Target, require_positive
 from .registry import register
 from .trees import best_paths, from_lists
-
-__all__ = ["Medusa", "MedusaDrafter"]
 
 NODES_CPU, NODES = 24, 64
 
@@ -99,21 +95,15 @@ class Medusa(HeadSpec):
 
 
 class MedusaDrafter(Drafter):
-    """Loaded heads, and statistics of how often they are right.
-
-    Args:
-        spec: the options.
-        heads: on the target's device; not changed.
-        target: the target, whose output embedding the heads may share.
-        needs: the target's last hidden state.
-    """
+    """Loaded heads, which are not changed, and statistics of how often they are right. They may share the target's output
+    embedding, and read its last hidden state."""
 
     def __init__(self, spec: Medusa, heads: MedusaHeads, target: PreTrainedModel, needs: Needs):
         self.spec, self.heads, self.target, self.needs = spec, heads, target, needs
         self.rates = {do_sample: Rates(heads.heads) for do_sample in (False, True)}
 
     @property
-    def makes_trees(self) -> bool:
+    def sizes_trees(self) -> bool:
         """Whether drafts are trees: requested by the spec, and the target can verify them."""
         return self.spec.tree and Traits.of(self.target).masks.trees
 
@@ -126,21 +116,8 @@ class MedusaDrafter(Drafter):
         plain = self.heads.token_map is None and self.heads.bias is not None
         self.heads.save(folder, "medusa" if plain else "vllm", self.target)
 
-    def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
-        length = policy.start(earlier)
-        if self.makes_trees:
-            length.leave_size()
-        return length
-
     def start(self, call: Call) -> MedusaDrafting:
         return MedusaDrafting(self, call)
-
-
-class Guesses(NamedTuple):
-    """One head's best tokens, and their probabilities."""
-
-    tokens: list[int]
-    sure: list[float]
 
 
 class MedusaDrafting(Drafting):
@@ -151,11 +128,12 @@ class MedusaDrafting(Drafting):
     """
 
     def __init__(self, drafter: MedusaDrafter, call: Call):
-        self.drafter = drafter
         self.call = call
+        self.drafter = drafter
         self.rates = drafter.rates[call.distribution.do_sample]
         self.text: Text | None = None
-        self.guesses: dict[int, list[Guesses]] = {}  # by row, then by head, until they are verified
+        # by row, then by head: the best tokens and their probabilities, until they are verified
+        self.guesses: dict[int, list[tuple[list[int], list[float]]]] = {}
         # the target's hidden state of the last but one committed token of each row, [B, H]
         (self.last,) = drafter.needs.states
         self.states = call.states[self.last][:, -1]
@@ -164,7 +142,7 @@ class MedusaDrafting(Drafting):
         self.text = text
         heads = self.drafter.heads
         logits = heads(self.states, self.drafter.target.get_output_embeddings(), budget)  # [D, B, V]
-        if self.drafter.makes_trees and self.call.target.masks.trees:
+        if self.drafter.sizes_trees and self.call.target.masks.trees:
             return self._tree(text, logits.float())
         tokens = heads.tokens(top1(logits)).T.to(text.ids.device)
         return Draft(tokens, torch.full_like(tokens[:, 0], tokens.shape[1]))
@@ -186,9 +164,9 @@ class MedusaDrafting(Drafting):
         new = self.text.since([length - count for length, count in zip(self.text.lengths, counts, strict=True)])
         outcomes = []
         for row, guesses in self.guesses.items():
-            for head, (guess, token) in enumerate(zip(guesses, new[row], strict=False)):
-                right = [guessed == token for guessed in guess.tokens]
-                outcomes.append((guess.sure, head, right))
+            for head, ((guessed, sure), token) in enumerate(zip(guesses, new[row], strict=False)):
+                right = [guess == token for guess in guessed]
+                outcomes.append((sure, head, right))
                 if not any(right):
                     break
         if outcomes:
@@ -205,7 +183,7 @@ class MedusaDrafting(Drafting):
         for row in growing:
             if math.isnan(sure[0][row][0]):
                 raise FloatingPointError("the heads' logits are not a number")
-            self.guesses[row] = [Guesses(t[row], s[row]) for t, s in zip(tokens, sure, strict=True)]
+            self.guesses[row] = [(t[row], s[row]) for t, s in zip(tokens, sure, strict=True)]
             trees[row] = best_paths([self.rates.at(of_head[row], head) for head, of_head in enumerate(sure)], limit)
         worth = [sum(of_rows) / len(growing) for of_rows in zip_longest(*(t.worth for t in trees), fillvalue=0.0)]
         costs = self.call.length.costs or UNMEASURED

@@ -1,6 +1,5 @@
-"""SpecInfer (2305.09781): the drafts of several drafters are merged into one token tree per row and verified together.
-
-Knows drafters by their interface. If the target cannot verify trees, only the first drafter is used.
+"""SpecInfer (2305.09781): the drafts of several drafters are merged into one token tree per row and verified together. If the
+target cannot verify trees, only the first drafter is used.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ from ..lengths.base import DraftLength, Length
 from ..lengths.policies import Fixed
 from ..text import Text
 from .base import Call, Drafting, Target
-from .combined import Combined, CombinedDrafter, load_all
+from .combined import Combined, CombinedDrafter
 from .registry import register
 from .trees import from_lists
-
-__all__ = ["Merged", "MergedDrafter", "merge"]
 
 
 @register("merged")
@@ -46,7 +43,7 @@ class Merged(Combined):
 
     def load(self, target: Target, **kwargs: Any) -> MergedDrafter:
         """Load all drafters. Raises ValueError if one does not fit the target or another drafter."""
-        members = load_all(self.drafters, target, **kwargs)
+        members = super().load(target, **kwargs).members
         if any(type(member) is CombinedDrafter for member in members):
             raise ValueError(
                 "draft: drafters that take turns (a list) cannot be merged with others; name them one by one"

@@ -1,7 +1,4 @@
-"""A causal LM that drafts chains (2211.17192, 2302.01318), and its KV slots.
-
-Knows a loaded model. The specs load it (draft_model.py, quantized_self.py).
-"""
+"""A causal LM that drafts chains (2211.17192, 2302.01318), and its KV slots."""
 
 from __future__ import annotations
 
@@ -24,9 +21,7 @@ from ..fast.fused import form, fused
 from ..fast.graphs import Graphs
 from ..text import Text
 from .base import Call, Drafter, Drafting
-from .chain import ChainDrafting
-
-__all__ = ["ModelDrafter", "ModelDrafting"]
+from .chain import ChainDrafting, tokens_from
 
 
 class ModelDrafter(Drafter):
@@ -75,7 +70,7 @@ class ModelDrafting(ChainDrafting):
     def __init__(self, drafter: ModelDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
-        self.readable: int = Traits.of(drafter.model).vocabulary  # size of its embedding
+        self.own_size: int = Traits.of(drafter.model).vocabulary  # size of its embedding
         self.size = call.vocab_size
         self.runner: CachedModel | None = None
         self.proposed: Draft | None = None  # until it is verified
@@ -83,21 +78,15 @@ class ModelDrafting(ChainDrafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         runner = self._catch_up_prompt(text)
-        runner.run_only(text.unfinished)
-        budget = min(budget, runner.room([text.lengths[row] for row in text.unfinished]) - 1)
-        if budget < 1:
-            return Draft.empty(text.rows, text.ids.device)
-        cache = runner.cache
+        rows = text.unfinished
+        runner.run_only(rows)
+        budget = min(budget, runner.room([text.lengths[row] for row in rows]) - 1)
+        return self._draft(runner, text, budget) if budget > 0 else Draft.empty(text.rows, text.ids.device)
+
+    def _draft(self, runner: CachedModel, text: Text, budget: int) -> Draft:
         logits = self._read_committed(runner, text)
-        self.committed = cache.known  # KV of all committed tokens; what follows is speculative
-        used = [int(not ended) for ended in text.ended]
-
-        def read(tokens: torch.Tensor) -> torch.Tensor:
-            logits = runner(self._readable(tokens), used=used)[:, -1]
-            cache.commit([1] * text.rows)
-            return self._fitted(logits, text)
-
-        self.proposed = self.draft_chain(text, budget, self._fitted(logits, text), read)
+        self.committed = runner.cache.known  # KV of all committed tokens; what follows is speculative
+        self.proposed = self.chain_of(runner, text, budget, logits)
         return self.proposed
 
     def observe(self, round: Round) -> None:
@@ -117,7 +106,7 @@ class ModelDrafting(ChainDrafting):
             self.runner = self.drafter.runner(self._slots(text.rows) if slots is None else slots, self.call.settings)
             if text.prompt_length:
                 prompt = text.ids[:, known : text.prompt_length]
-                self.runner.prefill(self._readable(prompt), self.call.attention_mask)
+                self.runner.prefill(self.readable(prompt), self.call.attention_mask)
             else:  # the prompt consists of embeddings, which only the target can read
                 self.runner.cache.begin_rounds()
         return self.runner
@@ -137,7 +126,7 @@ class ModelDrafting(ChainDrafting):
         return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
 
     def _read_committed(self, runner: CachedModel, text: Text) -> torch.Tensor:
-        """Read what was committed since the last round, at least one token per row. Returns the logits after it, [B, V].
+        """Read what was committed since the last round, at least one token per row. Returns `fitted` logits after it.
 
         Rows with fewer unread tokens than others are padded on the right; the padding is not kept.
         """
@@ -145,27 +134,25 @@ class ModelDrafting(ChainDrafting):
         # the last token is always read, since its logits are needed; again, if a batch in lockstep kept a row's whole draft
         cache.rewind([min(known, total - 1) for total, known in zip(text.lengths, cache.known, strict=True)])
         unread = [total - known for total, known in zip(text.lengths, cache.known, strict=True)]
-        width = max(unread)
-        if text.rows == 1:
-            ids = text.ids[:, text.lengths[0] - width : text.lengths[0]]
-        else:
-            columns = on_device(cache.known, text.ids.device)[:, None] + torch.arange(width, device=text.ids.device)
-            ids = text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
+        ids = tokens_from(text, cache.known, max(unread))
         used = [0 if ended else count for count, ended in zip(unread, text.ended, strict=True)]
-        logits = runner(self._readable(ids), used=used)
+        logits = runner(self.readable(ids), used=used)
         cache.commit(unread)
         if text.rows == 1:
-            return logits[:, -1]
+            return self.fitted(logits[:, -1], text)
         last = on_device(unread, logits.device) - 1
-        return logits[torch.arange(text.rows, device=logits.device), last]
+        return self.fitted(logits[torch.arange(text.rows, device=logits.device), last], text)
 
-    def _fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
-        """[B, V'] draft logits -> [B, V] in the target's vocabulary, on the text's device."""
-        return _resized(logits.to(text.ids.device), self.size)
+    def fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
+        """Truncated, or padded with -inf: tokens that one of the two models lacks are never drafted."""
+        logits, missing = logits.to(text.ids.device), self.size - logits.shape[-1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return logits[..., : self.size] if missing else logits
 
-    def _readable(self, ids: torch.Tensor) -> torch.Tensor:
+    def readable(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids within the draft's embedding: ids beyond it (padding of the target's vocabulary) become its last entry."""
-        return ids if self.readable >= self.size else ids.clamp(max=self.readable - 1)
+        return ids if self.own_size >= self.size else ids.clamp(max=self.own_size - 1)
 
 
 class RecurrentDrafting(ModelDrafting):
@@ -175,25 +162,15 @@ class RecurrentDrafting(ModelDrafting):
     removed at once; those that were committed are read again in the next round's first forward pass.
     """
 
-    def propose(self, text: Text, budget: int) -> Draft:
-        runner = self._catch_up_prompt(text)
-        budget = min(budget, runner.room(text.lengths) - 1)
-        if budget < 1:
-            return Draft.empty(text.rows, text.ids.device)
+    def _draft(self, runner: CachedModel, text: Text, budget: int) -> Draft:
         cache = runner.cache
         assert isinstance(cache, RecurrentCache)
-        width = text.lengths[0] - cache.known[0]
-        logits = runner(self._readable(text.ids[:, text.lengths[0] - width : text.lengths[0]]))[:, -1]
-        cache.commit([width] * text.rows)
+        unread = text.ids[:, cache.known[0] : text.lengths[0]]
+        logits = runner(self.readable(unread))[:, -1]
+        cache.commit([unread.shape[1]] * text.rows)
         cache.save()
-
-        def read(tokens: torch.Tensor) -> torch.Tensor:
-            logits = runner(self._readable(tokens))[:, -1]
-            cache.commit([1] * text.rows)
-            return self._fitted(logits, text)
-
         try:
-            return self.draft_chain(text, budget, self._fitted(logits, text), read)
+            return self.chain_of(runner, text, budget, self.fitted(logits, text))
         finally:
             cache.go_back()
 
@@ -202,13 +179,3 @@ class RecurrentDrafting(ModelDrafting):
 
     def _slots(self, rows: int) -> SlotCache:
         return RecurrentCache(rows, self.call.limit, self.drafter.model.config.get_text_config(decoder=True))
-
-
-def _resized(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """Truncate or pad the last dimension with -inf: tokens that one of the two models lacks are never drafted."""
-    missing = size - logits.shape[-1]
-    if missing == 0:
-        return logits
-    if missing < 0:
-        return logits[..., :size]
-    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))

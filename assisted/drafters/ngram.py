@@ -1,7 +1,7 @@
 """Prompt lookup: copies what followed the most recent occurrence of the last n tokens. One hash table per row, with back-off.
 
-Knows the row's own text; needs no model. transformers' `prompt_lookup_num_tokens` copies the first occurrence; the most
-recent one is accepted more often, above all in loops and edits. LLMA (arXiv 2304.04487) copies what followed a match, too.
+transformers' `prompt_lookup_num_tokens` copies the first occurrence; the most recent one is accepted more often, above all in
+loops and edits. LLMA (arXiv 2304.04487) copies what followed a match, too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from ..lengths.cost_model import KEEP_LOCAL, PRIOR, DecayedMean
 from .base import Call, Drafter, Spec, Target
 from .lookup import NOTHING, Lookup, Proposal
 from .registry import register
-
-__all__ = ["NGram", "NGramDrafter", "NGramIndex"]
 
 LONGEST_PAUSE = 16  # rounds
 

@@ -29,8 +29,6 @@ from .model_drafter import ModelDrafter
 from .translation import TranslatedText, Translation
 from .trees import from_lists
 
-__all__ = ["TranslatedDrafter"]
-
 TOKENS, TEXT = "tokens", "text"
 
 
@@ -126,8 +124,7 @@ class TranslatedDrafting(ChainDrafting):
         There is no q, so the target's own choice must match, which is exact for any draft. On average, the length policy is
         asked once per target token.
         """
-        if self.broken is not None and self.broken:
-            raise FloatingPointError("the draft's logits are not a number")
+        self.require_numbers()
         length = self.call.length
         per_token = sum(len(row.tokens) for row in self.rows) / max(1, sum(row.read for row in self.rows))
         steps = min(room, math.ceil(budget * min(4.0, per_token)))

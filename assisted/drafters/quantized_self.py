@@ -1,6 +1,5 @@
-"""Drafting with a quantized copy of the target (2502.10424, 2503.13565): a similar distribution at a fraction of the bytes.
-
-The copy reads and writes the target's own KV slots, so it needs no cache of its own and never reads the prompt.
+"""Drafting with a quantized copy of the target (2502.10424, 2503.13565): a similar distribution at a fraction of the bytes. The
+copy reads and writes the target's own KV slots, so it needs no cache of its own and never reads the prompt.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from .base import Call, Drafter, Drafting, Room, Spec, Target
 from .chain import PartDrafting
 from .model_drafter import ModelDrafter
 from .registry import register
-
-__all__ = ["QuantizedSelf"]
 
 
 @register("self")

@@ -1,24 +1,22 @@
 """Token recycling (2408.08696): a table of the target's most probable successors of each token, unrolled into a token tree.
-
-Every verified node updates the table, even if it was rejected. Knows tensors and logits; needs no draft model.
+Every verified node updates the table, even if it was rejected.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from ..drafts import Draft, Round
 from ..engine.parts import device_of
+from ..engine.traits import Traits
 from ..text import Text
 from .base import Call, Drafter, Drafting, Room, Spec, Target, require_positive
 from .registry import register
-from .trees import best_paths
-
-__all__ = ["RANKS", "RecyclingDrafter", "Shape", "TokenRecycling", "shape"]
+from .trees import Tree, best_paths
 
 RANKS = (0.62, 0.09, 0.046, 0.022, 0.015, 0.011, 0.011, 0.008)
 """How often the next token was the successor of each rank, if the table knew the token before it. They determine the tree's
@@ -56,9 +54,7 @@ class TokenRecycling(Spec):
             raise ValueError(f"successors: {self.successors} is not possible; give 1 to {len(RANKS)}")
 
     def memory(self, room: Room) -> dict[str, int]:
-        return {
-            "table of successors": 4 * self.successors * room.target.config.get_text_config(decoder=True).vocab_size
-        }
+        return {"table of successors": 4 * self.successors * Traits.of(room.target).vocabulary}
 
     @classmethod
     def named(cls, rest: str) -> TokenRecycling:
@@ -85,38 +81,13 @@ class RecyclingDrafter(Drafter):
         return RecyclingDrafting(self, call)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A tree without tokens: each node is the successor of its parent with a given rank. Nodes are ordered by level.
-
-    Args:
-        parents: the parent of each node, -1 for the root.
-        ranks: the rank of each node among the successors of its parent.
-        worth: acceptance probability of each node's path, from RANKS.
-        levels: index of the first node of each level, followed by the number of nodes.
-    """
-
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...]
-    worth: tuple[float, ...]
-    levels: tuple[int, ...] = field(repr=False)
-
-
 @functools.cache
-def shape(nodes: int, depth: int, successors: int) -> Shape:
-    """The tree of the `nodes` most probable paths, at most `depth` deep, with at most `successors` children per node.
+def shape(nodes: int, depth: int, successors: int) -> Tree:
+    """The tree of the `nodes` most probable paths, at most `depth` deep, with at most `successors` children per node, by level.
 
     The probability of a path is the product of the RANKS along it. With one successor, the tree is a chain.
     """
-    best = best_paths([RANKS[:successors]] * depth, nodes)
-    order = sorted(range(len(best.depths)), key=best.depths.__getitem__)
-    number = {node: index for index, node in enumerate(order)} | {-1: -1}
-    return Shape(
-        parents=tuple(number[best.parents[node]] for node in order),
-        ranks=tuple(best.ranks[node] for node in order),
-        worth=tuple(best.worth[node] for node in order),
-        levels=tuple(sum(d < level for d in best.depths) for level in range(1, max(best.depths) + 2)),
-    )
+    return best_paths([RANKS[:successors]] * depth, nodes).by_level()
 
 
 class RecyclingDrafting(Drafting):
@@ -126,9 +97,9 @@ class RecyclingDrafting(Drafting):
     """
 
     def __init__(self, drafter: RecyclingDrafter, call: Call):
+        self.call = call
         self.nodes, self.successors = drafter.nodes, drafter.successors
         self.nothing = call.vocab_size  # the table's last row
-        self.call = call
         self.trees = call.target.masks.trees
         self.text: Text | None = None
         self.table = torch.empty(0)
@@ -181,7 +152,7 @@ class RecyclingDrafting(Drafting):
         self.lengths = list(text.lengths)
         self.growing = ~torch.tensor(text.ended, device=text.ids.device)[:, None]
 
-    def _unrolled(self, tree: Shape, last: torch.Tensor) -> torch.Tensor:
+    def _unrolled(self, tree: Tree, last: torch.Tensor) -> torch.Tensor:
         """The tree's tokens after each row's last token, -1 if unknown. last: [B, 1] int64 -> [B, nodes] int64."""
         ranks = torch.tensor(tree.ranks, device=last.device)
         parents = torch.tensor(tree.parents, device=last.device)

@@ -1,7 +1,5 @@
-"""The registry of methods: makes specs from a caller's `draft=` and from saved pairs.
-
-Knows specs by their interface, and the registered methods by name: those of this package, of other installed packages (entry
-points of the group `assisted.methods`), and your own.
+"""The registry of methods: makes specs from a caller's `draft=` and from saved pairs. Methods are those of this package, of
+other installed packages (entry points of the group `assisted.methods`), and your own.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from ..extras import Registry
 from ..loading.files import fields_of, loading, local_folder
 from ..loading.names import did_you_mean
 from .base import Spec
-
-__all__ = ["METHODS", "kind_of", "parse", "read", "register"]
 
 S = TypeVar("S", bound=type[Spec])
 

@@ -1,13 +1,12 @@
-"""Suffix decoding (2411.04975): copies what followed the same tokens before, in this text and in given texts.
-
-Keeps a suffix tree with counts per row and chooses between match lengths; needs no model and no training.
+"""Suffix decoding (2411.04975): copies what followed the same tokens before, in this text and in given texts. Keeps a suffix
+tree with counts per row and chooses between match lengths.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +17,7 @@ from ..text import Text
 from .base import Call, Drafter, Spec, Target, require_positive
 from .lookup import NOTHING, Lookup, Proposal
 from .registry import register
-from .suffix_tree import Continuation, Point, SuffixTree, grown
-
-__all__ = ["Suffix", "SuffixDrafter"]
+from .suffix_tree import END, Continuation, Point, SuffixTree
 
 REMEMBERED = 1 << 17  # maximum number of kept tokens of past outputs
 
@@ -110,8 +107,8 @@ class SuffixDrafter(Drafter):
     def __init__(self, spec: Suffix, corpus: Iterable[list[int]] = ()):
         self.spec = spec
         self.depth = spec.max_match + 1  # a match and the token after it
-        self.corpus = self._tree(corpus)
-        self.past: SuffixTree | None = self._tree(()) if spec.remember else None
+        self.corpus = SuffixTree(self.depth, _ended(corpus))
+        self.past = SuffixTree(self.depth) if spec.remember else None
         self.lock = threading.Lock()  # one call may add past outputs while another one reads them
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,21 +129,15 @@ class SuffixDrafter(Drafter):
             return
         with self.lock:
             if len(self.past.text) > REMEMBERED:
-                self.past = grown(self.depth, self.past.text[-REMEMBERED // 2 :])
-            for tokens in outputs:
-                _add(self.past, tokens)
-
-    def _tree(self, texts: Iterable[list[int]]) -> SuffixTree:
-        tree = SuffixTree(self.depth)
-        for tokens in texts:
-            _add(tree, tokens)
-        return tree
+                self.past = SuffixTree(self.depth, self.past.text[-REMEMBERED // 2 :])
+            self.past.extend(_ended(outputs))
 
 
-def _add(tree: SuffixTree, tokens: list[int]) -> None:
-    for token in tokens:
-        tree.append(token)
-    tree.end()
+def _ended(texts: Iterable[list[int]]) -> Iterator[int]:
+    """All tokens of several texts, with END after each."""
+    for tokens in texts:
+        yield from tokens
+        yield END
 
 
 class _Row:
@@ -155,29 +146,21 @@ class _Row:
     def __init__(self, depth: int):
         self.own = SuffixTree(depth)
         self.prompt = 0  # number of tokens
-        self.elsewhere: dict[SuffixTree, _Matches] = {}
+        # by tree: its number of tokens, how many of the row were read in it, and the points
+        self.elsewhere: dict[SuffixTree, tuple[int, int, list[Point]]] = {}
 
     def points(self, tree: SuffixTree) -> list[Point]:
         """The points of the row's suffixes in another tree."""
-        text, now = self.own.text, _Matches(len(tree.text), len(self.own.text), [])
-        last = self.elsewhere.get(tree)
-        if last is not None and last.size == now.size and now.read - last.read < tree.depth:
-            now.points, new = last.points, text[last.read :]
-        else:  # if the tree has grown, edges with points on them may have been split
-            new = text[-tree.depth :]
+        text = self.own.text
+        size, read, points = self.elsewhere.get(tree, (-1, 0, []))
+        new = text[read:]
+        # if the tree has grown, edges with points on them may have been split
+        if size != len(tree.text) or len(new) >= tree.depth:
+            points, new = [], text[-tree.depth :]
         for token in new:
-            now.points = tree.advance(now.points, token)
-        self.elsewhere[tree] = now
-        return now.points
-
-
-@dataclass
-class _Matches:
-    """The points of a row's suffixes in a tree that had `size` tokens, after `read` tokens of the row."""
-
-    size: int
-    read: int
-    points: list[Point]
+            points = tree.advance(points, token)
+        self.elsewhere[tree] = len(tree.text), len(text), points
+        return points
 
 
 class SuffixDrafting(Lookup):
@@ -201,8 +184,7 @@ class SuffixDrafting(Lookup):
         if row not in self.rows:
             self.rows[row] = _Row(self.drafter.depth)
             self.rows[row].prompt = len(tokens)
-        for token in tokens:
-            self.rows[row].own.append(token)
+        self.rows[row].own.extend(tokens)
         if row in self.waiting:
             proposed = self.waiting.pop(row)
             self.kept.add(proposed.matches(tokens), proposed.expected, KEEP_LOCAL)

@@ -1,16 +1,12 @@
-"""A suffix tree of bounded depth with counts, which grows token by token.
-
-Pure Python on lists of ints; knows nothing of drafts or models.
-"""
+"""A suffix tree of bounded depth with counts, which grows token by token: pure Python on lists of ints."""
 
 from __future__ import annotations
 
 import heapq
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-
-__all__ = ["END", "Continuation", "Point", "SuffixTree", "grown"]
 
 END = -1  # marks the end of a finished text; not a token
 ENDLESS = sys.maxsize  # length of an edge that grows with the text
@@ -104,22 +100,32 @@ class SuffixTree:
 
     Args:
         depth: length of the longest counted substring, at least 2.
+        text: to begin with; see `extend`.
 
     Attributes:
         points: the suffixes of the current text that have occurred before, longest first; `points[-n]` is the suffix of n
             tokens. At most depth - 1.
     """
 
-    def __init__(self, depth: int):
+    def __init__(self, depth: int, text: Iterable[int] = ()):
         self.depth = depth
         self.text: list[int] = []
         self.root = Node(0, 0, 0)
         self.root.children, self.root.top = {}, []
         self.points: list[Point] = []
+        self.extend(text)
 
     def __reduce__(self) -> Any:
         """Copies are rebuilt from the text: copying the linked nodes would exceed Python's recursion limit."""
-        return grown, (self.depth, list(self.text))
+        return SuffixTree, (self.depth, list(self.text))
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the current text; END finishes it."""
+        for token in tokens:
+            if token == END:
+                self.end()
+            else:
+                self.append(token)
 
     def append(self, token: int) -> None:
         """Append a token to the current text."""
@@ -228,11 +234,3 @@ class SuffixTree:
     def _token(self, index: int, ahead: list[int]) -> int:
         """A token of the text or, beyond its end, of the proposal `ahead`, because a copy may overlap with itself."""
         return self.text[index] if index < len(self.text) else ahead[index - len(self.text)]
-
-
-def grown(depth: int, text: list[int]) -> SuffixTree:
-    """The tree of these texts; each but the last ends with END."""
-    tree = SuffixTree(depth)
-    for token in text:
-        tree.end() if token == END else tree.append(token)
-    return tree

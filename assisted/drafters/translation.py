@@ -1,7 +1,5 @@
-"""Translation between two tokenizers: committed text into the draft's tokens, and drafts into the target's.
-
-Knows vocabularies and text, nothing of models. Only the text after the last settled position is tokenized again, so the cost
-of a round does not depend on the length of the context.
+"""Translation between two tokenizers: committed text into the draft's tokens, and drafts into the target's. Only the text after
+the last settled position is tokenized again, so the cost of a round does not depend on the length of the context.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ from collections.abc import Iterable
 import torch
 
 from ..loading.vocabulary import Vocabulary, shared_tokens
-
-__all__ = ["TranslatedText", "Translation"]
 
 _OPEN = 64  # number of characters after the last settled position before the next one is searched
 _KEPT = 32  # number of last characters whose tokens may still change with further text

@@ -1,7 +1,5 @@
 """A causal LM that drafts token trees, best path first (SpecExec, 2406.02532), for targets whose forward pass costs about as
 much for hundreds of positions as for one.
-
-Knows a loaded model, its slots, and the measured costs. The specs load it (draft_tree.py, draft_model.py).
 """
 
 from __future__ import annotations
@@ -17,15 +15,12 @@ from ..engine.parts import unwrapped
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
 from ..engine.tree_reader import TreeReader
-from ..lengths.base import DraftLength, Length
 from ..lengths.cost_model import KEEP_LOCAL, DecayedMean, best_size
 from ..lengths.rates import Rates
 from ..text import Text
 from .base import Call, Drafting
 from .model_drafter import ModelDrafter, ModelDrafting
 from .tree_growth import ROOT, Growing, Limits, grow, learn
-
-__all__ = ["BEAM", "CANDIDATES", "LARGEST", "TreeDrafter", "TreeDrafting"]
 
 LARGEST = 1024  # nodes of a tree
 BEAM = 32  # nodes that the draft reads in a forward pass
@@ -37,15 +32,8 @@ _GROWTH = 4  # a tree has at most this many times the nodes of the largest one b
 
 
 class TreeDrafter(ModelDrafter):
-    """A causal LM that drafts trees wherever both models take 4-D masks, and chains elsewhere.
-
-    Args:
-        model, tokenizer: as for `ModelDrafter`.
-        target: the target that it is loaded for.
-        nodes: a fixed number of nodes; None chooses it by measured costs, at most `LARGEST`.
-        beam: nodes that the draft reads in a forward pass.
-        candidates: children of a node.
-    """
+    """A causal LM that drafts trees wherever both models take 4-D masks, and chains elsewhere. For the options see
+    `DraftTree`."""
 
     def __init__(
         self,
@@ -64,18 +52,12 @@ class TreeDrafter(ModelDrafter):
         self.seconds = DecayedMean()  # of a forward pass of the draft over `beam` nodes, with the choice of the nodes
 
     @property
-    def makes_trees(self) -> bool:
+    def sizes_trees(self) -> bool:
         """Whether both models take trees."""
         return not Traits.of(self.model).is_recurrent and self.masks.trees and Traits.of(self.target).masks.trees
 
-    def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
-        length = super().start_length(policy, earlier)
-        if self.makes_trees:
-            length.leave_size()
-        return length
-
     def start(self, call: Call) -> Drafting:
-        return TreeDrafting(self, call) if self.makes_trees and call.target.masks.trees else super().start(call)
+        return TreeDrafting(self, call) if self.sizes_trees and call.target.masks.trees else super().start(call)
 
 
 class TreeDrafting(ModelDrafting):
@@ -88,14 +70,8 @@ class TreeDrafting(ModelDrafting):
         self.rates = drafter.rates[call.distribution.do_sample]
         self.grown: Growing | None = None  # until it is verified
 
-    def propose(self, text: Text, budget: int) -> Draft:
-        self.grown = None
-        runner = self._catch_up_prompt(text)
-        runner.run_only(text.unfinished)
-        budget = min(budget, runner.room([text.lengths[row] for row in text.unfinished]) - 1)
-        if budget < 1:
-            return Draft.empty(text.rows, text.ids.device)
-        logits = self._fitted(self._read_committed(runner, text), text)
+    def _draft(self, runner: CachedModel, text: Text, budget: int) -> Draft:
+        logits = self._read_committed(runner, text)
         known = runner.cache.known
         try:
             return self._grown(runner, text, logits[:, None], budget)
@@ -120,7 +96,7 @@ class TreeDrafting(ModelDrafting):
         chosen = drafter.nodes is None and costs is not None
         most = min(LARGEST, _GROWTH * drafter.largest) if chosen else drafter.nodes or _FIRST
         room = 2 * most + _PASSES * drafter.beam  # many nodes that were read are no longer among the best in the end
-        reader = FittedReader(runner, room, lambda logits: self._fitted(logits, text))
+        reader = FittedReader(runner, room, lambda logits: self.fitted(logits, text))
         limits = Limits(depth, drafter.beam, drafter.candidates, most, room)
         each = drafter.seconds.mean()
 

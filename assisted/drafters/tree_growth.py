@@ -1,7 +1,5 @@
 """Growing a token tree from a model's best next tokens: the loop of EAGLE-2 (2406.16858) and of SpecExec (2406.02532).
 
-Knows the distribution of the call and the draft length. A reader runs the model; verification is left to the decoding loop.
-
 The tree is built on the host, from the few best tokens after each node. For so few numbers, Python lists are faster than the
 many small tensor operations that would be needed otherwise, on CPUs and accelerators alike.
 """
@@ -23,8 +21,6 @@ from ..lengths.rates import Rates
 from ..text import Text
 from .base import Call
 from .trees import chosen_nodes
-
-__all__ = ["ROOT", "Growing", "Limits", "Offers", "grow", "learn"]
 
 ROOT = -1  # stands for the committed text, the parent of the first nodes
 

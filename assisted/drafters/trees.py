@@ -1,21 +1,19 @@
 """Token trees for drafters: drafts from lists on the host, and the best tree of candidates that are the same at all nodes.
-
-Knows lists and probabilities; nothing of the origin of the candidates. tree_growth.py grows trees whose candidates depend on
-the path.
+tree_growth.py grows trees whose candidates depend on the path.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from ..drafts import Draft
 from ..engine.host import on_device, padded
-
-__all__ = ["Tree", "best_paths", "chosen_nodes", "from_lists"]
 
 
 def chosen_nodes(
@@ -72,6 +70,19 @@ class Tree:
     def cut(self, count: int) -> Tree:
         """The best `count` nodes."""
         return Tree(self.parents[:count], self.depths[:count], self.ranks[:count], self.worth[:count])
+
+    def by_level(self) -> Tree:
+        """The same tree with its nodes ordered by level."""
+        order = sorted(range(len(self.depths)), key=self.depths.__getitem__)
+        number = {node: index for index, node in enumerate(order)} | {-1: -1}
+        parents = tuple(number[self.parents[node]] for node in order)
+        columns = (self.depths, self.ranks, self.worth)
+        return Tree(parents, *(tuple(column[node] for node in order) for column in columns))  # type: ignore[arg-type]
+
+    @cached_property
+    def levels(self) -> list[int]:
+        """Index of the first node of each level, followed by the number of nodes. Of a tree ordered by level."""
+        return [bisect_left(self.depths, level) for level in range(1, self.depths[-1] + 2)]
 
 
 def best_paths(rates: Sequence[Sequence[float]], count: int) -> Tree:

@@ -1,7 +1,5 @@
-"""EAGLE heads: one decoder layer that continues from the target's hidden states (2401.15077, 2503.01840).
-
-For training over whole sequences, and for drafting with slots of its own. The layer is transformers'. Deals with tensors, not
-with drafts; checkpoint formats are in eagle_formats.
+"""EAGLE heads: one decoder layer of transformers that continues from the target's hidden states (2401.15077, 2503.01840), for
+training over whole sequences, and for drafting with slots of its own.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ..engine.libraries import CACHE
 from ..engine.parts import device_of
-from .eagle_config import EagleConfig, default_taps
-
-__all__ = ["EagleConfig", "EagleHead", "default_taps", "unrolled_mask"]
+from .eagle_config import EagleConfig
 
 _LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 

@@ -1,7 +1,4 @@
-"""The configuration of an EAGLE head, independent of the checkpoint format.
-
-Builds transformers' configs of decoder layers. The module is in eagle, the formats are in eagle_formats.
-"""
+"""The configuration of an EAGLE head, independent of the checkpoint format."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from ..engine.libraries import set_attention
-
-__all__ = ["LAYER_FIELDS", "EagleConfig", "default_taps"]
 
 LAYER_FIELDS = (
     "hidden_size",

@@ -1,6 +1,5 @@
-"""Reads and writes published formats of EAGLE heads: SafeAILab's EAGLE-1 and EAGLE-3, SpecForge's, and speculators'.
-
-Covers files, tensor names and the index conventions of each format; the module is in eagle. Reading is strict.
+"""Reads and writes published formats of EAGLE heads: SafeAILab's EAGLE-1 and EAGLE-3, SpecForge's, and speculators'. Covers
+files, tensor names and the index conventions of each format. Reading is strict.
 """
 
 from __future__ import annotations
@@ -41,9 +40,21 @@ def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHe
     Raises ValueError for a head made for a target of other sizes, and for a missing, unknown or misshapen tensor, with its
     name.
     """
-    folder = _folder(path, **hub)
+    folder = find_folder(path, **hub)
     with loading("draft", folder):
-        return _load(folder, target)
+        weights, config, own = _checked(folder, target)
+        head = EagleHead(config)
+        tensors = {own(name): tensor for name, tensor in read_tensors(weights).items()}
+        known = tensors.pop("t2d", None)
+        if not tensors["fc.weight"].is_floating_point():
+            raise ValueError(
+                f"draft: {weights} holds fc.weight in {tensors['fc.weight'].dtype}; floating point is expected"
+            )
+        head.to(tensors["fc.weight"].dtype)
+        head.load_state_dict(tensors)
+        if known is not None and not torch.equal(known.bool(), _mask(head)):
+            raise ValueError(f"draft: {folder} holds t2d and d2t that name different tokens")
+        return head.eval()
 
 
 def require_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> None:
@@ -52,7 +63,7 @@ def require_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> None
 
     Raises ValueError where `load_eagle` does, except for what only the weights show.
     """
-    folder = _folder(path, **hub)
+    folder = find_folder(path, **hub)
     with loading("draft", folder):
         _checked(folder, target)
 
@@ -70,22 +81,14 @@ def is_eagle(fields: dict[str, Any], folder: Path) -> bool:
     return fields.get("num_hidden_layers") == 1 and file is not None and "fc.weight" in shapes_of(file)
 
 
-def _folder(path: str | Path, **hub: Any) -> Path:
-    folder = find_folder(path, **hub)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"draft: {folder} holds no config.json")
-    return folder
-
-
 def _checked(folder: Path, target: PreTrainedModel) -> tuple[Path, EagleConfig, Callable[[str], str]]:
     """The file of the weights, the config, and the head's name for each stored tensor.
 
     Nothing is allocated, so the sizes in config.json are compared with those of the tensors first.
     """
-    try:
-        fields = fields_of(folder / "config.json")
-    except ValueError as error:
-        raise ValueError(f"draft: {error}") from error
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"draft: {folder} holds no config.json")
+    fields = fields_of(folder / "config.json")
     weights, shapes = find_file(folder, _FILES)
     kind = fields.get("speculators_model_type")
     if kind is not None and kind != "eagle3":
@@ -120,22 +123,6 @@ def _checked(folder: Path, target: PreTrainedModel) -> tuple[Path, EagleConfig, 
     return weights, config, own
 
 
-def _load(folder: Path, target: PreTrainedModel) -> EagleHead:
-    weights, config, own = _checked(folder, target)
-    head = EagleHead(config)
-    tensors = {own(name): tensor for name, tensor in read_tensors(weights).items()}
-    known = tensors.pop("t2d", None)
-    if not tensors["fc.weight"].is_floating_point():
-        raise ValueError(
-            f"draft: {weights} holds fc.weight in {tensors['fc.weight'].dtype}; floating point is expected"
-        )
-    head.to(tensors["fc.weight"].dtype)
-    head.load_state_dict(tensors)
-    if known is not None and not torch.equal(known.bool(), _mask(head)):
-        raise ValueError(f"draft: {folder} holds t2d and d2t that name different tokens")
-    return head.eval()
-
-
 def _require_fields(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: Path) -> None:
     """Check the values of a layer in config.json. Raises ValueError with the file and the field."""
 
@@ -144,15 +131,10 @@ def _require_fields(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
 
     if not isinstance(fields, dict):
         raise ValueError(f"draft: {where}: transformer_layer_config: {fields!r} is not an object")
-    try:
-        # an EAGLE-1 head may have no tensor of its vocabulary's size, which is compared with the target's
-        vocabulary = {"vocab_size": fields.get("vocab_size")}
-        require_sizes(vocabulary, {}, where, exact=True)
-        require_sizes(
-            {name: value for name, value in fields.items() if name not in vocabulary}, shapes, where, exact=True
-        )
-    except ValueError as error:
-        raise ValueError(f"draft: {error}") from error
+    # an EAGLE-1 head may have no tensor of its vocabulary's size, which is compared with the target's
+    others = {name: value for name, value in fields.items() if name != "vocab_size"}
+    require_sizes(others, shapes, where, exact=True)
+    require_sizes({"vocab_size": fields.get("vocab_size")}, {}, where, exact=True)
     for name in ("rms_norm_eps", "rope_theta"):
         value = fields.get(name)
         if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):

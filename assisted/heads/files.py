@@ -1,7 +1,4 @@
-"""Finds the checkpoint files of heads and reads their tensors strictly.
-
-Deals with folders, Hub ids and safetensors, not with the meaning of the tensors.
-"""
+"""Finds the checkpoint files of heads and reads their tensors strictly."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from transformers import PreTrainedModel
 
 from .. import zoo
 from ..loading.files import shapes_of, stored_in
-
-__all__ = ["find_file", "find_folder", "public_name", "read_tensors", "require_tensors", "stored_numbers"]
 
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 

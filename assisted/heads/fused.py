@@ -1,7 +1,4 @@
-"""An EAGLE-3 head with fewer operations. In so small a layer, launching operations takes most of the time of a step.
-
-Uses the head's parts and fused layers; independent of drafting.
-"""
+"""An EAGLE-3 head with fewer operations. In so small a layer, launching operations takes most of the time of a step."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from ..fast.fused import Angles, FusedLayer, Norm, Shared, fused_product
 from ..fast.products import may_copy
 from ..fast.sources import Modules, Source, Weights
 from .eagle import EagleHead
-
-__all__ = ["fused_head", "source_of"]
 
 
 def source_of(head: EagleHead) -> Source:

@@ -1,7 +1,5 @@
-"""Medusa heads (2401.10774): the module and its three checkpoint formats.
-
-Head h reads the target's state after the final norm at token t and predicts token t + 2 + h; the target's own output
-predicts t + 1. Deals with tensors and files, not with drafts.
+"""Medusa heads (2401.10774): the module and its three checkpoint formats. Head h reads the target's state after the final norm
+at token t and predicts token t + 2 + h; the target's own output predicts t + 1.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from transformers import PreTrainedModel
 
 from ..loading.files import loading
 from .files import find_file, find_folder, public_name, read_tensors, require_tensors
-
-__all__ = ["MedusaHeads", "output_size", "require_medusa"]
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
 Format = Literal["medusa", "medusa-pt", "vllm"]
@@ -119,51 +115,47 @@ class MedusaHeads(nn.Module):
         """
         folder = find_folder(path, **hub)
         with loading("draft", folder):
-            return cls._load(folder, target)
-
-    @classmethod
-    def _load(cls, folder: Path, target: PreTrainedModel | None) -> MedusaHeads:
-        file, shapes = find_file(folder, FILES)
-        vllm = any(name.startswith("blocks.") for name in shapes)
-        names = _VLLM if vllm else _MEDUSA
-        heads, layers = names.size(shapes)
-        if heads * layers > max(1, len(shapes)):
-            raise ValueError(
-                f"draft: {file} counts up to {heads} heads of {layers} layers with {len(shapes)} tensors; some are missing"
-            )
-        found = read_tensors(file)
-        token_map = found.pop("token_map", None) if vllm else None
-        outputs = [name for name in (names.output.format(h=h, n=layers) for h in range(heads)) if name in found]
-        first = found.get(names.weight.format(h=0, l=0), torch.empty(0))
-        if target is not None:
-            size, hidden_size = output_size(target)
-        else:
-            size, hidden_size = len(found[outputs[0]]) if outputs else 0, len(first)
-        if token_map is not None:
-            known = token_map.ndim == 1 and not token_map.is_floating_point() and len(token_map) > 0
-            if not known or int(token_map.min()) < 0 or (target and int(token_map.max()) >= size):
-                raise ValueError(f"draft: {file} holds a token_map with ids that are no tokens of the target")
-            for name in outputs:  # some files keep unused rows
-                found[name] = found[name][token_map] if len(found[name]) == size else found[name]
-            size = len(token_map)
-        with torch.device("meta"):
-            new = cls(
-                hidden_size,
-                size,
-                heads,
-                layers,
-                own_output=bool(outputs) or vllm,
-                shared_output=vllm and len(outputs) == 1,
-                bias=not vllm or any(name.endswith("bias") for name in found),
-            )
-        there = {name: tuple(tensor.shape) for name, tensor in found.items()}
-        require_tensors(there, {name: part.shape for name, part in names.of(new).items()}, folder)
-        new.to(first.dtype).to_empty(device="cpu")
-        new.token_map = token_map
-        with torch.no_grad():
-            for name, part in names.of(new).items():
-                part.copy_(found[name])
-        return new
+            file, shapes = find_file(folder, FILES)
+            vllm = any(name.startswith("blocks.") for name in shapes)
+            names = _VLLM if vllm else _MEDUSA
+            heads, layers = names.size(shapes)
+            if heads * layers > max(1, len(shapes)):
+                raise ValueError(
+                    f"draft: {file} counts up to {heads} heads of {layers} layers with {len(shapes)} tensors; some are missing"
+                )
+            found = read_tensors(file)
+            token_map = found.pop("token_map", None) if vllm else None
+            outputs = [name for name in (names.output.format(h=h, n=layers) for h in range(heads)) if name in found]
+            first = found.get(names.weight.format(h=0, l=0), torch.empty(0))
+            if target is not None:
+                size, hidden_size = output_size(target)
+            else:
+                size, hidden_size = len(found[outputs[0]]) if outputs else 0, len(first)
+            if token_map is not None:
+                known = token_map.ndim == 1 and not token_map.is_floating_point() and len(token_map) > 0
+                if not known or int(token_map.min()) < 0 or (target and int(token_map.max()) >= size):
+                    raise ValueError(f"draft: {file} holds a token_map with ids that are no tokens of the target")
+                for name in outputs:  # some files keep unused rows
+                    found[name] = found[name][token_map] if len(found[name]) == size else found[name]
+                size = len(token_map)
+            with torch.device("meta"):
+                new = cls(
+                    hidden_size,
+                    size,
+                    heads,
+                    layers,
+                    own_output=bool(outputs) or vllm,
+                    shared_output=vllm and len(outputs) == 1,
+                    bias=not vllm or any(name.endswith("bias") for name in found),
+                )
+            there = {name: tuple(tensor.shape) for name, tensor in found.items()}
+            require_tensors(there, {name: part.shape for name, part in names.of(new).items()}, folder)
+            new.to(first.dtype).to_empty(device="cpu")
+            new.token_map = token_map
+            with torch.no_grad():
+                for name, part in names.of(new).items():
+                    part.copy_(found[name])
+            return new
 
     def save(self, folder: str | Path, format: Format = "medusa", target: PreTrainedModel | None = None) -> None:
         """Write config.json and the tensors into a folder; `load` restores the same heads.

@@ -1,6 +1,5 @@
-"""Runs an EAGLE head during one `generate`: slots, masks and positions.
-
-Independent of drafts and of the text. Each column combines the target's feature of one token with the next token.
+"""Runs an EAGLE head during one `generate`: slots, masks and positions. Each column combines the target's feature of one token
+with the next token.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from transformers import PreTrainedModel
 
 from ..drafts import Draft
 from ..engine.cache import SlotCache
-from ..engine.host import on_device
+from ..engine.host import filled, on_device
 from ..engine.parts import Inject
 from ..engine.passes import Inputs, Runner
 from ..engine.prepared import Runnable
+from ..engine.tree_reader import NodeReader
 from .eagle import EagleHead
-
-__all__ = ["HeadRunner", "Level"]
 
 
 class Level(NamedTuple):
@@ -204,6 +202,43 @@ class HeadRunner(Runner):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [..., Vd] over the draft vocabulary."""
         return self.head.logits(states, self.target)
+
+
+class LevelReader(NodeReader):
+    """The levels that the head has read, in its slots after the committed text. The caller rewinds the cache.
+
+    Args:
+        runner: of the head, which has read all committed tokens but the last.
+        state: [B, H], the head's state after them.
+        room: the largest number of columns that are read.
+    """
+
+    def __init__(self, runner: HeadRunner, state: torch.Tensor, room: int):
+        super().__init__(len(state))
+        self.runner = runner
+        self.level = runner.root(state, room)
+        self.first = -1  # column of the last level's first node; the committed text counts as a level of one node
+        self.vocabulary = None if runner.head.d2t is None else runner.head.draft_tokens
+
+    def logits(self) -> torch.Tensor:
+        """Logits [B, n, Vd] after the nodes of the last level."""
+        return self.runner.logits(self.level.states)
+
+    def over_all(self, logits: torch.Tensor) -> torch.Tensor:
+        full: torch.Tensor = self.runner.head.over_all(logits)
+        return full
+
+    def read(
+        self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], depths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Read a level: children of nodes of the last level."""
+        tokens, parents = filled(tokens), filled(parents, self.first)
+        above = [[parent - self.first for parent in row] for row in parents]
+        self.first = self.columns
+        self.add(tokens, parents)
+        self.level = self.runner.level(tokens, above, self.level)
+        self.runner.cache.commit([len(tokens[0])] * len(tokens))
+        return self.logits()
 
 
 def _last(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

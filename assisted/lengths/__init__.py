@@ -3,8 +3,7 @@
 from .adaptive import Adaptive
 from .base import DraftLength, Length
 from .cost_model import COLUMN, Costs
-from .policies import Confidence, Fixed
-from .registry import from_dict, policies, resolve, to_dict
+from .policies import Confidence, Fixed, from_dict, policies, resolve, to_dict
 
 __all__ = [
     "COLUMN",

@@ -1,7 +1,7 @@
 """The interface of draft lengths. A policy is what the caller writes down; a `Length` is its state during one `generate`.
 
-Knows numbers and confidences, nothing of models. To stay exact under sampling, a policy decides from the draft's distribution
-before a token is drawn from it, never from the token (non-anticipation). `Length.go_on` is called at that point.
+To stay exact under sampling, a policy decides from the draft's distribution before a token is drawn from it, never from the
+token (non-anticipation). `Length.go_on` is called at that point.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import torch
 
 from ..drafts import Round
 from .cost_model import Costs
-
-__all__ = ["DraftLength", "Length"]
 
 
 class Length:

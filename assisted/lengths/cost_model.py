@@ -7,7 +7,6 @@ by simulation, `python benchmarks/simulated.py --sweep`, which shows what half a
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -169,12 +168,6 @@ class Timings:
         changed = gone or len(samples) == 1 or self.typical[count] != known
         if changed and self.typical and (len(self.typical) > 1 or not self.given):
             self._fit(self.typical)
-
-    def copy(self) -> Timings:
-        """The same timings; what is added to one is not added to the other."""
-        other = copy.copy(self)
-        other.samples, other.typical, other.last = self.samples.copy(), self.typical.copy(), self.last.copy()
-        return other
 
     def at(self, count: int) -> float:
         """Seconds for this count; beyond the last knot, those of the last. Only once something is known."""

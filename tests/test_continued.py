@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from architectures import ARCHITECTURES, RECURRENT, Architecture, build, half_right, random_ids
+from covering import each_once, over
 from pairs import CALL, ENDS, ROUNDING, no_fallback
 from transformers import DynamicCache, PreTrainedModel
 
@@ -157,12 +158,15 @@ def turns(name: str, mode: str, hidden: list[bool], trees: bool = False, attenti
 
 
 # pure states tell no length, and neither here nor plainly does a turn go on from them
-@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "mamba2"])
-@pytest.mark.parametrize(
-    ("mode", "hidden"), [("own lengths", [True, False]), ("processor", [False, True])], ids=["own lengths", "lockstep"]
+@over(
+    "architecture,mode",
+    [one for one in BY_NAME.values() if one.name != "mamba2"],
+    ["own lengths", "processor"],
+    also=each_once,
 )
-def test_three_turns_of_a_batch(name: str, mode: str, hidden: list[bool]) -> None:
-    turns(name, mode, hidden)
+def test_three_turns_of_a_batch(architecture: Architecture, mode: str) -> None:
+    """A processor keeps the rows in lockstep."""
+    turns(architecture.name, mode, [mode != "processor", mode == "processor"])
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])

@@ -128,7 +128,7 @@ def test_several_heads_in_a_list(heads, make):
     assert model.graphs.reason is None
 
 
-@BESIDE
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
 def test_the_states_of_replays(beside):
     model = check_states(build(BY_NAME["llama"]), beside, calls=3)
     assert model.graphs.replays > 0

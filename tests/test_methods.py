@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, random_ids
+from covering import over
 from methods import METHODS
 from pairs import ENDS
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
@@ -29,12 +30,12 @@ def assisted_without_fallback(model, ids, **kwargs):
         return model.generate(ids, **kwargs)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda a: a.name)
-def architecture(request):
-    return request.param
+def chain_and_tree(architecture, method):
+    """Every architecture is met by a method that drafts chains and by one that drafts trees."""
+    return [] if method.refuses(architecture) else [(architecture.name, method.tree)]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@over("architecture,method", ARCHITECTURES, METHODS, also=chain_and_tree)
 def test_equals_plain(architecture, method):
     target = build(architecture)
     if method.refuses(architecture):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, random_ids
+from covering import each_once, over
 from methods import HEADS, LISTS
 from pairs import CALL, ENDS
 from test_methods import assisted_without_fallback
@@ -138,19 +139,19 @@ def check_states(target: PreTrainedModel, beside: list[str], recurrent: bool = F
     return model
 
 
-BESIDE = pytest.mark.parametrize("beside", [[], ["early-exit:1"], ["early-exit"]], ids=["alone", "split", "measured"])
+BESIDE = {"alone": [], "split": ["early-exit:1"], "measured": ["early-exit"]}
+# gemma3n's layers pass on several states, and mamba2's hidden_states begin after the first layer
+WITH_STATES = [one for one in BY_NAME.values() if one.name not in ("gemma3n", "mamba2")]
 
 
-@BESIDE
-@pytest.mark.parametrize("name", BY_NAME)
-def test_states_are_transformers_own(name, beside):
+def can_be_run(architecture, beside):
+    return beside == "alone" or architecture not in RECURRENT
+
+
+@over("architecture,beside", WITH_STATES, list(BESIDE), also=each_once, where=can_be_run)
+def test_states_are_transformers_own(architecture, beside):
     """Of the prompt, of chains and trees, of a split target's two parts, of rows that end early."""
-    recurrent = BY_NAME[name] in RECURRENT
-    if name in ("gemma3n", "mamba2") or (beside and recurrent):
-        pytest.skip(
-            "its layers pass on several states, its hidden_states begin after the first layer, or it can't be split"
-        )
-    check_states(build(BY_NAME[name]), beside, recurrent)
+    check_states(build(architecture), BESIDE[beside], architecture in RECURRENT)
 
 
 @pytest.mark.parametrize("beside", [[], ["early-exit:2"], ["early-exit"]], ids=["alone", "split", "measured"])

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
+from covering import over
 from made_tokenizers import byte_level, characters, pieces
 from pairs import BY_NAME, CALL, ENDS, no_fallback
 from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SEQUENCES, VOCABULARY, counts, exact_distribution, p_value, tiny
@@ -98,7 +99,7 @@ def test_the_shipped_pair_equals_plain(shipped, ways):
     assert shipped.totals.accepted > 0
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+@over("architecture", ARCHITECTURES)
 def test_every_architecture_equals_plain(architecture):
     """The draft says most tokens under their own ids, some pairs of characters in one token and some under other ids."""
     target = build(architecture)

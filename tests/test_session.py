@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from covering import over
 from eagle_heads import trained_head
 from methods import HEADS
 from pairs import BY_NAME, CALL, pair
@@ -98,7 +99,7 @@ def test_the_text_of_every_turn_is_plain(draft: str, rows: int, fast: str) -> No
     assert session.in_slots
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT], ids=lambda one: one.name)
+@over("architecture", [*ARCHITECTURES, *RECURRENT])
 def test_all_architectures(architecture: Any) -> None:
     target = build(architecture)
     try:

@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo chat quick test test-all fuzz lint lint-docs format docs site-check docs-serve notebooks notebooks-check clients-check clients-run versions-check handover-check dist clean
+.PHONY: help demo chat quick test test-all fuzz lint lint-docs format docs site-check docs-serve notebooks notebooks-check clients-check clients-run versions-check mutants handover-check dist clean
 
 help: ## this list
 	@echo "assisted: exact speculative decoding for Hugging Face models"
@@ -81,6 +81,9 @@ clients-run: $(VENV)/.clients
 
 versions-check: | $(VENV)/.python ## the quick tests in several versions of transformers, in .venv-versions; writes the page "Supported versions"
 	TORCH_ARGS="$(TORCH_ARGS)" $(BIN)/python tests/versions.py $(or $(ARGS),--page docs/supported-versions.md)
+
+mutants: $(VENV)/.test ## plant small defects in a copy, one by one, and see whether the tests find them; ARGS="--only masks.py"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants $(ARGS)
 
 handover-check: $(VENV)/.test ## folders of `assisted handover` in vLLM and llama.cpp; ARGS="--vllm PYTHON --llamacpp LLAMA_SERVER"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/handover.py $(ARGS)

@@ -117,6 +117,23 @@ def cases(
     ]
 
 
+def in_turns(values: Sequence[Any], options: Sequence[Any]) -> list[Any]:
+    """The product of values and options, as parameters: each value meets one option, the next in turn; the rest is slow."""
+    return [
+        pytest.param(value, option, id=f"{label(value)}-{label(option)}", marks=() if is_next else pytest.mark.slow)
+        for place, value in enumerate(values)
+        for option, is_next in ((option, place % len(options) == at) for at, option in enumerate(options))
+    ]
+
+
+def one_in(count: int, values: Sequence[Any]) -> list[Any]:
+    """Values as parameters, of which the first of every `count` runs; the rest is slow."""
+    return [
+        pytest.param(value, id=label(value), marks=pytest.mark.slow if place % count else ())
+        for place, value in enumerate(values)
+    ]
+
+
 def over(names: str, *lists: Sequence[Any], **kwargs: Any) -> pytest.MarkDecorator:
     """Parametrise a test over `cases(*lists, **kwargs)`. names: as in `pytest.mark.parametrize`, the architecture first."""
     return pytest.mark.parametrize(names, cases(*lists, **kwargs))

@@ -90,6 +90,7 @@ def test_the_compiler_looks_once_a_call(monkeypatch):
     assert 2 <= len(checks) <= 4  # one for each code of each model
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quickly")
 def test_what_changed_since_the_last_call_is_noticed():
     """Of a model that runs through its own modules: a number, and what a module is made of."""
@@ -106,6 +107,7 @@ def test_what_changed_since_the_last_call_is_noticed():
     assert model.graphs.reason is None and model.graphs.replays > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quickly")
 def test_an_eagle_head():
     target = build(BY_NAME["llama"])

@@ -626,6 +626,7 @@ def test_a_trained_head_is_asked_the_right_question(head):
     assert unfaithful(head) < 0.05  # a near-tie may fall otherwise
 
 
+@pytest.mark.slow  # they show what the test above can see, not what the package does
 @pytest.mark.parametrize("mutant", MUTANTS)
 @pytest.mark.parametrize("head", HEADS)
 def test_classic_mistakes_would_show(head, mutant, monkeypatch):

@@ -239,7 +239,7 @@ def test_sampling_follows_the_targets_distribution(ways, theirs, setting, monkey
     torch.manual_seed(3)
     kwargs = {"top_k": 0} | setting
     ids = model.generate(
-        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, num_return_sequences=SEQUENCES // 2, draft_length=2, **kwargs
+        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, num_return_sequences=SEQUENCES, draft_length=2, **kwargs
     )
     assert 0 < model.report.accepted < model.report.drafted
     assert p_value(counts(ids), exact_distribution(model.target, **kwargs)) > ALPHA
@@ -258,7 +258,7 @@ def test_a_distribution_that_is_not_renormalised_is_found(monkeypatch):
     monkeypatch.setattr(TranslatedDrafting, "_as_tokens", unequal)
     torch.manual_seed(3)
     ids = model.generate(
-        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, num_return_sequences=SEQUENCES // 2, draft_length=1, top_k=0
+        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, num_return_sequences=SEQUENCES, draft_length=1, top_k=0
     )
     assert p_value(counts(ids), exact_distribution(model.target, top_k=0)) < ALPHA
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, REFUSED, build, random_ids
+from covering import over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import METHODS, Method
@@ -204,9 +205,14 @@ QUANTIZED = [Method("self", lambda target: "self:int8-torchao"), Method("self, r
 COMBINED = Method("combined", lambda target: ["suffix", "self:int4"])
 
 
-@over_recurrent
-@pytest.mark.parametrize("method", [*METHODS, *QUANTIZED, COMBINED], ids=lambda method: method.name)
-def test_every_method_serves_it_exactly_or_refuses(name, method):
+def served_by(architecture, method):
+    """Every architecture is met by a method that keeps its own slots and by one that reads the target's states."""
+    return [(architecture.name, method.name in ("medusa", "blockwise", "eagle-1, chains", "eagle-3, trees"))]
+
+
+@over("architecture,method", RECURRENT, [*METHODS, *QUANTIZED, COMBINED], also=served_by)
+def test_every_method_serves_it_exactly_or_refuses(architecture, method):
+    name = architecture.name
     if method in [*QUANTIZED, COMBINED]:
         pytest.importorskip("torchao")
         pytest.importorskip("optimum.quanto")
@@ -298,7 +304,11 @@ class Mixture(Drafter, Drafting):
 
 
 @pytest.mark.parametrize(
-    ("name", "setting"), [("lfm2", {}), ("qwen3_5", {"temperature": 0.6, "top_p": 0.9})], ids=["lfm2", "qwen3_5"]
+    ("name", "setting"),
+    [
+        pytest.param("lfm2", {}, id="lfm2", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", {"temperature": 0.6, "top_p": 0.9}, id="qwen3_5"),
+    ],
 )
 def test_sampling_follows_the_targets_distribution(name, setting):
     """Rows come in small batches: a large one accepts what its least lucky row accepts, nothing."""

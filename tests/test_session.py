@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
-from covering import over
+from covering import in_turns, over
 from eagle_heads import trained_head
 from methods import HEADS
 from pairs import BY_NAME, CALL, pair
@@ -88,8 +88,7 @@ DRAFTS: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("fast", ["auto", "eager"])
+@pytest.mark.parametrize("draft,fast", in_turns(list(DRAFTS), ["auto", "eager"]))
 def test_the_text_of_every_turn_is_plain(draft: str, rows: int, fast: str) -> None:
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, DRAFTS[draft](target), draft_length=4, fast=fast)

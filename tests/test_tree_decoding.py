@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from architectures import build, half_right
+from covering import in_turns, one_in
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, tokenizer
 from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_distribution, p_value, tiny
 from test_text import Streamer
@@ -234,8 +235,9 @@ def small():
 SAMPLED = 4  # the first, a path of two and a bonus
 
 
-@pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without replacement"])
-@pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "setting,replacement", in_turns([{}, {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.5}], [False, True])
+)
 def test_drawn_trees_follow_the_targets_distribution(small, setting, replacement):
     target, draft = small
     model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=2)
@@ -268,7 +270,7 @@ def test_trees_claimed_to_be_drawn_otherwise_are_found(small):
     assert p_value(counts(sequences), exact_distribution(target, SAMPLED, top_k=0)) < ALPHA
 
 
-@pytest.mark.parametrize("setting", [{}, {"temperature": 0.6, "repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("setting", one_in(2, [{"temperature": 0.6, "repetition_penalty": 1.3}, {}]))
 def test_merged_drafters_follow_the_targets_distribution(small, setting):
     """Two models and a copier: draws of two distributions and certain tokens at one node."""
     target, draft = small

@@ -60,7 +60,9 @@ def _positions(architecture: Architecture) -> str:
 
 
 def label(value: Any) -> str:
-    return str(getattr(value, "name", value))
+    if isinstance(value, tuple):
+        return " + ".join(map(label, value))
+    return str(getattr(value, "name", getattr(value, "__name__", value)))
 
 
 def goals_of(case: Sequence[Any], also: Goals) -> set[Hashable]:

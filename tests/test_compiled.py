@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import build, half_right, random_ids
+from covering import in_turns
 from eagle_heads import trained_head, written
 from medusa_heads import knowing_what_follows
 from pairs import BY_NAME
@@ -200,8 +201,7 @@ def test_a_single_column_of_one_row_needs_no_code_of_its_own():
     assert code._fills_up(runner, 1, False)
 
 
-@pytest.mark.parametrize("fits", [True, False])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization,fits", in_turns(["int8", "int4"], [True, False]))
 def test_a_copy_in_few_bits_is_compiled_into_code_for_single_columns(quantization, fits, monkeypatch, quickly):
     """Where another copy of its weights fits into memory, they are constants, for which the compiler has faster products."""
     monkeypatch.setattr(captures, "may_take", lambda size: fits or not size)

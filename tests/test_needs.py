@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, random_ids
-from covering import each_once, over
+from covering import each_once, in_turns, over
 from methods import HEADS, LISTS
 from pairs import CALL, ENDS
 from test_methods import assisted_without_fallback
@@ -174,8 +174,7 @@ def target_of(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.filterwarnings("ignore:draft. with")  # that a tiny model has no layers to spare
-@pytest.mark.parametrize("make", [list, Merged], ids=["list", "merged"])
-@pytest.mark.parametrize("heads", LISTS, ids=" + ".join)
+@pytest.mark.parametrize("heads,make", in_turns(LISTS, [list, Merged]))
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "bloom"])
 def test_several_heads_in_a_list(name, heads, make):
     """Token by token what plain `generate` writes: one row, a ragged batch, and another turn over the cache returned."""
@@ -217,9 +216,9 @@ def test_a_head_knows_as_much_among_others_as_alone(heads):
     assert tokens_per_pass(Merged([spec_of("llama", head) for head in heads])) >= max(alone) - 0.2
 
 
-@pytest.mark.parametrize("make", [list, Merged], ids=["list", "merged"])
 @pytest.mark.parametrize(
-    "heads", [("eagle", "random eagle"), ("eagle-1", "medusa"), ("early-exit", "eagle", "suffix")], ids=" + ".join
+    "heads,make",
+    in_turns([("eagle", "random eagle"), ("eagle-1", "medusa"), ("early-exit", "eagle", "suffix")], [list, Merged]),
 )
 def test_several_heads_follow_the_targets_distribution(heads, make):
     target = tiny(0, layers=2)

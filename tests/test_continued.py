@@ -17,7 +17,7 @@ from covering import each_once, over
 from pairs import CALL, ENDS, ROUNDING, no_fallback
 from transformers import DynamicCache, PreTrainedModel
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM
 from assisted.drafters.base import Call, Drafter, Drafting
 from assisted.drafts import Draft, DraftingStopped
 from assisted.text import Text
@@ -26,9 +26,7 @@ BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + R
 FILLER = 50  # what is drafted for rows that have ended: no padding
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 class Guided(Drafter):

@@ -7,7 +7,7 @@ import torch
 from architectures import ARCHITECTURES, REFUSED, build, half_right, random_ids
 from covering import each_once, over
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM
 from assisted.drafts import DraftingStopped
 
 NEW_TOKENS = 24
@@ -15,9 +15,7 @@ WINDOW_CROSSING = {"shorter than window": 5, "longer than window": 20}  # prompt
 ENDS = [2, *range(5, 11)]  # many end tokens, so that rows end at different times
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 DRAFTS = {

@@ -19,7 +19,7 @@ from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, 
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import AutoTokenizer, DynamicCache, LogitsProcessor, LogitsProcessorList
 
-from assisted import AssistedModelForCausalLM, Merged, decoding, zoo
+from assisted import AssistedModelForCausalLM, Merged, zoo
 from assisted.drafters import Eagle
 from assisted.drafters import eagle as module
 from assisted.drafters.base import Call
@@ -35,9 +35,7 @@ from assisted.lengths.rates import Rates
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 @functools.cache

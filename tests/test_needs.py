@@ -17,7 +17,7 @@ from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, 
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import PreTrainedModel
 
-from assisted import AssistedModelForCausalLM, Merged, decoding
+from assisted import AssistedModelForCausalLM, Merged
 from assisted.drafters.base import Call, Drafter, Drafting, Spec, Target
 from assisted.drafts import Draft, Round
 from assisted.engine.needs import NOTHING, Needs
@@ -26,9 +26,7 @@ from assisted.text import Text
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 def test_needs_unite():

@@ -17,7 +17,7 @@ from test_sampling import NEW_TOKENS as SAMPLED
 from test_sampling import tiny as tiny_llama
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM
 from assisted.drafters.base import Drafter, Drafting
 from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import recurrent
@@ -36,9 +36,7 @@ LONG = 60
 over_recurrent = pytest.mark.parametrize("name", NAMES)
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 class Oracle(Drafter):

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM
 
 VOCABULARY = 5  # sequences of 3 new tokens: 125 outcomes
 NEW_TOKENS = 3
@@ -29,9 +29,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 def tiny(seed, layers=1):

@@ -15,7 +15,7 @@ from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_distribution,
 from test_text import Streamer
 from test_traps import Remembers
 
-from assisted import AssistedModelForCausalLM, Merged, Suffix, acceptance, decoding
+from assisted import AssistedModelForCausalLM, Merged, Suffix, acceptance
 from assisted.distribution import probabilities
 from assisted.drafters.base import Drafter, Drafting
 from assisted.drafts import Draft
@@ -25,9 +25,7 @@ NODES = 10
 ROWS = [1, 3]
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 class Planted(Drafter, Drafting):

@@ -30,14 +30,14 @@ COPIED = ("assisted", "tests", "notebooks", "docs", "tools", "benchmarks", "pypr
 TESTS = {
     "acceptance.py": "acceptance acceptance_tree",
     "distribution.py": "distribution sampling",
-    "verification.py": "wrong_drafts counts invalid_logits tree_verification sampling traps decoding",
-    "decoding.py": "wrong_drafts counts decoding traps robustness",
+    "verification.py": "wrong_drafts counts invalid_logits tree_verification traps sampling",
+    "decoding.py": "wrong_drafts counts decoding traps",
     "drafts.py": "drafts trees wrong_drafts tree_decoding",
     "text.py": "text robustness",
     "generation.py": "generation forwarding robustness continued",
     "engine/cache.py": "cache runtime continued",
-    "engine/masks.py": "runtime tree_decoding decoding",
-    "engine/runner.py": "runtime needs decoding continued prompts",
+    "engine/masks.py": "runtime decoding tree_decoding",
+    "engine/runner.py": "runtime prompts decoding continued",
     "engine/recurrent.py": "recurrent",
     "engine/trust.py": "trust trust_further",
     "engine/session.py": "session",
@@ -46,7 +46,7 @@ TESTS = {
     "fast/products.py": "products fused plan",
     "fast/sources.py": "sources",
     "fast/static_buffers.py": "graphs compiled",
-    "drafters/chain.py": "sampling wrong_drafts controller methods",
+    "drafters/chain.py": "wrong_drafts sampling methods",
     "drafters/combined.py": "combined",
     "drafters/eagle.py": "eagle session",
     "drafters/early_exit.py": "early_exit",
@@ -72,7 +72,7 @@ MUTANTS = [
     ("acceptance.py", "if token != choice[i]), len(tokens))", "if token != choice[i]), 0)"),
     ("acceptance.py", "if parent == here and token == choice[here + 1]:", "if token == choice[here + 1]:"),
     ("acceptance.py", "(weight.unsqueeze(-1) * p - q).clamp(min=0)", "(weight.unsqueeze(-1) * p - q).abs()"),
-    ("acceptance.py", "S / denominator, 1)", "S / denominator, 0)"),
+    ("acceptance.py", "_drafted(lengths - 1, n)[:, :-1]", "_drafted(lengths, n)[:, :-1]"),
     ("acceptance.py", "(order < order.unsqueeze(1))", "(order <= order.unsqueeze(1))"),
     ("acceptance.py", "whole = (accepted == lengths).unsqueeze(-1)", "whole = (accepted == n).unsqueeze(-1)"),
     ("distribution.py", "kept = before < processor.top_p", "kept = before + p < processor.top_p"),
@@ -218,13 +218,18 @@ def main() -> int:
         "--tree", type=Path, default=ROOT, help="the checkout to mutate and to test (default: this one)"
     )
     parser.add_argument("--marks", default=MARKS, help="which tests, as pytest's -m (default: those of `make test`)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep the results here, and go on after those that are here"
+    )
     options = parser.parse_args()
     check(options.tree)
     import hypothesis  # noqa: F401 - the processes of the mutants need not import these again
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     results = []
+    if options.json and options.json.exists():
+        results = [Found(**one) for one in json.loads(options.json.read_text(encoding="utf-8"))]
+    done = {(one.file, one.old, one.new) for one in results}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         for name in filter(lambda name: (options.tree / name).exists(), COPIED):
@@ -232,7 +237,7 @@ def main() -> int:
             shutil.copytree(
                 source, to, ignore=shutil.ignore_patterns("__pycache__")
             ) if source.is_dir() else shutil.copy(source, to)
-        for mutant in (one for one in MUTANTS if options.only in " ".join(one)):
+        for mutant in (one for one in MUTANTS if options.only in " ".join(one) and one not in done):
             found = tried(tree, mutant, options.marks)
             results.append(found)
             print(

@@ -30,7 +30,7 @@ COPIED = ("assisted", "tests", "notebooks", "docs", "tools", "benchmarks", "pypr
 TESTS = {
     "acceptance.py": "acceptance acceptance_tree",
     "distribution.py": "distribution sampling",
-    "verification.py": "wrong_drafts counts invalid_logits tree_verification traps sampling",
+    "verification.py": "wrong_drafts counts invalid_logits tree_verification continued sampling",
     "decoding.py": "wrong_drafts counts decoding traps",
     "drafts.py": "drafts trees wrong_drafts tree_decoding",
     "text.py": "text robustness",

@@ -286,6 +286,7 @@ def test_a_call_that_fails_leaves_the_text_before_it() -> None:
     with pytest.raises(RuntimeError, match="no more"):
         model.generate(prompt, past_key_values=session, logits_processor=[fails], **CALL)
     assert session.get_seq_length() == text.shape[1] - 1
+    assert {layer.keys.shape[2] for layer in copy.deepcopy(session).layers} == {text.shape[1] - 1}
     assert model.generate(prompt, past_key_values=session, **CALL).tolist() == target.generate(prompt, **CALL).tolist()
 
 

@@ -283,6 +283,24 @@ def test_a_row_that_ended_is_longer_than_the_rest(name: str, attention: str, fas
     model.fast = "auto"
 
 
+def test_rows_in_lockstep_of_which_one_ends_within_its_draft() -> None:
+    """The draft is right beyond the end, where padding takes its place; the others go on as fast as before."""
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, draft=target, draft_length=4)
+    ids = random_ids(target, 3, 12, seed=3)
+    free = target.generate(ids, **CALL)
+    ends = [int(token) for token in free[0, 14:] if token not in free[1:, 12:]]
+    assert len(ends) > 3  # not all of them at the end of a draft
+    for end in ends:
+        call = CALL | {"eos_token_id": [end], "return_dict_in_generate": True, "logits_processor": [same_scores]}
+        plain = target.generate(ids, **call)
+        with no_fallback():
+            ours = model.generate(ids, **call)
+        assert ours.sequences.tolist() == plain.sequences.tolist()
+        require_same_cache(ours.past_key_values, plain.past_key_values)
+        assert model.report is not None and model.report.tokens_per_pass > 3
+
+
 @pytest.mark.parametrize("name", ["llama", "codegen", "bloom"])
 def test_a_cache_of_other_rows_is_refused(name: str) -> None:
     """Plain decoding raises; going on from the first row's past in all rows would be another call."""

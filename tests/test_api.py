@@ -14,6 +14,8 @@ import pytest
 
 import assisted
 
+pytestmark = pytest.mark.documents
+
 PAGES = Path(__file__).parent.parent / "docs" / "api"
 TEXT = "\n".join(page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md")))
 DIRECTIVES = re.findall(r"^::: ([\w.]+)$", TEXT, re.M)

@@ -5,9 +5,12 @@ import importlib
 import re
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 import assisted
+
+pytestmark = pytest.mark.documents
 
 PACKAGE = Path(assisted.__file__).parent
 LIBRARIES = PACKAGE / "engine" / "libraries.py"

@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, REFUSED, Architecture, agreement, build, half_right, random_ids
+from covering import cases
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
@@ -17,7 +18,7 @@ CHAIN = [-1, 0, 1, 2]
 TREE = [-1, 0, 0, 2]  # a root, its two children, a child of the second
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda architecture: architecture.name)
+@pytest.fixture(scope="module", params=cases(ARCHITECTURES))
 def case(request: pytest.FixtureRequest) -> tuple[Architecture, PreTrainedModel]:
     return request.param, build(request.param)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, half_right
+from covering import in_turns
 from pairs import BY_NAME
 from test_trust import LONG, OWN, PLAIN, batch, compared, made, mlps
 from test_trust_further import only_generated
@@ -125,7 +126,7 @@ def test_models_that_accelerate_moves(moved: Any, weights: tuple[Any, Any]) -> N
     target = moved(copy.deepcopy(weights[0]), **where)
     model = AssistedModelForCausalLM.from_models(target, draft=copy.deepcopy(weights[1]), draft_length=4)
     for rows in (1, 3):
-        assert compared(target, model, **LONG, **batch(weights[0], rows))[1] == OWN
+        assert compared(target, model, **LONG | batch(weights[0], rows))[1] == OWN
 
 
 COMPILED: dict[str, Callable[[Any], Any]] = {
@@ -139,14 +140,13 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled_models(name: str, weights: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("name,rows", in_turns(list(COMPILED), [3, 1]))
+def test_compiled_models(name: str, rows: int, weights: tuple[Any, Any]) -> None:
     target = copy.deepcopy(weights[0])
     given = COMPILED[name](target)
     given = given if isinstance(given, nn.Module) else target
     model = AssistedModelForCausalLM.from_models(given, draft=copy.deepcopy(weights[1]), draft_length=4)
-    for rows in (1, 3):
-        assert compared(given, model, **LONG, **batch(target, rows))[1] == OWN
+    assert compared(given, model, **LONG | batch(target, rows))[1] == OWN
     torch._dynamo.reset()
 
 

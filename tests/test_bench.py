@@ -99,6 +99,7 @@ def test_repeated_share() -> None:
 
 
 @pytest.mark.usefixtures("held_out_text")
+@pytest.mark.slow
 def test_the_sets_are_always_the_same() -> None:
     tokenizer = letters()
     found = bench.read(list(SETS), tokenizer, 2, (400, 900))

@@ -12,6 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+pytestmark = pytest.mark.documents
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))

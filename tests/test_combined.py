@@ -7,7 +7,7 @@ import torch
 from architectures import build, half_right, random_ids
 from pairs import BY_NAME, CALL, prompt, tokenizer
 
-from assisted import AssistedModelForCausalLM, Combined, DraftModel, Eagle, Merged, QuantizedSelf, decoding
+from assisted import AssistedModelForCausalLM, Combined, DraftModel, Eagle, Merged, QuantizedSelf
 from assisted.drafters import parse, read
 from assisted.drafters.base import Drafting
 from assisted.drafters.combined import CombinedDrafting, CombinedLength, Member
@@ -15,10 +15,7 @@ from assisted.drafts import Draft, DraftingStopped, Round
 from assisted.engine.prepared import CallSettings
 from assisted.lengths import Fixed
 
-
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 class OneRow:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import build, half_right, random_ids
+from covering import in_turns
 from eagle_heads import trained_head, written
 from medusa_heads import knowing_what_follows
 from pairs import BY_NAME
@@ -90,6 +91,7 @@ def test_the_compiler_looks_once_a_call(monkeypatch):
     assert 2 <= len(checks) <= 4  # one for each code of each model
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quickly")
 def test_what_changed_since_the_last_call_is_noticed():
     """Of a model that runs through its own modules: a number, and what a module is made of."""
@@ -106,6 +108,7 @@ def test_what_changed_since_the_last_call_is_noticed():
     assert model.graphs.reason is None and model.graphs.replays > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quickly")
 def test_an_eagle_head():
     target = build(BY_NAME["llama"])
@@ -198,8 +201,7 @@ def test_a_single_column_of_one_row_needs_no_code_of_its_own():
     assert code._fills_up(runner, 1, False)
 
 
-@pytest.mark.parametrize("fits", [True, False])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization,fits", in_turns(["int8", "int4"], [True, False]))
 def test_a_copy_in_few_bits_is_compiled_into_code_for_single_columns(quantization, fits, monkeypatch, quickly):
     """Where another copy of its weights fits into memory, they are constants, for which the compiler has faster products."""
     monkeypatch.setattr(captures, "may_take", lambda size: fits or not size)

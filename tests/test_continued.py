@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from architectures import ARCHITECTURES, RECURRENT, Architecture, build, half_right, random_ids
+from covering import each_once, over
 from pairs import CALL, ENDS, ROUNDING, no_fallback
 from transformers import DynamicCache, PreTrainedModel
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM
 from assisted.drafters.base import Call, Drafter, Drafting
 from assisted.drafts import Draft, DraftingStopped
 from assisted.text import Text
@@ -25,9 +26,7 @@ BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + R
 FILLER = 50  # what is drafted for rows that have ended: no padding
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 class Guided(Drafter):
@@ -157,12 +156,15 @@ def turns(name: str, mode: str, hidden: list[bool], trees: bool = False, attenti
 
 
 # pure states tell no length, and neither here nor plainly does a turn go on from them
-@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "mamba2"])
-@pytest.mark.parametrize(
-    ("mode", "hidden"), [("own lengths", [True, False]), ("processor", [False, True])], ids=["own lengths", "lockstep"]
+@over(
+    "architecture,mode",
+    [one for one in BY_NAME.values() if one.name != "mamba2"],
+    ["own lengths", "processor"],
+    also=each_once,
 )
-def test_three_turns_of_a_batch(name: str, mode: str, hidden: list[bool]) -> None:
-    turns(name, mode, hidden)
+def test_three_turns_of_a_batch(architecture: Architecture, mode: str) -> None:
+    """A processor keeps the rows in lockstep."""
+    turns(architecture.name, mode, [mode != "processor", mode == "processor"])
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
@@ -279,6 +281,24 @@ def test_a_row_that_ended_is_longer_than_the_rest(name: str, attention: str, fas
     with no_fallback():
         assert model.generate(ids, draft_length=4, **call).tolist() == plain.tolist()
     model.fast = "auto"
+
+
+def test_rows_in_lockstep_of_which_one_ends_within_its_draft() -> None:
+    """The draft is right beyond the end, where padding takes its place; the others go on as fast as before."""
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, draft=target, draft_length=4)
+    ids = random_ids(target, 3, 12, seed=3)
+    free = target.generate(ids, **CALL)
+    ends = [int(token) for token in free[0, 14:] if token not in free[1:, 12:]]
+    assert len(ends) > 3  # not all of them at the end of a draft
+    for end in ends:
+        call = CALL | {"eos_token_id": [end], "return_dict_in_generate": True, "logits_processor": [same_scores]}
+        plain = target.generate(ids, **call)
+        with no_fallback():
+            ours = model.generate(ids, **call)
+        assert ours.sequences.tolist() == plain.sequences.tolist()
+        require_same_cache(ours.past_key_values, plain.past_key_values)
+        assert model.report is not None and model.report.tokens_per_pass > 3
 
 
 @pytest.mark.parametrize("name", ["llama", "codegen", "bloom"])

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, half_right, random_ids
+from covering import in_turns
 from methods import METHODS, half_heard
 from pairs import BY_NAME, tokenizer
 from test_quantization import MODULES, llama
@@ -71,7 +72,7 @@ WAYS: dict[str, Callable[[AssistedModelForCausalLM], AssistedModelForCausalLM]] 
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture
 def kind(request: pytest.FixtureRequest) -> str:
     module = MODULES.get(request.param.removeprefix("self:"), "torch")
     if importlib.util.find_spec(module.partition(".")[0]) is None:
@@ -95,7 +96,7 @@ def parts(tensor: Any) -> list[torch.Tensor]:
     return [part for name in tensor.__tensor_flatten__()[0] for part in parts(getattr(tensor, name))]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind,way", in_turns(KINDS, list(WAYS)), indirect=["kind"])
 def test_a_copy_writes_the_same_and_shares_nothing(kind: str, way: str) -> None:
     pair = pair_of(kind)
     expected, drafted = text(pair), pair.report.drafted
@@ -111,8 +112,7 @@ def test_a_copy_writes_the_same_and_shares_nothing(kind: str, way: str) -> None:
     assert pair.report.drafted > 0 or drafted == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name,way", in_turns(list(NAMES), list(WAYS)))
 def test_quantized_targets(name: str, way: str) -> None:
     pytest.importorskip(MODULES[name])
     pair = AssistedModelForCausalLM.from_models(quantize_copy(llama(hidden=64, inner=128, layers=2), name))

@@ -5,26 +5,30 @@ import warnings
 import pytest
 import torch
 from architectures import ARCHITECTURES, REFUSED, build, half_right, random_ids
+from covering import each_once, over
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM
 from assisted.drafts import DraftingStopped
 
 NEW_TOKENS = 24
-WINDOW_CROSSING = ((5, "shorter"), (20, "longer"))  # prompt lengths against the windows of 8 tokens
+WINDOW_CROSSING = {"shorter than window": 5, "longer than window": 20}  # prompt lengths against the windows of 8 tokens
 ENDS = [2, *range(5, 11)]  # many end tokens, so that rows end at different times
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda a: a.name)
-def models(request):
-    """A target and drafts that are itself, half right, and unrelated."""
-    target = build(request.param)
-    drafts = {"itself": target, "half-right": half_right(target), "random": build(request.param, seed=7)}
-    return target, {name: AssistedModelForCausalLM.from_models(target, draft=draft) for name, draft in drafts.items()}
+DRAFTS = {
+    "itself": lambda architecture, target: target,
+    "half-right": lambda architecture, target: half_right(target),
+    "random": lambda architecture, target: build(architecture, seed=7),
+}
+
+
+def models(architecture, draft):
+    """A target, and a pair with a draft that is itself, half right, or unrelated."""
+    target = build(architecture)
+    return target, AssistedModelForCausalLM.from_models(target, draft=DRAFTS[draft](architecture, target))
 
 
 def both(target, model, ids, draft_length=4, **kwargs):
@@ -45,16 +49,13 @@ def padded_batch(target, rows=4, length=12):
     return ids.where(mask.bool(), 0), mask
 
 
-@pytest.mark.parametrize("draft", ["itself", "half-right", "random"])
-@pytest.mark.parametrize(
-    "length", [n for n, _ in WINDOW_CROSSING], ids=[f"{name}-than-window" for _, name in WINDOW_CROSSING]
-)
-def test_one_row_equals_plain(models, draft, length):
-    target, assisted = models
-    ids = random_ids(target, 1, length, seed=length)
-    plain, ours = both(target, assisted[draft], ids, eos_token_id=None)
+@over("architecture,draft,length", ARCHITECTURES, list(DRAFTS), list(WINDOW_CROSSING))
+def test_one_row_equals_plain(architecture, draft, length):
+    target, assisted = models(architecture, draft)
+    ids = random_ids(target, 1, WINDOW_CROSSING[length], seed=WINDOW_CROSSING[length])
+    plain, ours = both(target, assisted, ids, eos_token_id=None)
     assert ours.tolist() == plain.tolist()
-    report = assisted[draft].report
+    report = assisted.report
     assert report.new_tokens == NEW_TOKENS
     if draft == "itself":
         # rounding between passes of different widths may cost a token, no more
@@ -63,14 +64,14 @@ def test_one_row_equals_plain(models, draft, length):
         assert report.accepted > 0
 
 
-@pytest.mark.parametrize("draft", ["itself", "half-right", "random"])
-def test_padded_batch_with_rows_that_end_apart_equals_plain(models, draft):
-    target, assisted = models
+@over("architecture,draft", ARCHITECTURES, list(DRAFTS), also=each_once)
+def test_padded_batch_with_rows_that_end_apart_equals_plain(architecture, draft):
+    target, assisted = models(architecture, draft)
     ids, mask = padded_batch(target)
-    plain, ours = both(target, assisted[draft], ids, attention_mask=mask, eos_token_id=ENDS)
+    plain, ours = both(target, assisted, ids, attention_mask=mask, eos_token_id=ENDS)
     assert ours.tolist() == plain.tolist()
     if draft != "random":
-        assert assisted[draft].report.accepted > 0
+        assert assisted.report.accepted > 0
 
 
 @pytest.mark.parametrize("draft_length", [1, 2, 7, "confidence"])

@@ -20,6 +20,8 @@ from assisted import drafters
 from assisted.cli.main import main
 from assisted.drafters import registry
 
+pytestmark = pytest.mark.documents
+
 ROOT = Path(__file__).parent.parent
 NOT_RUN = "<!-- not run -->"
 NEEDS = re.compile(r"^<!-- needs (\w+) -->$", re.M)

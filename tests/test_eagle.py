@@ -19,7 +19,7 @@ from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, 
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import AutoTokenizer, DynamicCache, LogitsProcessor, LogitsProcessorList
 
-from assisted import AssistedModelForCausalLM, Merged, decoding, zoo
+from assisted import AssistedModelForCausalLM, Merged, zoo
 from assisted.drafters import Eagle
 from assisted.drafters import eagle as module
 from assisted.drafters.base import Call
@@ -35,9 +35,7 @@ from assisted.lengths.rates import Rates
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 @functools.cache
@@ -626,6 +624,7 @@ def test_a_trained_head_is_asked_the_right_question(head):
     assert unfaithful(head) < 0.05  # a near-tie may fall otherwise
 
 
+@pytest.mark.slow  # they show what the test above can see, not what the package does
 @pytest.mark.parametrize("mutant", MUTANTS)
 @pytest.mark.parametrize("head", HEADS)
 def test_classic_mistakes_would_show(head, mutant, monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pairs import BY_NAME, ENDS
 from test_parts import assert_same, snapshot
 
-from assisted import AssistedModelForCausalLM, EarlyExit, decoding
+from assisted import AssistedModelForCausalLM, EarlyExit
 from assisted.drafters import early_exit
 from assisted.drafters.early_exit import ExitChoice
 from assisted.drafts import DraftingStopped
@@ -23,12 +23,7 @@ CALL = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_tok
 LAYERS = 6
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:draft. with an exit after")
-
-
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = [pytest.mark.filterwarnings("ignore:draft. with an exit after"), pytest.mark.usefixtures("invariants")]
 
 
 def target(name="llama", enough=None, seed=0):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
+from covering import one_in
 from pairs import BY_NAME, CALL, prompt, tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, Trainer, TrainingArguments
@@ -225,7 +226,7 @@ def trainer(model: Any, folder: Path, steps: int = 4, **kwargs: Any) -> Trainer:
     return Trainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", one_in(2, [0.1, 0.0]))
 def test_a_trainer_trains_resumes_and_picks_the_best(tmp_path: Path, smoothing: float) -> None:
     options = {"label_smoothing_factor": smoothing}
     plain, pair = build(BY_NAME["llama"]), pair_of("MODEL")
@@ -314,10 +315,13 @@ print("read")
 
 @pytest.mark.parametrize(
     "order",
-    [
-        "import assisted; from transformers import GenerationMixin, AutoModelForCausalLM",  # its file imports the Auto classes
-        "from transformers import AutoModelForCausalLM; import assisted",
-    ],
+    one_in(
+        2,
+        [
+            "import assisted; from transformers import GenerationMixin, AutoModelForCausalLM",  # its file imports Auto classes
+            "from transformers import AutoModelForCausalLM; import assisted",
+        ],
+    ),
 )
 def test_transformers_knows_pairs_whichever_was_imported_first(tmp_path: Path, order: str) -> None:
     pair_of("MODEL").save_pretrained(tmp_path / "pair")

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
+from covering import over
 from pairs import BY_NAME
 from test_parts import assert_same, snapshot
 
@@ -52,7 +53,7 @@ def test_knows_its_family_alone(architecture, monkeypatch):
     assert (fused.fused(model).module is not model) == (architecture.name in FAMILY)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+@over("architecture", ARCHITECTURES)
 def test_text_is_plain_where_every_product_is_packed(architecture, monkeypatch):
     monkeypatch.setattr(products, "_WIDE", 1)
     target = build(architecture)

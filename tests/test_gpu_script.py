@@ -13,6 +13,8 @@ import torch
 
 from tests.test_bench_scripts import script
 
+pytestmark = pytest.mark.documents
+
 CHILD = """
 import os, sys, time
 from pathlib import Path

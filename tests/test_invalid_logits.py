@@ -13,7 +13,7 @@ from pairs import CALL, assistedly, pair, plainly, prompt
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM
 from assisted.distribution import Distribution
 from assisted.drafts import Draft
 from assisted.text import Text
@@ -29,9 +29,7 @@ INVALID = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 @contextmanager

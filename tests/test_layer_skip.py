@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pairs import BY_NAME
 from test_parts import assert_same, snapshot
 
-from assisted import AssistedModelForCausalLM, LayerSkip, decoding
+from assisted import AssistedModelForCausalLM, LayerSkip
 from assisted.drafters import layer_skip
 from assisted.drafters.layer_skip import SkipSearch
 from assisted.engine.cache import SlotCache
@@ -27,9 +27,7 @@ CALL = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_tok
 LAYERS = 6
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 def target(name="llama"):

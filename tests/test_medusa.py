@@ -10,7 +10,7 @@ from architectures import RECURRENT, build, random_ids
 from medusa_heads import knowing, random_heads
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt
 
-from assisted import AssistedModelForCausalLM, Medusa, Suffix, decoding
+from assisted import AssistedModelForCausalLM, Medusa, Suffix
 from assisted.drafters import medusa, parse
 from assisted.lengths import Costs
 from assisted.lengths.adaptive import Adaptive
@@ -18,9 +18,7 @@ from assisted.lengths.adaptive import Adaptive
 NEW = 24
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 def written(target, length=9, seed=3):

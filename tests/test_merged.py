@@ -10,15 +10,12 @@ from hypothesis import strategies as st
 from pairs import BY_NAME, CALL, no_fallback
 from transformers import LogitsProcessorList
 
-from assisted import AssistedModelForCausalLM, Merged, Suffix, decoding
+from assisted import AssistedModelForCausalLM, Merged, Suffix
 from assisted.distribution import Distribution
 from assisted.drafters.merged import merge
 from assisted.drafts import Draft
 
-
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 def test_a_tree_accepts_what_either_model_knows():

@@ -5,21 +5,20 @@ import warnings
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, random_ids
+from covering import over
 from methods import METHODS
 from pairs import ENDS
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM
 from assisted.drafts import DraftingStopped
 
 NEW_TOKENS = 24
 CALL = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True, "pad_token_id": 0}
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 def assisted_without_fallback(model, ids, **kwargs):
@@ -29,12 +28,12 @@ def assisted_without_fallback(model, ids, **kwargs):
         return model.generate(ids, **kwargs)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda a: a.name)
-def architecture(request):
-    return request.param
+def chain_and_tree(architecture, method):
+    """Every architecture is met by a method that drafts chains and by one that drafts trees."""
+    return [] if method.refuses(architecture) else [(architecture.name, method.tree)]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@over("architecture,method", ARCHITECTURES, METHODS, also=chain_and_tree)
 def test_equals_plain(architecture, method):
     target = build(architecture)
     if method.refuses(architecture):

@@ -23,12 +23,14 @@ NEEDS_BACKEND = {"self"}
 DRAFTS: dict[str, Any] = {"self": "self:int8-torchao"}
 
 
+@pytest.mark.documents
 def test_the_page_has_the_table_that_the_code_makes() -> None:
     text = PAGE.read_text(encoding="utf-8")
     start, stop = section(text)
     assert text[start:stop] == table(), "run python tests/methods_table.py"
 
 
+@pytest.mark.documents
 def test_every_method_has_a_line() -> None:
     assert {line.method for line in LINES} == set(METHODS)
 

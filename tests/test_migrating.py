@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from assisted import AssistedModelForCausalLM, zoo
 
+pytestmark = pytest.mark.documents
+
 PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
 PINNED = "5.23"
 CALL = {"max_new_tokens": 32, "do_sample": False}

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, random_ids
+from covering import each_once, in_turns, over
 from methods import HEADS, LISTS
 from pairs import CALL, ENDS
 from test_methods import assisted_without_fallback
@@ -16,7 +17,7 @@ from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, 
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import PreTrainedModel
 
-from assisted import AssistedModelForCausalLM, Merged, decoding
+from assisted import AssistedModelForCausalLM, Merged
 from assisted.drafters.base import Call, Drafter, Drafting, Spec, Target
 from assisted.drafts import Draft, Round
 from assisted.engine.needs import NOTHING, Needs
@@ -25,9 +26,7 @@ from assisted.text import Text
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 def test_needs_unite():
@@ -138,19 +137,19 @@ def check_states(target: PreTrainedModel, beside: list[str], recurrent: bool = F
     return model
 
 
-BESIDE = pytest.mark.parametrize("beside", [[], ["early-exit:1"], ["early-exit"]], ids=["alone", "split", "measured"])
+BESIDE = {"alone": [], "split": ["early-exit:1"], "measured": ["early-exit"]}
+# gemma3n's layers pass on several states, and mamba2's hidden_states begin after the first layer
+WITH_STATES = [one for one in BY_NAME.values() if one.name not in ("gemma3n", "mamba2")]
 
 
-@BESIDE
-@pytest.mark.parametrize("name", BY_NAME)
-def test_states_are_transformers_own(name, beside):
+def can_be_run(architecture, beside):
+    return beside == "alone" or architecture not in RECURRENT
+
+
+@over("architecture,beside", WITH_STATES, list(BESIDE), also=each_once, where=can_be_run)
+def test_states_are_transformers_own(architecture, beside):
     """Of the prompt, of chains and trees, of a split target's two parts, of rows that end early."""
-    recurrent = BY_NAME[name] in RECURRENT
-    if name in ("gemma3n", "mamba2") or (beside and recurrent):
-        pytest.skip(
-            "its layers pass on several states, its hidden_states begin after the first layer, or it can't be split"
-        )
-    check_states(build(BY_NAME[name]), beside, recurrent)
+    check_states(build(architecture), BESIDE[beside], architecture in RECURRENT)
 
 
 @pytest.mark.parametrize("beside", [[], ["early-exit:2"], ["early-exit"]], ids=["alone", "split", "measured"])
@@ -173,8 +172,7 @@ def target_of(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.filterwarnings("ignore:draft. with")  # that a tiny model has no layers to spare
-@pytest.mark.parametrize("make", [list, Merged], ids=["list", "merged"])
-@pytest.mark.parametrize("heads", LISTS, ids=" + ".join)
+@pytest.mark.parametrize("heads,make", in_turns(LISTS, [list, Merged]))
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "bloom"])
 def test_several_heads_in_a_list(name, heads, make):
     """Token by token what plain `generate` writes: one row, a ragged batch, and another turn over the cache returned."""
@@ -216,9 +214,9 @@ def test_a_head_knows_as_much_among_others_as_alone(heads):
     assert tokens_per_pass(Merged([spec_of("llama", head) for head in heads])) >= max(alone) - 0.2
 
 
-@pytest.mark.parametrize("make", [list, Merged], ids=["list", "merged"])
 @pytest.mark.parametrize(
-    "heads", [("eagle", "random eagle"), ("eagle-1", "medusa"), ("early-exit", "eagle", "suffix")], ids=" + ".join
+    "heads,make",
+    in_turns([("eagle", "random eagle"), ("eagle-1", "medusa"), ("early-exit", "eagle", "suffix")], [list, Merged]),
 )
 def test_several_heads_follow_the_targets_distribution(heads, make):
     target = tiny(0, layers=2)

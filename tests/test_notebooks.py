@@ -23,6 +23,8 @@ import pytest
 
 from assisted.notebook import kit as notebook
 
+pytestmark = pytest.mark.documents
+
 ROOT = Path(__file__).parent.parent
 pytest.importorskip("jupytext", reason="pip install '.[notebooks]'")
 nbformat = pytest.importorskip("nbformat", reason="pip install '.[notebooks]'")

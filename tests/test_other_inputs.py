@@ -24,15 +24,13 @@ from transformers import (
 )
 from transformers.utils import is_optimum_quanto_available
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM
 from assisted.drafts import DraftingStopped
 
 MODELS = ["llama", "gpt2", "gemma3", "mistral-window", "bloom", "qwen3_next"]
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 def batch(name: str, rows: int) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
+from covering import over
 from made_tokenizers import byte_level, characters, pieces
 from pairs import BY_NAME, CALL, ENDS, no_fallback
 from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SEQUENCES, VOCABULARY, counts, exact_distribution, p_value, tiny
@@ -98,7 +99,7 @@ def test_the_shipped_pair_equals_plain(shipped, ways):
     assert shipped.totals.accepted > 0
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+@over("architecture", ARCHITECTURES)
 def test_every_architecture_equals_plain(architecture):
     """The draft says most tokens under their own ids, some pairs of characters in one token and some under other ids."""
     target = build(architecture)
@@ -238,7 +239,7 @@ def test_sampling_follows_the_targets_distribution(ways, theirs, setting, monkey
     torch.manual_seed(3)
     kwargs = {"top_k": 0} | setting
     ids = model.generate(
-        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, num_return_sequences=SEQUENCES // 2, draft_length=2, **kwargs
+        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, num_return_sequences=SEQUENCES, draft_length=2, **kwargs
     )
     assert 0 < model.report.accepted < model.report.drafted
     assert p_value(counts(ids), exact_distribution(model.target, **kwargs)) > ALPHA
@@ -257,7 +258,7 @@ def test_a_distribution_that_is_not_renormalised_is_found(monkeypatch):
     monkeypatch.setattr(TranslatedDrafting, "_as_tokens", unequal)
     torch.manual_seed(3)
     ids = model.generate(
-        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, num_return_sequences=SEQUENCES // 2, draft_length=1, top_k=0
+        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, num_return_sequences=SEQUENCES, draft_length=1, top_k=0
     )
     assert p_value(counts(ids), exact_distribution(model.target, top_k=0)) < ALPHA
 

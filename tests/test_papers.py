@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from test_api import resolved
 
+pytestmark = pytest.mark.documents
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "papers.md"
 NUMBER = re.compile(r"(?<![\d.])\d{4}\.\d{5}(?!\d)")

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from architectures import ARCHITECTURES, random_ids
+from covering import over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from medusa_heads import knowing_what_follows as knowing
@@ -78,9 +79,9 @@ def ragged(target, rows=4, width=14):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("name", [a.name for a in ARCHITECTURES])
-def test_a_batch_says_what_plain_says(name, _apart):
-    target, model = pair(name)
+@over("architecture", ARCHITECTURES)
+def test_a_batch_says_what_plain_says(architecture, _apart):
+    target, model = pair(architecture.name)
     inputs = ragged(target)
     with no_fallback():
         output = model.generate(**inputs, **CALL, use_cache=True)

@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from assisted.drafters import registry
 
+pytestmark = pytest.mark.documents
+
 ROOT = Path(__file__).parent.parent
 DATA: dict[str, Any] = json.loads((ROOT / "tools" / "families.json").read_text())
 MODELS, KINDS = DATA["models"], DATA["kinds"]

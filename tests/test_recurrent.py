@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, REFUSED, build, random_ids
+from covering import over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import METHODS, Method
@@ -16,7 +17,7 @@ from test_sampling import NEW_TOKENS as SAMPLED
 from test_sampling import tiny as tiny_llama
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM
 from assisted.drafters.base import Drafter, Drafting
 from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import recurrent
@@ -35,9 +36,7 @@ LONG = 60
 over_recurrent = pytest.mark.parametrize("name", NAMES)
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 class Oracle(Drafter):
@@ -204,9 +203,14 @@ QUANTIZED = [Method("self", lambda target: "self:int8-torchao"), Method("self, r
 COMBINED = Method("combined", lambda target: ["suffix", "self:int4"])
 
 
-@over_recurrent
-@pytest.mark.parametrize("method", [*METHODS, *QUANTIZED, COMBINED], ids=lambda method: method.name)
-def test_every_method_serves_it_exactly_or_refuses(name, method):
+def served_by(architecture, method):
+    """Every architecture is met by a method that keeps its own slots and by one that reads the target's states."""
+    return [(architecture.name, method.name in ("medusa", "blockwise", "eagle-1, chains", "eagle-3, trees"))]
+
+
+@over("architecture,method", RECURRENT, [*METHODS, *QUANTIZED, COMBINED], also=served_by)
+def test_every_method_serves_it_exactly_or_refuses(architecture, method):
+    name = architecture.name
     if method in [*QUANTIZED, COMBINED]:
         pytest.importorskip("torchao")
         pytest.importorskip("optimum.quanto")
@@ -298,7 +302,11 @@ class Mixture(Drafter, Drafting):
 
 
 @pytest.mark.parametrize(
-    ("name", "setting"), [("lfm2", {}), ("qwen3_5", {"temperature": 0.6, "top_p": 0.9})], ids=["lfm2", "qwen3_5"]
+    ("name", "setting"),
+    [
+        pytest.param("lfm2", {}, id="lfm2", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", {"temperature": 0.6, "top_p": 0.9}, id="qwen3_5"),
+    ],
 )
 def test_sampling_follows_the_targets_distribution(name, setting):
     """Rows come in small batches: a large one accepts what its least lucky row accepts, nothing."""

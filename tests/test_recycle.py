@@ -14,15 +14,12 @@ from test_ngram import call, text_of
 from test_sampling import ALPHA, NEW_TOKENS, PROMPT, Doubled, counts, exact_distribution, p_value, tiny
 from transformers import LogitsProcessorList
 
-from assisted import AssistedModelForCausalLM, Suffix, TokenRecycling, decoding
+from assisted import AssistedModelForCausalLM, Suffix, TokenRecycling
 from assisted.drafters import parse, recycle
 from assisted.drafters.recycle import RANKS, RecyclingDrafter, RecyclingDrafting, shape
 from assisted.drafts import Round
 
-
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, len(RANKS)))

@@ -24,7 +24,7 @@ from transformers import (
     TextStreamer,
 )
 
-from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, decoding, text
+from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, text
 from assisted.drafters.other_tokenizer import TranslatedDrafter
 from assisted.engine import cache as slots
 
@@ -32,9 +32,7 @@ ROWS = [1, 4]
 CONTEXT = 32
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 # --- failures in mid-call

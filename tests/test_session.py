@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from covering import in_turns, over
 from eagle_heads import trained_head
 from methods import HEADS
 from pairs import BY_NAME, CALL, pair
@@ -87,8 +88,7 @@ DRAFTS: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("fast", ["auto", "eager"])
+@pytest.mark.parametrize("draft,fast", in_turns(list(DRAFTS), ["auto", "eager"]))
 def test_the_text_of_every_turn_is_plain(draft: str, rows: int, fast: str) -> None:
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, DRAFTS[draft](target), draft_length=4, fast=fast)
@@ -98,7 +98,7 @@ def test_the_text_of_every_turn_is_plain(draft: str, rows: int, fast: str) -> No
     assert session.in_slots
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT], ids=lambda one: one.name)
+@over("architecture", [*ARCHITECTURES, *RECURRENT])
 def test_all_architectures(architecture: Any) -> None:
     target = build(architecture)
     try:
@@ -286,6 +286,7 @@ def test_a_call_that_fails_leaves_the_text_before_it() -> None:
     with pytest.raises(RuntimeError, match="no more"):
         model.generate(prompt, past_key_values=session, logits_processor=[fails], **CALL)
     assert session.get_seq_length() == text.shape[1] - 1
+    assert {layer.keys.shape[2] for layer in copy.deepcopy(session).layers} == {text.shape[1] - 1}
     assert model.generate(prompt, past_key_values=session, **CALL).tolist() == target.generate(prompt, **CALL).tolist()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pairs import BY_NAME, CALL, ENDS, prompt, tokenizer
 from test_ngram import call, lines_run, text_of
 
-from assisted import AssistedModelForCausalLM, Suffix, decoding
+from assisted import AssistedModelForCausalLM, Suffix
 from assisted.drafters import Target, parse, read, suffix
 from assisted.drafters.suffix import SuffixDrafter, SuffixDrafting
 from assisted.drafters.suffix_tree import END, KEPT, SuffixTree
@@ -23,9 +23,7 @@ LONG = CALL | {"max_new_tokens": 40}
 corpora = st.lists(st.lists(st.integers(0, 3), max_size=25), min_size=1, max_size=3)
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 def tree_of(*texts, depth=5):

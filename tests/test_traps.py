@@ -20,15 +20,13 @@ from transformers import (
     pipeline,
 )
 
-from assisted import AssistedModelForCausalLM, acceptance, decoding
+from assisted import AssistedModelForCausalLM, acceptance
 
 MODELS = ["llama", "gpt2", "mistral-window", "gemma3", "bloom"]  # dense, learned positions, windows, ALiBi
 ROWS = [1, 4]
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 # --- a second turn with a filled cache

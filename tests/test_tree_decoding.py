@@ -9,12 +9,13 @@ import random
 import pytest
 import torch
 from architectures import build, half_right
+from covering import in_turns, one_in
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, tokenizer
 from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_distribution, p_value, tiny
 from test_text import Streamer
 from test_traps import Remembers
 
-from assisted import AssistedModelForCausalLM, Merged, Suffix, acceptance, decoding
+from assisted import AssistedModelForCausalLM, Merged, Suffix, acceptance
 from assisted.distribution import probabilities
 from assisted.drafters.base import Drafter, Drafting
 from assisted.drafts import Draft
@@ -24,9 +25,7 @@ NODES = 10
 ROWS = [1, 3]
 
 
-@pytest.fixture(autouse=True)
-def _checked(monkeypatch):
-    monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
+pytestmark = pytest.mark.usefixtures("invariants")
 
 
 class Planted(Drafter, Drafting):
@@ -234,8 +233,9 @@ def small():
 SAMPLED = 4  # the first, a path of two and a bonus
 
 
-@pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without replacement"])
-@pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "setting,replacement", in_turns([{}, {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.5}], [False, True])
+)
 def test_drawn_trees_follow_the_targets_distribution(small, setting, replacement):
     target, draft = small
     model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=2)
@@ -268,7 +268,7 @@ def test_trees_claimed_to_be_drawn_otherwise_are_found(small):
     assert p_value(counts(sequences), exact_distribution(target, SAMPLED, top_k=0)) < ALPHA
 
 
-@pytest.mark.parametrize("setting", [{}, {"temperature": 0.6, "repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("setting", one_in(2, [{"temperature": 0.6, "repetition_penalty": 1.3}, {}]))
 def test_merged_drafters_follow_the_targets_distribution(small, setting):
     """Two models and a copier: draws of two distributions and certain tokens at one node."""
     target, draft = small

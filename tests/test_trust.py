@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from covering import in_turns
 from pairs import BY_NAME, CALL
 from torch import nn
 from torch.nn import functional
@@ -39,7 +40,7 @@ from assisted.engine.libraries import RESETS_ANGLES
 
 OWN, FORWARD, PLAIN = "shortcuts", "own forward", "plain"
 SWITCH = False
-LONG = CALL | {"max_new_tokens": 36}
+LONG = CALL | {"max_new_tokens": 24}
 
 
 class Switches:
@@ -574,7 +575,8 @@ def batch(target: Any, rows: int) -> dict[str, torch.Tensor]:
     mask = torch.ones_like(ids)
     for row in range(rows):
         mask[row, : 3 * row] = 0
-    return {"inputs": ids.where(mask.bool(), 0), "attention_mask": mask}
+    enough = 36 if rows == 1 else 24  # for every change to show
+    return {"inputs": ids.where(mask.bool(), 0), "attention_mask": mask, "max_new_tokens": enough}
 
 
 def compared(target: Any, model: AssistedModelForCausalLM, **call: Any) -> tuple[list[list[int]], str]:
@@ -599,8 +601,7 @@ def compared(target: Any, model: AssistedModelForCausalLM, **call: Any) -> tuple
     return plain.tolist(), model.report.way
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case,rows", in_turns(CASES, [1, 3]))
 def test_the_text_is_that_of_plain_generate(case: Case, rows: int, weights: tuple[Any, Any]) -> None:
     target, model = made(weights, case.kind)
     call = LONG | batch(target, rows)
@@ -663,7 +664,7 @@ def test_arguments_that_own_forwards_do_not_know(weights: tuple[Any, Any]) -> No
     target, model = made(weights)
     for run in (target, model):
         with pytest.raises(ValueError, match="steer"):
-            run.generate(**LONG, **batch(target, 1), steer=True)
+            run.generate(**LONG | batch(target, 1), steer=True)
 
 
 class OddLayer(DynamicLayer):
@@ -795,7 +796,7 @@ def test_the_dtype_of_the_default_device_is_no_code(weights: tuple[Any, Any]) ->
     """`with torch.device(...)` is a mode, too, and changes no operation of a call."""
     target, model = made(weights)
     with torch.device("cpu"):
-        assert compared(target, model, **LONG, **batch(target, 1))[1] == OWN
+        assert compared(target, model, **LONG | batch(target, 1))[1] == OWN
 
 
 def test_hooks_are_followed_and_lose_nothing_else(weights: tuple[Any, Any]) -> None:

@@ -23,6 +23,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, RECURRENT, build, half_right
+from covering import in_turns, one_in, over
 from pairs import BY_NAME, tokenizer
 from test_trust import (
     CASES,
@@ -412,8 +413,7 @@ FURTHER = [
 ]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("case", FURTHER, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case,rows", in_turns(FURTHER, [3, 1]))
 def test_the_text_is_that_of_plain_generate(case: Case, rows: int, weights: tuple[Any, Any]) -> None:
     target, model = made(weights)
     call = LONG | batch(target, rows)
@@ -427,9 +427,7 @@ def test_the_text_is_that_of_plain_generate(case: Case, rows: int, weights: tupl
         assert compared(target, model, **call) == (before, OWN)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in (*CASES, *FURTHER) if "traced" not in case.name], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", one_in(3, [case for case in (*CASES, *FURTHER) if "traced" not in case.name]))
 def test_half_precision(case: Case, weights: tuple[Any, Any]) -> None:
     """In bfloat16 texts part where the target's two best tokens nearly tie, or where its own pass over the text parts, too."""
     target, model = made(weights, case.kind)
@@ -742,7 +740,7 @@ def test_a_checkpoint_that_brings_its_code(weights: tuple[Any, Any], tmp_path: P
     )
     assert type(model.target).__name__ == "HouseForCausalLM"
     for rows in (1, 3):
-        assert compared(model.target, model, **LONG, **batch(weights[0], rows))[1] == FORWARD
+        assert compared(model.target, model, **LONG | batch(weights[0], rows))[1] == FORWARD
 
 
 def test_a_class_of_the_main_program(weights: tuple[Any, Any], tmp_path: Path) -> None:
@@ -756,7 +754,7 @@ def test_a_class_of_the_main_program(weights: tuple[Any, Any], tmp_path: Path) -
         again = torch.load(tmp_path / "model.pt", weights_only=False)
     for one in (copy.deepcopy(target), again):
         model = AssistedModelForCausalLM.from_models(one, draft=copy.deepcopy(weights[1]), draft_length=4)
-        assert compared(one, model, **LONG, **batch(one, 3))[1] == FORWARD
+        assert compared(one, model, **LONG | batch(one, 3))[1] == FORWARD
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -819,7 +817,7 @@ def test_every_class_of_transformers_is_own() -> None:
     assert len(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())) > 150
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT], ids=lambda one: one.name)
+@over("architecture", [*ARCHITECTURES, *RECURRENT], also=lambda one: [one.name] if one.name in FUSED else [])
 def test_what_is_fused(architecture: Any) -> None:
     target = build(architecture)
     found = trust(target)

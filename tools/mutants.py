@@ -1,0 +1,257 @@
+"""Small defects, planted one at a time in a copy of the tree: which of them do the tests find?
+
+    python -m tools.mutants [--only TEXT] [--tree FOLDER] [--marks EXPRESSION] [--json FILE]
+
+A mutant is a file, a text in it, and what takes the text's place. The tests of that file's part of the package run until
+the first one fails. `--tree` takes package and tests from another checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MARKS = "not slow and not notebooks and not clients and not documents"
+SECONDS = 900  # for the tests of one mutant; a mutant that hangs is found, too
+COPIED = ("assisted", "tests", "notebooks", "docs", "tools", "benchmarks", "pyproject.toml", "README.md")
+
+TESTS = {
+    "acceptance.py": "acceptance acceptance_tree",
+    "distribution.py": "distribution sampling",
+    "verification.py": "wrong_drafts counts invalid_logits tree_verification continued sampling",
+    "decoding.py": "wrong_drafts counts decoding traps",
+    "drafts.py": "drafts trees wrong_drafts tree_decoding",
+    "text.py": "text robustness",
+    "generation.py": "generation forwarding robustness continued",
+    "engine/cache.py": "cache runtime continued",
+    "engine/masks.py": "runtime decoding tree_decoding",
+    "engine/runner.py": "runtime prompts decoding continued",
+    "engine/prefill.py": "prompts",
+    "engine/recurrent.py": "recurrent",
+    "engine/trust.py": "trust trust_further",
+    "engine/session.py": "session",
+    "fast/captures.py": "graphs compiled",
+    "fast/low_bit.py": "low_bit quantization",
+    "fast/products.py": "products fused plan",
+    "fast/sources.py": "sources",
+    "fast/static_buffers.py": "graphs compiled",
+    "drafters/chain.py": "wrong_drafts sampling methods",
+    "drafters/combined.py": "combined",
+    "drafters/eagle.py": "eagle session",
+    "drafters/early_exit.py": "early_exit",
+    "drafters/guarded.py": "wrong_drafts robustness",
+    "drafters/medusa.py": "medusa",
+    "drafters/merged.py": "merged",
+    "drafters/model_drafter.py": "decoding sampling session",
+    "drafters/ngram.py": "ngram",
+    "drafters/recycle.py": "recycle",
+    "drafters/suffix.py": "suffix remembered",
+    "drafters/trees.py": "trees medusa recycle",
+    "lengths/adaptive.py": "controller lengths",
+    "lengths/cost_model.py": "cost_model controller",
+    "lengths/policies.py": "lengths controller",
+    "lengths/rates.py": "rates controller",
+    "loading/vocabulary.py": "vocabulary other_tokenizer translation",
+    "heads/medusa.py": "medusa_heads medusa",
+    "loading/quantization.py": "quantization low_bit",
+    "heads/eagle.py": "eagle_head eagle_formats eagle",
+}
+"""Test files of each part, the fastest first."""
+
+MUTANTS = [
+    ("acceptance.py", "if token != choice[i]), len(tokens))", "if token != choice[i]), 0)"),
+    ("acceptance.py", "if parent == here and token == choice[here + 1]:", "if token == choice[here + 1]:"),
+    ("acceptance.py", "(weight.unsqueeze(-1) * p - q).clamp(min=0)", "(weight.unsqueeze(-1) * p - q).abs()"),
+    ("acceptance.py", "_drafted(lengths - 1, n)[:, :-1]", "_drafted(lengths, n)[:, :-1]"),
+    ("acceptance.py", "(order < order.unsqueeze(1))", "(order <= order.unsqueeze(1))"),
+    ("acceptance.py", "whole = (accepted == lengths).unsqueeze(-1)", "whole = (accepted == n).unsqueeze(-1)"),
+    ("distribution.py", "kept = before < processor.top_p", "kept = before + p < processor.top_p"),
+    ("distribution.py", "if min(lengths) >= enough:", "if max(lengths) >= enough:"),
+    ("distribution.py", "groups[len(prefix)].append((row, node))", "groups[0].append((row, node))"),
+    ("distribution.py", "not all(map(_is_known, self.processors))", "not any(map(_is_known, self.processors))"),
+    ("verification.py", "columns = [0, *(node + 1 for node in walk)]", "columns = [0, *(node for node in walk)]"),
+    ("verification.py", "if any(len(new[row]) < len(path[row])", "if all(len(new[row]) < len(path[row])"),
+    ("verification.py", "or text.padded_rows != before:", "or False:"),
+    ("verification.py", "child = child.masked_fill(padded, step + 1)", "child = child.masked_fill(padded, step)"),
+    ("decoding.py", "text.room - 1, room - 1)", "room - 1)"),
+    ("drafters/guarded.py", "self.drafting = None", "pass"),
+    ("decoding.py", "used = [0 if ended else 1 + draft.width", "used = [0 if ended else draft.width"),
+    ("drafts.py", "(self.tokens < vocabulary)", "(self.tokens <= vocabulary)"),
+    ("drafts.py", "jump = jump.gather(1, jump)", "jump = jump"),
+    ("text.py", "columns >= torch.tensor(self.lengths", "columns > torch.tensor(self.lengths"),
+    ("text.py", "new = new[: self.max_length - start]", "new = new[: self.max_length]"),
+    ("text.py", "count = len(new) if stop is None else stop", "count = len(new)"),
+    ("generation.py", "bool(self.config.return_dict_in_generate) or", "False or"),
+    ("engine/cache.py", "self.keys[:, :, length - held : length] = layer.keys", "self.keys[:, :, :held] = layer.keys"),
+    ("engine/cache.py", "            if to != column\n", "            if to > column\n"),
+    ("engine/cache.py", "visible.gather(1, source) & (moved_from >= 0)", "visible.gather(1, source)"),
+    ("engine/cache.py", "self.top = max(lengths) + width", "self.top = min(lengths) + width"),
+    ("engine/cache.py", "return [n - p + q for n, p, q in", "return [n - p for n, p, q in"),
+    ("engine/masks.py", "places > where[:, :, None] - window", "places >= where[:, :, None] - window"),
+    ("engine/masks.py", "seen[:, :, 0] = True", "seen[:, 1:, 0] = True"),
+    ("engine/masks.py", "seen[:, :, :hidden] &= visible[:, None, :hidden]", "pass"),
+    ("engine/runner.py", "(mask.long().cumsum(1) - 1)", "mask.long().cumsum(1)"),
+    ("engine/prefill.py", "part = read(rows, first)", "part = read(rows, 0)"),
+    ("engine/recurrent.py", ": 0 if kept == self.ids.shape[1] else kept]", ":kept]"),
+    ("engine/recurrent.py", "saved.copy_(state)", "pass"),
+    ("engine/recurrent.py", "return logits[:, unread:]", "return logits[:, : ids.shape[1]]"),
+    ("engine/trust.py", "forward.append(f\"{_name_of(model, module)} is traced or scripted\")", "pass"),
+    ("engine/trust.py", "elif callable(value):", "elif False:"),
+    ("engine/session.py", "min(self._length, self.shared - 1, ids.shape[1] - 1)", "min(self._length, ids.shape[1] - 1)"),
+    ("engine/session.py", "self._slots.rewind([self._length] * self._slots.rows)", "pass"),
+    ("fast/captures.py", "self.passes.popitem(last=False)", "self.passes.popitem(last=True)"),
+    ("fast/low_bit.py", "-inputs % _INPUTS[bits], 0, -outputs % _OUTPUTS[bits]", "0, 0, -outputs % _OUTPUTS[bits]"),
+    ("fast/products.py", "return made[:columns].view(", "return made[-columns:].view("),
+    ("fast/products.py", "if biases:\n", "if len(biases) > 1:\n"),
+    ("fast/sources.py", "numbers[0] = 2 * numbers[0] + 1", "numbers[:] = 1"),
+    ("drafters/chain.py", "distributions.append(q)", "distributions.append(q.roll(1, -1))"),
+    ("drafters/chain.py", "cache.rewind(known)", "pass"),
+    ("drafters/combined.py", "return promised >= min(CERTAIN, SURE * member.budget)", "return True"),
+    ("drafters/eagle.py", "known = min(held[0], past)", "known = past"),
+    ("drafters/eagle.py", "features.gather(1, kept.expand(-1, -1, features.shape[-1]))", "features"),
+    ("drafters/early_exit.py", "min(accepted[row] + 1, round.drafted[row])", "round.drafted[row]"),
+    ("drafters/medusa.py", "[columns[index] for columns, index in zip(path, last, strict=True)]", "last"),
+    ("drafters/merged.py", "if child not in self.known or draft.q is not None:", "if child not in self.known:"),
+    ("drafters/model_drafter.py", "base + min(count, read)", "base + count"),
+    ("drafters/model_drafter.py", "value=float(\"-inf\"))", "value=0.0)"),
+    ("drafters/ngram.py", "1 << max(0, self.misses - 2)", "1 << max(0, self.misses)"),
+    ("drafters/recycle.py", "successors.pop(successor, None)", "pass"),
+    ("drafters/suffix.py", "new = text[-tree.depth :]", "new = text[-1:]"),
+    ("drafters/trees.py", "offer(depth, index + 1, parent, above)", "offer(depth, index + 1, parent, 1.0)"),
+    ("lengths/cost_model.py", "acceptance ** (length + 1)", "acceptance**length"),
+    ("lengths/adaptive.py", "rejected = accepted < depth and round.kept[row] > accepted", "rejected = accepted < depth"),
+    ("lengths/policies.py", "q.amax(-1) >= self.policy.threshold", "q.amax(-1) < self.policy.threshold"),
+    ("lengths/rates.py", "right[cell] += was_right", "right[cell] += 1"),
+    ("loading/vocabulary.py", " and _learned(target_tokenizer) == _learned(draft_tokenizer)", ""),
+    ("heads/eagle.py", "residual = normed if self.norm_before_residual else states", "residual = states"),
+    ("heads/eagle.py", "[self.input_layernorm(embeddings), normed]", "[normed, self.input_layernorm(embeddings)]"),
+    ("heads/medusa.py", "x = x + F.silu(", "x = F.silu("),
+    ("loading/quantization.py", "if type(module).__module__.startswith(_SCALED_PER_PASS):", "if False:"),
+    ("fast/static_buffers.py", "store[:, :, held:] = 0", "pass"),
+    ("generation.py", "target.run_only(list(range(text.rows)))", "pass"),
+]  # fmt: skip
+
+
+@dataclass
+class Found:
+    """What became of a mutant. by: the first test that failed, "hangs", or None where none did."""
+
+    file: str
+    old: str
+    new: str
+    by: str | None = None
+    seconds: float = 0.0
+
+
+class FirstFailure:
+    """A plugin of pytest that tells of the first test, or file, that fails."""
+
+    def __init__(self, told: Any):
+        self.told = told
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.told.put(report.nodeid)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.told.put(report.nodeid)
+
+
+def check(tree: Path, mutants: list[tuple[str, str, str]]) -> None:
+    """Raise ValueError for a mutant whose text is not in its file exactly once, or whose file has no tests."""
+    for file, old, _ in mutants:
+        count = (tree / "assisted" / file).read_text(encoding="utf-8").count(old)
+        if count != 1 or file not in TESTS:
+            raise ValueError(f"{file}: {old!r} is there {count} times; change the mutant in {Path(__file__).name}")
+
+
+def run(tree: Path, files: list[str], marks: str, told: Any) -> None:
+    """Run tests in a process that has imported torch, but nothing of the package."""
+    os.chdir(tree)
+    sys.path[:] = [str(tree), *(path for path in sys.path if path and Path(path) != ROOT)]
+    sys.dont_write_bytecode = True  # a mutant may be as old and as long as the one before
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "-m", marks, *(f"tests/test_{file}.py" for file in files)]
+    code = pytest.main(arguments, plugins=[FirstFailure(told)])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+        told.put(f"pytest ends with {code!r}")
+
+
+def tried(tree: Path, mutant: tuple[str, str, str], marks: str) -> Found:
+    file, old, new = mutant
+    path, found, started = tree / "assisted" / file, Found(*mutant), time.perf_counter()
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+    process = context.Process(target=run, args=(tree, TESTS[file].split(), marks, told))
+    process.start()
+    process.join(SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        found.by = "hangs"
+    elif not told.empty():
+        found.by = told.get()
+    elif process.exitcode:
+        found.by = f"exit status {process.exitcode}"
+    path.write_text(text, encoding="utf-8")
+    found.seconds = round(time.perf_counter() - started, 1)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="mutants with this in their file or their texts")
+    parser.add_argument(
+        "--tree", type=Path, default=ROOT, help="the checkout to mutate and to test (default: this one)"
+    )
+    parser.add_argument("--marks", default=MARKS, help="which tests, as pytest's -m (default: those of `make test`)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep the results here, and go on after those that are here"
+    )
+    options = parser.parse_args()
+    chosen = [one for one in MUTANTS if options.only in " ".join(one)]
+    check(options.tree, chosen)
+    import hypothesis  # noqa: F401 - the processes of the mutants need not import these again
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    results = []
+    if options.json and options.json.exists():
+        results = [Found(**one) for one in json.loads(options.json.read_text(encoding="utf-8"))]
+    done = {(one.file, one.old, one.new) for one in results}
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for name in filter(lambda name: (options.tree / name).exists(), COPIED):
+            source, to = options.tree / name, tree / name
+            shutil.copytree(
+                source, to, ignore=shutil.ignore_patterns("__pycache__")
+            ) if source.is_dir() else shutil.copy(source, to)
+        for mutant in (one for one in chosen if one not in done):
+            found = tried(tree, mutant, options.marks)
+            results.append(found)
+            print(
+                f"{found.by or 'MISSED'} ({found.seconds} s): {found.file}: {found.old!r} -> {found.new!r}", flush=True
+            )
+            if options.json:
+                options.json.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n", encoding="utf-8")
+    missed = sum(found.by is None for found in results)
+    print(f"{len(results) - missed} of {len(results)} mutants found")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

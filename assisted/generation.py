@@ -49,7 +49,7 @@ from .engine.rope import change_of
 from .engine.runner import CachedModel
 from .engine.session import Session
 from .engine.verifiable import masks_of, obstacle_to
-from .fast.fused import form
+from .fast.fused import prepare
 from .lengths.base import Length
 from .lossy import LossyTypical
 from .report import Recorder
@@ -277,7 +277,7 @@ class Generation:
         cache.hide(attention_mask)
         length = self.start_length(text.rows, distribution.do_sample)
         drafter = self.pair.drafter
-        target = target_runner(form(model, settings), cache, masks, drafter.needs)
+        target = target_runner(prepare(model, settings), cache, masks, drafter.needs)
         self.pair.graphs.serve(target, model, settings)
         target.constants = further
         if distribution.lossy is not None:

@@ -35,7 +35,7 @@ from assisted.drafters.model_drafter import ModelDrafter
 from assisted.engine.cache import SlotCache
 from assisted.engine.prepared import CallSettings
 from assisted.engine.runner import CachedModel
-from assisted.fast.fused import form, fused
+from assisted.fast.fused import fused, prepare
 from assisted.fast.graphs import Graphs
 from assisted.lengths import Adaptive, Fixed
 from assisted.loading.vocabulary import find_tokenizer
@@ -297,8 +297,8 @@ def rate(model: PreTrainedModel, ids: torch.Tensor, columns: int, mode: str, cou
     """Forward passes per second over some positions after a prompt; their keys and values are not kept."""
     holder, drafter, settings = Graphs(), ModelDrafter(model), CallSettings(MODES[mode])
     cache = SlotCache(1, ids.shape[1] + 64)
-    runnable = form(model, settings, drafter.fused if bare else fused)
-    runner = holder.serve(CachedModel(runnable, cache, drafter.masks), model, settings)
+    prepared = prepare(model, settings, drafter.fused if bare else fused)
+    runner = holder.serve(CachedModel(prepared, cache, drafter.masks), model, settings)
     runner.prefill(ids, None)
     tokens = ids[:, :columns].contiguous()
     for _ in range(4):

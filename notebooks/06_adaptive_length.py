@@ -181,7 +181,7 @@ def simulate(policy, words, draft, verify=0.02):
             if rule.needs_q and not bool(rule.go_on(drafted, distribution(words[at + drafted][0]))[0]):
                 break
             drafted += 1
-            if drafted == budget or not rule.another(drafted):
+            if drafted == budget or not rule.run_again(drafted):
                 break
         agreed = [agrees for _, agrees in words[at : at + drafted]]
         accepted = agreed.index(False) if False in agreed else drafted
@@ -230,7 +230,7 @@ class Renewal(Length):
         self.survival *= self.last
         return torch.tensor([self.value(self.survival) > self.verify])
 
-    def another(self, position):
+    def run_again(self, position):
         return self.value(self.survival * self.last) > self.draft + self.verify
 
     def observe(self, round):

@@ -182,7 +182,7 @@ def _draft(
             if not any(going):
                 return position + 1, drafted
         drafted = [count + goes for count, goes in zip(drafted, going, strict=True)]
-        if position + 1 == budget or not length.another(position + 1):
+        if position + 1 == budget or not length.run_again(position + 1):
             break
     return position + 1, drafted
 

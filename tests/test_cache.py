@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from assisted.drafters.layer_skip import borrowed
 from assisted.engine import cache as module
 from assisted.engine.cache import SlotCache
 from assisted.engine.traits import Traits
@@ -104,7 +105,7 @@ class Rows:
     def check(self):
         cache = self.cache
         assert cache.known == [padding + len(held) for padding, held in zip(self.padding, self.held, strict=True)]
-        assert cache.positions(CPU).tolist() == [[len(held)] for held in self.held]
+        assert cache.unpadded == [len(held) for held in self.held]
         assert cache.get_seq_length() == max(cache.lengths)
         if cache.right_aligned:
             assert cache.lengths == [max(cache.known)] * cache.rows  # never further than the longest text
@@ -205,7 +206,7 @@ def test_borrowed_columns_come_back(right_aligned, error):
     tops = list(cache.lengths)
     stores = [store for layer in cache.layers for store in (layer.keys, layer.values)]
     before = [store.clone() for store in stores]
-    with pytest.raises(error) if error else nullcontext(), cache.borrowed(4):
+    with pytest.raises(error) if error else nullcontext(), borrowed(cache, 4):
         assert cache.lengths == [top - 4 for top in tops]
         cache.place(4, CPU)
         write(cache, torch.zeros(2, 4))

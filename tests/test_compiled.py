@@ -12,7 +12,7 @@ from medusa_heads import knowing_what_follows
 from pairs import BY_NAME
 
 from assisted import AssistedModelForCausalLM, Eagle, Medusa, Merged, decoding
-from assisted.engine.prepared import Runnable
+from assisted.engine.prepared import PreparedModule
 from assisted.fast import capture, captures, products
 from assisted.fast.captures import CompiledCode, Shape
 
@@ -185,7 +185,7 @@ def test_code_is_looked_at_without_being_run():
 @pytest.mark.parametrize(("others", "filled_up"), [(0, 16), (4, 16), (20, 400)])
 def test_single_columns_get_a_code_where_they_are_many(rows, low_bit_bytes, others, filled_up):
     """others: passes over more columns between two over one."""
-    runner = SimpleNamespace(runnable=Runnable(None, low_bit_bytes=low_bit_bytes))
+    runner = SimpleNamespace(prepared=PreparedModule(None, low_bit_bytes=low_bit_bytes))
     code = CompiledCode()
     assert not code._fills_up(runner, rows, False)  # there is no code that they could share
     code.trust(Shape("whole", rows, 2, 0, False), True)
@@ -197,7 +197,7 @@ def test_single_columns_get_a_code_where_they_are_many(rows, low_bit_bytes, othe
 
 
 def test_a_single_column_of_one_row_needs_no_code_of_its_own():
-    code, runner = CompiledCode(), SimpleNamespace(runnable=Runnable(None))
+    code, runner = CompiledCode(), SimpleNamespace(prepared=PreparedModule(None))
     assert code._fills_up(runner, 1, False)
 
 

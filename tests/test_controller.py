@@ -185,7 +185,7 @@ def test_the_draft_costs_its_share_of_the_weights_until_it_is_measured(share, to
     length.budget(ONE)
     assert length.go_on(0, distributions([0.8])).all()
     drafted = 1
-    while drafted < 16 and length.another(drafted) and length.go_on(drafted, distributions([0.99])).all():
+    while drafted < 16 and length.run_again(drafted) and length.go_on(drafted, distributions([0.99])).all():
         drafted += 1
     assert drafted == tokens
 
@@ -211,7 +211,7 @@ def test_costs_are_saved_with_the_policy():
     dear = Adaptive(costs=Costs(((1, 1.0), (2, 1.1)), 5.0)).start()
     dear.budget(ONE)
     dear.go_on(0, distributions([0.9]))
-    assert not dear.another(1)
+    assert not dear.run_again(1)
     # and is forgotten as soon as this machine's own is
     for _ in range(8):
         length.observe(Round.counted([(0, 0, 1)], 0.0, 7.0))
@@ -225,7 +225,7 @@ def learned(rows=1, confidence=0.9, rounds=60):
     for _ in range(rounds):
         drafted = 0
         for position in range(length.budget(range(rows))):
-            if position and not length.another(position):
+            if position and not length.run_again(position):
                 break
             if not length.go_on(position, distributions([confidence] * rows)).any():
                 break
@@ -241,7 +241,7 @@ def test_it_decides_from_distributions_before_a_token_is_drawn():
     length.known.acceptance.learn([((*[0.9] * position, 0.07), position, position + 1) for position in range(3)] * 8)
     assert length.budget(range(3)) == 16
     assert length.go_on(0, distributions([0.9, 0.9, 0.9])).tolist() == [True] * 3
-    assert length.another(1)
+    assert length.run_again(1)
     assert length.go_on(1, distributions([0.9, 0.07, 0.9])).tolist() in ([True] * 3, [True, False, True])
     stopped = length.go_on(2, distributions([0.9, 0.07, 0.9]))
     assert stopped.tolist() == [True, False, True]  # a row that has lost its draft stops by itself
@@ -307,7 +307,7 @@ def test_positions_behind_a_rejection_are_not_counted():
     length.budget(ONE)
     assert length.go_on(0, distributions([0.85])).all()
     for position in (1, 2):
-        assert length.another(position)
+        assert length.run_again(position)
         assert length.go_on(position, distributions([0.85])).all()
     rates = length.known.acceptance.rates
     length.observe(Round.counted([(3, 1, 2)], 0.3, 1.0))
@@ -321,7 +321,7 @@ def test_a_tree_rejects_nothing_behind_its_last_level():
     length.known.asks = True
     length.budget(ONE)
     assert length.go_on(0, distributions([0.85])).all()
-    length.another(1)
+    length.run_again(1)
     length.survival = dict.fromkeys(length.survival, 0.0)
     assert not length.go_on(1, distributions([0.3])).any()  # no second level
     tree = dataclasses.replace(Round.counted([(5, 1, 2)], 0.3, 1.0), depths=[1])

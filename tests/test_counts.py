@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from assisted import AssistedModelForCausalLM
 from assisted.drafters import model_drafter
 from assisted.engine import trust
-from assisted.engine.prepared import Runnable
+from assisted.engine.prepared import PreparedModule
 from assisted.engine.runner import CachedModel
 from assisted.fast import fused
 from assisted.lengths import Confidence
@@ -62,7 +62,7 @@ def passes(monkeypatch):
 
     monkeypatch.setattr(CachedModel, "_forward", counted)
     for module in (fused, model_drafter):  # on a CPU, fused models look positions up, which reads them
-        monkeypatch.setattr(module, "fused", lambda model, trusted: Runnable(model))
+        monkeypatch.setattr(module, "fused", lambda model, trusted: PreparedModule(model))
     monkeypatch.setattr(trust, "active_modes", list)  # the modes here only count
     return seen
 

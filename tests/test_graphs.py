@@ -22,7 +22,7 @@ from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import runner as runtime
 from assisted.engine import shapes, trust
 from assisted.engine.cache import SlotCache
-from assisted.engine.prepared import CallSettings, Runnable
+from assisted.engine.prepared import CallSettings, PreparedModule
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
 from assisted.fast import capture, captures, fused, graphs
@@ -43,8 +43,8 @@ def _recorded(monkeypatch):
     monkeypatch.setattr(graphs, "captures_for", lambda mode, device: None if mode == "eager" else CudaGraphs)
     # on a CPU, fused models look positions up, which no capture may
     for module in (fused, model_drafter):
-        monkeypatch.setattr(module, "fused", lambda model, trusted: Runnable(model))
-    monkeypatch.setattr(eagle, "fused_head", Runnable)
+        monkeypatch.setattr(module, "fused", lambda model, trusted: PreparedModule(model))
+    monkeypatch.setattr(eagle, "fused_head", PreparedModule)
 
 
 def pair(name="llama", **kwargs):
@@ -57,7 +57,7 @@ def served(model, rows=1, limit=200, mode="auto"):
     """A runner with captured passes, and what holds them."""
     holder = Graphs()
     settings = CallSettings(mode)
-    runner = CachedModel(fused.form(model, settings), SlotCache(rows, limit), Traits.of(model).masks)
+    runner = CachedModel(fused.prepare(model, settings), SlotCache(rows, limit), Traits.of(model).masks)
     holder.serve(runner, model, settings)
     return runner, holder
 
@@ -175,7 +175,7 @@ def test_low_bit_weights_round_to_half_precision(monkeypatch, low_bits):
         return [logits + 0.03 * logits.std() * torch.randn_like(logits), *outputs[1:]]
 
     monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, trusted: lambda: rounded(run()))
-    monkeypatch.setattr(fused, "fused", lambda model, trusted: Runnable(model, low_bit_bytes=low_bits))
+    monkeypatch.setattr(fused, "fused", lambda model, trusted: PreparedModule(model, low_bit_bytes=low_bits))
     model = build(BY_NAME["llama"]).requires_grad_(False)
     runner, holder = served(model)
     runner.prefill(random_ids(model, 1, 9), None)
@@ -561,7 +561,7 @@ def test_a_part_is_run_as_the_whole_is():
     part = runner.part(target, "a part")
     assert part.cache is runner.cache
     assert part.passes is holder
-    assert part.runnable.kind != runner.runnable.kind
+    assert part.prepared.kind != runner.prepared.kind
     assert runtime.CachedModel(target, runner.cache, runner.masks).passes is not holder
 
 

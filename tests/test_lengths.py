@@ -134,7 +134,7 @@ def test_fixed_always_goes_on():
     assert not length.needs_q
     length.observe(Round.counted([(3, 0, 1), (3, 0, 1)], 1.0, 1.0))
     assert length.budget(ONE) == 3
-    assert length.another(2)
+    assert length.run_again(2)
     assert length.go_on(1, distribution_of(0.25, 1.0)).tolist() == [True, True]
 
 

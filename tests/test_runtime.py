@@ -14,9 +14,10 @@ from assisted import AssistedModelForCausalLM
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.hooks import is_untouched
-from assisted.engine.prepared import Runnable
-from assisted.engine.runner import CachedModel, is_sum_of_parts
+from assisted.engine.prepared import PreparedModule
+from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits, require_rewindable
+from assisted.fast.fused import is_sum_of_parts
 
 ROUNDING = 1e-3  # float32 sums in another order; a wrong mask or slot shows at 0.1 and more
 LIMIT = 80
@@ -86,7 +87,7 @@ class Rows:
     def check(self):
         """A slot for each token of a row's text, holding the keys and values of reading that text from the start."""
         assert self.cache.known == [padding + len(text) for padding, text in zip(self.padding, self.texts, strict=True)]
-        assert self.cache.positions(self.cached.device).tolist() == [[len(text)] for text in self.texts]
+        assert self.cache.unpadded == [len(text) for text in self.texts]
         for row, text in enumerate(self.texts):
             fresh = DynamicCache()
             self.model(torch.tensor([text]), past_key_values=fresh, use_cache=True)
@@ -244,7 +245,7 @@ def test_a_bare_model_computes_what_its_forward_computes(name):
     assert is_untouched(model) and is_sum_of_parts(model)
     logits = []
     for through_parts in (False, True):
-        runner = CachedModel(Runnable(model, through_parts), SlotCache(1, LIMIT), Traits.of(model).masks)
+        runner = CachedModel(PreparedModule(model, through_parts), SlotCache(1, LIMIT), Traits.of(model).masks)
         runner.prefill(torch.arange(3, 15)[None], None)
         logits.append(runner(torch.tensor([[20, 21, 22]])))
     assert torch.equal(*logits)

@@ -55,7 +55,7 @@ def test_no_model_is_kept():
 
 
 @pytest.mark.states
-@pytest.mark.parametrize("architecture", RECURRENT, ids=str)
+@pytest.mark.parametrize("architecture", RECURRENT, ids=lambda architecture: architecture.name)
 def test_recurrent_models_are_not_rewindable(architecture):
     model = AutoModelForCausalLM.from_config(architecture.make())
     traits = Traits.of(model)

@@ -109,7 +109,7 @@ def test_the_measured_slope_over_many_positions_counts() -> None:
 def test_adaptive_lets_trees_be_deep_unless_told_otherwise() -> None:
     for policy, depth in ((Adaptive(), 64), (Adaptive(maximum=5), 5)):
         length = policy.start()
-        length.leave_size()
+        length.drafter_sizes_tree()
         assert not length.needs_q
         assert length.budget([0]) == depth
 

@@ -68,7 +68,7 @@ class Recorded(Length):
         self.asked = 1
         return self.tokens
 
-    def another(self, position: int) -> bool:
+    def run_again(self, position: int) -> bool:
         self.asked += 1
         return True
 

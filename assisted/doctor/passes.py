@@ -17,7 +17,7 @@ from ..engine.prepared import CallSettings
 from ..engine.recurrent import slots_for, target_runner
 from ..engine.split import timed
 from ..engine.verifiable import masks_of
-from ..fast.fused import form
+from ..fast.fused import prepare
 from ..fast.graphs import Graphs
 from ..loading.quantization import memory_bytes
 
@@ -97,7 +97,7 @@ def pass_times(
     masks = masks_of(target, settings.trust_in(target))
     # recurrent states cannot undo a pass over one token: each turn leaves one more
     cache = slots_for(target, None, 1, context + widest + repeats + 3, masks)
-    run = Graphs().serve(target_runner(form(target, settings), cache, masks), target, settings)
+    run = Graphs().serve(target_runner(prepare(target, settings), cache, masks), target, settings)
     uncounted = 1 if target.device.type == "cpu" else 3  # the first turns capture passes and compare them
     text = ids.to(target.device).repeat(-(-(context + widest) // len(ids)))[None]
     found: dict[int, list[float]] = {width: [] for width in columns}

@@ -159,7 +159,7 @@ class Drafter:
         """
         length = policy.start(earlier)
         if self.sizes_trees:
-            length.leave_size()
+            length.drafter_sizes_tree()
         return length
 
 

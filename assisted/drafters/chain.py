@@ -1,10 +1,7 @@
-"""Drafting a chain token by token: the loop shared by all drafters that compute next-token logits, with a model or a part of
-the target.
-"""
+"""Drafting a chain token by token: the loop shared by all drafters that compute next-token logits."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -15,7 +12,7 @@ from ..drafts import Draft
 from ..engine.host import on_device
 from ..engine.runner import CachedModel
 from ..text import Text
-from .base import Call, Drafter, Drafting
+from .base import Call, Drafting
 
 
 class ChainDrafting(Drafting):
@@ -71,7 +68,7 @@ class ChainDrafting(Drafting):
                 distributions.append(q)
             tokens.append(token)
             wanted_of = [count + goes for count, goes in zip(wanted_of, going, strict=True)]
-            if position + 1 == budget or not length.another(position + 1):
+            if position + 1 == budget or not length.run_again(position + 1):
                 break
             logits = read(token)
         found = torch.cat(best, 1)
@@ -125,36 +122,3 @@ def _chain(text: Text, tokens: list[torch.Tensor]) -> Draft:
         return Draft.empty(text.rows, text.ids.device)
     chain = torch.cat(tokens, 1)
     return Draft(chain, chain.new_full((text.rows,), len(tokens)))
-
-
-class PartDrafter(Drafter):
-    """A drafter that runs a part of the target."""
-
-    _warned = False
-
-    def warn_hopeless(self, part: str, acceptance: float, cost: float, advice: str) -> None:
-        """Warn once that drafting gives no speedup. cost: of a drafted token, in forward passes of the target."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"draft: {part}, {acceptance:.0%} of the drafted tokens are accepted, and each costs {cost:.0%} of a forward "
-                f"pass of the target. This is slower than no draft. {advice}",
-                stacklevel=4,
-            )
-
-
-class PartDrafting(ChainDrafting):
-    """Drafting with a part of the target, in the target's own slots: the part uses the target's KV of the committed text.
-
-    What the part writes after the committed text is always removed, even if drafting raises.
-    """
-
-    def draft_with(
-        self, part: CachedModel, text: Text, budget: int, after_read: Callable[[], None] = lambda: None
-    ) -> Draft:
-        """Draft at most `budget` tokens per row. part: over the target's slots. after_read: called after its forward passes."""
-        known = part.cache.known
-        try:
-            return self.chain_of(part, text, budget, after_read=after_read)
-        finally:
-            part.cache.rewind(known)

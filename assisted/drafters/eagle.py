@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
-from ..engine.host import padded
+from ..engine.host import on_device, padded
 from ..engine.needs import Needs
 from ..engine.parts import device_of, few_ids, unwrapped
-from ..engine.prepared import Runnable
+from ..engine.prepared import PreparedModule
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits, require_rewindable
 from ..engine.trust import Trust
-from ..fast.fused import form
+from ..fast.fused import prepare
 from ..fast.graphs import Graphs
 from ..fast.sources import Source
 from ..heads.eagle import EagleHead
@@ -105,7 +105,7 @@ class EagleDrafter(Drafter):
         self.spec, self.head, self.needs = spec, head, needs
         self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
-        self._fused: tuple[Source, Runnable] | None = None
+        self._fused: tuple[Source, PreparedModule] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the cached fused head: a copy creates its own."""
@@ -121,10 +121,10 @@ class EagleDrafter(Drafter):
         """Maximum number of nodes in a tree."""
         return self.spec.nodes or (NODES_CPU if self.head.device.type == "cpu" else NODES)
 
-    def fused(self, head: EagleHead, trusted: Trust) -> Runnable:
+    def fused(self, head: EagleHead, trusted: Trust) -> PreparedModule:
         """The head in fewer operations, created anew if its weights have changed."""
         if not trusted.is_own:
-            return Runnable(head)
+            return PreparedModule(head)
         source = source_of(head)
         if self._fused is None or not self._fused[0].same(source):
             self._fused = source, fused_head(head)
@@ -162,7 +162,7 @@ class EagleDrafting(ChainDrafting):
         # hidden states of the prompt, until the head first runs; of its last columns only if the caller passed past keys and
         # values, or if the prompt was read in chunks
         self.prompt = self._read(call.states)
-        self.first = call.target.cache.positions(self.prompt[0].device) - self.prompt[0].shape[1]
+        self.first = on_device(call.target.cache.unpadded, self.prompt[0].device)[:, None] - self.prompt[0].shape[1]
         self.skipped = 0  # columns of the text without a feature
         self.slots: SlotCache | None = None  # of the call before, until the head first runs
         self.taken: list[tuple[torch.Tensor, list[int]]] = []  # its features that the head has not read
@@ -239,7 +239,7 @@ class EagleDrafting(ChainDrafting):
                 self.skipped = text.prompt_length - width
             mask = call.attention_mask[:, -width:] if call.attention_mask is not None and text.prompt_length else None
             settings, limit = call.settings.of_heads, call.limit + drafter.most
-            head = form(drafter.head, settings, drafter.fused)
+            head = prepare(drafter.head, settings, drafter.fused)
             slots = SlotCache(rows, limit) if self.slots is None else self.slots
             runner = HeadRunner(head, call.target.model, slots, first, mask)
             self.runner = drafter.graphs.serve(runner, drafter.head, settings)
@@ -270,7 +270,7 @@ class EagleDrafting(ChainDrafting):
         limits = Limits(depth, top_k, top_k, most, depth * top_k, by_level=True)
 
         def goes_on(grown: Growing) -> bool:
-            return length.another(grown.forwards + 1)
+            return length.run_again(grown.forwards + 1)
 
         grown = self.grown = grow(reader, self.call, text, reader.logits(), self.rates, limits, goes_on)
         worth = grown.worth()

@@ -24,7 +24,7 @@ from ..engine.traits import Traits, require_rewindable
 from ..lengths.cost_model import ENOUGH, KEEP, KEEP_LOCAL, PRIOR, SAMPLES, DecayedMean, best_speedup
 from ..text import Text
 from .base import Call, Spec, Target
-from .chain import PartDrafter, PartDrafting
+from .part import PartDrafter, PartDrafting
 from .registry import register
 
 MEASURED_COLUMNS = 8  # maximum per round: for every measured layer, each column goes through the output embedding

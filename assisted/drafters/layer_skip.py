@@ -5,7 +5,8 @@ during generation, by single changes that are each tried on recent text.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..acceptance import top1
 from ..drafts import Draft, Round
+from ..engine.cache import SlotCache
 from ..engine.needs import Needs
 from ..engine.parts import Layers, find_layers, try_out, unwrapped
 from ..engine.runner import CachedModel
@@ -22,7 +24,8 @@ from ..engine.traits import require_rewindable
 from ..lengths.cost_model import ENOUGH, KEEP, PRIOR, DecayedMean, best_speedup
 from ..text import Text
 from .base import Call, Spec, Target
-from .chain import PartDrafter, PartDrafting, tokens_from
+from .chain import tokens_from
+from .part import PartDrafter, PartDrafting
 from .registry import register
 
 LEAST = 4  # minimum number of tokens per row in a trial
@@ -192,7 +195,7 @@ class SkipDrafting(PartDrafting):
         wanted = torch.stack([self.choices[row][-width:] for row in self.open])
         hits = []
         for skipped in (candidate, search.skipped):
-            with self.call.target.cache.borrowed(width):
+            with borrowed(self.call.target.cache, width):
                 best = top1(self._part(skipped)(ids)).to(wanted.device)
             hits.append((best[self.open] == wanted).sum())
         of_candidate, of_current = torch.stack(hits).tolist()
@@ -284,3 +287,18 @@ class SkipSearch:
     def hopeless(self) -> bool:
         """Whether no draft length gives a speedup with the current set."""
         return self.right.weight >= 2 * ENOUGH and best_speedup(self.acceptance, self.cost(self.skipped)) < 1
+
+
+@contextmanager
+def borrowed(cache: SlotCache, width: int) -> Iterator[None]:
+    """A context in which the last `width` columns of every row may be overwritten. They are restored at its end."""
+    low, high = min(cache.lengths) - width, max(cache.lengths)
+    before = [store[:, :, low:high].clone() for store in cache.stores]
+    known = cache.known
+    cache.rewind([count - width for count in known])
+    try:
+        yield
+    finally:
+        cache.rewind(known)
+        for store, held in zip(cache.stores, before, strict=True):  # a capture may have moved them
+            store[:, :, low:high] = held

@@ -12,12 +12,12 @@ from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.hooks import is_untouched
 from ..engine.host import on_device
-from ..engine.prepared import CallSettings, Runnable
+from ..engine.prepared import CallSettings, PreparedModule
 from ..engine.recurrent import RecurrentCache
-from ..engine.runner import CachedModel, is_sum_of_parts
+from ..engine.runner import CachedModel
 from ..engine.traits import Traits
 from ..engine.trust import Trust
-from ..fast.fused import form, fused
+from ..fast.fused import fused, is_sum_of_parts, prepare
 from ..fast.graphs import Graphs
 from ..text import Text
 from .base import Call, Drafter, Drafting
@@ -46,15 +46,15 @@ class ModelDrafter(Drafter):
 
     def runner(self, cache: SlotCache, settings: CallSettings) -> CachedModel:
         """A runner of the draft over these slots, in the form that the call settings ask for."""
-        runner = CachedModel(form(self.model, settings, self.fused), cache, self.masks)
+        runner = CachedModel(prepare(self.model, settings, self.fused), cache, self.masks)
         return self.graphs.serve(runner, self.model, settings)
 
-    def fused(self, model: PreTrainedModel, trusted: Trust) -> Runnable:
+    def fused(self, model: PreTrainedModel, trusted: Trust) -> PreparedModule:
         """The draft in fewer operations; the outer forward is skipped if it does nothing but call the submodules."""
-        runnable = fused(model, trusted)
+        prepared = fused(model, trusted)
         skips = trusted.is_own and is_untouched(model) and self._is_sum_of_parts
-        through_parts = runnable.through_parts or skips
-        return replace(runnable, through_parts=through_parts)
+        through_parts = prepared.through_parts or skips
+        return replace(prepared, through_parts=through_parts)
 
     def start(self, call: Call) -> Drafting:
         return (RecurrentDrafting if Traits.of(self.model).is_recurrent else ModelDrafting)(self, call)

@@ -85,7 +85,7 @@ class TranslatedDrafting(ChainDrafting):
         self.agreed: list[int] = []
         self.fed: list[torch.Tensor] = []  # draft tokens [B, 1] read after the committed text, one per forward pass
         self.to_draft = torch.empty(0)
-        self.mute = torch.empty(0)
+        self.untranslatable = torch.empty(0)
         self.proposed: tuple[Draft, str] | None = None  # with its way, until it is verified
 
     def propose(self, text: Text, budget: int) -> Draft:
@@ -134,7 +134,7 @@ class TranslatedDrafting(ChainDrafting):
         lasting: list[torch.Tensor] = []
         asked = 0
         for step in range(steps):
-            scores = logits.to(text.ids.device)[:, : len(self.mute)].float() + self.mute
+            scores = logits.to(text.ids.device)[:, : len(self.untranslatable)].float() + self.untranslatable
             if step >= asked * per_token:
                 if length.needs_q:
                     going = going & length.go_on(asked, probabilities(scores)).to(going.device)
@@ -144,7 +144,7 @@ class TranslatedDrafting(ChainDrafting):
             written.append(top1(scores)[:, None])
             lasting.append(going)
             broken = broken | scores.isnan().any()
-            if step + 1 == steps or (step + 1 >= asked * per_token and not length.another(asked)):
+            if step + 1 == steps or (step + 1 >= asked * per_token and not length.run_again(asked)):
                 break
             logits = self._read(written[-1], text)
         self.broken = broken
@@ -166,7 +166,7 @@ class TranslatedDrafting(ChainDrafting):
             row.extend(tokens)
         self.taken = [text.prompt_length] * text.rows
         self.to_draft = drafter.translation.to_draft.to(text.ids.device)
-        self.mute = drafter.translation.mute.to(text.ids.device)
+        self.untranslatable = drafter.translation.untranslatable.to(text.ids.device)
         cache = SlotCache(text.rows, 4 * self.call.limit, right_aligned=not drafter.masks.trees)
         self.runner = drafter.runner(cache, self.call.settings)
         return self.runner

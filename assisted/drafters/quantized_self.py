@@ -13,12 +13,12 @@ from ..drafts import Draft
 from ..engine.ranks import ranks_of
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
-from ..fast.fused import form
+from ..fast.fused import prepare
 from ..loading.quantization import quantize_copy, require_runs, stored_bytes
 from ..text import Text
 from .base import Call, Drafter, Drafting, Room, Spec, Target
-from .chain import PartDrafting
 from .model_drafter import ModelDrafter
+from .part import PartDrafting
 from .registry import register
 
 
@@ -86,5 +86,5 @@ class CopyDrafting(PartDrafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         if self.runner is None:
-            self.runner = self.call.target.part(form(self.drafter.model, self.call.settings), "copy")
+            self.runner = self.call.target.part(prepare(self.drafter.model, self.call.settings), "copy")
         return self.draft_with(self.runner, text, budget)

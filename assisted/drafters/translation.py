@@ -20,7 +20,7 @@ class Translation:
 
     Attributes:
         to_draft: [V] int64, the draft's id of each target token; the draft's vocabulary size if it has none.
-        mute: [V'] float32, -inf for draft tokens that have no translation, 0 for the others.
+        untranslatable: [V'] float32, -inf for draft tokens that have no translation, 0 for the others.
         specials, ends: shared special tokens, target id -> draft id and draft id -> target id.
         nothing: a draft token to begin with if a text has none.
 
@@ -35,7 +35,7 @@ class Translation:
         self.specials = {ours: theirs for ours, theirs in shared.items() if target.pieces[ours] is None}
         self.ends = {theirs: ours for ours, theirs in self.specials.items()}
         usable = [bool(piece) or number in self.ends for number, piece in enumerate(draft.pieces)]
-        self.mute = torch.zeros(draft.size).masked_fill(~torch.tensor(usable), float("-inf"))
+        self.untranslatable = torch.zeros(draft.size).masked_fill(~torch.tensor(usable), float("-inf"))
         self.nothing = draft.end or 0
 
 

@@ -292,20 +292,6 @@ class SlotCache(Cache):
         layers = (layer for layer in self.slot_layers if layer.is_initialized)
         return [store for layer in layers for store in (layer.keys, layer.values)]
 
-    @contextmanager
-    def borrowed(self, width: int) -> Iterator[None]:
-        """A context in which the last `width` columns of every row may be overwritten. They are restored at its end."""
-        low, high = min(self.lengths) - width, max(self.lengths)
-        before = [store[:, :, low:high].clone() for store in self.stores]
-        known = self.known
-        self.rewind([count - width for count in known])
-        try:
-            yield
-        finally:
-            self.rewind(known)
-            for store, held in zip(self.stores, before, strict=True):  # a capture may have moved them
-                store[:, :, low:high] = held
-
     @property
     def known(self) -> list[int]:
         """Columns stored of each row's text, prompt padding included."""
@@ -315,11 +301,6 @@ class SlotCache(Cache):
     def unpadded(self) -> list[int]:
         """Columns stored of each row's text, without padding."""
         return [length - hidden for length, hidden in zip(self.lengths, self.padding, strict=True)]
-
-    def positions(self, device: torch.device) -> torch.Tensor:
-        """Position of each running row's next token, not counting padding. Returns [rows, 1] int64."""
-        counts = self.unpadded
-        return on_device([counts[row] for row in self.running], device)[:, None]
 
     def mask(self, width: int, device: torch.device) -> torch.Tensor | None:
         """The 2-D mask of a right-aligned forward pass over `width` columns, [B, top] int64; None when nothing is hidden."""

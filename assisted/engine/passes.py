@@ -14,7 +14,7 @@ import torch
 from ..drafts import Draft
 from .cache import Paths, SlotCache
 from .prefill import by_groups
-from .prepared import CallSettings, Runnable
+from .prepared import CallSettings, PreparedModule
 
 
 class Inputs(NamedTuple):
@@ -51,7 +51,7 @@ class Runner:
     """A module, its slots, and how its forward passes are run.
 
     Args:
-        runnable: the module, not changed.
+        prepared: the module, not changed.
         cache: its slots.
         context: the number of positions it supports.
 
@@ -63,8 +63,8 @@ class Runner:
 
     constants: Mapping[str, Any] = MappingProxyType({})
 
-    def __init__(self, runnable: Runnable, cache: SlotCache, device: torch.device, context: int):
-        self.runnable, self.cache, self.device, self.context = runnable, cache, device, context
+    def __init__(self, prepared: PreparedModule, cache: SlotCache, device: torch.device, context: int):
+        self.prepared, self.cache, self.device, self.context = prepared, cache, device, context
         self.passes, self.settings = Passes(), CallSettings()
 
     @property
@@ -93,4 +93,4 @@ class Runner:
         read: a forward pass over given rows, starting at a given column, that returns the output at the last column,
         [rows, 1, ...]. This method returns the output of all rows, [B, 1, ...].
         """
-        return by_groups(self.cache, self.runnable.taps.values(), width, self.device, read, self.is_capturable)
+        return by_groups(self.cache, self.prepared.taps.values(), width, self.device, read, self.is_capturable)

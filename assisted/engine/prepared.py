@@ -72,7 +72,7 @@ class CallSettings:
 
 
 @dataclass(frozen=True)
-class Runnable:
+class PreparedModule:
     """A module as it is run: unchanged, or in the form that `fast.fused` builds.
 
     Args:
@@ -101,7 +101,7 @@ class Runnable:
     taps: Mapping[int, Tap] = field(default_factory=dict)
     inject: Inject | None = None
 
-    def tapped(self, needs: Needs) -> Runnable:
+    def tapped(self, needs: Needs) -> PreparedModule:
         """The same module as another object that also keeps the needed hidden states of its last forward pass."""
         if not needs.states:
             return self

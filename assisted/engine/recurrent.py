@@ -21,7 +21,7 @@ from .libraries import (
 )
 from .masks import Masks
 from .needs import NOTHING, Needs
-from .prepared import Runnable
+from .prepared import PreparedModule
 from .runner import CachedModel
 from .traits import Traits
 
@@ -165,7 +165,7 @@ class RecurrentModel(CachedModel):
     is_repeatable = False  # some of its states have read the columns
     cache: RecurrentCache
 
-    def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks, needs: Needs = NOTHING):
+    def __init__(self, model: PreTrainedModel | PreparedModule, cache: SlotCache, masks: Masks, needs: Needs = NOTHING):
         super().__init__(model, cache, masks, needs)
         self.unread = torch.empty(cache.rows, 0, dtype=torch.long, device=self.device)  # [B, k], committed
         self.ids = self.unread  # [B, k + n], of the last forward pass
@@ -184,7 +184,7 @@ class RecurrentModel(CachedModel):
         if used is not None:
             used = [unread + count for count in used]
         logits = super().__call__(self.ids, None, used)
-        for tap in self.runnable.taps.values():
+        for tap in self.prepared.taps.values():
             tap.hidden = tap.hidden[:, unread:]
         return logits[:, unread:]
 
@@ -212,7 +212,7 @@ class RecurrentModel(CachedModel):
 
 
 def target_runner(
-    model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks, needs: Needs = NOTHING
+    model: PreTrainedModel | PreparedModule, cache: SlotCache, masks: Masks, needs: Needs = NOTHING
 ) -> CachedModel:
     """A target over the slots from `slots_for`. needs: those of all drafters."""
     return (RecurrentModel if isinstance(cache, RecurrentCache) else CachedModel)(model, cache, masks, needs)

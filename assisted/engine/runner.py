@@ -22,7 +22,7 @@ from .masks import Masks, column_depths
 from .needs import NOTHING, Needs, States
 from .parts import Inject, device_of
 from .passes import Inputs, Passes, Runner
-from .prepared import Runnable
+from .prepared import PreparedModule
 from .rope import Change, change_of
 from .shapes import WIDTHS
 from .traits import Traits
@@ -32,7 +32,7 @@ class CachedModel(Runner):
     """A causal LM with its slots.
 
     Args:
-        model: any decoder-only causal LM, or its `Runnable`; it is not changed.
+        model: any decoder-only causal LM, or its `PreparedModule`; it is not changed.
         cache: its slots.
         masks: `Traits.of(model).masks`, or 2-D ones for somebody's code (`masks_of`).
         needs: what drafters need of it.
@@ -50,20 +50,20 @@ class CachedModel(Runner):
     masks: Masks
     begun: Callable[[torch.Tensor, Draft | None, list[int] | None], torch.Tensor | None] | None = None
 
-    def __init__(self, model: PreTrainedModel | Runnable, cache: SlotCache, masks: Masks, needs: Needs = NOTHING):
-        self.bare = model if isinstance(model, Runnable) else Runnable(model)
-        runnable, self.needs = self.bare.tapped(needs), needs
-        self.model: Any = runnable.module
+    def __init__(self, model: PreTrainedModel | PreparedModule, cache: SlotCache, masks: Masks, needs: Needs = NOTHING):
+        self.bare = model if isinstance(model, PreparedModule) else PreparedModule(model)
+        prepared, self.needs = self.bare.tapped(needs), needs
+        self.model: Any = prepared.module
         traits = self.traits = Traits.of(self.model)
-        super().__init__(runnable, cache, device_of(self.model), traits.context)
-        self.states = States(runnable.taps, cache)
-        self.last_only = runnable.last_only
+        super().__init__(prepared, cache, device_of(self.model), traits.context)
+        self.states = States(prepared.taps, cache)
+        self.last_only = prepared.last_only
         self.masks = masks
         self.reads_on = (
             traits.takes_logits_to_keep
         )  # whether `prefill` can read after a past: through the whole forward
         change = change_of(self.model)
-        if not runnable.is_own and change is None:  # its angles may change beyond the context, as dynamic ones do
+        if not prepared.is_own and change is None:  # its angles may change beyond the context, as dynamic ones do
             change = Change(self.context, once=False)
         if change is not None and cache.limit + WIDTHS[-1] > change.position:
             self.change, self.in_lockstep = change, True
@@ -102,7 +102,7 @@ class CachedModel(Runner):
         Returns [B, n, V], zeros for rows that don't run.
         """
         self.states.end()
-        self.states = States(self.runnable.taps, self.cache)
+        self.states = States(self.prepared.taps, self.cache)
         begun, self.begun = self.begun, None
         logits = None if begun is None else begun(ids, draft, used)
         return self.passes.run(self, ids, draft, used) if logits is None else logits
@@ -149,7 +149,7 @@ class CachedModel(Runner):
 
     def part(
         self,
-        model: PreTrainedModel | Runnable,
+        model: PreTrainedModel | PreparedModule,
         kind: Hashable,
         states: Iterable[int] = (),
         inject: Inject | None = None,
@@ -158,9 +158,9 @@ class CachedModel(Runner):
 
         kind: identifies the part. states: the hidden states that it keeps. inject: the module that holds its input states.
         """
-        runnable = model if isinstance(model, Runnable) else replace(self.bare, module=model)
+        prepared = model if isinstance(model, PreparedModule) else replace(self.bare, module=model)
         needs = replace(self.needs, states=frozenset(states))
-        part = CachedModel(replace(runnable, kind=kind, inject=inject), self.cache, self.masks, needs)
+        part = CachedModel(replace(prepared, kind=kind, inject=inject), self.cache, self.masks, needs)
         part.passes, part.settings, part.constants = self.passes, self.settings, self.constants
         return part
 
@@ -215,7 +215,7 @@ class CachedModel(Runner):
         return positions.masked_fill(depths >= on_device(used, self.device)[:, None], 0)
 
     def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        if self.runnable.through_parts and "logits_to_keep" not in kwargs:  # not for the prompt
+        if self.prepared.through_parts and "logits_to_keep" not in kwargs:  # not for the prompt
             return self._through_parts(ids, kwargs)
         kwargs[self.traits.cache_argument] = self.cache
         given = {"input_ids": ids.to(self.device), "use_cache": True, "return_dict": True, **self.constants, **kwargs}
@@ -235,23 +235,3 @@ class CachedModel(Runner):
                 **{CACHE: self.cache},
             )
         return self.model.lm_head(base.norm(hidden))
-
-
-@torch.no_grad()
-def is_sum_of_parts(model: PreTrainedModel) -> bool:
-    """Whether a model consists only of its embedding, layers, norm and head, tested on a few tokens."""
-    base, traits = model.base_model, Traits.of(model)
-    masks = traits.masks
-    parts = all(hasattr(base, name) for name in ("embed_tokens", "rotary_emb", "layers", "norm"))
-    if not parts or not hasattr(model, "lm_head") or not masks.trees or len(masks.windows) > 1:
-        return False
-    ids = torch.arange(8, device=device_of(model))[None] % traits.vocabulary
-    logits = []
-    for through_parts in (False, True):
-        runner = CachedModel(Runnable(model, through_parts), SlotCache(1, ids.shape[1]), masks)
-        runner.prefill(ids[:, :4], None)
-        try:
-            logits.append(runner(ids[:, 4:]))
-        except (TypeError, AttributeError, ValueError):  # submodules that need other arguments
-            return False
-    return torch.equal(*logits)

@@ -84,7 +84,7 @@ class Split:
         """The target's forward pass, [B, n + 1, V]; None if the whole model must run."""
         self.measured = {}
         same = draft is not None and draft.is_that_of(begun.draft) and begun.lengths == self.target.cache.lengths
-        if not same or not self.target.runnable.is_own:
+        if not same or not self.target.prepared.is_own:
             return None
         try:
             run = self.finish if begun.measured is None else self._measure
@@ -140,7 +140,7 @@ class Split:
 
     def _show(self, states: _States) -> None:
         """Let the target's own taps hold these states, as if it had run as a whole."""
-        for index, tap in self.target.runnable.taps.items():
+        for index, tap in self.target.prepared.taps.items():
             tap.hidden = states[index]
 
     def exits(self, states: torch.Tensor) -> torch.Tensor:

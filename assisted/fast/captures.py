@@ -93,7 +93,7 @@ class Captures:
         columns = self._columns(runner, rows, width, tree)
         if columns is None or columns > WIDTHS[-1] or last + width > runner.context:
             return None
-        return Shape(runner.runnable.kind, rows, columns, self._slots(last + columns), tree)
+        return Shape(runner.prepared.kind, rows, columns, self._slots(last + columns), tree)
 
     def sort(self, shape: Shape) -> Hashable:
         """A key that is equal for shapes of one sort."""
@@ -186,9 +186,9 @@ class Captures:
 
     def _takes_constants(self, runner: Runner) -> bool:
         """Whether the weights are constants of this runner's code, which keeps another copy of them. Decided once per kind."""
-        kind = runner.runnable.kind
+        kind = runner.prepared.kind
         if kind not in self._frozen:
-            self._frozen[kind] = self.constants and may_take(runner.runnable.low_bit_bytes)
+            self._frozen[kind] = self.constants and may_take(runner.prepared.low_bit_bytes)
         return self._frozen[kind]
 
     def _arguments(self, runner: Runner, shape: Shape) -> tuple[torch.Tensor | None, ...]:
@@ -201,12 +201,12 @@ class Captures:
             buffers.numbers[:rows],
             buffers.parents[:rows, : columns - 1] if tree else None,
             buffers.visible[:rows, :top],
-            None if runner.runnable.inject is None else buffers.states[kind][:rows, :columns],
+            None if runner.prepared.inject is None else buffers.states[kind][:rows, :columns],
         )
 
     def _function(self, runner: Runner, tree: bool) -> _Run:
         """The runner's forward pass as a function of `_arguments`, over the slots of the buffers."""
-        kind = runner.runnable.kind
+        kind = runner.prepared.kind
         if (kind, tree) in self._functions:
             return self._functions[kind, tree]
         assert self.buffers is not None
@@ -222,9 +222,9 @@ class Captures:
             states: torch.Tensor | None,
         ) -> list[torch.Tensor]:
             if states is not None:
-                twin.runnable.inject.hidden = states
+                twin.prepared.inject.hidden = states
             logits = twin.static_forward(Inputs(ids, numbers[:, :1], numbers[:, 1:2], parents, visible))
-            return [logits, *(tap.hidden for tap in twin.runnable.taps.values())]
+            return [logits, *(tap.hidden for tap in twin.prepared.taps.values())]
 
         if not self.compiled:
             return run
@@ -310,7 +310,7 @@ class CompiledCode(Captures):
         replay = CodeReplay(self._function(runner, shape.tree), self._arguments(runner, shape))
         self._keep(shape, replay)
         if self.is_trusted(shape):  # the compiler may need separate code for this size
-            self._seen_to(shape, runner, replay, replay.look)
+            self._check_pass(shape, runner, replay, replay.look)
             return None
         with self._compiling(runner):
             return replay()
@@ -320,9 +320,9 @@ class CompiledCode(Captures):
         assert isinstance(replay, CodeReplay)
         if replay.checked and self.sort(shape) in self._checked:
             return replay()
-        return self._seen_to(shape, runner, replay, replay.check)
+        return self._check_pass(shape, runner, replay, replay.check)
 
-    def _seen_to(self, shape: Shape, runner: Runner, replay: CodeReplay, see: Callable[[], _T]) -> _T:
+    def _check_pass(self, shape: Shape, runner: Runner, replay: CodeReplay, see: Callable[[], _T]) -> _T:
         """Call `see`, which checks a pass. The result of the check holds for all passes of its sort."""
         sort, twin = self.sort(shape), self._twins[shape.kind, shape.tree]
         _renew(twin, runner, twin.cache)  # the model may be another of the same kind than in the last call
@@ -350,9 +350,9 @@ class CompiledCode(Captures):
     def _fills_up(self, runner: Runner, rows: int, tree: bool) -> bool:
         """Whether to run a one-column pass over two columns. With one row, always, at no extra cost; with several, and with
         low-bit weights, as long as code for more columns exists and such passes are few."""
-        if rows == 1 and not runner.runnable.low_bit_bytes:
+        if rows == 1 and not runner.prepared.low_bit_bytes:
             return True
-        one, two = (self.sort(Shape(runner.runnable.kind, rows, columns, 0, tree)) for columns in (1, 2))
+        one, two = (self.sort(Shape(runner.prepared.kind, rows, columns, 0, tree)) for columns in (1, 2))
         if one in self._trusted or two not in self._trusted:
             return False
         count, before = self._filled_up.get(one, (0, self.replays))
@@ -364,7 +364,7 @@ def results(outputs: list[torch.Tensor], runner: Runner, buffers: StaticBuffers,
     """The logits of a replay, [B, n, V], zeros for rows that don't run. The runner's taps hold the tapped outputs."""
     cache, running = runner.cache, len(runner.cache.running)
     logits, *states = (output[:running, :width] for output in outputs)
-    for tap, hidden in zip(runner.runnable.taps.values(), states, strict=True):
+    for tap, hidden in zip(runner.prepared.taps.values(), states, strict=True):
         tap.hidden = hidden
     if cache.running == list(range(cache.rows)):
         return logits

@@ -24,7 +24,7 @@ from ..engine.cache import SlotCache
 from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.libraries import CACHE, is_wrapper_subclass
 from ..engine.parts import few_ids, with_children
-from ..engine.prepared import CallSettings, Runnable
+from ..engine.prepared import CallSettings, PreparedModule
 from ..engine.runner import CachedModel
 from ..engine.sublayers import Path, Skippable
 from ..engine.traits import Traits
@@ -38,7 +38,7 @@ _KNOWN = ("transformers.", "assisted.")  # packages whose rotary embeddings foll
 _TABLE = 2**13  # positions with tabulated angles
 
 
-def fused(model: PreTrainedModel, trusted: Trust | None = None) -> Runnable:
+def fused(model: PreTrainedModel, trusted: Trust | None = None) -> PreparedModule:
     """The same model with fewer operations if its family is known, or with faster products if it has wide ones; else unchanged.
 
     trusted: whose code it runs, if that is known already. Only transformers' own code is replaced.
@@ -47,37 +47,58 @@ def fused(model: PreTrainedModel, trusted: Trust | None = None) -> Runnable:
     between calls. Every call compares their source (weights, attributes, code) with the model and rebuilds them after a change.
     """
     trusted = trust(model) if trusted is None else trusted
-    way = _way(model, trusted)
-    if way is None:
-        return Runnable(model, low_bit_bytes=_low_bit_bytes(model))
-    source, children = _MADE.get(way.key, (None, None))
-    if source is None or not source.same(way.source):
-        made = way.make()
-        way = _way(model, trusted) or way  # joined low-bit weights are other tensors now
-        agree_on = _agree_in_rounds if way.is_family else _agree_at_once
-        children = made if agree_on(model, way.runnable(model, made)) else None
-        _MADE[way.key] = way.source, children
+    fusion = _fusion(model, trusted)
+    if fusion is None:
+        return PreparedModule(model, low_bit_bytes=_low_bit_bytes(model))
+    source, children = _MADE.get(fusion.key, (None, None))
+    if source is None or not source.same(fusion.source):
+        made = fusion.make()
+        fusion = _fusion(model, trusted) or fusion  # joined low-bit weights are other tensors now
+        agree_on = _agree_in_rounds if fusion.is_family else _agree_at_once
+        children = made if agree_on(model, fusion.prepared(model, made)) else None
+        _MADE[fusion.key] = fusion.source, children
     if children is None:
         warning = f"{type(model).__name__} runs as it is: the logits of its faster form differ by more than rounding"
-        return Runnable(model, low_bit_bytes=_low_bit_bytes(model), warning=warning)
-    return way.runnable(model, children)
+        return PreparedModule(model, low_bit_bytes=_low_bit_bytes(model), warning=warning)
+    return fusion.prepared(model, children)
 
 
-def form(model: Any, settings: CallSettings, fuse: Callable[[Any, Trust], Runnable] | None = None) -> Runnable:
-    """The form in which a call runs a model: unchanged, or fused. Building or checking it is one-time work of the call.
+def prepare(
+    model: Any, settings: CallSettings, fuse: Callable[[Any, Trust], PreparedModule] | None = None
+) -> PreparedModule:
+    """The model as a call runs it: unchanged, or fused. Building or checking it is one-time work of the call.
 
-    fuse: creates the `Runnable` if the settings allow fused models, given whose code the model runs; `fused` by default.
+    fuse: creates the `PreparedModule` if the settings allow fused models, given whose code the model runs; `fused` by default.
     """
     began = time.perf_counter()
     trusted = settings.trust_in(model)
     if settings.fuses and trusted.is_own:
         made = (fuse or fused)(model, trusted)
     else:
-        made = Runnable(model, is_own=trusted.is_own)
+        made = PreparedModule(model, is_own=trusted.is_own)
     if made.warning is not None:
         settings.note(made.warning)
     settings.spent_once += time.perf_counter() - began
     return made
+
+
+@torch.no_grad()
+def is_sum_of_parts(model: PreTrainedModel) -> bool:
+    """Whether a model consists only of its embedding, layers, norm and head, tested on a few tokens."""
+    base, masks = model.base_model, Traits.of(model).masks
+    parts = all(hasattr(base, name) for name in ("embed_tokens", "rotary_emb", "layers", "norm"))
+    if not parts or not hasattr(model, "lm_head") or not masks.trees or len(masks.windows) > 1:
+        return False
+    ids = few_ids(model, 8)
+    logits = []
+    for through_parts in (False, True):
+        runner = CachedModel(PreparedModule(model, through_parts), SlotCache(1, ids.shape[1]), masks)
+        runner.prefill(ids[:, :4], None)
+        try:
+            logits.append(runner(ids[:, 4:]))
+        except (TypeError, AttributeError, ValueError):  # submodules that need other arguments
+            return False
+    return torch.equal(*logits)
 
 
 def copy_bytes(model: PreTrainedModel, dtype: torch.dtype, memory: int | None = None) -> int:
@@ -110,7 +131,7 @@ _Children = dict[tuple[str, ...], nn.Module]
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Fusion:
     """How a model can be run faster.
 
     Args:
@@ -125,21 +146,21 @@ class _Way:
     make: Callable[[], _Children]
     is_family: bool
 
-    def runnable(self, model: PreTrainedModel, children: _Children) -> Runnable:
+    def prepared(self, model: PreTrainedModel, children: _Children) -> PreparedModule:
         """The model with its modules replaced by these."""
         weights = self.source.weights
         copied = () if weights.checksums is None else weights.tensors
         made = with_children(model, children)
-        return Runnable(
+        return PreparedModule(
             made, self.is_family, self.is_family, copied, sum(low.nbytes for low in self.source.kept.tensors)
         )
 
 
-# By `_Way.key`: what was read, and the modules that replace the model's; None if their output differed.
+# By `_Fusion.key`: what was read, and the modules that replace the model's; None if their output differed.
 _MADE: weakref.WeakKeyDictionary[nn.Module, tuple[Source, _Children | None]] = weakref.WeakKeyDictionary()
 
 
-def _way(model: PreTrainedModel, trusted: Trust) -> _Way | None:
+def _fusion(model: PreTrainedModel, trusted: Trust) -> _Fusion | None:
     """How this model can be run faster; None if it can't, or if other code has changed its modules."""
     if not trusted.is_own or model.training or not is_untouched(model) or torch.is_autocast_enabled(model.device.type):
         return None
@@ -155,7 +176,7 @@ def _way(model: PreTrainedModel, trusted: Trust) -> _Way | None:
         if any(map(is_touched, modules)):
             return None
         copied = may_copy(parameters)
-        return _Way(
+        return _Fusion(
             layers,
             _source([*modules, base], parameters, copied, trusted),
             lambda: _fused_children(model, layers, copied),
@@ -167,7 +188,7 @@ def _way(model: PreTrainedModel, trusted: Trust) -> _Way | None:
     weights = [module.weight for module in wide.values()]
     if not wide or not may_copy(weights):
         return None
-    return _Way(
+    return _Fusion(
         next(iter(wide.values())),
         _source(list(wide.values()), weights, True, trusted),
         lambda: {tuple(name.split(".")): PackedLinear.of(module) for name, module in wide.items()},
@@ -456,7 +477,7 @@ def _low_bit_bytes(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def _agree_in_rounds(model: PreTrainedModel, other: Runnable) -> bool:
+def _agree_in_rounds(model: PreTrainedModel, other: PreparedModule) -> bool:
     """Compare them on a prompt and the forward pass after it."""
     ids, masks = few_ids(model, 8), Traits.of(model).masks
     runs = [CachedModel(m, SlotCache(1, 8), masks) for m in (model, other)]
@@ -465,7 +486,7 @@ def _agree_in_rounds(model: PreTrainedModel, other: Runnable) -> bool:
 
 
 @torch.no_grad()
-def _agree_at_once(model: PreTrainedModel, other: Runnable) -> bool:
+def _agree_at_once(model: PreTrainedModel, other: PreparedModule) -> bool:
     """Compare them on a text."""
     ids = few_ids(model, 8)
     expected, found = (m(input_ids=ids, use_cache=False, return_dict=True).logits for m in (model, other.module))

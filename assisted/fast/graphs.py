@@ -100,10 +100,10 @@ class Graphs(Passes):
             if not trusted.forward:  # which the report gives as the reason for everything that it costs
                 self._note(self.obstacle)
             return runner
-        made_for = (settings.mode, kind, capture.fingerprint(model, runner.runnable.module))
+        made_for = (settings.mode, kind, capture.fingerprint(model, runner.prepared.module))
         inner = Modules.of([module for module in model.modules() if module is not model], trusted.code)
         constants = kind.takes_constants and may_copy(model.parameters())
-        weights, copied = chain(model.parameters(), model.buffers()), set(map(id, runner.runnable.copied))
+        weights, copied = chain(model.parameters(), model.buffers()), set(map(id, runner.prepared.copied))
         compared = (weight for weight in weights if id(weight) not in copied) if constants else ()
         source = Source(inner, Weights.of(compared, constants), Weights((), None))
         known = self._made_from
@@ -128,7 +128,7 @@ class Graphs(Passes):
         if shape is None or not captures.is_expected(shape):
             return None
         started = time.perf_counter()
-        inject = runner.runnable.inject
+        inject = runner.prepared.inject
         states = None if inject is None else inject.hidden
         try:
             buffers = captures.hold(cache, shape.top)
@@ -161,7 +161,7 @@ class Graphs(Passes):
         done = time.perf_counter()
         difference = apart(logits[cache.running], expected[cache.running])
         self._spend(time.perf_counter() - started - (done - replayed))
-        rounded = torch.bfloat16 if runner.runnable.low_bit_bytes else logits.dtype
+        rounded = torch.bfloat16 if runner.prepared.low_bit_bytes else logits.dtype
         if difference <= rounding_of(rounded):
             captures.trust(shape, by_eager)
             return self._counted(logits)

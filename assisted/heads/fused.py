@@ -10,7 +10,7 @@ from torch import nn
 from ..engine.agreement import agree
 from ..engine.hooks import is_touched
 from ..engine.parts import with_children
-from ..engine.prepared import Runnable
+from ..engine.prepared import PreparedModule
 from ..fast.fused import Angles, FusedLayer, Norm, Shared, fused_product
 from ..fast.products import may_copy
 from ..fast.sources import Modules, Source, Weights
@@ -25,15 +25,15 @@ def source_of(head: EagleHead) -> Source:
     )
 
 
-def fused_head(head: EagleHead) -> Runnable:
+def fused_head(head: EagleHead) -> PreparedModule:
     """The same head with fewer operations and its current weights. Layers stay unfused if the output would differ or copies are
     not allowed. EAGLE-1 heads, which use the target's output embedding, are not changed.
     """
     if head.config.version == 1:
-        return Runnable(head)
+        return PreparedModule(head)
     children: dict[tuple[str, ...], nn.Module] = {("lm_head",): fused_product(head.lm_head)}
     if not may_copy(head.parameters()) or any(map(is_touched, head.modules())):
-        return Runnable(with_children(head, children))
+        return PreparedModule(with_children(head, children))
     shared = Shared()
     first, *others = head.layers
     layers = [_First(first, shared), *(FusedLayer(layer, shared, True) for layer in others)]
@@ -44,9 +44,9 @@ def fused_head(head: EagleHead) -> Runnable:
     }
     other = with_children(head, children)
     if _agree(head, other):
-        return Runnable(other, last_only=True)
+        return PreparedModule(other, last_only=True)
     warning = "the EAGLE head's layers run as they are: the logits of their faster form differ by more than rounding"
-    return Runnable(with_children(head, {("lm_head",): children[("lm_head",)]}), warning=warning)
+    return PreparedModule(with_children(head, {("lm_head",): children[("lm_head",)]}), warning=warning)
 
 
 class _First(FusedLayer):

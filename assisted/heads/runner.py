@@ -16,7 +16,7 @@ from ..engine.cache import SlotCache
 from ..engine.host import filled, on_device
 from ..engine.parts import Inject
 from ..engine.passes import Inputs, Runner
-from ..engine.prepared import Runnable
+from ..engine.prepared import PreparedModule
 from ..engine.tree_reader import NodeReader
 from .eagle import EagleHead
 
@@ -37,7 +37,7 @@ class HeadRunner(Runner):
     """A head with its slots.
 
     Args:
-        head: the head, or its `Runnable`; it is not changed.
+        head: the head, or its `PreparedModule`; it is not changed.
         target: the model whose embeddings it may share.
         slots: new ones, or those of an earlier call with the same text.
         first: [B, 1] int64, position of each row's first column; negative if padding precedes the text.
@@ -46,18 +46,18 @@ class HeadRunner(Runner):
 
     def __init__(
         self,
-        head: EagleHead | Runnable,
+        head: EagleHead | PreparedModule,
         target: PreTrainedModel,
         slots: SlotCache,
         first: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ):
         self.inject = Inject(None)  # holds the input states of a step
-        runnable = head if isinstance(head, Runnable) else Runnable(head)
-        runnable = replace(runnable, kind="head", inject=self.inject)
-        self.head: Any = runnable.module
+        prepared = head if isinstance(head, PreparedModule) else PreparedModule(head)
+        prepared = replace(prepared, kind="head", inject=self.inject)
+        self.head: Any = prepared.module
         context = self.head.config.max_position_embeddings
-        super().__init__(runnable, slots, self.head.device, context)
+        super().__init__(prepared, slots, self.head.device, context)
         self.target = target
         self.first = first.to(self.device)
         self.cache.hide(attention_mask)
@@ -94,7 +94,7 @@ class HeadRunner(Runner):
                 own = columns == columns[:, None]
                 seen = None if bool(hidden.all()) else ((columns <= columns[:, None]) & seen) | own
             own_counts = [counts[row] - first for row in rows]
-            last_only = self.runnable.last_only and min(own_counts) == len(columns)
+            last_only = self.prepared.last_only and min(own_counts) == len(columns)
             made = self.head(
                 self.head.embed(tokens[rows, first:], self.target),
                 states[rows, first:],

@@ -163,7 +163,7 @@ class _Adaptive(Length):
         known = self.known
         return known.verify.at(1) / known.pace.mean() if known.draft.knots and known.pace.total else None
 
-    def leave_size(self) -> None:
+    def drafter_sizes_tree(self) -> None:
         self.sized_by_drafter, self.needs_q = True, False
 
     def budget(self, unfinished: Sequence[int]) -> int:
@@ -210,7 +210,7 @@ class _Adaptive(Length):
             self.proposing = torch.tensor([row in self.survival for row in range(len(confidences))])
         return self.proposing
 
-    def another(self, position: int) -> bool:
+    def run_again(self, position: int) -> bool:
         if self.asked:
             follow = self._following(self.survival)
         else:  # the drafter shows no distribution

@@ -28,7 +28,7 @@ class Length:
     costs: Costs | None = None
     """The measured costs of the two models, if the policy measures them; None until then."""
 
-    def leave_size(self) -> None:
+    def drafter_sizes_tree(self) -> None:
         """Tell the policy that the drafter chooses the size of its trees by `costs`. The policy then decides only how deep
         they may be, and whether to draft; the drafter calls neither `go_on` nor `another` unless `needs_q` is still True. Such
         drafters call it before the first round."""
@@ -40,7 +40,7 @@ class Length:
         """
         raise NotImplementedError
 
-    def another(self, position: int) -> bool:
+    def run_again(self, position: int) -> bool:
         """Whether to run the draft for one more token, at `position` (0-based, at least 1). Called before its forward pass."""
         return True
 

@@ -22,6 +22,36 @@ def test_the_story_is_told_in_few_files():
     assert len(list(PACKAGE.glob("*.py"))) <= 17
 
 
+def test_the_reading_list_is_short():
+    page = (PACKAGE.parent / "docs" / "concepts" / "architecture.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([\w/]+\.py)` \|", page.partition("## Reading list")[2].partition("\n## ")[0], re.M)
+    lines = [len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in listed]
+    assert 5 < len(listed) <= 10
+    assert sum(lines) <= 2000, dict(zip(listed, lines, strict=True))
+
+
+def test_the_way_of_a_call_goes_down():
+    """The rooms on the page, in order: none imports one that stands before it."""
+    page = (PACKAGE.parent / "docs" / "concepts" / "architecture.md").read_text(encoding="utf-8")
+    rooms = re.findall(r"^\d\. \*\*`([\w/]+?)(?:\.py|/)`\*\*", page, re.M)
+    assert 5 < len(rooms) <= 8
+    files = [
+        [PACKAGE / f"{room}.py"] if (PACKAGE / f"{room}.py").is_file() else (PACKAGE / room).glob("*.py")
+        for room in rooms
+    ]
+    for at, (room, own) in enumerate(zip(rooms, files, strict=True)):
+        imported = {name for path in own for name in _imported(path)}
+        assert not imported & {*rooms[:at]}, room
+
+
+def _imported(path):
+    """The first names of the modules of this package that a file imports."""
+    depth = len(path.relative_to(PACKAGE).parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level == depth:
+            yield from [node.module.split(".")[0]] if node.module else (alias.name for alias in node.names)
+
+
 def test_every_wing_says_what_it_is_for():
     for room in PACKAGE.glob("*/__init__.py"):
         assert importlib.import_module(f"assisted.{room.parent.name}").__doc__

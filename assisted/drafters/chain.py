@@ -51,10 +51,8 @@ class ChainDrafting(Drafting):
             scores = logits
             if distribution.processors or distribution.do_sample:
                 chain = _chain(text, tokens if distribution.processors else [])
-                last = [chain.width - 1]
-                scores = distribution.scores(text.ids, text.lengths, logits[:, None], chain, text.unfinished, last)[
-                    :, 0
-                ]
+                of_last = logits[:, None], chain, text.unfinished, [chain.width - 1]
+                scores = distribution.scores(text.ids, text.lengths, *of_last)[:, 0]
             score, token = scores.max(-1, keepdim=True)
             best.append(score)
             q = probabilities(scores) if distribution.do_sample or length.needs_q else None

@@ -245,6 +245,7 @@ def test_sampling_follows_the_targets_distribution(ways, theirs, setting, monkey
     assert p_value(counts(ids), exact_distribution(model.target, **kwargs)) > ALPHA
 
 
+@pytest.mark.slow  # what the test above can see, not what the package does
 def test_a_distribution_that_is_not_renormalised_is_found(monkeypatch):
     """The test's own power: q as the draft says it, with what the target lacks left out but not made up for."""
     model = sampler(OTHERS["no shared c"], ("tokens",))

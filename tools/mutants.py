@@ -24,6 +24,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MARKS = "not slow and not notebooks and not clients and not documents"
+NO_TESTS = "pytest ends with"
 SECONDS = 900  # for the tests of one mutant; a mutant that hangs is found, too
 COPIED = ("assisted", "tests", "notebooks", "docs", "tools", "benchmarks", "pyproject.toml", "README.md")
 
@@ -187,7 +188,7 @@ def run(tree: Path, files: list[str], marks: str, told: Any) -> None:
     arguments = ["-q", "-x", "-p", "no:cacheprovider", "-m", marks, *(f"tests/test_{file}.py" for file in files)]
     code = pytest.main(arguments, plugins=[FirstFailure(told)])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
-        told.put(f"pytest ends with {code!r}")
+        told.put(f"{NO_TESTS} {code!r}")
 
 
 def tried(tree: Path, mutant: tuple[str, str, str], marks: str) -> Found:
@@ -242,6 +243,8 @@ def main() -> int:
             ) if source.is_dir() else shutil.copy(source, to)
         for mutant in (one for one in chosen if one not in done):
             found = tried(tree, mutant, options.marks)
+            if found.by is not None and found.by.startswith(NO_TESTS):
+                raise RuntimeError(f"{found.file}: {found.by}")
             results.append(found)
             print(
                 f"{found.by or 'MISSED'} ({found.seconds} s): {found.file}: {found.old!r} -> {found.new!r}", flush=True

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, REFUSED, build, half_right, random_ids
+from architectures import ARCHITECTURES, REFUSED, VOCABULARY, build, half_right, random_ids
 from covering import each_once, over
 
 from assisted import AssistedModelForCausalLM
@@ -91,3 +91,18 @@ def test_states_that_cannot_be_rewound_are_refused(architecture):
         AssistedModelForCausalLM.from_models(recurrent, draft=plain)
     with pytest.raises(ValueError, match="draft"):
         AssistedModelForCausalLM.from_models(plain, draft=recurrent)
+
+
+def test_tokens_that_the_draft_lacks_are_never_drafted():
+    """Even if the draft's logits of all its own tokens are below zero."""
+    target = build(ARCHITECTURES[0])
+    draft = build(ARCHITECTURES[0], vocab_size=VOCABULARY // 2)
+    draft.lm_head = torch.nn.Linear(draft.config.hidden_size, VOCABULARY // 2)
+    with torch.no_grad():
+        draft.lm_head.weight.zero_()
+        draft.lm_head.bias.copy_(-torch.arange(1.0, 1 + VOCABULARY // 2))
+    model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=3)
+    drafted = []
+    model.watch = lambda round: drafted.extend(round.draft.tokens.flatten().tolist())
+    model.generate(random_ids(target, 1, 7), max_new_tokens=12, do_sample=False)
+    assert drafted and max(drafted) < VOCABULARY // 2

@@ -57,10 +57,10 @@ from assisted.bench import (
     stream,
 )
 from assisted.bench.clock import FirstToken, now, turns
-from assisted.bench.grown import grow
 from assisted.bench.table import markdown_table
 from assisted.drafts import Round
 from assisted.loading.vocabulary import find_tokenizer
+from tools.grown import grow
 
 POSITIONS, TRAINED = 40_960, 1024
 YARN = {

@@ -1,6 +1,6 @@
 """The measurements of gpu.py: every section is a list of items, every item a function that returns figures.
 
-Targets: the shipped one, and the same grown to about 1 and 7 billion parameters (`assisted.bench.grown`: the same text at the
+Targets: the shipped one, and the same grown to about 1 and 7 billion parameters (`tools.grown`: the same text at the
 cost of a large model). All contestants continue pieces of Python greedily, in turns, by the protocol of `assisted bench`.
 """
 
@@ -27,8 +27,6 @@ import assisted
 from assisted import AssistedModelForCausalLM, DraftModel, DraftTree, Eagle, zoo
 from assisted.bench import Bars, Contestant, Prompt, Rules, batches, pad_token, peers
 from assisted.bench.clock import now
-from assisted.bench.grown import load_target, save
-from assisted.bench.grown_head import shipped_head
 from assisted.bench.results import largest_gap, machine
 from assisted.doctor.passes import bandwidth, memory
 from assisted.drafters.model_drafter import ModelDrafter
@@ -40,6 +38,8 @@ from assisted.fast.graphs import Graphs
 from assisted.lengths import Adaptive, Fixed
 from assisted.loading.vocabulary import find_tokenizer
 from assisted.plan import plan
+from tools.grown import load_target, save
+from tools.grown_head import shipped_head
 
 Measure = Callable[[], dict[str, Any]]
 GB = 10**9

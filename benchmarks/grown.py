@@ -16,10 +16,11 @@ from shipped_pair import COLUMNS
 from tables import arguments, figures, paired, publish, raced, races, write_json
 
 from assisted import AssistedModelForCausalLM, DraftModel, Eagle
-from assisted.bench import Contestant, Rules, load, lookups, read, transformers_assisted
-from assisted.bench.grown_head import shipped_head
+from assisted.bench import Contestant, Rules, lookups, read, transformers_assisted
 from assisted.lengths import Fixed
 from assisted.lengths.adaptive import Adaptive
+from tools.grown import load_target
+from tools.grown_head import shipped_head
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 # title: target, rules, rows, share of the prompts, whether transformers' own drafting takes part
@@ -56,7 +57,8 @@ def measure(args: Any) -> dict[str, Any]:
     for title, (size, rules, batch, part, peers) in CASES.items():
         if args.only and not title.startswith(args.only):
             continue
-        pair, _ = load(size, "zoo:draft", dtype=getattr(torch, args.dtype))
+        target, tokenizer = load_target(size, getattr(torch, args.dtype))
+        pair = AssistedModelForCausalLM.from_models(target, draft="zoo:draft", tokenizer=tokenizer)
         count = max(2, round(args.prompts * part))
         prompts = read(["code"], pair.tokenizer, batch * 2 if batch > 1 else count)
         others = [*transformers_assisted(pair), *lookups(pair.target)] if peers else []

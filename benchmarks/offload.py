@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, DraftTree, zoo
 from assisted.bench import Prompt, read
-from assisted.bench.grown import load_target
 from assisted.bench.table import markdown_table
 from assisted.engine.hooks import offloading_hooks
 from assisted.lengths import Adaptive, Fixed
+from tools.grown import load_target
 
 SIZES = (1, 16, 64, 256, 1024)
 GREEDY = {"do_sample": False}

@@ -10,10 +10,8 @@ counted while held-out code is written, temperature 0 and 1.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +25,6 @@ from assisted.training.data import read_text
 from assisted.training.distill import Distillation, DistillSettings
 from assisted.training.plan import Plan
 from assisted.training.trainer import train
-
-sys.path.append(str(Path(__file__).parent.parent))
 from tools.shipped import card
 
 DRAFT_LENGTH = 4

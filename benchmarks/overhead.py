@@ -23,7 +23,7 @@ import torch
 from tables import arguments, figures, paired, publish
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, generation
-from assisted.bench import Bars, Contestant, Prompt, Rules, held_out_prompts, load, machine, pad_token, speedup
+from assisted.bench import Bars, Contestant, Prompt, Rules, held_out_prompts, machine, pad_token, speedup
 from assisted.bench.clock import turns
 from assisted.bench.table import markdown_table
 from assisted.drafters.chain import ChainDrafting
@@ -40,6 +40,7 @@ from assisted.lengths import Fixed
 from assisted.lengths.adaptive import Adaptive
 from assisted.lengths.policies import Never
 from assisted.report import Recorder, Report
+from tools.grown import load_target
 
 TARGETS = ("zoo:target", "grown:0.25b")
 WARM_UP = 2  # calls
@@ -196,13 +197,14 @@ class Causes:
 
 def contestants(target: str) -> list[Contestant]:
     """A target with every draft that fits it."""
-    pair, _ = load(target, "zoo:draft", dtype=torch.float32)
+    model, tokenizer = load_target(target, torch.float32)
+    pair = AssistedModelForCausalLM.from_models(model, draft="zoo:draft", tokenizer=tokenizer)
     drafts = {
         name: (DraftModel(pair.drafter.model) if spec == "zoo:draft" else spec, length)
         for name, (spec, length) in DRAFTS.items()
         if spec != "zoo:eagle3" or target == "zoo:target"
     }
-    return paired(pair.target, pair.tokenizer, drafts)
+    return paired(model, tokenizer, drafts)
 
 
 def measure_target(target: str, prompts: int, repeats: int, new_tokens: int, bars: Bars) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from assisted.bench import (
 from assisted.bench.table import CELLS as BENCH
 from assisted.bench.table import markdown_table, percent
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for scripts that import from tools/
 Cell = Callable[[Row], Any]
 CELLS: dict[str, Cell] = {
     "times plain": BENCH["times plain"],

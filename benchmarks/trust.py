@@ -16,8 +16,8 @@ from tables import about, arguments, figures, markdown_table, publish
 from transformers import PreTrainedModel
 
 from assisted import AssistedModelForCausalLM
-from assisted.bench.grown import grow
 from assisted.engine.trust import trust
+from tools.grown import grow
 
 TOKENS = 16  # of the call that the cost is a share of
 

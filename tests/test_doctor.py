@@ -321,7 +321,6 @@ def a_diagnosis(**fields: Any) -> Diagnosis:
 def an_examination(*drafts: Diagnosis, **fields: Any) -> Examination:
     known: dict[str, Any] = {
         "target": "large",
-        "note": None,
         "way": None,
         "machine": {"processor": "a processor", "device": "cpu", "dtype": "float32", "threads": 1},
         "parameters": 7_000_000,
@@ -496,13 +495,12 @@ def test_progress_is_told_within_a_step() -> None:
         assert shares == sorted(shares) and len(set(shares)) >= 3
 
 
-@pytest.mark.parametrize(("command", "options"), [("doctor", ("--draft", "--text")), ("grow", ("--size", "--out"))])
-def test_help(command: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
+        main(["doctor", "--help"])
     assert end.value.code == 0
     said = capsys.readouterr().out
-    assert all(option in said for option in ("--json", "--device", "--dtype", *options))
+    assert all(option in said for option in ("--json", "--device", "--dtype", "--draft", "--text"))
 
 
 def test_a_saved_pair_brings_its_own_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

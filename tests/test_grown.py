@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from pairs import BY_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from assisted import AssistedModelForCausalLM, zoo
-from assisted.bench import grown
-from assisted.bench.grown import SHAPES, Shape, grow, layer_positions, load_target
-from assisted.bench.measure import load
+from assisted import AssistedModelForCausalLM
 from assisted.cli.main import main
+from tools import grown
+from tools.grown import SHAPES, Shape, grow, layer_positions, load_target
 
 WIDE = Shape(96, 160, 5, 12, 4)
 ROUNDING = 1e-4  # float32 sums in another order, on logits of about 3
@@ -190,27 +189,23 @@ def test_only_llamas_grow() -> None:
 
 def test_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "tiny", Shape(256, 640, 17, 4, 2))
-    assert main(["grow", "zoo:target", "--size", "tiny", "--out", str(tmp_path), "--dtype", "bfloat16", "--json"]) == 0
+    grown.main(["zoo:target", "--size", "tiny", "--out", str(tmp_path), "--dtype", "bfloat16", "--json"])
     printed = json.loads(capsys.readouterr().out)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert model.dtype == torch.bfloat16
     assert printed["parameters"] == model.num_parameters()
     assert "for measuring" in (tmp_path / "README.md").read_text()
     assert model.config.assisted_grown == {"from": "target", "size": "tiny", "seed": 0}
-    assert "grown" in (grown.note(model) or "")
     assert AutoTokenizer.from_pretrained(tmp_path).get_vocab()
-    in_memory, tokenizer = load_target("grown:tiny", torch.bfloat16)
-    assert tokenizer is not None
+    in_memory, _ = load_target("grown:tiny", torch.bfloat16)
     assert all(torch.equal(value, in_memory.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 def test_targets_by_name() -> None:
-    model, tokenizer = load_target("zoo:target", torch.float32)
-    assert grown.note(model) is None
-    assert tokenizer is not None
-    large, tokenizer = load_target("grown:256x640x17x4x2:zoo:draft", torch.float32)
+    small, _ = load_target("zoo:target", torch.float32)
+    assert small.config.num_hidden_layers == 16
+    large, tokenizer = load_target("grown:256x640x17x4x2", torch.float32)
     assert large.config.num_hidden_layers == 17
-    small = AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=torch.float32)
     ids = tokenizer("def mean(values):\n", return_tensors="pt").input_ids
     with torch.no_grad():
         assert torch.allclose(large(ids).logits, small(ids).logits, atol=1e-3)
@@ -218,14 +213,11 @@ def test_targets_by_name() -> None:
         load_target("grown:huge")
 
 
-def test_measured_like_any_target() -> None:
-    pair, draft = load("grown:256x640x17x4x2", dtype="float32", draft_length=3)
-    assert draft == "zoo:draft"
-    assert pair.target.config.num_hidden_layers == 17
-    assert pair.tokenizer is not None
-    pair, draft = load("grown:256x640x17x4x2:zoo:draft")
-    assert draft is None
-    assert grown.is_name("grown:1b") and not grown.is_name("zoo:target")
+def test_examined_like_any_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grown.main(["zoo:target", "--size", "256x640x17x4x2", "--out", str(tmp_path), "--device", "cpu"])
+    quick = ["--prompts", "1", "--max-new-tokens", "8", "--longest", "2", "--seconds", "1", "--contexts", "64"]
+    assert main(["doctor", str(tmp_path), *quick, "--text", __file__, "--draft", "zoo:draft", "--device", "cpu"]) == 0
+    assert f"{tmp_path}: " in capsys.readouterr().out
 
 
 @pytest.mark.slow

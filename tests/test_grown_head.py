@@ -7,8 +7,8 @@ from eagle_heads import random_head
 from test_grown import ROUNDING, WIDE, small
 
 from assisted import AssistedModelForCausalLM, Eagle
-from assisted.bench.grown import grow
-from assisted.bench.grown_head import grow_head
+from tools.grown import grow
+from tools.grown_head import grow_head
 
 TAPS = (1, 2, 3)
 KINDS = {

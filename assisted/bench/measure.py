@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from .. import zoo
-from ..drafters import METHODS, DraftModel, Eagle, parse
+from ..drafters import METHODS, DraftModel, parse
 from ..drafters.other_tokenizer import TranslatedDrafter
 from ..loading.backends import find, placed
 from ..modeling import AssistedModelForCausalLM
 from . import contestants as who
-from . import grown
 from . import prompts as texts
 from .clock import Progress, silent
 from .contestants import Contestant, of_model
-from .grown_head import shipped_head
 from .prompts import Batch, Prompt
 from .protocol import Measured, Rules, race, require_room, stream
 from .results import Point, Result, Row, largest_gap, machine, point_name, summed_up
@@ -197,15 +194,9 @@ def fastest(tried: Sequence[Measured]) -> list[Contestant]:
 
 def load(target: str, draft: Any = None, **kwargs: Any) -> tuple[AssistedModelForCausalLM, str | None]:
     """The pair, and the name of its draft, None if it drafts by copying text. target, draft, kwargs: as for `measure`."""
-    if draft is None and (target == "zoo:target" or grown.is_shipped(target)):
+    if draft is None and target == "zoo:target":
         draft = "zoo:draft"
-    if grown.is_name(target):
-        device = kwargs.pop("device_map", {"": "cpu"})[""]
-        model, tokenizer = grown.load_target(target, kwargs.pop("dtype", None), device)
-        fits = _fitting(draft, model) if isinstance(draft, str) else draft
-        pair = AssistedModelForCausalLM.from_models(model, draft=fits, tokenizer=tokenizer, **kwargs)
-    else:
-        pair = AssistedModelForCausalLM.from_pretrained(target, draft=draft, **kwargs)
+    pair = AssistedModelForCausalLM.from_pretrained(target, draft=draft, **kwargs)
     if draft is None and pair.spec.quantizes == "model":
         draft = "its own draft"  # of a saved pair
     return pair, draft if draft is None or isinstance(draft, str) else repr(draft)
@@ -220,8 +211,6 @@ def default_drafts(pair: AssistedModelForCausalLM, draft: str | None, target: st
     strings = [spec.sample for spec in METHODS.values() if spec.sample and (quantizes or not spec.quantizes)]
     if target == "zoo:target":
         strings += [f"zoo:{name}" for name in zoo.HEADS]
-    elif grown.is_shipped(target):
-        strings.append("zoo:eagle3")
     strings += [f"zoo:{name}" for name in zoo.HEADS_OF_PACKAGED.get(target.removeprefix("zoo:"), ())]
     if draft is not None:
         both = [f"suffix+{draft}"] if pair.spec.quantizes == "model" else []
@@ -241,16 +230,11 @@ def _spec(entry: Any, pair: AssistedModelForCausalLM, draft: str | None) -> Any:
         parts = entry.split("+")
         if len(parts) > 1 and not Path(entry).exists():
             return [_spec(part, pair, draft) for part in parts]
-        return _fitting(entry, pair.target)
+        return entry
     if isinstance(entry, (list, tuple)):
         return [_spec(part, pair, draft) for part in entry]
     parse(entry)  # raises TypeError if it is no draft
     return entry
-
-
-def _fitting(name: str, target: PreTrainedModel) -> Any:
-    """The draft of a name; the shipped head is made to fit the grown shipped target."""
-    return Eagle(shipped_head(target)) if name == "zoo:eagle3" and grown.note(target) else name
 
 
 def _loaded(pair: AssistedModelForCausalLM) -> Any:

@@ -125,6 +125,19 @@ def loading(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def target_and_tokenizer(name: str, **chosen: Any) -> tuple[Any, Any]:
+    """The target of this name and its tokenizer. chosen: for `from_pretrained`. Raises ValueError without a tokenizer."""
+    from .. import zoo
+    from ..loading.gguf import load_model, reading_once
+    from ..loading.vocabulary import find_tokenizer
+
+    path = zoo.resolve(name)
+    with reading_once():
+        target, tokenizer = load_model(path, **chosen), find_tokenizer(path)
+    require_tokenizer(tokenizer, name)
+    return target, tokenizer
+
+
 def require_tokenizer(tokenizer: Any, target: str) -> None:
     if tokenizer is None:
         raise ValueError(f"target: {target} has no tokenizer beside it, and text needs one")

@@ -14,7 +14,7 @@ from .arguments import (
     add_temperature,
     device,
     print_or_write,
-    require_tokenizer,
+    target_and_tokenizer,
     use_threads,
 )
 
@@ -26,7 +26,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `doctor` into the parser. command: makes a parser with a function to run and a text."""
     text = "measure what speedup to expect of a draft on this machine and on your text, and what limits it"
     doctor = command("doctor", _doctor, text, page="doctor", file="all results")
-    add_target(doctor, doctor, "Hub id, folder, zoo: name, or grown:SIZE (the shipped target at that size)")
+    add_target(doctor, doctor, "Hub id, folder or zoo: name")
     doctor.add_argument(
         "--draft",
         action="append",
@@ -65,7 +65,6 @@ def _doctor(args: argparse.Namespace) -> None:
     import torch
 
     from ..bench.clock import Bars
-    from ..bench.grown import load_target
     from ..doctor.diagnosis import Settings
     from ..doctor.examine import examine
     from ..doctor.findings import told
@@ -77,9 +76,10 @@ def _doctor(args: argparse.Namespace) -> None:
     if args.quick:
         settings = _quick(settings)
     where = device(args.device)
-    half = None if where == "cpu" else torch.bfloat16
-    target, tokenizer = load_target(args.target, args.dtype or half, where)
-    require_tokenizer(tokenizer, args.target)
+    chosen = {"dtype": "auto"} if where == "cpu" else {"dtype": torch.bfloat16, "device_map": {"": where}}
+    if args.dtype is not None:
+        chosen["dtype"] = args.dtype
+    target, tokenizer = target_and_tokenizer(args.target, **chosen)
     drafts: dict[str, Any] = {name: name for name in args.draft or ["suffix"]}
     if isinstance(target, AssistedModelForCausalLM):  # a saved pair
         drafts = drafts if args.draft else {"its own draft": target.spec}

@@ -1,4 +1,4 @@
-"""The command line: `assisted demo | generate | chat | train | bench | doctor | grow | plan | handover | zoo`.
+"""The command line: `assisted demo | generate | chat | train | bench | doctor | plan | handover | zoo`.
 
 Knows arguments, standard streams and exit codes. The work is done elsewhere, in modules that a command imports when it runs.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from . import bench, doctor, grow, handover, plan
+from . import bench, doctor, handover, plan
 from . import train as training
 from .arguments import (
     DEFAULT,
@@ -54,7 +54,6 @@ _EXAMPLES = {
         'assisted plan Qwen/Qwen3-8B --card "RTX 4070" --context 4096',
     ),
     "handover": ("assisted handover vllm PAIR --out DIR",),
-    "grow": ("assisted grow zoo:target --size 1b --out DIR",),
 }
 _CHAT_HELP = "/reset starts a new conversation; /quit or Ctrl-D ends; Ctrl-C stops the program."
 
@@ -325,7 +324,6 @@ def _parser() -> argparse.ArgumentParser:
     training.add(commands, command)
     bench.add(command)
     doctor.add(command)
-    grow.add(command)
     plan.add(command)
     handover.add(command)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import DEFAULT, STORED, dtype_name, print_json, require_tokenizer, typed
+from .arguments import DEFAULT, STORED, dtype_name, print_json, target_and_tokenizer, typed
 
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
@@ -151,20 +151,14 @@ def _train(name: str, found: argparse.Namespace) -> None:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     import torch
 
-    from .. import zoo
-    from ..loading.gguf import load_model
-    from ..loading.vocabulary import find_tokenizer
     from ..training.chats import with_chats
     from ..training.data import Text, read_text
     from ..training.method import Start
     from ..training.trainer import train
     from ..training.written import with_written
 
-    path = zoo.resolve(args.target)
     chosen = {} if args.attention is None else {"attn_implementation": args.attention}
-    target = load_model(path, dtype=args.dtype, **chosen)
-    tokenizer = find_tokenizer(path)
-    require_tokenizer(tokenizer, args.target)
+    target, tokenizer = target_and_tokenizer(args.target, dtype=args.dtype, **chosen)
     target.name_or_path = args.target  # heads may record it: the name that was given, not this machine's folder
     if args.chats and not args.text and args.dataset is None:
         text = Text.empty()

@@ -114,7 +114,6 @@ class Examination:
     """Everything that was measured.
 
     Args:
-        note: a remark on results with this target, or None.
         way: how its calls run, as in `Report`, and why they take no shortcuts: "own forward: ..."; None if they do.
         machine: processor, device, dtype, threads, versions.
         text: the source of the prompts.
@@ -127,7 +126,6 @@ class Examination:
     """
 
     target: str
-    note: str | None
     way: str | None
     machine: dict[str, Any]
     parameters: int

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..bench import grown
 from ..bench.clock import Progress, silent
 from ..bench.measure import pad_token
 from ..bench.prompts import held_out_prompts
@@ -86,7 +85,6 @@ def examine(
     plain = runs[plain_way]
     return Examination(
         target=name,
-        note=grown.note(target),
         way=_way(target),
         machine=machine(target.device, target.dtype),
         parameters=target.num_parameters(),

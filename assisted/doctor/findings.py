@@ -95,8 +95,6 @@ def _head(examination: Examination) -> str:
         lines.append(f"this package without drafts: {_times(examination.undrafted)} that speed")
     if examination.way:
         lines.append(f"no shortcuts, {examination.way}")
-    if examination.note:
-        lines.append(f"note: {examination.note}")
     lines += [f"missing here: {one}" for one in examination.lacking]
     return "\n".join(fill(line, WIDTH, subsequent_indent="  ") for line in lines)
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from assisted.bench.grown import Shape
 from assisted.training.early_exit import EarlyExitSettings
 from assisted.training.plan import Plan
+
+from ..grown import Shape
 
 __all__ = ["DRAFT", "OTHER_DRAFT", "RECIPES", "TARGET", "Phase", "Recipe"]
 

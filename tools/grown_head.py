@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .. import zoo
-from ..heads.eagle import EagleHead
-from ..heads.eagle_formats import load_eagle
+from assisted import zoo
+from assisted.heads.eagle import EagleHead
+from assisted.heads.eagle_formats import load_eagle
+
 from .grown import layer_positions
 
 

@@ -1,10 +1,14 @@
 """Grown targets: a small Llama's function at the cost of a large one, for measuring where no large model can be had.
 
+    python -m tools.grown zoo:target --size 1b --out DIR
+
 Every added width, head and layer is computed and changes nothing: it writes zeros, or zeros read it.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import re
 from bisect import bisect_right
@@ -23,12 +27,11 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from .. import zoo
-from ..engine.libraries import attention_of
-from ..loading.gguf import load_model, reading_once
-from ..loading.vocabulary import find_tokenizer
+from assisted.cli.arguments import DEFAULT, STORED, target_and_tokenizer
+from assisted.cli.arguments import device as chosen_device
+from assisted.engine.libraries import attention_of
 
-PREFIX = "grown"
+PREFIX = "grown:"  # of the names that `load_target` reads
 RECORD = "assisted_grown"  # in config.json: what was grown, and how
 
 
@@ -148,56 +151,29 @@ def layer_positions(small: int, large: int) -> list[int]:
     return [layer * large // small for layer in range(small)]
 
 
-def is_name(target: str) -> bool:
-    """Whether the name is "grown:...", a target that `load_target` makes in memory."""
-    return target.partition(":")[0] == PREFIX
-
-
-def is_shipped(target: str) -> bool:
-    """Whether the name is "grown:SIZE", the shipped target grown; the shipped drafts are made for it."""
-    return is_name(target) and target.count(":") == 1
-
-
-@reading_once()
 def load_target(
-    name: str, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """A target by name, and its tokenizer.
+    name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A target as the scripts in benchmarks/ name it, and its tokenizer.
 
     Args:
-        name: a Hub id, a folder, a GGUF file, "zoo:NAME"; or "grown:SIZE", the shipped target grown to a size of SHAPES or to
-            five numbers (see `grow`), made in memory; "grown:SIZE:PATH" grows another Llama.
+        name: "grown:SIZE" is the shipped target, grown to a size of SHAPES or to five numbers (see `grow`), made in memory;
+            otherwise a Hub id, a folder, a GGUF file or "zoo:NAME".
         dtype: None takes the checkpoint's own.
         device: of the target.
-
-    Raises ValueError for sizes and models that do not fit, OSError if nothing is found.
     """
-    size = None
-    if is_name(name):
-        size, _, name = name.partition(":")[2].partition(":")
+    is_grown, size = name.startswith(PREFIX), name.removeprefix(PREFIX)
+    if is_grown:
         parse(size)  # before anything is loaded
-    path = zoo.resolve(name or "zoo:target")
-    placed: dict[str, Any] = {} if size or str(device) == "cpu" else {"device_map": {"": device}}
-    model = load_model(path, dtype=dtype or "auto", **placed)
-    return grow(model, size, device=device) if size else model, find_tokenizer(path)
+    placed: dict[str, Any] = {} if is_grown or str(device) == "cpu" else {"device_map": {"": device}}
+    model, tokenizer = target_and_tokenizer("zoo:target" if is_grown else name, dtype=dtype or "auto", **placed)
+    return grow(model, size, device=device) if is_grown else model, tokenizer
 
 
-def note(model: PreTrainedModel) -> str | None:
-    """A remark to show with figures of a grown model; None for any other model."""
-    record = getattr(model.config, RECORD, None)
-    if record is None:
-        return None
-    return (
-        f"grown: the text of {record['from']!r} at the cost of {model.num_parameters() / 1e9:.2f} billion parameters "
-        f"(vocabulary of {model.config.vocab_size}, so a cheap output layer)"
-    )
-
-
-def save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+def save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write a grown model, its tokenizer and a README that says what it is; AutoModelForCausalLM loads the folder."""
     model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     record, vocabulary = getattr(model.config, RECORD), model.config.vocab_size
     shape = parse(record["size"])
     (folder / "README.md").write_text(
@@ -206,7 +182,7 @@ def save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBas
         f"{model.num_parameters() / 1e9:.2f} billion parameters. The added weights are computed and change nothing: its\n"
         f"text is that of the small model, its cost that of a large one. Its vocabulary ({vocabulary}) is the small\n"
         f"one's, so the output layer is cheaper than a real model's. Do not use it for anything but measuring.\n\n"
-        f"Made by `assisted grow`, size {record['size']}, seed {record['seed']}.\n",
+        f"Made by `python -m tools.grown`, size {record['size']}, seed {record['seed']}.\n",
         encoding="utf-8",
     )
 
@@ -306,3 +282,38 @@ def _require_room(model: Any, shape: Shape) -> None:
     ):
         if given < fewest:
             raise ValueError(f"{name}: {given} is too small for this model; give {fewest} or more")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write a grown model into a folder. argv: the arguments; None takes those of the process."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.grown",
+        description="Write a small Llama in a larger shape, to measure the cost of that size.",
+    )
+    parser.add_argument("model", help="Hub id, folder or zoo: name of a Llama")
+    parser.add_argument(
+        "--size",
+        required=True,
+        help=f"{', '.join(SHAPES)}, or HIDDENxINTERMEDIATExLAYERSxHEADSxKV_HEADS; same text, at the cost of that size",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="the folder that is written")
+    parser.add_argument("--dtype", default="bfloat16", choices=STORED, help=DEFAULT.strip())
+    parser.add_argument("--device", default="auto", help="that computes it" + DEFAULT)
+    parser.add_argument("--seed", type=int, default=0, help="of the new random weights" + DEFAULT)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    args = parser.parse_args(argv)
+    parse(args.size)  # before anything is loaded
+    small, tokenizer = target_and_tokenizer(args.model, dtype=torch.float32)
+    dtype = getattr(torch, args.dtype)
+    model = grow(small, args.size, device=chosen_device(args.device), dtype=dtype, seed=args.seed)
+    save(model, args.out, tokenizer)
+    if args.json:
+        print(
+            json.dumps({"folder": str(args.out), "parameters": model.num_parameters(), "dtype": args.dtype}, indent=2)
+        )
+    else:
+        print(f"{args.out}: {model.num_parameters() / 1e9:.2f} billion parameters")
+
+
+if __name__ == "__main__":
+    main()

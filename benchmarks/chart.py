@@ -17,7 +17,7 @@ PEERS = {  # of transformers' own drafting, whichever settings were its fastest
     "transformers lookup": "transformers, lookup",
 }
 HEAD = '["suffix", "zoo:smollm2-eagle3"]'
-SHOWN = {  # contestant -> its name in the chart
+SHOWN = {  # method -> its name in the chart
     "plain": "plain generate",
     "plain, static cache, compiled": "plain, compiled",
     "transformers lookup": "transformers prompt lookup",
@@ -37,7 +37,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def _rows(race: Mapping[str, Any], shown: Mapping[str, str]) -> list[Bar]:
-    """The contestants of a race that are in `shown`, there by name or, of transformers' own, by family."""
+    """The methods of a race that are in `shown`, there by name or, of transformers' own, by family."""
     found = []
     for row in race["points"][0]["rows"]:
         known = shown.get(row["name"]) or shown.get(row["family"] if row["family"].startswith("transformers") else "")

@@ -42,9 +42,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from assisted import AssistedModelForCausalLM, DraftModel, zoo
 from assisted.bench import (
     Bars,
-    Contestant,
     Interval,
     Measured,
+    Method,
     Prompt,
     Rules,
     at_length,
@@ -96,7 +96,7 @@ def long_model(
     return model.to(device) if grown is None else grow(model, grown, device=device)
 
 
-def contestants(target: Any, names: Sequence[str], fast: str = "auto") -> list[Contestant]:
+def methods(target: Any, names: Sequence[str], fast: str = "auto") -> list[Method]:
     """Those of DRAFTS that are named; one draft model for all."""
     specs = {name: DRAFTS[name] for name in names}
     if any(spec == "zoo:draft" for spec, _ in specs.values()):
@@ -160,10 +160,8 @@ def decode_assisted(
     return found, new
 
 
-def measure_context(
-    target: Any, own: Sequence[Contestant], context: int, args: Any, bars: Bars
-) -> list[dict[str, Any]]:
-    """All contestants after prompts of one length, in turns."""
+def measure_context(target: Any, own: Sequence[Method], context: int, args: Any, bars: Bars) -> list[dict[str, Any]]:
+    """All methods after prompts of one length, in turns."""
     call, prompts = call_of(args.new_tokens), prompts_of(args.prompts, context, target.device)
     names = [PLAIN, *(one.name for one in own)]
     found: dict[str, list[list[Any]]] = {name: [[] for _ in range(args.repeats)] for name in names}
@@ -206,7 +204,7 @@ def per_token(one: dict[str, Any]) -> float:
 
 
 def summed(name: str, found: dict[str, list[list[Any]]], context: int) -> dict[str, Any]:
-    """A contestant's row. found: by contestant, the sums of its calls, [R][N]."""
+    """A method's row. found: by method, the sums of its calls, [R][N]."""
     seconds = {one: [list(map(per_token, row)) for row in found[one]] for one in (PLAIN, name)}
     row: dict[str, Any] = {
         "name": name,
@@ -230,14 +228,14 @@ def summed(name: str, found: dict[str, list[list[Any]]], context: int) -> dict[s
     }
 
 
-def measure_first(target: Any, own: Sequence[Contestant], context: int, args: Any, bars: Bars) -> dict[str, Any]:
+def measure_first(target: Any, own: Sequence[Method], context: int, args: Any, bars: Bars) -> dict[str, Any]:
     """Milliseconds until the first token, prompt included, and the ratio to plain's with its interval, by name."""
     entries = [Measured(one) for one in (*plain(target, compiled=False), *own)]
     work = batches(prompts_of(args.prompts, context))
     said = partial(bars, f"context {context}, first token")
     stream(target, entries, work, Rules(2), progress=lambda _, share: said(share), repeats=args.first_repeats)
     taken = {
-        one.contestant.name: torch.tensor(one.first_token, dtype=torch.float64).view(-1, len(work))  # [R, N]
+        one.method.name: torch.tensor(one.first_token, dtype=torch.float64).view(-1, len(work))  # [R, N]
         for one in required(entries)
     }
     return {
@@ -256,13 +254,13 @@ def high_water_mark() -> int:
 
 
 def child(args: Any) -> None:
-    """Peak memory of one contestant's second call in a process of its own, weights included."""
+    """Peak memory of one method's second call in a process of its own, weights included."""
     if args.threads:
         torch.set_num_threads(args.threads)
     (context,) = args.contexts
     target = long_model("target", args.grown)
     name = args.child.removesuffix(EAGER)
-    own = contestants(target, [name] if name != PLAIN else [], "auto" if name == args.child else "eager")
+    own = methods(target, [name] if name != PLAIN else [], "auto" if name == args.child else "eager")
     run = own[0].generate if own else target.generate
     (prompt,) = prompts_of(1, context)
     short = Prompt(prompt.source, prompt.category, prompt.text, prompt.ids[:, -64:])
@@ -280,7 +278,7 @@ def child(args: Any) -> None:
 
 
 def measure_memory(context: int, names: list[str], args: Any, bars: Bars) -> dict[str, Any]:
-    """Peak bytes by contestant, each in a process of its own."""
+    """Peak bytes by method, each in a process of its own."""
     options = ["--contexts", context, "--new-tokens", args.new_tokens, "--threads", torch.get_num_threads()]
     options += ["--grown", args.grown] if args.grown else []
     found = {}
@@ -296,7 +294,7 @@ def measure_memory(context: int, names: list[str], args: Any, bars: Bars) -> dic
 
 def measure(args: Any) -> dict[str, Any]:
     target = long_model("target", args.grown)
-    own = contestants(target, args.contestants)
+    own = methods(target, args.methods)
     names = [one.name for one in own]
     machine = about(own[0].model, prompts=args.prompts, repeats=args.repeats, new_tokens=args.new_tokens)
     machine["target"] = f"grown:{args.grown}" if args.grown else "zoo:target"
@@ -421,7 +419,7 @@ def main() -> None:
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[512, 1024, 4096, 16384, 32768], help="tokens of prompts"
     )
-    parser.add_argument("--contestants", nargs="+", choices=list(DRAFTS), default=list(DRAFTS), metavar="NAME")
+    parser.add_argument("--methods", nargs="+", choices=list(DRAFTS), default=list(DRAFTS), metavar="NAME")
     parser.add_argument("--grown", metavar="SIZE", help="of the target, such as 0.25b; the shipped one when left out")
     parser.add_argument(
         "--memory", type=int, nargs="*", default=[512, 16384], metavar="P", help="contexts of peak memory"

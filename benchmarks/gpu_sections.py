@@ -1,7 +1,7 @@
 """The measurements of gpu.py: every section is a list of items, every item a function that returns figures.
 
 Targets: the shipped one, and the same grown to about 1 and 7 billion parameters (`tools.grown`: the same text at the
-cost of a large model). All contestants continue pieces of Python greedily, in turns, by the protocol of `assisted bench`.
+cost of a large model). All methods continue pieces of Python greedily, in turns, by the protocol of `assisted bench`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 import assisted
 from assisted import AssistedModelForCausalLM, DraftModel, DraftTree, Eagle, zoo
-from assisted.bench import Bars, Contestant, Prompt, Rules, batches, pad_token, peers
+from assisted.bench import Bars, Method, Prompt, Rules, batches, pad_token, peers
 from assisted.bench.clock import now
 from assisted.bench.results import largest_gap, machine
 from assisted.doctor.passes import bandwidth, memory
@@ -232,13 +232,13 @@ def speed_of(name: str, dtype: torch.dtype, device: torch.device, sizes: Sizes) 
         "self:nf4, adaptive": ("self:nf4", "adaptive"),
     }
     found = [one for one in peers(target, drafted_by(target)) if one.setting == PEER]
-    found += contestants(target, tokenizer, drafts)
+    found += methods(target, tokenizer, drafts)
     return {"passes": times} | race(target, tokenizer, found, device, sizes, name)
 
 
-def contestants(
+def methods(
     target: PreTrainedModel, tokenizer: Any, drafts: Mapping[str, tuple[Any, Any]], modes: Mapping[str, str] = MODES
-) -> list[Contestant]:
+) -> list[Method]:
     """All that can be loaded, in every mode; the others are left out with a message."""
     found = []
     for name, (spec, length) in drafts.items():
@@ -254,7 +254,7 @@ def contestants(
 def race(
     target: PreTrainedModel,
     tokenizer: Any,
-    found: list[Contestant],
+    found: list[Method],
     device: torch.device,
     sizes: Sizes,
     name: str,
@@ -328,7 +328,7 @@ def batched(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]
 
 def batch_of(rows: int, device: torch.device, sizes: Sizes) -> dict[str, Any]:
     target, tokenizer = load_target(sizes.batched, sizes.targets[sizes.batched], device)
-    found = contestants(target, tokenizer, FEW, {"captured": MODES["captured"]})
+    found = methods(target, tokenizer, FEW, {"captured": MODES["captured"]})
     return race(target, tokenizer, found, device, sizes, sizes.batched, rows)
 
 
@@ -342,7 +342,7 @@ def quantized_of(how: str, device: torch.device, sizes: Sizes) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = saved(sizes.batched, device, Path(folder))
         target = quantized(folder, how, device)
-    found = contestants(target, tokenizer, FEW)
+    found = methods(target, tokenizer, FEW)
     return race(target, tokenizer, found, device, sizes, f"{sizes.batched} in {how}", compiled=False)
 
 
@@ -481,7 +481,7 @@ def contexts(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]
 def context_of(context: int, device: torch.device, sizes: Sizes) -> dict[str, Any]:
     size = sizes.batched.removeprefix("grown:") if sizes.batched.startswith("grown:") else None
     target = long_contexts.long_model("target", size, sizes.targets[sizes.batched], device)
-    own = long_contexts.contestants(target, ["draft, Fixed(tokens=4)", "draft, Adaptive()", "suffix, Adaptive()"])
+    own = long_contexts.methods(target, ["draft, Fixed(tokens=4)", "draft, Adaptive()", "suffix, Adaptive()"])
     rules = argparse.Namespace(
         prompts=min(2, sizes.prompts), repeats=sizes.repeats, new_tokens=max(8, sizes.new_tokens // 2), compiled=False
     )

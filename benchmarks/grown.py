@@ -16,7 +16,7 @@ from shipped_pair import COLUMNS
 from tables import arguments, figures, paired, publish, raced, races, write_json
 
 from assisted import AssistedModelForCausalLM, DraftModel, Eagle
-from assisted.bench import Contestant, Rules, lookups, read, transformers_assisted
+from assisted.bench import Method, Rules, lookups, read, transformers_assisted
 from assisted.lengths import Fixed
 from assisted.lengths.adaptive import Adaptive
 from tools.grown import load_target
@@ -33,7 +33,7 @@ CASES = {
 }
 
 
-def contestants(pair: AssistedModelForCausalLM, batch: int) -> list[Contestant]:
+def methods(pair: AssistedModelForCausalLM, batch: int) -> list[Method]:
     """The draft and the head at several lengths, alone and combined with the suffix drafter."""
     draft, head = DraftModel(pair.drafter.models[0]), shipped_head(pair.target)
     tried = {
@@ -62,7 +62,7 @@ def measure(args: Any) -> dict[str, Any]:
         count = max(2, round(args.prompts * part))
         prompts = read(["code"], pair.tokenizer, batch * 2 if batch > 1 else count)
         others = [*transformers_assisted(pair), *lookups(pair.target)] if peers else []
-        own = contestants(pair, batch)
+        own = methods(pair, batch)
         result = raced(args, pair, own, prompts, rules, batch, others, size, "zoo:draft").to_dict()
         found |= {title: result, "about": result["machine"]}
         print(markdown(found), flush=True)

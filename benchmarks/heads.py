@@ -41,15 +41,15 @@ COLUMNS = ("`draft=`", "tokens per pass", "times plain", "drafted", "drafting", 
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All contestants at every temperature."""
+    """All methods at every temperature."""
     pair, _ = shipped()
     prompts = list(islice(held_out_prompts(pair.tokenizer), args.prompts))
-    contestants = paired(pair.target, pair.tokenizer, CONTESTANTS)
+    methods = paired(pair.target, pair.tokenizer, CONTESTANTS)
     found: dict[str, Any] = {}
     for temperature in TEMPERATURES:
         rules = Rules(args.new_tokens, args.repeats, temperature, 0.95 if temperature else 1.0)
         title = f"Temperature {temperature:g}{', top-p 0.95' if temperature else ''}, {args.new_tokens} tokens"
-        result = raced(args, pair, contestants, prompts, rules).to_dict()
+        result = raced(args, pair, methods, prompts, rules).to_dict()
         found |= {"about": result["machine"], title: result}
     return found
 

@@ -23,7 +23,7 @@ import torch
 from tables import arguments, figures, paired, publish
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, generation
-from assisted.bench import Bars, Contestant, Prompt, Rules, held_out_prompts, machine, pad_token, speedup
+from assisted.bench import Bars, Method, Prompt, Rules, held_out_prompts, machine, pad_token, speedup
 from assisted.bench.clock import turns
 from assisted.bench.table import markdown_table
 from assisted.drafters.chain import ChainDrafting
@@ -195,7 +195,7 @@ class Causes:
         return run
 
 
-def contestants(target: str) -> list[Contestant]:
+def methods(target: str) -> list[Method]:
     """A target with every draft that fits it."""
     model, tokenizer = load_target(target, torch.float32)
     pair = AssistedModelForCausalLM.from_models(model, draft="zoo:draft", tokenizer=tokenizer)
@@ -208,7 +208,7 @@ def contestants(target: str) -> list[Contestant]:
 
 
 def measure_target(target: str, prompts: int, repeats: int, new_tokens: int, bars: Bars) -> list[dict[str, Any]]:
-    pairs = {one.name: one.model for one in contestants(target)}
+    pairs = {one.name: one.model for one in methods(target)}
     tokenizer = next(iter(pairs.values())).tokenizer
     texts = list(islice(held_out_prompts(tokenizer), prompts))
     call = Rules(new_tokens).call(pad_token(tokenizer))

@@ -17,7 +17,7 @@ import torch
 from tables import about, arguments, figures, markdown_table, publish, raced
 
 from assisted import AssistedModelForCausalLM
-from assisted.bench import Contestant, Result, Row, Rules, of_model, read
+from assisted.bench import Method, Result, Row, Rules, of_model, read
 from assisted.bench.table import percent
 from assisted.drafters.early_exit import ExitDrafter
 from assisted.drafters.layer_skip import SkipDrafter
@@ -55,16 +55,16 @@ def race(args: Any, place: str, name: str, drafts: tuple[str, ...]) -> dict[str,
     pair = AssistedModelForCausalLM.from_pretrained(place, draft="suffix", dtype=torch.bfloat16)
     models: dict[str, AssistedModelForCausalLM] = {}
 
-    def contestant(row: str, draft: str, length: Any) -> Contestant:
+    def method(row: str, draft: str, length: Any) -> Method:
         models[row] = AssistedModelForCausalLM.from_models(pair.target, draft, length, pair.tokenizer)
         return of_model(row, models[row])
 
-    contestants = [contestant(NO_DRAFT, "suffix", Never())]
+    methods = [method(NO_DRAFT, "suffix", Never())]
     for draft in drafts:
-        contestants.append(contestant(draft, draft, args.draft_length))
-        contestants.append(contestant(f"{draft}, default length", draft, None))
+        methods.append(method(draft, draft, args.draft_length))
+        methods.append(method(f"{draft}, default length", draft, None))
     prompts = read(["chat"], pair.tokenizer, args.prompts)
-    result = raced(args, pair, contestants, prompts, Rules(args.new_tokens), target=name)
+    result = raced(args, pair, methods, prompts, Rules(args.new_tokens), target=name)
     shares = {draft: bytes_read(models[draft]) for draft in drafts}
     return {"bytes": shares, "result": result.to_dict()}
 

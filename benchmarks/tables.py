@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from assisted import AssistedModelForCausalLM, DraftModel
 from assisted.bench import (
     Bars,
-    Contestant,
     Measured,
+    Method,
     Point,
     Prompt,
     Result,
@@ -87,8 +87,8 @@ def shipped(dtype: torch.dtype = torch.float32) -> tuple[AssistedModelForCausalL
 
 def paired(
     target: PreTrainedModel, tokenizer: Any, drafts: Mapping[str, tuple[Any, Any]], fast: str = "auto"
-) -> list[Contestant]:
-    """A contestant with this target for every draft and draft length, which are given by the name of the row."""
+) -> list[Method]:
+    """A method with this target for every draft and draft length, which are given by the name of the row."""
 
     def loaded(draft: Any, length: Any) -> AssistedModelForCausalLM:
         return AssistedModelForCausalLM.from_models(target, draft, length, tokenizer, fast=fast)
@@ -99,28 +99,28 @@ def paired(
 def raced(
     args: argparse.Namespace,
     pair: AssistedModelForCausalLM,
-    contestants: Sequence[Contestant],
+    methods: Sequence[Method],
     prompts: Sequence[Prompt],
     rules: Rules,
     batch: int = 1,
-    others: Sequence[Contestant] = (),
+    others: Sequence[Method] = (),
     target: str = "zoo:target",
     draft: str | None = None,
 ) -> Result:
-    """One race by the protocol of `assisted bench`: plain `generate`, the fastest of `others`, and the contestants."""
+    """One race by the protocol of `assisted bench`: plain `generate`, the fastest of `others`, and the methods."""
     rules = replace(rules, repeats=args.repeats)
     modes = plain(pair.target, compiled=not args.no_compile)
     with Bars() as bars:
-        measured = point(pair, modes, others, contestants, prompts, rules, batch, bars, streams=False)
+        measured = point(pair, modes, others, methods, prompts, rules, batch, bars, streams=False)
     machine = about(pair, prompts=args.prompts, repeats=args.repeats)
     return Result(target, draft, rules, sources(prompts), (measured,), machine)
 
 
 def required(measured: Sequence[Measured]) -> list[Measured]:
-    """The same list. Raises RuntimeError if a contestant failed."""
+    """The same list. Raises RuntimeError if a method failed."""
     for one in measured:
         if one.error is not None:
-            raise RuntimeError(f"{one.contestant.name}: {one.error}")
+            raise RuntimeError(f"{one.method.name}: {one.error}")
     return list(measured)
 
 
@@ -161,7 +161,7 @@ def measured_with(found: dict[str, Any], command: str) -> str:
     """The sentence above a table. found: what `about` gave."""
     return (
         f"`{command}`: {found['prompts']} prompts, {found['dtype']}, CPU threads: {found['threads']}, {found['processor']}, "
-        f"torch {found['torch']}, transformers {found['transformers']}. End tokens are ignored, and all contestants take turns "
+        f"torch {found['torch']}, transformers {found['transformers']}. End tokens are ignored, and all methods take turns "
         "in one run. Times plain is the speedup over the fastest plain mode, with a 95% bootstrap interval. Tokens per pass "
         "count the target's own token and the pass that reads the prompt. Repeated 4-grams are those that occurred earlier in "
         "the same text: a small model loops, and loops flatter every drafter."
@@ -184,7 +184,7 @@ def section(title: str, result: dict[str, Any], columns: Sequence[str], named: s
 
 
 def table(point: Point, columns: Sequence[str], named: str = "", **more: Cell) -> list[str]:
-    """A Markdown table of the contestants, and the errors of those that failed.
+    """A Markdown table of the methods, and the errors of those that failed.
 
     columns: titles of CELLS or of `more`. named: the title of the names' column. more: further cells by title.
     """

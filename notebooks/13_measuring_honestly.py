@@ -227,11 +227,11 @@ assert loops[24] <= loops[NEW]
 # %%
 pad = bench.pad_token(tokenizer)
 baseline = bench.plain(target, compiled=False)[:1]
-others = [bench.Contestant(name, "assisted", pair.generate, counted=False) for name, pair in pairs.items()]
+others = [bench.Method(name, "assisted", pair.generate, counted=False) for name, pair in pairs.items()]
 rules = bench.Rules(new_tokens=TOKENS, repeats=2)
 measured = bench.race(target, [*baseline, *others], bench.batches(prompts, 1, pad), rules, pad)
 
-seconds = {one.contestant.name: np.array(one.seconds) for one in measured}  # [repeats, prompts] each
+seconds = {one.method.name: np.array(one.seconds) for one in measured}  # [repeats, prompts] each
 for one in measured:
     assert one.error is None and one.tokens == measured[0].tokens or target.dtype != torch.float32
 print({name: rows.shape for name, rows in seconds.items()})

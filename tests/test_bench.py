@@ -1,4 +1,4 @@
-"""The protocol: prompts, counting, contestants, races and their sums. On tiny random models."""
+"""The protocol: prompts, counting, methods, races and their sums. On tiny random models."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pairs import tokenizer as letters
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from assisted import AssistedModelForCausalLM, bench
-from assisted.bench import contestants, held_out, protocol
-from assisted.bench.contestants import Contestant, of_model
+from assisted.bench import held_out, methods, protocol
 from assisted.bench.measure import default_drafts
+from assisted.bench.methods import Method, of_model
 from assisted.bench.prompts import SETS, UNNAMED, of_dataset
 from assisted.bench.protocol import Rules, race, stream
 from assisted.bench.results import largest_gap
@@ -56,7 +56,7 @@ def some_prompts(tokenizer: Any, texts: list[str], category: str = "code") -> li
 
 
 def named(measured: list[bench.Measured]) -> dict[str, bench.Measured]:
-    return {one.contestant.name: one for one in measured}
+    return {one.method.name: one for one in measured}
 
 
 # Statistics
@@ -254,14 +254,14 @@ def test_passes_and_drafts_are_counted_alike(
     pair: AssistedModelForCausalLM, batches: list[bench.Batch], drafted_by_transformers: list[int]
 ) -> None:
     """The hook's counts agree with plain decoding, with transformers' own generator, and with this package's report."""
-    for peer in contestants.peers(pair.target, pair.drafter.models[0]):
+    for peer in methods.peers(pair.target, pair.drafter.models[0]):
         drafted_by_transformers.clear()
         (one,) = race(pair.target, [peer], batches, replace(RULES, repeats=1))
         assert one.error is None
         calls = len(drafted_by_transformers) // 2  # warmed up once, timed once
         assert (one.passes, one.drafted) == (calls, sum(drafted_by_transformers[:calls]))
         assert max(drafted_by_transformers) <= peer.setting["num_assistant_tokens"]
-    field = [*contestants.plain(pair.target, compiled=False), of_model("ours", pair, counted=True)]
+    field = [*methods.plain(pair.target, compiled=False), of_model("ours", pair, counted=True)]
     plain, ours = race(pair.target, field, batches, RULES)
     assert (plain.passes, plain.drafted) == (24 * 3, 0)
     assert ours.tokens == plain.tokens
@@ -299,7 +299,7 @@ def test_how_close_the_tokens_are_where_texts_first_differ(pair: AssistedModelFo
 
 def test_batches_are_counted_by_row(pair: AssistedModelForCausalLM) -> None:
     batches = bench.batches(some_prompts(pair.tokenizer, ["add", "sub", "multiply"]), rows=3)
-    field = [*contestants.plain(pair.target, compiled=False), of_model("ours", pair, counted=True)]
+    field = [*methods.plain(pair.target, compiled=False), of_model("ours", pair, counted=True)]
     plain, ours = race(pair.target, field, batches, RULES)
     assert plain.passes == 24 * 3 and len(plain.tokens) == 3
     assert ours.error is None and ours.tokens == plain.tokens
@@ -314,9 +314,9 @@ def test_end_tokens_are_ignored_by_everybody(pair: AssistedModelForCausalLM, bat
         model.generation_config.eos_token_id = everything  # every token ends a text
     try:
         field = [
-            *contestants.plain(target, compiled=False),
-            *contestants.peers(target, draft),
-            *contestants.lookups(target),
+            *methods.plain(target, compiled=False),
+            *methods.peers(target, draft),
+            *methods.lookups(target),
             of_model("ours", pair),
         ]
         measured = race(target, field, batches, replace(RULES, repeats=1))
@@ -341,7 +341,7 @@ def test_the_draft_keeps_its_own_settings(pair: AssistedModelForCausalLM) -> Non
         raise RuntimeError
 
     target = SimpleNamespace(generate=failing)
-    run = contestants._with_assistant(target, draft, {"num_assistant_tokens": 20}, {})  # type: ignore[arg-type]
+    run = methods._with_assistant(target, draft, {"num_assistant_tokens": 20}, {})  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         run()
     assert draft.generation_config.to_dict() == before
@@ -362,10 +362,10 @@ def test_one_that_raises_is_out_and_the_others_go_on(
         return pair.target.generate(ids, **{**kwargs, "max_new_tokens": 5})
 
     field = [
-        Contestant("late", "assisted", late),
-        *contestants.plain(pair.target, compiled=False),
-        Contestant("short", "assisted", short),
-        *contestants.assisted(pair.target, {"refused": "early-exit:99"}),
+        Method("late", "assisted", late),
+        *methods.plain(pair.target, compiled=False),
+        Method("short", "assisted", short),
+        *methods.assisted(pair.target, {"refused": "early-exit:99"}),
     ]
     measured = race(pair.target, field, batches, RULES)
     found = named(measured)
@@ -383,7 +383,7 @@ def test_without_plain_decoding_there_is_nothing_to_compare_with(
     def broken(ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         raise RuntimeError("broken")
 
-    field = [Contestant("plain", "plain", broken), of_model("ours", pair)]
+    field = [Method("plain", "plain", broken), of_model("ours", pair)]
     measured = race(pair.target, field, batches, replace(RULES, repeats=1))
     with pytest.raises(ValueError, match=r"target: plain decoding failed.*plain: RuntimeError: broken"):
         bench.summed_up(measured, batches, greedy=True)
@@ -405,13 +405,13 @@ def test_a_drafter_that_gives_up_is_told_of(pair: AssistedModelForCausalLM, batc
 def test_turns_change_and_seeds_are_shared(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
     seen: list[tuple[str, int, float]] = []
 
-    def noting(name: str) -> Contestant:
+    def noting(name: str) -> Method:
         def run(ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             assert kwargs["do_sample"] and kwargs["temperature"] == 0.7 and kwargs["top_p"] == 0.9
             seen.append((name, ids.shape[1], torch.rand(()).item()))
             return torch.nn.functional.pad(ids, (0, kwargs["max_new_tokens"]))
 
-        return Contestant(name, "plain", run)
+        return Method(name, "plain", run)
 
     rules = Rules(new_tokens=4, repeats=2, temperature=0.7, top_p=0.9)
     race(pair.target, [noting("a"), noting("b")], batches, rules)
@@ -424,14 +424,14 @@ def test_turns_change_and_seeds_are_shared(pair: AssistedModelForCausalLM, batch
 
 def test_no_repeat_begins_after_the_deadline(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
     rules = Rules(new_tokens=2, repeats=9, seconds=0.0)
-    (one,) = race(pair.target, contestants.plain(pair.target, compiled=False), batches, rules)
+    (one,) = race(pair.target, methods.plain(pair.target, compiled=False), batches, rules)
     assert len(one.seconds) == 1
 
 
 def test_first_tokens_are_streamed(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
     field = [
-        *contestants.plain(pair.target, compiled=False),
-        *contestants.peers(pair.target, pair.drafter.models[0])[:1],
+        *methods.plain(pair.target, compiled=False),
+        *methods.peers(pair.target, pair.drafter.models[0])[:1],
         of_model("ours", pair),
     ]
     rules = replace(RULES, repeats=1)
@@ -449,7 +449,7 @@ def test_memory_is_measured_on_cuda(pair: AssistedModelForCausalLM) -> None:
     target = copy.deepcopy(pair.target).to("cuda")
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3)
     batches = bench.batches(some_prompts(letters(), ["add", "subtract"]))
-    field = [*contestants.plain(target), of_model("ours", model)]
+    field = [*methods.plain(target), of_model("ours", model)]
     measured = race(target, field, batches, RULES)
     stream(target, measured, batches, RULES)
     assert {one.error for one in measured} == {None}
@@ -475,7 +475,7 @@ def test_rules_that_make_no_sense(wrong: dict[str, Any], message: str) -> None:
 
 def test_what_the_context_has_no_room_for(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
     with pytest.raises(ValueError, match=r"context: prompts of up to 8 tokens and 10000 new ones"):
-        race(pair.target, contestants.plain(pair.target, False), batches, Rules(new_tokens=10_000))
+        race(pair.target, methods.plain(pair.target, False), batches, Rules(new_tokens=10_000))
 
 
 # Who takes part
@@ -495,7 +495,7 @@ def test_half_precision_on_a_cpu_is_tried_without_onednn() -> None:
 
     target: Any = Target(2, 2)
     with torch.backends.mkldnn.flags(enabled=True, allow_tf32=torch.backends.mkldnn.allow_tf32):
-        for one in [*contestants.plain(target, compiled=False), *contestants.lookups(target)]:
+        for one in [*methods.plain(target, compiled=False), *methods.lookups(target)]:
             if one.family == "plain":
                 one.generate()
             assert one.setting.get("onednn", True) is ("oneDNN off" not in one.name)
@@ -510,18 +510,18 @@ def test_drafts_that_a_pair_allows(pair: AssistedModelForCausalLM) -> None:
     assert found["suffix+mine"] == ["suffix", found["mine"]]
     alone = AssistedModelForCausalLM.from_models(pair.target, draft="suffix")
     assert not any("mine" in name for name in default_drafts(alone, None))
-    contestant = next(contestants.assisted(pair.target, {"mine": found["mine"]}, pair.tokenizer))
+    method = next(methods.assisted(pair.target, {"mine": found["mine"]}, pair.tokenizer))
     weights = sum(p.numel() * p.element_size() for p in pair.drafter.models[0].parameters())
-    assert contestant.draft_bytes >= weights  # buffers, too
+    assert method.draft_bytes >= weights  # buffers, too
     assert of_model("text", alone).draft_bytes == 0
 
 
 def test_the_fastest_of_each_family() -> None:
     def one(name: str, family: str, seconds: float | None) -> bench.Measured:
-        entry = bench.Measured(Contestant(name, family, lambda: torch.empty(0)))
+        entry = bench.Measured(Method(name, family, lambda: torch.empty(0)))
         entry.seconds = [] if seconds is None else [[seconds], [seconds], [9 * seconds]]
         entry.error = "ValueError: no" if seconds is None else None
         return entry
 
     tried = [one("a", "x", 2.0), one("b", "x", 1.0), one("c", "x", None), one("d", "y", None), one("e", "y", None)]
-    assert [contestant.name for contestant in bench.fastest(tried)] == ["b", "d"]
+    assert [method.name for method in bench.fastest(tried)] == ["b", "d"]

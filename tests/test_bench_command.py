@@ -93,7 +93,7 @@ def test_a_table_and_a_file(
         "transformers lookup",
         *["assisted"] * 2,
     ]
-    assert len(point["heat"]) == 1 + len(bench.contestants.PEERS) + len(bench.contestants.LOOKUPS)
+    assert len(point["heat"]) == 1 + len(bench.methods.PEERS) + len(bench.methods.LOOKUPS)
     assert rows[0]["speedup"] == {"ratio": 1, "low": 1, "high": 1}
     assert all(row["same"] == row["rows"] == 2 and set(row["by_category"]) == {"a", "b"} for row in rows)
     assert all(row["first_token_milliseconds"] > 0 for row in rows)
@@ -209,13 +209,13 @@ def test_errors_name_the_argument(
 
 @pytest.mark.slow
 def test_a_compiled_forward_takes_part(folders: Path, questions: Path) -> None:
-    from assisted.bench import contestants
+    from assisted.bench import methods
 
     pair, _ = bench.load(str(folders / "target"))
     batches = bench.batches(bench.read([str(questions)], pair.tokenizer, 2))
-    compiled: Any = contestants.plain(pair.target)[-1]
+    compiled: Any = methods.plain(pair.target)[-1]
     plain, one = bench.race(
-        pair.target, [*contestants.plain(pair.target, False), compiled], batches, bench.Rules(8, 1), pad=0
+        pair.target, [*methods.plain(pair.target, False), compiled], batches, bench.Rules(8, 1), pad=0
     )
     assert one.error is None, one.error
     assert one.tokens == plain.tokens and one.passes is None

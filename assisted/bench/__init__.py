@@ -1,8 +1,8 @@
 """The measuring protocol: every way of decoding gets the same prompts, tokens and counting. See docs/howto/bench.md."""
 
 from .clock import Bars
-from .contestants import Contestant, assisted, lookups, of_model, peers, plain
 from .measure import brief, default_drafts, fastest, load, measure, pad_token, point, transformers_assisted
+from .methods import Method, assisted, lookups, of_model, peers, plain
 from .prompts import Batch, Prompt, at_length, batches, held_out_prompts, read, sources
 from .protocol import Measured, Rules, race, stream
 from .results import Point, Result, Row, machine, summed_up
@@ -12,9 +12,9 @@ from .table import markdown, table
 __all__ = [
     "Bars",
     "Batch",
-    "Contestant",
     "Interval",
     "Measured",
+    "Method",
     "Point",
     "Prompt",
     "Result",

@@ -49,14 +49,14 @@ class Bars:
 
 
 def turns(
-    contestants: Sequence[T],
+    methods: Sequence[T],
     prompts: int = 1,
     repeats: int = 1,
     seconds: float | None = None,
     progress: Callable[[float], Any] = lambda share: None,
     least: int = 1,
 ) -> Iterator[tuple[T, int, int]]:
-    """Yields whose turn it is: (contestant, prompt, repeat). Everybody takes a turn at each prompt; who begins changes.
+    """Yields whose turn it is: (method, prompt, repeat). Everybody takes a turn at each prompt; who begins changes.
 
     Args:
         prompts, repeats: how many.
@@ -65,7 +65,7 @@ def turns(
         least: number of repeats that are made in any case.
     """
     began, took = time.perf_counter(), 0.0
-    order = list(contestants)
+    order = list(methods)
     for repeat in range(repeats):
         started = time.perf_counter()
         if seconds is not None and repeat >= least and started + took > began + seconds:

@@ -15,10 +15,10 @@ from ..drafters import METHODS, DraftModel, parse
 from ..drafters.other_tokenizer import TranslatedDrafter
 from ..loading.backends import find, placed
 from ..modeling import AssistedModelForCausalLM
-from . import contestants as who
+from . import methods as who
 from . import prompts as texts
 from .clock import Progress, silent
-from .contestants import Contestant, of_model
+from .methods import Method, of_model
 from .prompts import Batch, Prompt
 from .protocol import Measured, Rules, race, require_room, stream
 from .results import Point, Result, Row, largest_gap, machine, point_name, summed_up
@@ -45,7 +45,7 @@ def measure(
         target: Hub id, folder, `zoo:` name or saved pair.
         draft: a draft model, also for transformers; as for `AssistedModelForCausalLM.from_pretrained`. The default is
             `"zoo:draft"` for `"zoo:target"`, a saved pair's own, otherwise none.
-        drafts: the contestants: strings, specs or lists of them; "a+b" is ["a", "b"]. The default is `default_drafts`.
+        drafts: the methods: strings, specs or lists of them; "a+b" is ["a", "b"]. The default is `default_drafts`.
         prompts, count: sets, question files or datasets (see `prompts.read`), and how many of each category; at least as many
             as a batch has rows.
         rules: tokens, repeats, temperature.
@@ -87,22 +87,22 @@ def measure(
 
 def point(
     pair: AssistedModelForCausalLM,
-    plain: Sequence[Contestant],
-    others: Sequence[Contestant],
-    own: Sequence[Contestant],
+    plain: Sequence[Method],
+    others: Sequence[Method],
+    own: Sequence[Method],
     prompts: Sequence[Prompt],
     rules: Rules,
     batch: int = 1,
     progress: Progress = silent,
     streams: bool = True,
 ) -> Point:
-    """One race: plain decoding, the fastest of transformers' settings, and the other contestants.
+    """One race: plain decoding, the fastest of transformers' settings, and the other methods.
 
     Args:
-        pair: all contestants decode with its target.
+        pair: all methods decode with its target.
         plain: plain decoding in its modes; the fastest is 1.00.
         others: transformers' own drafting; only the fastest of each family takes part.
-        own: the other contestants.
+        own: the other methods.
         prompts, rules, batch: the work; `batch` rows are decoded together. With a limit of `rules.seconds`, which is for
             everything, nothing is streamed.
         progress: as for `race`.
@@ -165,13 +165,13 @@ def brief(
 
 def _quickest(
     pair: AssistedModelForCausalLM,
-    plain: Contestant,
-    tried: Sequence[Contestant],
+    plain: Method,
+    tried: Sequence[Method],
     batches: list[Batch],
     rules: Rules,
     progress: Progress,
-) -> tuple[list[Contestant], tuple[Row, ...]]:
-    """A short race over some of the batches. Returns the fastest contestant of every family, and the rows of all."""
+) -> tuple[list[Method], tuple[Row, ...]]:
+    """A short race over some of the batches. Returns the fastest method of every family, and the rows of all."""
     firsts = list({batch.category: batch for batch in reversed(batches)}.values())
     more = [batch for batch in batches if not any(batch is first for first in firsts)]
     some = [*firsts, *more[: max(0, HEAT_BATCHES - len(firsts))]]
@@ -180,16 +180,16 @@ def _quickest(
     return fastest(measured[1:]), summed_up(measured, some, rules.greedy)[1]
 
 
-def fastest(tried: Sequence[Measured]) -> list[Contestant]:
-    """The fastest contestant of every family; a failed one if all failed."""
+def fastest(tried: Sequence[Measured]) -> list[Method]:
+    """The fastest method of every family; a failed one if all failed."""
     families: dict[str, list[Measured]] = {}
     for one in tried:
-        families.setdefault(one.contestant.family, []).append(one)
+        families.setdefault(one.method.family, []).append(one)
     best = []
     for members in families.values():
         ran = [one for one in members if one.error is None]
         best.append(min(ran, key=lambda one: one.typical) if ran else members[0])
-    return [one.contestant for one in best]
+    return [one.method for one in best]
 
 
 def load(target: str, draft: Any = None, **kwargs: Any) -> tuple[AssistedModelForCausalLM, str | None]:
@@ -248,7 +248,7 @@ def _written(entry: Any) -> str:
     return "+".join(map(_written, entry)) if isinstance(entry, (list, tuple)) else str(entry)
 
 
-def transformers_assisted(pair: AssistedModelForCausalLM) -> list[Contestant]:
+def transformers_assisted(pair: AssistedModelForCausalLM) -> list[Method]:
     """transformers' assisted generation with the pair's draft model, with translated tokens if needed; [] without a model."""
     if pair.spec.quantizes != "model":
         return []

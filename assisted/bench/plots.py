@@ -19,7 +19,7 @@ OTHERS = "#e0873a"
 PARTS = {"drafting": "#c2518f", "the target's forward passes": "#3b82f6", "the rest": "#8b93a1"}
 LINES = ("#3b82f6", "#e0873a", "#22a06b", "#c2518f", "#8b6fd6", "#b3912b", "#2aa3b3", "#8b93a1", "#d1504a", "#6b8e23")
 _BESIDE = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}  # legends
-WIDTH, LINE, MARGIN = 8.0, 0.3, 0.9  # inches: of a picture, of a contestant in it, of the axis
+WIDTH, LINE, MARGIN = 8.0, 0.3, 0.9  # inches: of a picture, of a method in it, of the axis
 
 
 def pictures(result: Result) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The race: all contestants decode the same prompts to the same length, in turns, warmed up and repeated.
+"""The race: all methods decode the same prompts to the same length, in turns, warmed up and repeated.
 
 Notes what a call took, what it wrote and how many forward passes it needed; results.py sums that up.
 """
@@ -24,7 +24,7 @@ from ..engine.split import timed
 from ..engine.traits import Traits
 from ..report import Report
 from .clock import FirstToken, Progress, silent, turns
-from .contestants import Contestant
+from .methods import Method
 from .prompts import Batch
 
 
@@ -37,7 +37,7 @@ class Rules:
         repeats: timed repeats over all prompts; one untimed repeat goes before.
         temperature: 0 takes the top-1 token; above 0, tokens are sampled from the whole vocabulary, without top-k.
         top_p: the nucleus to sample from.
-        seed: of the sampling. Every contestant gets the same seed at the same prompt; every repeat has another one.
+        seed: of the sampling. Every method gets the same seed at the same prompt; every repeat has another one.
         seconds: a timed repeat begins only if it would end this long after the start; one is always made. None: no limit.
     """
 
@@ -73,10 +73,10 @@ class Rules:
 
 @dataclass
 class Measured:
-    """What was measured of one contestant.
+    """What was measured of one method.
 
     Args:
-        contestant: who.
+        method: who.
         seconds: [R, N] of R timed repeats over N batches.
         tokens: new tokens of every row, batch by batch, as written in the first timed repeat.
         passes: the target's forward passes times their rows, those over the prompts included. A hook counts them in the repeat
@@ -90,7 +90,7 @@ class Measured:
         error: why it failed; all else is then empty.
     """
 
-    contestant: Contestant
+    method: Method
     seconds: list[list[float]] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     passes: int | None = None
@@ -110,15 +110,15 @@ class Measured:
 
 def race(
     target: PreTrainedModel,
-    contestants: Sequence[Contestant],
+    methods: Sequence[Method],
     batches: Sequence[Batch],
     rules: Rules,
     pad: int = 0,
     progress: Progress = silent,
 ) -> list[Measured]:
-    """Let all contestants decode all batches in turns. One that raises is out, with its error; the others continue.
+    """Let all methods decode all batches in turns. One that raises is out, with its error; the others continue.
 
-    Forward passes are counted in one repeat, which also warms up. Contestants that are not counted warm up with the longest
+    Forward passes are counted in one repeat, which also warms up. Methods that are not counted warm up with the longest
     prompt of each category. The other repeats are timed.
 
     Args:
@@ -131,7 +131,7 @@ def race(
     """
     started = time.perf_counter()
     runner = _Runner(target, rules, pad, batches)
-    entries = [Measured(contestant) for contestant in contestants]
+    entries = [Measured(method) for method in methods]
     with _quiet():
         for done, one in enumerate(entries, 1):
             _unless_out(one, runner.warm_up)
@@ -139,15 +139,15 @@ def race(
         gc.collect()
         running = _running(entries)
         for one in running:
-            if one.contestant.model is not None:
-                one.contestant.model.reset_totals()
+            if one.method.model is not None:
+                one.method.model.reset_totals()
         seconds = None if rules.seconds is None else rules.seconds - (time.perf_counter() - started)
         measuring = partial(progress, "measuring")
         for one, number, repeat in turns(running, len(batches), rules.repeats, seconds, measuring):
             _unless_out(one, runner.timed, number, repeat)
     for one in _running(entries):
-        if one.contestant.model is not None:
-            one.report = one.contestant.model.totals
+        if one.method.model is not None:
+            one.report = one.method.model.totals
     return entries
 
 
@@ -187,7 +187,7 @@ def gave_up(caught: Sequence[warnings.WarningMessage]) -> list[str]:
 
 
 class _Runner:
-    """Calls contestants with batches on the target's device."""
+    """Calls methods with batches on the target's device."""
 
     def __init__(self, target: PreTrainedModel, rules: Rules, pad: int, batches: Sequence[Batch]):
         self.target = target
@@ -203,14 +203,14 @@ class _Runner:
         of_each = {self.batches[number].category: number for number in reversed(longest)}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if one.contestant.counted:
+            if one.method.counted:
                 counter = _Counter()
                 with self.target.register_forward_pre_hook(counter, with_kwargs=True):
                     for number in longest:
                         counter.begin(self.batches[number].ids.shape[1])
                         self.untimed(one, number)
                 one.passes, one.drafted = counter.passes, counter.drafted
-            if one.contestant.model is not None or not one.contestant.counted:
+            if one.method.model is not None or not one.method.counted:
                 for number in longest:
                     if number in of_each.values():
                         self.untimed(one, number)
@@ -251,7 +251,7 @@ class _Runner:
         """New tokens, row by row."""
         batch = self.batches[number]
         torch.manual_seed(self.rules.seed + seed)
-        output = one.contestant.generate(batch.ids, attention_mask=batch.attention_mask, **self.call, **more)
+        output = one.method.generate(batch.ids, attention_mask=batch.attention_mask, **self.call, **more)
         return output[:, batch.ids.shape[1] :].tolist()
 
 
@@ -277,7 +277,7 @@ def _running(entries: Sequence[Measured]) -> list[Measured]:
 
 
 def _unless_out(one: Measured, step: Callable[..., None], *args: Any) -> None:
-    """Run a step of a contestant that has not failed before. If it raises, the contestant is out."""
+    """Run a step of a method that has not failed before. If it raises, the method is out."""
     if one.error is not None:
         return
     try:

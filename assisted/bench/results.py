@@ -1,4 +1,4 @@
-"""The results: a row for each contestant, a point for each batch size and context, all of it as JSON."""
+"""The results: a row for each method, a point for each batch size and context, all of it as JSON."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .statistics import Interval, repeated_share, speedup
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant at one point.
+    """One method at one point.
 
     Args:
-        name, family, setting: of the contestant.
+        name, family, setting: of the method.
         error: why it failed; all figures are then None.
         warned: its warning, such as that a drafter gave up.
         speedup: over the fastest plain mode, for all prompts.
@@ -78,7 +78,7 @@ class Point:
         batch: rows decoded together.
         context: tokens of every prompt; None where prompts keep their lengths.
         baseline: the fastest plain mode, which is 1.00.
-        rows: of all contestants.
+        rows: of all methods.
         heat: transformers' settings that were compared before, on some of the prompts, against plain's first mode.
     """
 
@@ -106,7 +106,7 @@ class Result:
 
     Args:
         target, draft: their names as given.
-        rules: the same for all contestants.
+        rules: the same for all methods.
         prompts: where each prompt comes from, by category.
         points: one for each race; the first one is the main one.
         machine: processor, device, threads, versions.
@@ -146,24 +146,24 @@ def _row_from(values: dict[str, Any]) -> Row:
 
 
 def summed_up(measured: Sequence[Measured], batches: Sequence[Batch], greedy: bool) -> tuple[str, tuple[Row, ...]]:
-    """The name of the fastest plain mode, and a row for each contestant, in the order of `measured`.
+    """The name of the fastest plain mode, and a row for each method, in the order of `measured`.
 
     batches: what they decoded. greedy: whether texts can be compared with plain's.
 
     Raises ValueError if every plain mode failed: there is no baseline then.
     """
-    plain = [one for one in measured if one.contestant.family == "plain"]
+    plain = [one for one in measured if one.method.family == "plain"]
     ran = [one for one in plain if one.error is None]
     if not ran:
-        errors = "; ".join(f"{one.contestant.name}: {one.error}" for one in plain)
+        errors = "; ".join(f"{one.method.name}: {one.error}" for one in plain)
         raise ValueError(f"target: plain decoding failed, and everything is measured against it ({errors})")
     baseline = min(ran, key=lambda one: one.typical)
-    return baseline.contestant.name, tuple(_row(one, baseline, ran[0], batches, greedy) for one in measured)
+    return baseline.method.name, tuple(_row(one, baseline, ran[0], batches, greedy) for one in measured)
 
 
 def _row(one: Measured, baseline: Measured, reference: Measured, batches: Sequence[Batch], greedy: bool) -> Row:
     """reference: plain decoding in its first mode, whose tokens are the correct ones."""
-    who = one.contestant
+    who = one.method
     if one.error is not None:
         return Row(who.name, who.family, who.setting, one.error)
     tokens, rows = sum(map(len, one.tokens)), len(one.tokens)
@@ -222,7 +222,7 @@ def largest_gap(
     In standard deviations of the target's logits, from a forward pass of its own over the common text: rounding in half
     precision moves logits by some hundredths of one.
 
-    right, wrote: new tokens of every row, batch by batch, by plain decoding and by another contestant.
+    right, wrote: new tokens of every row, batch by batch, by plain decoding and by another method.
 
     Returns None if no row differs.
     """

@@ -75,7 +75,7 @@ def heading(result: Result) -> list[str]:
         f"{result.target}{draft}, {about['dtype']}, {about['device']}, CPU threads: {about['threads']}; "
         f"{about['processor']}; torch {about['torch']}, transformers {about['transformers']}.",
         f"{count} prompts ({', '.join(result.prompts)}), {rules.new_tokens} new tokens each, {drawn}, {rules.repeats} repeats, "
-        "all contestants in turns.",
+        "all methods in turns.",
     ]
 
 
@@ -101,7 +101,7 @@ def notes(result: Result) -> list[str]:
 
 
 def cells(row: Row) -> list[str]:
-    """A row of the table, for a contestant that did not fail."""
+    """A row of the table, for a method that did not fail."""
     return [cell(row) for cell in CELLS.values()]
 
 
@@ -122,7 +122,7 @@ def _shares(row: Row) -> str:
 
 
 def by_category(row: Row, categories: Iterable[str]) -> list[Interval]:
-    """The speedups of a contestant that did not fail."""
+    """The speedups of a method that did not fail."""
     assert row.by_category is not None
     return [row.by_category[category] for category in categories]
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..bench.clock import FirstToken, Progress, now, turns
-from ..bench.contestants import plain
+from ..bench.methods import plain
 from ..bench.protocol import Rules, gave_up
 from ..drafters import ModelDrafter
 from ..engine.traits import Traits

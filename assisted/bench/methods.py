@@ -24,7 +24,7 @@ LOOKUPS = ((10, 2), (5, 3), (4, 2))
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Method:
     """One way of decoding.
 
     Args:
@@ -48,21 +48,19 @@ class Contestant:
     draft_bytes: int = 0
 
 
-def plain(target: PreTrainedModel, compiled: bool = True) -> list[Contestant]:
+def plain(target: PreTrainedModel, compiled: bool = True) -> list[Method]:
     """Plain `generate` of a target in every mode that may be the fastest.
 
     compiled: also with a static cache and a compiled forward; on a CPU this needs a C++ compiler and some minutes.
     """
-    found = _in_both_modes(target, [Contestant("plain", "plain", target.generate, {"cache": "dynamic"})])
+    found = _in_both_modes(target, [Method("plain", "plain", target.generate, {"cache": "dynamic"})])
     if compiled:
         setting = {"cache": "static", "compiled": True}
-        found.append(Contestant("plain, static cache, compiled", "plain", _compiled(target), setting, counted=False))
+        found.append(Method("plain, static cache, compiled", "plain", _compiled(target), setting, counted=False))
     return found
 
 
-def peers(
-    target: PreTrainedModel, draft: PreTrainedModel, tokenizers: tuple[Any, Any] | None = None
-) -> list[Contestant]:
+def peers(target: PreTrainedModel, draft: PreTrainedModel, tokenizers: tuple[Any, Any] | None = None) -> list[Method]:
     """transformers' assisted generation of a target with a draft model, at every setting. tokenizers: those of both models, if
     they differ."""
     kwargs = {} if tokenizers is None else {"tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1]}
@@ -72,23 +70,23 @@ def peers(
         name = f"transformers assisted {count}, {threshold:g}"
         setting = {"num_assistant_tokens": count, "assistant_confidence_threshold": threshold}
         run = _with_assistant(target, draft, setting, kwargs)
-        found.append(Contestant(name, "transformers assisted", run, setting, draft_bytes=weights))
+        found.append(Method(name, "transformers assisted", run, setting, draft_bytes=weights))
     return _in_both_modes(target, found)
 
 
-def lookups(target: PreTrainedModel) -> list[Contestant]:
+def lookups(target: PreTrainedModel) -> list[Method]:
     """transformers' prompt lookup, at every setting."""
     found = []
     for count, ngram in LOOKUPS:
         name = f"transformers lookup {count}, {ngram}"
         setting = {"prompt_lookup_num_tokens": count, "max_matching_ngram_size": ngram}
-        found.append(Contestant(name, "transformers lookup", partial(target.generate, **setting), setting))
+        found.append(Method(name, "transformers lookup", partial(target.generate, **setting), setting))
     return _in_both_modes(target, found)
 
 
 def assisted(
     target: PreTrainedModel, drafts: Mapping[str, Any], tokenizer: Any = None, draft_length: Any = None
-) -> Iterator[Contestant]:
+) -> Iterator[Method]:
     """This package's drafters. One that cannot be loaded takes part all the same, and fails with the error from loading it.
 
     drafts: by the name of the row, what `AssistedModelForCausalLM.from_models` takes as draft. It also gets target, tokenizer
@@ -98,23 +96,23 @@ def assisted(
         try:
             model = AssistedModelForCausalLM.from_models(target, draft, draft_length=draft_length, tokenizer=tokenizer)
         except (ValueError, OSError, ImportError, RuntimeError) as error:
-            yield Contestant(f"assisted {name}", "assisted", _failing(error), {"draft": name})
+            yield Method(f"assisted {name}", "assisted", _failing(error), {"draft": name})
         else:
             yield of_model(f"assisted {name}", model)
 
 
-def of_model(name: str, model: AssistedModelForCausalLM, counted: bool = False) -> Contestant:
+def of_model(name: str, model: AssistedModelForCausalLM, counted: bool = False) -> Method:
     """A loaded pair, `model`, in the row `name`. Nobody else may generate with it during a race, which reads its totals.
 
     counted: also count its forward passes with a hook, which agrees with the totals and takes another repeat.
     """
     weights = _bytes_beside(model.target, model.drafter.modules)
     setting = {"draft_length": repr(model.draft_length)}
-    return Contestant(name, "assisted", model.generate, setting, model, counted, weights)
+    return Method(name, "assisted", model.generate, setting, model, counted, weights)
 
 
-def _in_both_modes(target: PreTrainedModel, found: list[Contestant]) -> list[Contestant]:
-    """The same contestants, and again without oneDNN where that may be faster."""
+def _in_both_modes(target: PreTrainedModel, found: list[Method]) -> list[Method]:
+    """The same methods, and again without oneDNN where that may be faster."""
     half = target.device.type == "cpu" and target.dtype == torch.bfloat16
     if not half or not torch.backends.mkldnn.is_available():
         return found  # in half precision on a CPU, oneDNN's products over one row take longer than the default ones

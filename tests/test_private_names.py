@@ -35,7 +35,6 @@ STILL_USED: dict[str, set[str]] = {
     "test_fuzz.py": {"_positions"},
     "test_gguf.py": {"_build_fields"},
     "test_graphs.py": {"_AHEAD", "_BROKEN", "_captured", "_captures", "_is_own_file", "_leave", "_settings"},
-    "test_grown.py": {"_heads"},
     "test_handover.py": {"_interleaved"},
     "test_layer_skip.py": {"_try_change"},
     "test_libraries.py": {"_eight_bits", "_prefill"},

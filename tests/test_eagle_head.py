@@ -166,3 +166,17 @@ def test_sizes_are_the_targets():
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
     assert config.intermediate_size == 20
     assert EagleConfig.for_target(target, 1).taps == (2,)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@torch.no_grad()
+def test_the_residual_is_the_state_or_the_normed_state(normed):
+    """A first layer whose attention and MLP add nothing returns its residual."""
+    head = random_head(pair()[0], version=3, norm_before_residual=normed)
+    layer = head.layers[0]
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+    embeddings, states = torch.randn(2, 1, 4, head.config.hidden_size)
+    expected = layer.hidden_norm(states) if normed else states
+    assert torch.allclose(head(embeddings, states), expected, atol=1e-6)
+    assert not torch.allclose(layer.hidden_norm(states), states, atol=1e-2)

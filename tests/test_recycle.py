@@ -80,6 +80,12 @@ def test_the_prompts_own_successors_are_known_the_most_recent_first():
     assert draft.expected == pytest.approx(RANKS[0] + RANKS[1])
 
 
+def test_a_successor_that_returns_is_the_most_recent_again():
+    drafting = drafting_of()
+    drafting.propose(text_of([1, 2, 1, 3, 1, 2, 1]), 1)
+    assert drafting.table[1].tolist() == [2, 3]
+
+
 def test_every_verified_node_leaves_its_successors():
     drafting = drafting_of(nodes=4)
     text = text_of([1, 2, 1])

@@ -7,14 +7,18 @@ what the entries claim is checked in test_architectures.py.
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+Made = TypeVar("Made")
 VOCABULARY = 96
 WINDOW = 8
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -339,22 +343,53 @@ def _spread(model: PreTrainedModel, generator: torch.Generator) -> None:
             weight.copy_(scale * torch.randn(weight.shape, generator=generator))
 
 
+@torch.no_grad()
+def fingerprint(model: PreTrainedModel) -> str:
+    """The same for models of the same class, config and weights."""
+    found = hashlib.sha1(f"{type(model)} {model.config.to_json_string()}".encode())
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tensor.dtype} {tensor.device}".encode())
+        found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def made_once(make: Callable[..., Made]) -> Callable[..., Made]:
+    """What `make` makes of a model, made once for all models with the same fingerprint. Each caller gets a copy."""
+    known: dict[str, Made] = {}
+
+    @functools.wraps(make)
+    def copied(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Made:
+        key = f"{fingerprint(model)} {args} {kwargs}"
+        if key not in known:
+            known[key] = make(model, *args, **kwargs)
+        return copy.deepcopy(known[key])
+
+    return copied
+
+
 def half_right(model: PreTrainedModel, seed: int = 1, noise: float | None = None) -> PreTrainedModel:
     """An independent copy of `model` that says the same next token about half of the time.
 
     Every matrix moves by `noise` times its own spread, in a direction that `seed` fixes. None looks for the noise by
     bisection over random text.
     """
+    other = copy.deepcopy(model)
+    _move(other, model, _moves(model, seed), _noise_of_half(model, seed) if noise is None else noise)
+    return other
+
+
+def _moves(model: PreTrainedModel, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    moves = {
+    return {
         name: weight.detach().std() * torch.randn(weight.shape, generator=generator)
         for name, weight in model.named_parameters()
         if weight.ndim >= 2
     }
-    other = copy.deepcopy(model)
-    if noise is not None:
-        _move(other, model, moves, noise)
-        return other
+
+
+@made_once
+def _noise_of_half(model: PreTrainedModel, seed: int) -> float:
+    other, moves = copy.deepcopy(model), _moves(model, seed)
     low, high = 0.0, 2.0
     for _ in range(8):
         middle = (low + high) / 2
@@ -363,7 +398,7 @@ def half_right(model: PreTrainedModel, seed: int = 1, noise: float | None = None
         if abs(right - 0.5) < 0.05:
             break
         low, high = (middle, high) if right > 0.5 else (low, middle)
-    return other
+    return middle
 
 
 @torch.no_grad()

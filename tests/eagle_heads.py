@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 import torch
-from architectures import random_ids
+from architectures import made_once, random_ids
 from transformers import DynamicCache, PreTrainedModel
 
 from assisted.drafters.eagle import needs_of
@@ -55,6 +55,7 @@ def written(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.tensor([len(text) for text in texts])
 
 
+@made_once
 def trained_head(
     target: PreTrainedModel, version: int = 3, steps: int = 60, unrolled: int = 2, seed: int = 0, **fields: Any
 ) -> EagleHead:

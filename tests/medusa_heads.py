@@ -6,7 +6,7 @@ Knows a target's last hidden states; nothing of drafts.
 from __future__ import annotations
 
 import torch
-from architectures import random_ids
+from architectures import made_once, random_ids
 from transformers import PreTrainedModel
 
 from assisted.engine.parts import find_layers
@@ -56,6 +56,7 @@ def knowing(
     return made
 
 
+@made_once
 def knowing_what_follows(target: PreTrainedModel, length: int = 20, seed: int = 20) -> MedusaHeads:
     """Heads that know what a target says after a random prompt."""
     ids = random_ids(target, 1, length, seed)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from architectures import Architecture, half_right, random_ids
+from architectures import Architecture, half_right, made_once, random_ids
 from eagle_heads import random_head, trained_head
 from medusa_heads import knowing_what_follows
 from transformers import PreTrainedModel
@@ -39,6 +39,7 @@ class Method:
     tree: bool = False
 
 
+@made_once
 def half_heard(target: PreTrainedModel) -> list[list[int]]:
     """What a target writes, every sixth token changed: a corpus that is right most of the time. No text of a tiny model
     repeats itself within a few tokens."""

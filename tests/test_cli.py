@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from covering import one_in
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -180,14 +179,6 @@ def test_help_imports_neither_torch_nor_transformers(started: str) -> None:
         )
     done = subprocess.run([sys.executable, "-c", f"{code}\n{run}"], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("\n[]\n")
-
-
-@pytest.mark.parametrize("first", one_in(2, ["transformers", "assisted"]))
-def test_auto_classes_know_pairs_once_assisted_is_imported(first: str) -> None:
-    second = {"assisted": "transformers", "transformers": "assisted"}[first]
-    code = f"import {first}, {second}; from transformers import AutoConfig; print(AutoConfig.for_model('assisted').model_type)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "assisted\n"
 
 
 @pytest.mark.parametrize(

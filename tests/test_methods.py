@@ -1,5 +1,6 @@
 """Every method over every architecture: token for token what plain `generate` says, one row and a ragged batch."""
 
+import functools
 import warnings
 
 import pytest
@@ -33,6 +34,25 @@ def chain_and_tree(architecture, method):
     return [] if method.refuses(architecture) else [(architecture.name, method.tree)]
 
 
+@functools.cache
+def plainly(architecture):
+    """What a target of this architecture writes without drafts: after one prompt, and after a ragged batch."""
+    target = build(architecture)
+    one = random_ids(target, 1, 20, seed=20)
+    four = random_ids(target, 4, 12, seed=4)
+    mask = torch.ones_like(four)
+    for row in range(4):
+        mask[row, : 2 * row] = 0
+    four = four.where(mask.bool(), 0)
+    return [
+        (ids, call, target.generate(ids, **call).tolist())
+        for ids, call in (
+            (one, CALL | {"eos_token_id": None}),
+            (four, CALL | {"attention_mask": mask, "eos_token_id": ENDS}),
+        )
+    ]
+
+
 @over("architecture,method", ARCHITECTURES, METHODS, also=chain_and_tree)
 def test_equals_plain(architecture, method):
     target = build(architecture)
@@ -41,18 +61,8 @@ def test_equals_plain(architecture, method):
             AssistedModelForCausalLM.from_models(target, draft=method.draft(target))
         return
     model = AssistedModelForCausalLM.from_models(target, draft=method.draft(target), draft_length=4)
-    one = random_ids(target, 1, 20, seed=20)
-    plain = target.generate(one, **CALL, eos_token_id=None)
-    assert assisted_without_fallback(model, one, **CALL, eos_token_id=None).tolist() == plain.tolist()
-
-    four = random_ids(target, 4, 12, seed=4)
-    mask = torch.ones_like(four)
-    for row in range(4):
-        mask[row, : 2 * row] = 0
-    four = four.where(mask.bool(), 0)
-    plain = target.generate(four, attention_mask=mask, **CALL, eos_token_id=ENDS)
-    ours = assisted_without_fallback(model, four, attention_mask=mask, **CALL, eos_token_id=ENDS)
-    assert ours.tolist() == plain.tolist()
+    for ids, call, plain in plainly(architecture):
+        assert assisted_without_fallback(model, ids, **call).tolist() == plain
     if method.accepts:
         assert model.totals.accepted > 0
 

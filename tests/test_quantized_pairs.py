@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
+from covering import in_turns
 from pairs import BY_NAME, no_fallback
 from test_precision import MARGINS, margins
 from test_quantization import MODULES, llama
@@ -106,19 +107,19 @@ def test_as_target(name: str, dtype: torch.dtype, folder: Path) -> None:
     compare(AssistedModelForCausalLM.from_models(loaded(folder, name, dtype), draft=draft), PROMPTS, name)
 
 
-@pytest.mark.parametrize("draft", ["early-exit", "layer-skip", "suffix"])
+@pytest.mark.parametrize("name,draft", in_turns(NAMES, ["early-exit", "layer-skip", "suffix"]), indirect=["name"])
 def test_as_target_of_drafts_without_a_model(name: str, draft: str, folder: Path) -> None:
     pair = AssistedModelForCausalLM.from_models(loaded(folder, name, torch.float32), draft=draft)
     compare(pair, [PROMPTS[0].repeat(1, 3)], name, drafts=False)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name,dtype", in_turns(NAMES, DTYPES), indirect=["name"])
 def test_as_copy_of_the_target(name: str, dtype: torch.dtype, folder: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     compare(AssistedModelForCausalLM.from_models(target, draft=f"self:{name}"), PROMPTS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name,dtype", in_turns(NAMES, DTYPES[::-1]), indirect=["name"])
 def test_as_draft_model(name: str, dtype: torch.dtype, folder: Path) -> None:
     pair = AssistedModelForCausalLM.from_pretrained(folder, dtype=dtype, draft=folder, draft_quantization=name)
     compare(pair, PROMPTS)
@@ -131,17 +132,19 @@ def test_both_quantized_by_one_call(name: str, folder: Path) -> None:
     compare(pair, PROMPTS, name)
 
 
-def test_the_shipped_pair(name: str) -> None:
+@pytest.mark.parametrize("name,role", in_turns(NAMES, ["copy", "target", "draft"]), indirect=["name"])
+def test_the_shipped_pair(name: str, role: str) -> None:
     """Weights that were trained, and 16 layers of them."""
     ids = torch.arange(200, 212)[None]
-    path = zoo.folder("target")
-    compare(AssistedModelForCausalLM.from_models(loaded(path, name, torch.float32), draft="zoo:draft"), [ids], name)
-    compare(AssistedModelForCausalLM.from_pretrained("zoo:target", draft=f"self:{name}"), [ids])
-    compare(AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft", draft_quantization=name), [ids])
+    if role == "target":
+        target = loaded(zoo.folder("target"), name, torch.float32)
+        compare(AssistedModelForCausalLM.from_models(target, draft="zoo:draft"), [ids], name)
+    else:
+        given = {"draft": f"self:{name}"} if role == "copy" else {"draft": "zoo:draft", "draft_quantization": name}
+        compare(AssistedModelForCausalLM.from_pretrained("zoo:target", **given), [ids])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other,dtype", in_turns(list(OTHERS), DTYPES))
 def test_configs_without_a_name(other: str, dtype: torch.dtype, folder: Path) -> None:
     module, make = OTHERS[other]
     needed(other, module)

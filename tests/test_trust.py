@@ -579,16 +579,19 @@ def batch(target: Any, rows: int) -> dict[str, torch.Tensor]:
     return {"inputs": ids.where(mask.bool(), 0), "attention_mask": mask, "max_new_tokens": enough}
 
 
-def compared(target: Any, model: AssistedModelForCausalLM, **call: Any) -> tuple[list[list[int]], str]:
-    """The text, which is that of plain `generate`, and the way it took."""
-    if hasattr(target, "calls"):
-        del target.calls
-    plain = target.generate(**call)
+def compared(
+    target: Any, model: AssistedModelForCausalLM, plain: list[list[int]] | None = None, **call: Any
+) -> tuple[list[list[int]], str]:
+    """The text, which is that of plain `generate`, and the way it took. plain: the text, where it is known already."""
+    if plain is None:
+        if hasattr(target, "calls"):
+            del target.calls
+        plain = target.generate(**call).tolist()
     if hasattr(target, "calls"):
         del target.calls
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert model.generate(**call).tolist() == plain.tolist()
+        assert model.generate(**call).tolist() == plain
     assert model.report is not None
     told = [warning for warning in caught if issubclass(warning.category, DraftingStopped)]
     assert len(told) == (model.report.way == PLAIN), [str(warning.message) for warning in told]
@@ -598,21 +601,27 @@ def compared(target: Any, model: AssistedModelForCausalLM, **call: Any) -> tuple
         assert model.report.drafted == 0
     else:
         assert model.report.drafted > 0
-    return plain.tolist(), model.report.way
+    return plain, model.report.way
+
+
+def check_change(case: Case, target: Any, model: AssistedModelForCausalLM, own: str, call: dict[str, Any]) -> None:
+    """The text follows a change that is made, undone and made again. own: the way without it."""
+    before, way = compared(target, model, **call)
+    assert way == own
+    with case.change(target):
+        text, way = compared(target, model, **call)
+    assert text != before  # the change shows
+    assert way == case.way
+    assert compared(target, model, before, **call)[1] == own
+    with case.change(target):
+        assert compared(target, model, text, **call)[1] == case.way
 
 
 @pytest.mark.parametrize("case,rows", in_turns(CASES, [1, 3]))
 def test_the_text_is_that_of_plain_generate(case: Case, rows: int, weights: tuple[Any, Any]) -> None:
     target, model = made(weights, case.kind)
     call = LONG | batch(target, rows)
-    before, way = compared(target, model, **call)
-    assert way == (OWN if case.kind is None else FORWARD)
-    for _ in range(2):
-        with case.change(target):
-            text, way = compared(target, model, **call)
-        assert text != before  # the change shows
-        assert way == case.way
-        assert compared(target, model, **call) == (before, OWN if case.kind is None else FORWARD)
+    check_change(case, target, model, OWN if case.kind is None else FORWARD, call)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "lfm2"])
@@ -655,8 +664,8 @@ def test_an_argument_of_the_forward(value: Any, way: str, rows: int, weights: tu
     text, taken = compared(target, model, steer=value, **call)
     assert text != before
     assert taken == way
-    assert compared(target, model, steer=None, **call) == (before, FORWARD)
-    assert compared(target, model, steer=False, **call)[0] == before
+    assert compared(target, model, before, steer=None, **call)[1] == FORWARD
+    compared(target, model, before, steer=False, **call)
 
 
 def test_arguments_that_own_forwards_do_not_know(weights: tuple[Any, Any]) -> None:
@@ -719,7 +728,7 @@ def test_a_cache_of_somebodys(cache: Callable[[Any], DynamicCache], weights: tup
     assert text.tolist() == plain.tolist() != before
     assert [type(layer) for layer in given.layers] == kinds
     assert given.get_seq_length() == text.shape[1] - 1
-    assert compared(target, model, **call) == (before, OWN)
+    assert compared(target, model, before, **call)[1] == OWN
 
 
 def test_positions_below_zero(weights: tuple[Any, Any]) -> None:
@@ -806,7 +815,7 @@ def test_hooks_are_followed_and_lose_nothing_else(weights: tuple[Any, Any]) -> N
     handle = target.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output.clamp(-0.2, 0.2))
     assert compared(target, model, **call)[0] != before
     handle.remove()
-    assert compared(target, model, **call) == (before, OWN)
+    assert compared(target, model, before, **call)[1] == OWN
 
 
 def test_code_between_passes_is_named_when_the_pair_is_made(weights: tuple[Any, Any]) -> None:

@@ -93,10 +93,12 @@ def test_every_method_says_what_the_target_says(name, method):
     assert model.graphs.reason is None
 
 
-@pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kind", ["chains", "trees", "drawn chains"])
-def test_a_trained_head_is_captured_as_a_draft_model_is(version, rows, kind):
+DRAFTED = [("chains", 1), ("chains", 3), ("trees", 3), ("trees", 1), ("drawn chains", 1), ("drawn chains", 3)]
+
+
+@pytest.mark.parametrize("drafted,rows", in_turns(DRAFTED, [1, 3]))
+def test_a_trained_head_is_captured_as_a_draft_model_is(drafted, rows):
+    kind, version = drafted
     target = build(BY_NAME["llama"])
     head = trained_head(target, version, steps=30)
     _, model = pair(draft=Eagle(head, tree=kind == "trees"))
@@ -117,8 +119,7 @@ def test_a_trained_head_is_captured_as_a_draft_model_is(version, rows, kind):
     assert model.drafter.graphs.reason is None
 
 
-@pytest.mark.parametrize("make", [list, Merged], ids=["list", "merged"])
-@pytest.mark.parametrize("heads", LISTS, ids=" + ".join)
+@pytest.mark.parametrize("heads,make", in_turns(LISTS, [list, Merged]))
 def test_several_heads_in_a_list(heads, make):
     target = build(BY_NAME["llama"])
     _, model = pair(draft=make([HEADS[head](target) for head in heads]))

@@ -222,17 +222,19 @@ def sampler(theirs, ways):
 SETTINGS = [{}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.8, "repetition_penalty": 1.5}]
 
 
+WAYS_AND_SETTINGS = [(("tokens",), 2), (("tokens", "text"), 1), (("tokens",), 0), (("tokens",), 1), (("text",), 0)]
+IN_DEFAULT = [("pairs", (("tokens", "text"), 1)), ("no shared c", (("tokens",), 2))]
+
+
 @pytest.mark.parametrize(
-    ("ways", "setting"),
+    ("theirs", "ways", "setting"),
     [
-        (("tokens",), SETTINGS[2]),
-        (("tokens", "text"), SETTINGS[1]),
-        *(pytest.param(("tokens",), setting, marks=pytest.mark.slow) for setting in SETTINGS[:2]),
-        pytest.param(("text",), {}, marks=pytest.mark.slow),
+        pytest.param(theirs, ways, SETTINGS[at], marks=() if (theirs, (ways, at)) in IN_DEFAULT else pytest.mark.slow)
+        for theirs in OTHERS
+        for ways, at in WAYS_AND_SETTINGS
     ],
     ids=str,
 )
-@pytest.mark.parametrize("theirs", OTHERS)
 def test_sampling_follows_the_targets_distribution(ways, theirs, setting, monkeypatch):
     monkeypatch.setattr(_Choice, "trials", 1)  # rounds take turns
     model = sampler(OTHERS[theirs], ways)

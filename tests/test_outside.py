@@ -92,6 +92,12 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
+ALIKE = ("head by name", "quantized copy")  # differ from others in how they are read, which other tests look at
+unlike = pytest.mark.parametrize(
+    "given", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in DRAFTS], indirect=True
+)
+
+
 @pytest.fixture(params=DRAFTS)
 def given(request: pytest.FixtureRequest, folders: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(folders)
@@ -166,6 +172,7 @@ def test_plan_of_a_quantized_target(folders: Path) -> None:
     assert weights == memory_bytes(target, buffers=False) + packed_bytes(target)
 
 
+@unlike
 def test_bench(given: dict[str, Any], tmp_path: Path) -> None:
     text = tmp_path / "question.jsonl"
     text.write_text('{"question_id": 0, "category": "a", "turns": ["f(x)="]}\n')
@@ -176,6 +183,7 @@ def test_bench(given: dict[str, Any], tmp_path: Path) -> None:
     assert f"assisted {draft}" in table(result)
 
 
+@unlike
 def test_doctor(given: dict[str, Any]) -> None:
     pair = AssistedModelForCausalLM.from_pretrained("target", **given)
     settings = Settings(prompts=1, new_tokens=12, longest=3, seconds=1.0, contexts=(20,))

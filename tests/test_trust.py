@@ -608,11 +608,13 @@ def check_change(case: Case, target: Any, model: AssistedModelForCausalLM, own: 
     """The text follows a change that is made, undone and made again. own: the way without it."""
     before, way = compared(target, model, **call)
     assert way == own
+    torch.manual_seed(0)  # some changes draw numbers
     with case.change(target):
         text, way = compared(target, model, **call)
     assert text != before  # the change shows
     assert way == case.way
     assert compared(target, model, before, **call)[1] == own
+    torch.manual_seed(0)
     with case.change(target):
         assert compared(target, model, text, **call)[1] == case.way
 
@@ -651,13 +653,12 @@ class Steerable(LlamaForCausalLM):
         return output
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(
-    ("value", "way"),
-    [(True, FORWARD), (1, FORWARD), (0.7, FORWARD), ("ab", FORWARD), ([1, 2], PLAIN), (torch.ones(3), PLAIN)],
-    ids=["bool", "int", "float", "str", "list", "tensor"],
-)
-def test_an_argument_of_the_forward(value: Any, way: str, rows: int, weights: tuple[Any, Any]) -> None:
+ARGUMENTS = [(True, FORWARD), (1, FORWARD), (0.7, FORWARD), ("ab", FORWARD), ([1, 2], PLAIN), (torch.ones(3), PLAIN)]
+
+
+@pytest.mark.parametrize("argument,rows", in_turns(ARGUMENTS, [1, 3]))
+def test_an_argument_of_the_forward(argument: tuple[Any, str], rows: int, weights: tuple[Any, Any]) -> None:
+    value, way = argument
     target, model = made(weights, Steerable)
     call = LONG | batch(target, rows)
     before, _ = compared(target, model, **call)

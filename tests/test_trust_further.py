@@ -414,7 +414,16 @@ FURTHER = [
 ]
 
 
-@pytest.mark.parametrize("case,rows", in_turns(FURTHER, [3, 1]))
+IN_PART = [case for case in FURTHER if case.name == "a compiler of somebody's, base model"]  # seconds each
+
+
+@pytest.mark.parametrize(
+    "case,rows",
+    [
+        *in_turns([case for case in FURTHER if case not in IN_PART], [3, 1]),
+        *(pytest.param(case, 3, marks=pytest.mark.slow, id=case.name) for case in IN_PART),
+    ],
+)
 def test_the_text_is_that_of_plain_generate(case: Case, rows: int, weights: tuple[Any, Any]) -> None:
     target, model = made(weights)
     check_change(case, target, model, OWN, LONG | batch(target, rows))
@@ -590,19 +599,18 @@ def test_processors_derived_from_known_ones(make: Any, rows: int, weights: tuple
     assert model.report.drafted > 0
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        (processors.MinLengthLogitsProcessor, {"min_length": 90, "eos_token_id": [2, 5, 6]}),
-        (processors.RepetitionPenaltyLogitsProcessor, {"repetition_penalty": 1.3}),
-        (processors.NoRepeatNGramLogitsProcessor, {"no_repeat_ngram_size": 2}),
-        (processors.SuppressTokensLogitsProcessor, {"suppress_tokens": [7]}),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_patched_processors(kind: Any, settings: dict[str, Any], rows: int, weights: tuple[Any, Any]) -> None:
+PROCESSORS = [
+    (processors.MinLengthLogitsProcessor, {"min_length": 90, "eos_token_id": [2, 5, 6]}),
+    (processors.RepetitionPenaltyLogitsProcessor, {"repetition_penalty": 1.3}),
+    (processors.NoRepeatNGramLogitsProcessor, {"no_repeat_ngram_size": 2}),
+    (processors.SuppressTokensLogitsProcessor, {"suppress_tokens": [7]}),
+]
+
+
+@pytest.mark.parametrize("processor,rows", in_turns(PROCESSORS, [3, 1]))
+def test_patched_processors(processor: tuple[Any, dict[str, Any]], rows: int, weights: tuple[Any, Any]) -> None:
     """A patch may look at the whole batch: here, a row's scores depend on the last tokens of all rows."""
+    kind, settings = processor
     target, model = made(weights)
     call = LONG | batch(target, rows) | settings
 

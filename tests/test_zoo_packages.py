@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import warnings
@@ -163,7 +164,7 @@ def test_list_tells_how_to_install_it(missing: None, capsys: pytest.CaptureFixtu
 def test_commands_take_the_name(
     command: list[str], file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("assisted.cli.main._lines", lambda: iter(["ab cab"]))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab cab\n"))
     assert main([*command, "--target", NAME, "--device", "cpu", "--max-new-tokens", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["report"]["new_tokens"] > 0
 

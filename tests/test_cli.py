@@ -493,7 +493,7 @@ def test_demo_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("held_out")
 def test_demo_without_a_terminal_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *SMALL]) == 0
+    assert main(["demo", *SMALL, "--prompts", "1"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\r" not in out
     assert "zoo:draft" in out and "~" in out
@@ -529,7 +529,7 @@ def test_demo_on_a_terminal_strikes_what_is_rejected(
     terminal = console.Console(file=screen, force_terminal=True, color_system="standard", width=100, height=40)
     monkeypatch.setattr(demo, "_console", lambda: terminal)
     monkeypatch.setattr(demo, "PACE", 0)
-    demo.show(pair, prompts=2, new_tokens=8, repeats=1, live_tokens=24)
+    demo.show(pair, prompts=1, new_tokens=8, repeats=1, live_tokens=24)
     assert "\x1b[9;31m" in screen.getvalue()  # red, struck through
     assert pair.drafter.__class__.__name__ == "ModelDrafter"  # as it was
 

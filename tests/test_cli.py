@@ -210,8 +210,13 @@ def test_without_a_draft_the_text_itself_drafts(
     target: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loaded = []
-    load = cli._load
-    monkeypatch.setattr(cli, "_load", lambda *args, **kwargs: loaded.append(load(*args, **kwargs)) or loaded[0])
+    load = AssistedModelForCausalLM.from_pretrained
+
+    def kept(*args: Any, **kwargs: Any) -> AssistedModelForCausalLM:
+        loaded.append(load(*args, **kwargs))
+        return loaded[-1]
+
+    monkeypatch.setattr(AssistedModelForCausalLM, "from_pretrained", kept)
     named = str(stand_ins / "target") if target == "folder" else target
     argv = ["generate", PROMPT, "--target", named, "--max-new-tokens", "16"]
     completion = run_json(capsys, *argv)["completion"]
@@ -248,10 +253,10 @@ def test_a_traceback_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(args: Any) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load", interrupted)
+    monkeypatch.setattr(AssistedModelForCausalLM, "from_pretrained", interrupted)
     assert main(["generate", PROMPT]) == 130
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""

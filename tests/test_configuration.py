@@ -85,8 +85,8 @@ def test_what_nobody_has_is_missing(config, field):
 
 def test_private_attributes_are_not_the_targets():
     target = LlamaConfig()
-    target._own = 1
-    assert not hasattr(AssistedConfig(target=target), "_own")
+    target._somebodys = 1
+    assert not hasattr(AssistedConfig(target=target), "_somebodys")
 
 
 def test_a_field_of_its_own_wins():

@@ -143,6 +143,8 @@ def test_half_are_about_the_documents(loaded: tuple[Any, Any]) -> None:
 
 
 def test_about_needs_chats(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("abcdefgh" * 200)
+    given = ["--target", str(folder), "--out", str(tmp_path / "out"), "--text", str(tmp_path / "text.txt")]
     with pytest.raises(SystemExit):
-        main(["train", "eagle", "--target", str(folder), "--out", str(tmp_path), "--text", "zoo", "--about", "zoo"])
+        main(["train", "eagle", *given, "--about", "zoo"])
     assert "--about: only with --chats" in capsys.readouterr().err

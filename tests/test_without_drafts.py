@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.generation.configuration_utils as configuration_utils
 
 from assisted import AssistedModelForCausalLM
 from assisted.drafts import DraftingStopped
@@ -30,11 +31,20 @@ def one_call(model: AssistedModelForCausalLM) -> list[int]:
     return output[0, len(PROMPTS[0]) :].tolist()
 
 
+# by default, slots for most of the machine's memory are filled with zeros; older versions have no such settings
+settings_of_batches = getattr(configuration_utils, "ContinuousBatchingConfig", None)
+FEW_SLOTS = (
+    {}
+    if settings_of_batches is None
+    else {"continuous_batching_config": settings_of_batches(num_blocks=8, max_batch_tokens=64)}
+)
+
+
 def test_a_batch_of_requests_warns_once_and_has_a_report_of_its_own(model: AssistedModelForCausalLM) -> None:
     wanted = one_call(model)
     model.generation_config.eos_token_id = -1
     with pytest.warns(DraftingStopped, match="continuous batching"):
-        results = model.generate_batch(PROMPTS, max_new_tokens=8)
+        results = model.generate_batch(PROMPTS, max_new_tokens=8, **FEW_SLOTS)
     assert next(iter(results.values())).generated_tokens == wanted
     assert model.report is not None
     assert (model.report.new_tokens, model.report.row_tokens) == (16, (8, 8))
@@ -42,7 +52,7 @@ def test_a_batch_of_requests_warns_once_and_has_a_report_of_its_own(model: Assis
     assert model.totals.new_tokens == 24
     with warnings.catch_warnings():
         warnings.simplefilter("error", DraftingStopped)
-        model.generate_batch(PROMPTS[:1], max_new_tokens=2)
+        model.generate_batch(PROMPTS[:1], max_new_tokens=2, **FEW_SLOTS)
 
 
 @pytest.mark.parametrize("name", ["init_continuous_batching", "continuous_batching_context_manager"])

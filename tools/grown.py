@@ -302,10 +302,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the new random weights" + DEFAULT)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)
-    parse(args.size)  # before anything is loaded
-    small, tokenizer = target_and_tokenizer(args.model, dtype=torch.float32)
     dtype = getattr(torch, args.dtype)
-    model = grow(small, args.size, device=chosen_device(args.device), dtype=dtype, seed=args.seed)
+    try:
+        parse(args.size)  # before anything is loaded
+        small, tokenizer = target_and_tokenizer(args.model, dtype=torch.float32)
+        model = grow(small, args.size, device=chosen_device(args.device), dtype=dtype, seed=args.seed)
+    except ValueError as error:
+        parser.error(str(error))
     save(model, args.out, tokenizer)
     if args.json:
         print(

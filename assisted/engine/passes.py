@@ -88,9 +88,6 @@ class Runner:
         self.cache.run_only(rows)
 
     def by_groups(self, width: int, read: Callable[[list[int], int], torch.Tensor]) -> torch.Tensor:
-        """Read a prompt of `width` columns, in the groups of rows that take the least work. Taps then hold all rows' states.
-
-        read: a forward pass over given rows, starting at a given column, that returns the output at the last column,
-        [rows, 1, ...]. This method returns the output of all rows, [B, 1, ...].
-        """
+        """Read a prompt of `width` columns; see `prefill.by_groups`. Rows are read apart only if `is_capturable`. Returns the
+        output of all rows, [B, 1, ...]."""
         return by_groups(self.cache, self.prepared.taps.values(), width, self.device, read, self.is_capturable)

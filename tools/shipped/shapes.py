@@ -12,7 +12,7 @@ from assisted.training.plan import Plan
 
 from ..grown import Shape
 
-__all__ = ["DRAFT", "OTHER_DRAFT", "RECIPES", "TARGET", "Phase", "Recipe"]
+__all__ = ["DRAFT", "HYBRID", "OTHER_DRAFT", "RECIPES", "TARGET", "Phase", "Recipe"]
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,21 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One shipped model: a small Llama and how it is trained.
+    """One shipped model: a small Llama, or a hybrid like Qwen3.5, and how it is trained.
 
     Args:
         name: the folder under `assisted/zoo/models`, and the name after `zoo:`.
         vocab_size: entries of its byte-level BPE, including special tokens.
-        shape: of the Llama; heads have size 64.
+        shape: of the model; heads have size 64.
         phases: stretches of training, in order.
         warmup, cooldown: as in `Plan`.
         teacher: name of the model from which it is distilled; None trains on the text alone.
         exits: layer dropout and early-exit losses, where it is trained on the text; None for neither.
         seed: of the weights and of the order of the text.
         pieces: a regular expression. No token crosses the borders of its matches; None takes that of GPT-2.
+        tokenizer: name of the model whose tokenizer it has; None trains one.
+        full_attention_interval: a hybrid, in which every so many layers have full attention and the others a gated delta
+            rule. None is a Llama.
     """
 
     name: str
@@ -56,6 +59,8 @@ class Recipe:
     exits: EarlyExitSettings | None = None
     seed: int = 2024
     pieces: str | None = None
+    tokenizer: str | None = None
+    full_attention_interval: int | None = None
 
     @property
     def plan(self) -> Plan:
@@ -90,6 +95,7 @@ DRAFT = Recipe(
     warmup=0.03,
     cooldown=0.45,
     teacher="target",
+    tokenizer="target",
 )
 OTHER_DRAFT = Recipe(
     name="draft-other-tokenizer",
@@ -100,4 +106,14 @@ OTHER_DRAFT = Recipe(
     cooldown=0.45,
     pieces=r"\s+|\w+|[^\w\s]+",  # spaces are separate tokens, so that the two tokenizers split text at different positions
 )
-RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT, OTHER_DRAFT)}
+HYBRID = Recipe(
+    name="hybrid",
+    vocab_size=4096,
+    shape=Shape(hidden_size=192, intermediate_size=512, layers=12, heads=3, kv_heads=1),
+    phases=(Phase(1700, 16, 256), Phase(220, 8, 512), Phase(80, 4, 1024)),
+    warmup=0.039,
+    cooldown=0.4,
+    tokenizer="target",
+    full_attention_interval=4,
+)
+RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT, OTHER_DRAFT, HYBRID)}

@@ -18,10 +18,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from assisted.training import trainer
 from assisted.training.data import Windows, read_text
@@ -77,29 +79,47 @@ def train_tokenizer(vocab_size: int, folder: Path, pieces: str | None = None) ->
     return fast
 
 
-def build_model(recipe: Recipe) -> LlamaForCausalLM:
+def build_model(recipe: Recipe) -> PreTrainedModel:
     """The untrained model of a recipe, float32, seeded."""
     torch.manual_seed(recipe.seed)
     shape = recipe.shape
-    config = LlamaConfig(
-        vocab_size=recipe.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=64,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=1,
-        dtype="float32",
-    )
-    model = LlamaForCausalLM(config)
+    common: dict[str, Any] = {
+        "vocab_size": recipe.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": 64,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+        "dtype": "float32",
+    }
+    if recipe.full_attention_interval is None:
+        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**common))
+    else:
+        model = Qwen3_5ForCausalLM(
+            Qwen3_5TextConfig(
+                **common,
+                full_attention_interval=recipe.full_attention_interval,
+                linear_num_key_heads=shape.heads,
+                linear_num_value_heads=shape.heads,
+                linear_key_head_dim=32,
+                linear_value_head_dim=64,
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_section": [6, 5, 5],
+                },
+            )
+        )
     with torch.no_grad():  # residual branches start small: a deep and narrow model then trains faster
-        for layer in model.model.layers:
-            for matrix in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+        for name, matrix in model.named_parameters():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 matrix.mul_(1 / math.sqrt(2 * shape.layers))
     return model
 
@@ -176,8 +196,8 @@ def _teacher(recipe: Recipe, out: Path) -> LlamaForCausalLM | None:
 
 
 def _tokenizer(recipe: Recipe, out: Path) -> PreTrainedTokenizerFast:
-    if recipe.teacher is not None:
-        return AutoTokenizer.from_pretrained(out / recipe.teacher)
+    if recipe.tokenizer is not None:
+        return AutoTokenizer.from_pretrained(out / recipe.tokenizer)
     folder = out / recipe.name
     if (folder / "tokenizer.json").exists():
         return AutoTokenizer.from_pretrained(folder)

@@ -20,8 +20,8 @@ from ..engine.host import on_device, padded
 from ..engine.needs import Needs
 from ..engine.parts import device_of, few_ids, unwrapped
 from ..engine.prepared import PreparedModule
-from ..engine.runner import CachedModel
-from ..engine.traits import Traits, require_rewindable
+from ..engine.recurrent import slots_for, target_runner
+from ..engine.traits import Traits, require_verifiable_cache
 from ..engine.trust import Trust
 from ..fast.fused import prepare
 from ..fast.graphs import Graphs
@@ -90,7 +90,7 @@ class Eagle(HeadSpec):
         cannot be read.
         """
         model = unwrapped(target.model)
-        require_rewindable(model, "target")
+        require_verifiable_cache(model)
         head = load_eagle(self.path, model, **kwargs) if isinstance(self.path, str) else self.path
         if isinstance(self.path, str):
             output = model.get_output_embeddings()
@@ -320,8 +320,7 @@ def needs_of(head: EagleHead, model: PreTrainedModel) -> Needs:
             )
         needs = Needs.of_states(model, *config.taps)
         masks, ids = traits.masks, few_ids(model)
-        cache = SlotCache(1, ids.shape[1], right_aligned=not masks.trees)
-        target = CachedModel(model, cache, masks, needs)
+        target = target_runner(model, slots_for(model, None, 1, ids.shape[1], masks), masks, needs)
         with torch.no_grad():
             target.prefill(ids, None)
             for tap in config.taps:

@@ -108,6 +108,8 @@ class SlotCache(Cache):
             must be 2-D (ALiBi, flash attention, chunked attention). Costs one gather whenever rows differ.
     """
 
+    can_rewind = True  # to any earlier prefix
+
     def __init__(self, rows: int, limit: int, right_aligned: bool = False):
         super().__init__(layers=[])
         self.rows = rows

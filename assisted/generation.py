@@ -281,8 +281,8 @@ class Generation:
         target = target_runner(prepare(model, settings), cache, masks, drafter.needs)
         self.pair.graphs.serve(target, model, settings)
         target.constants = further
-        if call.returns_cache and not cache.can_rewind:
-            target.in_lockstep = True  # the KV of rows that end early includes padding, which they read along the way
+        # the KV that a caller gets includes the padding of rows that end early, and states can't go back to read it
+        target.in_lockstep |= drafter.needs.lockstep or (call.returns_cache and not cache.can_rewind)
         if distribution.lossy is not None:
             _require_possible(distribution, text, target)
         started = time.perf_counter()

@@ -201,13 +201,8 @@ class EagleDrafting(ChainDrafting):
         runner = self._begun(text)
         runner.cache.run_only(text.unfinished)
         state = self._read_committed(runner, text)
-        known = runner.cache.known
-        try:
-            if self.trees:
-                return self._tree(runner, text, state, budget)
-            return self._chain(runner, text, state, budget)
-        finally:
-            runner.cache.rewind(known)
+        with runner.cache.borrowed():
+            return (self._tree if self.trees else self._chain)(runner, text, state, budget)
 
     def observe(self, round: Round) -> None:
         """Keep the features of the committed tokens, whichever drafter proposed them."""

@@ -283,6 +283,15 @@ class SlotCache(Cache):
         ]
         self._realign()
 
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """A context for drafting over these slots. At its end, what was committed within it is discarded."""
+        known = self.known
+        try:
+            yield
+        finally:
+            self.rewind(known)
+
     @property
     def slot_layers(self) -> list[SlotLayer]:
         """The layers that keep keys and values."""

@@ -196,7 +196,12 @@ def delta_rule(
 def by_position(model: nn.Module) -> dict[tuple[str, ...], nn.Module]:
     """The modules that run a model's linear attention over columns, by path. Empty for layers of another kind."""
     found: dict[tuple[str, ...], nn.Module] = {}
+    inside: tuple[str, ...] = ()  # of modules that run so already
     for name, module in model.named_modules():
+        if isinstance(module, DeltaMixer):
+            inside = (*inside, f"{name}.")
+        if name.startswith(inside):
+            continue
         project = next((project for part, project in _PROJECTIONS.items() if hasattr(module, part)), None)
         if project is not None and hasattr(module, "A_log") and hasattr(module, "layer_idx"):
             found[tuple(name.split("."))] = DeltaMixer(module, project)

@@ -37,30 +37,11 @@ class RecurrentCache(StateCache):
     def __init__(self, rows: int, limit: int, config: Any):
         super().__init__(rows, limit, config, right_aligned=True)
         self.width = 0  # columns of the last forward pass
-        self._saved: list[torch.Tensor] = []
-        self._saved_lengths: list[int] = []
-        self.is_saved = False  # whether the saved states equal the current ones
 
     def place(self, width: int, device: torch.device) -> None:
         """As SlotCache."""
         super().place(width, device)
         self.width = width
-
-    def save(self) -> None:
-        """Save the current states."""
-        states = self.states()
-        if len(self._saved) != len(states):
-            self._saved = [torch.empty_like(state) for state in states]
-        for saved, state in zip(self._saved, states, strict=True):
-            saved.copy_(state)
-        self.is_saved = True
-        self._saved_lengths = list(self.lengths)
-
-    def go_back(self) -> None:
-        """Restore states and lengths to what they were at the last `save`."""
-        for saved, state in zip(self._saved, self.states(), strict=True):
-            state.copy_(saved)
-        self.lengths, self.is_saved = list(self._saved_lengths), True
 
     def forget(self) -> None:
         """Set the states to zero."""

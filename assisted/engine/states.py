@@ -6,6 +6,8 @@ pass, from which the state after any of its columns follows (delta.py); `recurre
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +46,9 @@ class StateCache(SlotCache):
     def __init__(self, rows: int, limit: int, config: Any, right_aligned: bool = False):
         super().__init__(rows, limit, right_aligned)
         self.config = config
+        self.is_saved = False  # whether the saved states equal the current ones
+        self._saved: list[torch.Tensor] = []
+        self._saved_lengths: list[int] = []
         self.layers = [self._own(layer) for layer in DynamicCache(config=config).layers]
 
     @classmethod
@@ -69,6 +74,30 @@ class StateCache(SlotCache):
         """The states of all layers, [B, ...] each, as far as they have any."""
         kept = [states for layer in self.state_layers for states in (layer.conv_states, layer.recurrent_states)]
         return [state for states in kept for state in states.values() if state is not None]
+
+    def save(self) -> None:
+        """Save the current states and lengths."""
+        states = self.states()
+        if len(self._saved) != len(states):
+            self._saved = [torch.empty_like(state) for state in states]
+        for saved, state in zip(self._saved, states, strict=True):
+            saved.copy_(state)
+        self.is_saved, self._saved_lengths = True, list(self.lengths)
+
+    def go_back(self) -> None:
+        """Restore states and lengths to what they were at the last `save`."""
+        for saved, state in zip(self._saved, self.states(), strict=True):
+            state.copy_(saved)
+        self.lengths, self.is_saved = list(self._saved_lengths), True
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """As SlotCache."""
+        self.save()
+        try:
+            yield
+        finally:
+            self.go_back()
 
     def rewind(self, known: list[int]) -> None:
         """Not possible; raises ValueError unless there is nothing to discard."""
@@ -130,6 +159,11 @@ class ColumnCache(StateCache):
             last = ends if path is None else [path[row][end] for row, end in zip(self.running, ends, strict=True)]
             self._advance(last, None if all(kept) else [count > 0 for count in kept])
         super().commit(counts, path)
+
+    def go_back(self) -> None:
+        """As StateCache; what was read since is forgotten."""
+        self._read.clear()
+        super().go_back()
 
     def _advance(self, last: list[int], moves: list[bool] | None) -> None:
         """last: column of each running row whose state is next. moves: the rows that keep any column; None for all."""

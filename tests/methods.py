@@ -20,10 +20,10 @@ from assisted import MTP, DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Su
 
 __all__ = ["HEADS", "LISTS", "METHODS", "Method"]
 
-LAYERS_OF_THEIR_OWN = frozenset(
-    "gemma2 gemma3n gemma4 gpt2 gpt_neo gpt_neox gptj gpt_bigcode codegen opt xglm biogpt falcon falcon-alibi bloom "
-    "mpt".split()
-)
+LAYERS_OF_THEIR_OWN = {
+    *("biogpt", "bloom", "codegen", "falcon", "falcon-alibi", "gemma2", "gemma3n", "gemma4"),
+    *("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt", "xglm"),
+}
 """Architectures whose layers need more than hidden states, positions, a mask and a cache, or attention other than sdpa."""
 
 

@@ -29,8 +29,13 @@ def random_mtp(target: PreTrainedModel, seed: int = 0) -> MTPHead:
 
 
 @made_once
-def trained_mtp(target: PreTrainedModel, steps: int = 60, unrolled: int = 2, seed: int = 0) -> MTPHead:
-    """A head that has learned by heart what the target writes: most of its drafts there are right."""
+def trained_mtp(
+    target: PreTrainedModel, steps: int = 60, unrolled: int = 2, seed: int = 0, blind: bool = False
+) -> MTPHead:
+    """A head that has learned by heart what the target writes: most of its drafts there are right.
+
+    blind: to tokens, so that all it knows is in the states.
+    """
     head = random_mtp(target, seed)
     ids, lengths = written(target)
     features = features_of(target, head, ids)[:, :-1].clone()
@@ -51,6 +56,9 @@ def trained_mtp(target: PreTrainedModel, steps: int = 60, unrolled: int = 2, see
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if blind:
+            with torch.no_grad():
+                head.fc.weight[:, : head.config.hidden_size] = 0
     for parameter in target.parameters():
         parameter.grad = None
     return head

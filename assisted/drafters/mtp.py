@@ -4,6 +4,7 @@ are those of EAGLE heads."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from ..engine.prepared import PreparedModule
 from ..engine.trust import Trust
 from ..heads.base import Head
 from ..heads.mtp import MTPHead, load_mtp, save_mtp
+from ..heads.mtp_formats import is_mtp
 from ..text import Text
 from .base import Call, Room, Spec, Target
 from .eagle import EagleDrafter, EagleDrafting, EagleOptions
@@ -56,6 +58,10 @@ class MTP(EagleOptions):
     def memory(self, room: Room) -> dict[str, int]:
         return {self.title: _numbers(room.target) * room.dtype.itemsize} | super().memory(room)
 
+    @classmethod
+    def reads(cls, fields: dict[str, Any], folder: Path) -> bool:
+        return is_mtp(fields, folder)
+
     def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> Head:
         path = self.path or target.path
         if not isinstance(path, str):
@@ -83,7 +89,7 @@ class MTPDrafter(EagleDrafter):
         """The head unchanged: its layer is the target's, of any kind."""
         return PreparedModule(head)
 
-    def save(self, folder: Any) -> None:
+    def save(self, folder: Path) -> None:
         save_mtp(self.head, folder)
 
     def start(self, call: Call) -> MTPDrafting:
@@ -109,8 +115,8 @@ class MTPDrafting(EagleDrafting):
         drafter.accepted += sum(count > 0 for count in round.accepted)
         if drafter.drafts >= ENOUGH and drafter.accepted < FEW * drafter.drafts:
             self.call.settings.note(
-                f"the first token of the MTP head's drafts was accepted in {drafter.accepted} of {drafter.drafts} drafts: the "
-                "head may be of another checkpoint, or its norms may have been shifted twice when it was converted"
+                "the first token that the MTP head drafts is hardly ever accepted: the head may be of another checkpoint, or "
+                "its norms may have been shifted twice when it was converted"
             )
 
 

@@ -21,6 +21,7 @@ from ..engine.parts import find_layers, unwrapped
 from ..engine.traits import Traits
 from .base import Head
 from .files import require_tensors
+from .mtp_formats import read_mtp, write_mtp
 
 _NORMS = ("embed_norm", "hidden_norm", "end_norm")
 _FULL = ("full_attention", "attention")
@@ -185,16 +186,12 @@ def load_mtp(path: str | Path, target: PreTrainedModel, **hub: Any) -> MTPHead:
 
     Raises ValueError for a checkpoint without a head, and where `MTPHead` does.
     """
-    from .mtp_formats import read_mtp
-
     config = unwrapped(target).config.get_text_config(decoder=True)
     return MTPHead(target, read_mtp(path, config, **hub)[0])
 
 
 def save_mtp(head: MTPHead, folder: str | Path) -> None:
     """Write a head where `load_mtp` finds it."""
-    from .mtp_formats import write_mtp
-
     write_mtp(head.tensors(), head.layer_config, folder)
 
 

@@ -337,6 +337,23 @@ def test_inside_a_vision_model(family, start, tmp_path):
     assert not is_mtp(fields, folder)
 
 
+@pytest.mark.parametrize(
+    ("outer", "family"), [("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5 experts"), ("exaone4_5", "exaone 4.5")]
+)
+def test_the_text_config_of_a_vision_model(outer, family, tmp_path):
+    config = AutoConfig.for_model(outer, text_config=config_of(family).to_dict()).get_text_config(decoder=True)
+    expected = made(family)
+    require_equal(read_mtp(write(tmp_path, stored(family, expected)), config)[0], expected)
+
+
+def test_frequencies_of_old_files_are_left_out(tmp_path):
+    expected = made("deepseek_v3")
+    old = {"model.layers.4.self_attn.rotary_emb.inv_freq": noise(2)}
+    require_equal(
+        read_mtp(write(tmp_path, stored("deepseek_v3", expected) | old), config_of("deepseek_v3"))[0], expected
+    )
+
+
 def test_norms_stay_as_stored(tmp_path):
     """Qwen multiplies by 1 + w; the target's own norms are stored so, too."""
     tensors = stored("qwen3_5", made("qwen3_5"))
@@ -392,6 +409,20 @@ def test_fp8_is_read_in_the_dtype_of_the_config(family, tmp_path, monkeypatch):
         read_mtp(write(tmp_path, {n: t for n, t in tensors.items() if n != f"{name}_scale_inv"}), config)
     with pytest.raises(ValueError, match=rf"{re.escape(name)}_scale_inv of shape \[3, 3\]"):
         read_mtp(write(tmp_path, tensors | {f"{name}_scale_inv": torch.ones(3, 3)}), config)
+
+
+def test_fp8_experts_with_scales_in_powers_of_two(tmp_path):
+    """Stacked experts have stacked scales; some files store only the exponents."""
+    expected = made("qwen3_5 experts")
+    tensors = stored("qwen3_5 experts", expected, stacked=True)
+    name = "mtp.layers.0.mlp.experts.gate_up_proj"
+    tensors[name] = expected["layer.mlp.experts.gate_up_proj"].to(torch.float8_e4m3fn)
+    by_expert = torch.tensor([0.5, 1.0, 4.0])[:, None, None]
+    tensors[f"{name}_scale_inv"] = by_expert.to(torch.float8_e8m0fnu)
+    config = config_of("qwen3_5 experts")
+    config.dtype = torch.float32
+    [layer] = read_mtp(write(tmp_path, tensors), config)
+    assert torch.equal(layer["layer.mlp.experts.gate_up_proj"], tensors[name].float() * by_expert)
 
 
 @pytest.mark.parametrize("suffix", ["weight_packed", "qweight", "weight_scale", "scales", "input_scale", "biases"])
@@ -473,6 +504,16 @@ def test_a_format_has_no_name_for_other_tensors(tmp_path):
         write_mtp(made("llama") | {"output.weight": noise(40, H)}, config_of("llama"), tmp_path)
 
 
+def test_views_and_parameters_are_written(tmp_path):
+    tensors = made("llama")
+    tensors["fuse.weight"] = tensors["fuse.weight"].T.contiguous().T
+    tensors |= {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items() if name.startswith("layer.")}
+    write_mtp(tensors, config_of("llama"), tmp_path)
+    require_equal(
+        read_mtp(tmp_path, config_of("llama"))[0], {name: tensor.detach() for name, tensor in tensors.items()}
+    )
+
+
 def test_what_is_written_for_speculators(tmp_path):
     config = config_of("llama")
     config.architectures = ["LlamaForCausalLM"]
@@ -495,7 +536,8 @@ def test_a_folder_with_other_models_holds_no_mtp_layers_alone(tmp_path):
     assert not is_mtp(config.to_dict(), folder)
     assert not is_mtp({"speculators_model_type": "eagle3"}, folder)
     assert not is_mtp({}, folder)
-    assert not is_mtp({"model_type": "qwen3_5_text", "num_hidden_layers": "four"}, folder)
+    for wrong in ({"model_type": "qwen3_5_text", "num_hidden_layers": "four"}, {"model_type": ["qwen3_5_text"]}):
+        assert not is_mtp(wrong, folder)
     assert not is_mtp(json.loads((Path(zoo.folder("draft")) / "config.json").read_text()), Path(zoo.folder("draft")))
 
 

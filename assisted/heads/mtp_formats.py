@@ -3,8 +3,8 @@
 strict and opens only the files that hold MTP tensors; norm weights stay as they are stored, also where a family multiplies by
 1 + w. Knows nothing of how the layers are run.
 
-No published checkpoint was available for a test: the layouts are those that the loaders of vLLM 0.33, speculators 0.9 and
-transformers 5.23 expect, tested on synthetic files.
+No published checkpoint was available for a test: the layouts are those that vLLM, speculators and transformers read, tested on
+synthetic files, which transformers' loader (glm4_moe, deepseek_v3) and speculators (Qwen) read the same.
 """
 
 from __future__ import annotations

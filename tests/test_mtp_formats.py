@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, Qwen2Config
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen2Config
+from transformers.modeling_layers import MtpModel
 
 from assisted import zoo
 from assisted.heads import files as head_files
@@ -113,6 +115,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, str]]]
     ),
     "longcat": ("longcat_flash", {**MLA, "ffn_hidden_size": 48}, LONGCAT, {"mlp.": "transformer_layer.mlp."}),
     "llama": ("llama", {}, SPECULATORS, {}),
+    "qwen3": ("qwen3", {}, SPECULATORS, {}),
     "qwen3 experts": ("qwen3_moe", {**EXPERTS, "num_experts": E}, SPECULATORS, {}),
 }
 STACKED = {"qwen3_5 experts", "qwen3 experts"}
@@ -337,6 +340,23 @@ def test_inside_a_vision_model(family, start, tmp_path):
     assert not is_mtp(fields, folder)
 
 
+@pytest.mark.parametrize(
+    ("outer", "family"), [("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5 experts"), ("exaone4_5", "exaone 4.5")]
+)
+def test_the_text_config_of_a_vision_model(outer, family, tmp_path):
+    config = AutoConfig.for_model(outer, text_config=config_of(family).to_dict()).get_text_config(decoder=True)
+    expected = made(family)
+    require_equal(read_mtp(write(tmp_path, stored(family, expected)), config)[0], expected)
+
+
+def test_frequencies_of_old_files_are_left_out(tmp_path):
+    expected = made("deepseek_v3")
+    old = {"model.layers.4.self_attn.rotary_emb.inv_freq": noise(2)}
+    require_equal(
+        read_mtp(write(tmp_path, stored("deepseek_v3", expected) | old), config_of("deepseek_v3"))[0], expected
+    )
+
+
 def test_norms_stay_as_stored(tmp_path):
     """Qwen multiplies by 1 + w; the target's own norms are stored so, too."""
     tensors = stored("qwen3_5", made("qwen3_5"))
@@ -392,6 +412,20 @@ def test_fp8_is_read_in_the_dtype_of_the_config(family, tmp_path, monkeypatch):
         read_mtp(write(tmp_path, {n: t for n, t in tensors.items() if n != f"{name}_scale_inv"}), config)
     with pytest.raises(ValueError, match=rf"{re.escape(name)}_scale_inv of shape \[3, 3\]"):
         read_mtp(write(tmp_path, tensors | {f"{name}_scale_inv": torch.ones(3, 3)}), config)
+
+
+def test_fp8_experts_with_scales_in_powers_of_two(tmp_path):
+    """Stacked experts have stacked scales; some files store only the exponents."""
+    expected = made("qwen3_5 experts")
+    tensors = stored("qwen3_5 experts", expected, stacked=True)
+    name = "mtp.layers.0.mlp.experts.gate_up_proj"
+    tensors[name] = expected["layer.mlp.experts.gate_up_proj"].to(torch.float8_e4m3fn)
+    by_expert = torch.tensor([0.5, 1.0, 4.0])[:, None, None]
+    tensors[f"{name}_scale_inv"] = by_expert.to(torch.float8_e8m0fnu)
+    config = config_of("qwen3_5 experts")
+    config.dtype = torch.float32
+    [layer] = read_mtp(write(tmp_path, tensors), config)
+    assert torch.equal(layer["layer.mlp.experts.gate_up_proj"], tensors[name].float() * by_expert)
 
 
 @pytest.mark.parametrize("suffix", ["weight_packed", "qweight", "weight_scale", "scales", "input_scale", "biases"])
@@ -453,12 +487,9 @@ def test_a_model_that_transformers_does_not_have(tmp_path):
 
 def test_a_family_reads_what_speculators_wrote_for_it(tmp_path):
     expected = made("qwen3_5 experts")
+    places = dict(zip(OURS, SPECULATORS, strict=True))
     tensors = {
-        name: tensor
-        for (name, tensor) in (
-            (next(SPECULATORS[i] + n.removeprefix(o) for i, o in enumerate(OURS) if n.startswith(o)), t)
-            for n, t in expected.items()
-        )
+        places[start] + n.removeprefix(start): t for n, t in expected.items() for start in OURS if n.startswith(start)
     }
     folder = write(tmp_path, tensors, {"speculators_model_type": "mtp"})
     require_equal(read_mtp(folder, config_of("qwen3_5 experts"))[0], expected)
@@ -471,6 +502,66 @@ def test_a_format_has_no_name_for_other_tensors(tmp_path):
         write_mtp(made("ernie"), config_of("llama"), tmp_path)
     with pytest.raises(ValueError, match=r"tensors: .*output"):
         write_mtp(made("llama") | {"output.weight": noise(40, H)}, config_of("llama"), tmp_path)
+
+
+def test_views_and_parameters_are_written(tmp_path):
+    tensors = made("llama")
+    tensors["fuse.weight"] = tensors["fuse.weight"].T.contiguous().T
+    tensors |= {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items() if name.startswith("layer.")}
+    write_mtp(tensors, config_of("llama"), tmp_path)
+    require_equal(
+        read_mtp(tmp_path, config_of("llama"))[0], {name: tensor.detach() for name, tensor in tensors.items()}
+    )
+
+
+@pytest.mark.parametrize(("family", "layers"), [("glm4_moe", 46), ("deepseek_v3", 61)])
+def test_transformers_reads_the_same(family, layers, tmp_path):
+    """Its own loader, which knows these layers by their number in the published models."""
+    config, tensors = config_of(family), made(family)
+    config.num_hidden_layers, config.num_nextn_predict_layers = layers, 1
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    write_mtp(tensors, config, tmp_path / "head")
+    both = load_file(tmp_path / "model.safetensors") | load_file(tmp_path / "head" / "model.safetensors")
+    save_file(both, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    [layer] = read_mtp(tmp_path, model.config)
+    require_equal(layer, tensors)
+    theirs = MtpModel.from_pretrained(model).state_dict()
+    places = dict(zip(OURS, ("mtp_block.", "enorm", "hnorm", "eh_proj", "post_norm"), strict=True))
+    for name, tensor in layer.items():
+        start = next(start for start in OURS if name.startswith(start))
+        assert torch.equal(theirs["layers.0." + places[start] + name.removeprefix(start)].to(tensor.dtype), tensor), (
+            name
+        )
+
+
+needs_speculators = pytest.mark.skipif(
+    importlib.util.find_spec("speculators") is None, reason="the speculators package is not installed"
+)
+
+
+@needs_speculators
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5 experts", "qwen3_next"])
+def test_speculators_converts_the_same(family, tmp_path):
+    from speculators.convert.mtp.converter import MTPConverter
+
+    tensors = made(family)
+    write_mtp(tensors, config_of(family), tmp_path / "family")
+    theirs = MTPConverter().convert_to_state_dict(tmp_path / "family")
+    folder = write(tmp_path / "converted", theirs, {"speculators_model_type": "mtp"})
+    require_equal(read_mtp(folder, config_of(family))[0], tensors)
+
+
+@needs_speculators
+def test_speculators_reads_what_is_written(tmp_path):
+    from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
+
+    write_mtp(made("qwen3"), config_of("qwen3"), tmp_path)
+    config = MTPSpeculatorConfig.from_pretrained(tmp_path)
+    config.transformer_layer_config._attn_implementation = "eager"
+    loaded = MTPDraftModel(config).load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert not loaded.unexpected_keys
+    assert not [name for name in loaded.missing_keys if name.startswith("mtp_layers.")]
 
 
 def test_what_is_written_for_speculators(tmp_path):
@@ -495,7 +586,8 @@ def test_a_folder_with_other_models_holds_no_mtp_layers_alone(tmp_path):
     assert not is_mtp(config.to_dict(), folder)
     assert not is_mtp({"speculators_model_type": "eagle3"}, folder)
     assert not is_mtp({}, folder)
-    assert not is_mtp({"model_type": "qwen3_5_text", "num_hidden_layers": "four"}, folder)
+    for wrong in ({"model_type": "qwen3_5_text", "num_hidden_layers": "four"}, {"model_type": ["qwen3_5_text"]}):
+        assert not is_mtp(wrong, folder)
     assert not is_mtp(json.loads((Path(zoo.folder("draft")) / "config.json").read_text()), Path(zoo.folder("draft")))
 
 

@@ -27,8 +27,8 @@ def find_folder(path: str | Path, files: list[str] | None = None, **hub: Any) ->
         return found
     if found.is_absolute() or str(path).startswith((".", "~")):
         raise FileNotFoundError(f"draft: there is no folder at {str(path)!r}")
-    options = {name: hub[name] for name in _SNAPSHOT if name in hub}
-    return Path(snapshot_download(str(path), allow_patterns=files, **options))
+    options = {name: hub[name] for name in _SNAPSHOT if name in hub} | ({"allow_patterns": files} if files else {})
+    return Path(snapshot_download(str(path), **options))
 
 
 def public_name(target: PreTrainedModel | None) -> str | None:

@@ -3,8 +3,8 @@
 strict and opens only the files that hold MTP tensors; norm weights stay as they are stored, also where a family multiplies by
 1 + w. Knows nothing of how the layers are run.
 
-No published checkpoint was available for a test: the layouts are those that the loaders of vLLM 0.33, speculators 0.9 and
-transformers 5.23 expect, tested on synthetic files.
+No published checkpoint was available for a test: the layouts are those that vLLM, speculators and transformers read, tested on
+synthetic files, which transformers' loader (glm4_moe, deepseek_v3) and speculators (Qwen) read the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from .files import find_folder, require_tensors
 __all__ = ["has_mtp", "is_mtp", "read_mtp", "write_mtp"]
 
 _BLOCK = 128  # the side of the squares of an FP8 weight that share a scale
-_SCALE = "_scale_inv"  # appended to the name of an FP8 weight
 _PACKED = re.compile(r"packed|qweight|qzeros|g_idx|absmax|scale|\.biases$")
 _NESTED = ("model.", "model.language_model.", "language_model.model.")  # where a vision model keeps its language model
 _FIXED = ("embed_norm", "hidden_norm", "fuse", "end_norm")
@@ -159,15 +158,15 @@ def read_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> list[dic
         kinds = _kinds_of_layers(config)
         wanted = [_wanted(layout, k, config, kinds, found) for k in range(number)]
         expected = {part: shape for ours in wanted for _, parts in ours.values() for part, shape in parts.items()}
-        scales = {name + _SCALE: _blocks(shape) for name, shape in expected.items() if name + _SCALE in found}
+        scales = {_scale(name): _blocks(shape) for name, shape in expected.items() if _scale(name) in found}
         if packed := sorted(name for name in found.keys() - expected.keys() - scales.keys() if _PACKED.search(name)):
             raise ValueError(f"draft: {folder} holds {packed[0]}, of a quantization that cannot be read. {_ORIGINAL}")
         require_tensors(found, expected | scales, folder)
 
         def read(name: str) -> Tensor:
             tensor: Tensor = opened[files[name]].get_tensor(name)
-            if name + _SCALE in scales:
-                scale = opened[files[name + _SCALE]].get_tensor(name + _SCALE)
+            if (scaled := _scale(name)) in scales:
+                scale = opened[files[scaled]].get_tensor(scaled)
                 return _dequantized(tensor, scale, config.dtype or torch.bfloat16)
             if not tensor.is_floating_point() or tensor.element_size() == 1:
                 raise ValueError(f"draft: {folder} holds {name} in {tensor.dtype} without its scales. {_ORIGINAL}")
@@ -206,9 +205,11 @@ def write_mtp(tensors: Mapping[str, Tensor], config: PreTrainedConfig, folder: s
             tensor = _embedding_first(layout, tensor)
         parts = layout.parts(name, tuple(tensor.shape), 0, config.num_hidden_layers, layout.stacked)
         pieces = tensor.detach().cpu().reshape(len(parts), *next(iter(parts.values()))).unbind()
-        held |= {part: piece.clone() for part, piece in zip(parts, pieces, strict=True)}
+        held |= {
+            part: piece.clone(memory_format=torch.contiguous_format) for part, piece in zip(parts, pieces, strict=True)
+        }
     fields = json.loads(config.to_json_string())
-    for name in ("_name_or_path", "architectures", "auto_map", "quantization_config"):
+    for name in ("architectures", "auto_map", "quantization_config"):
         fields.pop(name, None)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", _as_speculators(fields, config) if layout is _SPECULATORS else fields)
@@ -216,12 +217,11 @@ def write_mtp(tensors: Mapping[str, Tensor], config: PreTrainedConfig, folder: s
 
 
 def is_mtp(fields: Mapping[str, Any], folder: Path) -> bool:
-    """Whether a folder holds MTP layers and no full model. fields: of its config.json."""
+    """Whether a folder holds MTP layers alone, as `write_mtp` writes them. fields: of its config.json."""
     if "speculators_model_type" in fields:
         return bool(fields["speculators_model_type"] == "mtp")
-    fields = fields.get("text_config") or fields
     kind, layers = fields.get("model_type"), fields.get("num_hidden_layers", fields.get("num_layers"))
-    if kind not in _FAMILIES or not isinstance(layers, int):
+    if not isinstance(kind, str) or kind not in _FAMILIES or not isinstance(layers, int):
         return False
     own = _located(folder, kind, layers)[2]
     return bool(own) and own.keys() == files_by_tensor(folder).keys()
@@ -309,6 +309,11 @@ def _joined(parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:
 def _embedding_first(layout: _Layout, fuse: Tensor) -> Tensor:
     """[H, 2H]: the columns of the embedding first, or back in the order of the layout."""
     return fuse.roll(fuse.shape[0], 1) if layout.hidden_first else fuse
+
+
+def _scale(name: str) -> str:
+    """The name of the scales of an FP8 weight."""
+    return f"{name}_scale_inv"
 
 
 def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ def trained_mtp(
     blind: to tokens, so that all it knows is in the states.
     """
     head = random_mtp(target, seed)
+    head.require_runs()
     ids, lengths = written(target)
     features = features_of(target, head, ids)[:, :-1].clone()
     with torch.no_grad():

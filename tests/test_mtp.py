@@ -13,20 +13,24 @@ from architectures import ARCHITECTURES, RECURRENT, build, random_ids
 from eagle_heads import features_of
 from mtp_heads import random_mtp, trained_mtp
 from pairs import CALL, ENDS, ROUNDING, no_fallback
+from safetensors.torch import load_file, save_file
 from test_eagle import Reference, one_and_four, rows_of, watched
 from transformers import DynamicCache
 
 from assisted import MTP, AssistedModelForCausalLM
 from assisted.drafters import METHODS, eagle, mtp, parse
+from assisted.drafters.base import Room
 from assisted.drafters.mtp import MTPDrafter, MTPDrafting
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.heads.eagle import unrolled_mask
-from assisted.heads.mtp import MTPHead, first_tensors
+from assisted.heads.mtp import MTPHead, first_tensors, load_mtp, save_mtp
 from assisted.heads.runner import HeadRunner
 from assisted.lengths.rates import Rates
+from assisted.training.mtp import MTPSettings, MTPTraining
 
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
+FILE = "model.safetensors"
 SHIPPED_WITH_ONE = ["deepseek_v3", "glm4_moe", "ernie4_5", "exaone4"]
 OTHERS = ["llama", "qwen2", "qwen3", "olmo", "olmo2", "gemma3", "phi3-window", "mixtral", "gpt_oss", "llama4"]
 
@@ -368,6 +372,53 @@ def test_saved_with_the_pair(tmp_path):
     for other in (by_path, named):
         found = other.drafter.head.tensors()
         assert all(torch.equal(found[name], t) for name, t in model.drafter.head.tensors().items())
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "exaone4"])
+def test_a_head_in_the_targets_own_checkpoint(name, tmp_path):
+    """As published: the head's tensors are among those of the target, and transformers does not load them."""
+    target = build(BY_NAME[name])
+    head = trained_mtp(target)
+    target.save_pretrained(tmp_path / "whole")
+    save_mtp(head, tmp_path / "head")
+    weights = {n: t for folder in ("whole", "head") for n, t in load_file(tmp_path / folder / FILE).items()}
+    save_file(weights, tmp_path / "whole" / FILE, {"format": "pt"})
+    model = AssistedModelForCausalLM.from_pretrained(tmp_path / "whole", draft="mtp", draft_length=3)
+    inputs = one_and_four(target)[0]
+    with no_fallback():
+        ours = model.generate(**inputs, **CALL)
+    assert ours.tolist() == target.generate(**inputs, **CALL).tolist()
+    assert model.report.acceptance_by_position[0] > 0.6
+    model.save_pretrained(tmp_path / "pair")
+    assert isinstance(AssistedModelForCausalLM.from_pretrained(tmp_path / "pair").drafter, MTPDrafter)
+    with pytest.raises(ValueError, match=r"draft: .*holds no MTP layers"):
+        AssistedModelForCausalLM.from_pretrained(tmp_path / "pair", draft="mtp")
+
+
+def test_what_a_plan_counts():
+    for name in ("llama", "deepseek_v3"):
+        target = build(BY_NAME[name])
+        own = sum(p.numel() for p in random_mtp(target).parameters())
+        room = Room(target.to("meta"), torch.float32, 10, (16, 24), lambda model: {})
+        assert MTP("anywhere").memory(room) == {"MTP heads": 4 * own, "keys and values": 10 * 4 * 24}
+
+
+def test_what_can_be_trained_can_be_stored(tmp_path):
+    for name in ("qwen3", "ernie4_5", "deepseek_v3", "gpt_oss"):
+        target = build(BY_NAME[name])
+        method = MTPTraining(target, MTPSettings(unroll=2))
+        loss = method.loss(random_ids(target, 2, 12), 0)
+        loss.backward()
+        assert loss.isfinite()
+        method.save(tmp_path / name)
+        expected = method.student.tensors()
+        found = load_mtp(tmp_path / name, target).tensors()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+    with pytest.raises(ValueError, match="target: its norms have no weights"):
+        MTPTraining(build(BY_NAME["olmo"]), MTPSettings())
+    with pytest.raises(ValueError, match=r"lacks tensor embed_norm\.bias"):
+        MTPTraining(build(BY_NAME["stablelm"]), MTPSettings())
 
 
 @torch.no_grad()

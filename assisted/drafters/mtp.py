@@ -45,7 +45,7 @@ class MTP(EagleOptions):
     title = "MTP heads"
     trained = False  # it comes with the target
     acceptance = (0.5, 0.85)
-    not_served = "engines read MTP heads from the target's own checkpoint, and need no draft"
+    not_served = "engines read MTP layers from the target's own checkpoint: hand over its folder with draft 'mtp'"
     training = "assisted.training.mtp:MTPTraining"
 
     path: str | MTPHead | None = None

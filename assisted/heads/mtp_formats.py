@@ -30,7 +30,7 @@ from .. import zoo
 from ..loading.files import fields_of, files_by_tensor, loading, local_folder, write_json
 from .files import find_folder, require_tensors
 
-__all__ = ["has_mtp", "is_mtp", "read_mtp", "write_mtp"]
+__all__ = ["has_mtp", "is_mtp", "read_mtp", "write_mtp", "written_names"]
 
 _BLOCK = 128  # the side of the squares of an FP8 weight that share a scale
 _PACKED = re.compile(r"packed|qweight|qzeros|g_idx|absmax|scale|\.biases$")
@@ -192,7 +192,7 @@ def write_mtp(tensors: Mapping[str, Tensor], config: PreTrainedConfig, folder: s
     Raises ValueError for a tensor that the format has no name for, and for one that it requires.
     """
     layout, folder = _FAMILIES.get(config.model_type, _SPECULATORS), Path(folder)
-    required = {f"{name}.weight" for name in _FIXED if getattr(layout, name)}
+    required = written_names(config)
     given = {name for name in tensors if not name.startswith("layer.")}
     if given != required:
         raise ValueError(
@@ -214,6 +214,12 @@ def write_mtp(tensors: Mapping[str, Tensor], config: PreTrainedConfig, folder: s
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", _as_speculators(fields, config) if layout is _SPECULATORS else fields)
     save_file(held, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def written_names(config: PreTrainedConfig) -> set[str]:
+    """The tensors that `write_mtp` takes besides `layer.*`. config: the target's text config."""
+    layout = _FAMILIES.get(config.model_type, _SPECULATORS)
+    return {f"{name}.weight" for name in _FIXED if getattr(layout, name)}
 
 
 def is_mtp(fields: Mapping[str, Any], folder: Path) -> bool:

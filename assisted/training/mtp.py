@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..heads.mtp import MTPHead, first_tensors, save_mtp
+from ..heads.mtp_formats import written_names
 from .heads import HeadTraining
 from .losses import Loss, require_known
 from .method import Method, Start
@@ -42,7 +43,7 @@ class MTPTraining(HeadTraining):
         settings: of the head.
         compiled: compile the target's layers and the head's.
 
-    Raises ValueError for a target whose layers cannot serve.
+    Raises ValueError for a target whose layers cannot serve, or whose norms have no place in a checkpoint of a head.
     """
 
     name = "mtp"
@@ -50,8 +51,15 @@ class MTPTraining(HeadTraining):
     student: MTPHead
 
     def __init__(self, target: PreTrainedModel, settings: MTPSettings, compiled: bool = False):
-        first = first_tensors(target)
-        self.student = head = MTPHead(target, {name: first[name].to(torch.float32, copy=True) for name in first})
+        names = written_names(target.config.get_text_config(decoder=True))
+        tensors = {
+            name: tensor.to(torch.float32, copy=True)
+            for name, tensor in first_tensors(target).items()
+            if name in names or name.startswith("layer.")
+        }
+        if lacking := sorted(names - tensors.keys()):
+            raise ValueError(f"target: its norms have no weights, and no format of MTP heads lacks {lacking[0]}")
+        self.student = head = MTPHead(target, tensors)
         head.require_runs()
         super().__init__(settings, target, head.config.taps, compiled)
         self.layers = (head.fc, head.layer)

@@ -23,9 +23,9 @@ from .engine.libraries import (
     is_of_caller,
 )
 from .engine.ranks import waits_for_others
-from .engine.recurrent import has_uncounted_states
 from .engine.rope import change_of, reads_anew_at
 from .engine.session import Session
+from .engine.states import has_uncounted_states
 from .engine.traits import Traits
 from .loading.adapters import mixes_adapters
 from .loading.quantization import rounds_by_pass

@@ -44,10 +44,11 @@ from .engine.parts import unwrapped
 from .engine.prefetch import prefetching
 from .engine.prepared import CallSettings
 from .engine.ranks import Ranks, fingerprint
-from .engine.recurrent import held, slots_for, target_runner
+from .engine.recurrent import slots_for, target_runner
 from .engine.rope import change_of
 from .engine.runner import CachedModel
 from .engine.session import Session
+from .engine.states import held
 from .engine.verifiable import masks_of, obstacle_to
 from .fast.fused import prepare
 from .lengths.base import Length
@@ -234,7 +235,6 @@ class Generation:
         failed."""
         model, input_ids, config, settings = call.model, call.input_ids, call.config, self.settings
         trusted = settings.trust_in(model)
-        masks = masks_of(model, trusted)
         attention_mask = call.kwargs.get("attention_mask")
         distribution = Distribution(call.processors, config.do_sample, self.lossy)
         criteria, ranks = call.criteria, settings.ranks
@@ -263,6 +263,7 @@ class Generation:
         if because is not None:
             settings.mode = "eager"
             self.recorder.ran("own forward", because)
+        masks = masks_of(model, trusted, settings.fuses)
         width = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
         past = call.cache if isinstance(call.cache, DynamicCache) else None
         session = past if isinstance(past, Session) else None
@@ -280,6 +281,8 @@ class Generation:
         target = target_runner(prepare(model, settings), cache, masks, drafter.needs)
         self.pair.graphs.serve(target, model, settings)
         target.constants = further
+        # the KV that a caller gets includes the padding of rows that end early, and states can't go back to read it
+        target.in_lockstep |= drafter.needs.lockstep or (call.returns_cache and not cache.can_rewind)
         if distribution.lossy is not None:
             _require_possible(distribution, text, target)
         started = time.perf_counter()

@@ -13,8 +13,7 @@ from architectures import made_once, random_ids
 from transformers import DynamicCache, PreTrainedModel
 
 from assisted.drafters.eagle import needs_of
-from assisted.engine.cache import SlotCache
-from assisted.engine.runner import CachedModel
+from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.traits import Traits
 from assisted.heads.eagle import EagleConfig, EagleHead, unrolled_mask
 
@@ -39,8 +38,8 @@ _known_needs = functools.lru_cache(maxsize=4)(needs_of)
 def features_of(target: PreTrainedModel, head: EagleHead, ids: torch.Tensor) -> torch.Tensor:
     """What a head goes on from, [B, n, F], of a text that is not padded."""
     masks = Traits.of(target).masks
-    cache = SlotCache(len(ids), ids.shape[1], right_aligned=not masks.trees)
-    model = CachedModel(target, cache, masks, _known_needs(head, target))
+    slots = slots_for(target, None, len(ids), ids.shape[1], masks)
+    model = target_runner(target, slots, masks, _known_needs(head, target))
     model.prefill(ids, None)
     return torch.cat([model.states[tap] for tap in head.config.taps], -1)
 

@@ -2,7 +2,9 @@
 can't be exact is refused."""
 
 import functools
+import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,9 @@ from assisted.drafters.base import Drafter, Drafting
 from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import recurrent
 from assisted.engine import verifiable as trial
-from assisted.engine.recurrent import RecurrentCache, RecurrentModel, slots_for, target_runner
+from assisted.engine.recurrent import ColumnModel, RecurrentCache, RecurrentModel, slots_for, target_runner
 from assisted.engine.runner import CachedModel
-from assisted.engine.traits import Traits, require_rewindable
+from assisted.engine.traits import Traits
 from assisted.engine.verifiable import require_verifiable
 
 PAGE = Path(__file__).parent.parent / "docs" / "concepts" / "recurrent-targets.md"
@@ -34,7 +36,12 @@ NAMES = [architecture.name for architecture in RECURRENT]
 ROUNDING = 2e-4  # of states and logits, float32
 LONG = 60
 
+BY_COLUMNS = ["qwen3_next", "qwen3_5", "olmo_hybrid"]
+EAGER = "qwen3_5, eager"  # its states are copied, as those of the others
+
 over_recurrent = pytest.mark.parametrize("name", NAMES)
+over_ways = pytest.mark.parametrize("name", [*NAMES, EAGER])
+over_copied = pytest.mark.parametrize("name", [EAGER, *(name for name in NAMES if name not in BY_COLUMNS)])
 
 
 pytestmark = pytest.mark.usefixtures("invariants")
@@ -50,7 +57,6 @@ class Oracle(Drafter):
         self.known, self.is_right, self.width, self.fails = known, is_right, width, fails
 
     def start(self, call):
-        assert not call.target.masks.trees
         return OracleDrafting(self)
 
 
@@ -65,8 +71,9 @@ class OracleDrafting(Drafting):
         if self.round in oracle.fails:
             raise RuntimeError("out of luck")
         width = min(oracle.width, budget)
-        start = text.lengths[0]
-        tokens = torch.nn.functional.pad(oracle.known, (0, width))[:, start : start + width].clone()
+        known = torch.nn.functional.pad(oracle.known, (0, width))
+        after = zip(known, text.lengths, strict=True)
+        tokens = torch.stack([row[length : length + width] for row, length in after])
         for position in range(width):
             if not oracle.is_right(self.round, position):
                 tokens[:, position] = (tokens[:, position] + 1) % 90 + 3
@@ -87,9 +94,11 @@ _MODELS = {}
 def model_of(name):
     """The target, and a pair whose drafter is for a test to choose. Not to be changed otherwise."""
     if name not in _MODELS:
-        target = build(BY_NAME[name]).requires_grad_(False)
+        name_of_target, _, fast = name.partition(", ")
+        target = build(BY_NAME[name_of_target]).requires_grad_(False)
         # a fixed length, since the default one stops drafting on a slow machine after a first draft that is all wrong
-        pair = AssistedModelForCausalLM.from_models(target, draft=build(ARCHITECTURES[0]), draft_length=4)
+        options = {"draft": build(ARCHITECTURES[0]), "draft_length": 4, "fast": fast or "auto"}
+        pair = AssistedModelForCausalLM.from_models(target, **options)
         _MODELS[name] = target, pair
     return _MODELS[name]
 
@@ -113,7 +122,7 @@ def padded(target, rows=4, length=12):
 # --- the text
 
 
-@over_recurrent
+@over_ways
 @pytest.mark.parametrize("is_right", [mostly, never_whole, lambda *_: True, lambda *_: False])
 def test_one_row_equals_plain(name, is_right):
     ids = random_ids(model_of(name)[0], 1, 20, seed=20)
@@ -124,7 +133,7 @@ def test_one_row_equals_plain(name, is_right):
     assert (report.accepted > 0) == is_right(1, 0)
 
 
-@over_recurrent
+@over_ways
 def test_padded_batch_with_rows_that_end_apart_equals_plain(name):
     ids, mask = padded(model_of(name)[0])
     with no_fallback():
@@ -135,13 +144,13 @@ def test_padded_batch_with_rows_that_end_apart_equals_plain(name):
     assert report.accepted > 0
 
 
-@over_recurrent
+@over_ways
 def test_a_prompt_of_one_token_equals_plain(name):
     plain, ours, _ = both(name, torch.tensor([[5]]))
     assert ours.tolist() == plain.tolist()
 
 
-@over_recurrent
+@over_copied
 def test_drafts_that_are_never_right_to_the_end_are_read_again_seldom(name):
     """One forward a round; the tail is read in a pass of its own only where it has grown long."""
     target, _ = model_of(name)
@@ -167,7 +176,7 @@ def test_drafts_that_are_never_right_to_the_end_are_read_again_seldom(name):
     assert max(widths[1:]) <= recurrent._LAG + 4 + 6
 
 
-@over_recurrent
+@over_ways
 @pytest.mark.parametrize("fails", [0, 1, 3])
 def test_a_drafter_that_fails_leaves_the_right_states(name, fails):
     ids = random_ids(model_of(name)[0], 1, 9, seed=3)
@@ -177,7 +186,7 @@ def test_a_drafter_that_fails_leaves_the_right_states(name, fails):
     assert (report.accepted > 0) == (fails > 0)
 
 
-@over_recurrent
+@over_ways
 def test_scores_and_a_streamer(name):
     class Streamer:
         def __init__(self):
@@ -240,7 +249,7 @@ def test_every_method_serves_it_exactly_or_refuses(architecture, method):
 # --- caches of the caller
 
 
-@over_recurrent
+@over_ways
 def test_the_cache_that_is_returned_goes_on(name):
     target, _ = model_of(name)
     ids, mask = padded(target)
@@ -374,9 +383,63 @@ def test_the_states_are_those_of_the_committed_tokens(name, data):
 
 def reader(target, prompt):
     config = target.config.get_text_config(decoder=True)
-    runner = RecurrentModel(target, RecurrentCache(len(prompt), 256, config), Traits.of(target).masks)
+    masks = replace(Traits.of(target).masks, trees=False)
+    runner = RecurrentModel(target, RecurrentCache(len(prompt), 256, config), masks)
     runner.prefill(prompt, None)
     return runner
+
+
+@pytest.mark.parametrize("name", BY_COLUMNS)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_the_states_of_each_row_are_those_of_its_own_path(name, data):
+    """Random rounds over chains and trees, from which each row keeps a path of its own: its states are those of a model that
+    read the row's text at once."""
+    target, _ = model_of(name)
+    rows, prompt = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6))
+    chance = random.Random(data.draw(st.integers(0, 999)))
+    masks = Traits.of(target).masks
+    runner = target_runner(target, slots_for(target, None, rows, 256, masks), masks)
+    texts = random_ids(target, rows, prompt, seed=rows).tolist()
+    runner.prefill(torch.tensor([text[:-1] or text for text in texts]), None)
+    texts = [text if len(text) > 1 else [*text, 5] for text in texts]
+    for _ in range(data.draw(st.integers(1, 5))):
+        width = data.draw(st.integers(0, 6))
+        running = sorted(chance.sample(range(rows), chance.randint(1, rows)))
+        tokens = [[chance.randrange(3, 90) for _ in range(width)] for _ in range(rows)]
+        parents = [[chance.randint(-1, node - 1) for node in range(width)] for _ in range(rows)]
+        tree = width > 0 and data.draw(st.booleans())
+        if not tree:
+            parents = [list(range(-1, width - 1))] * rows
+        draft = Draft(
+            torch.tensor(tokens).long().view(rows, width),
+            torch.full((rows,), width),
+            parents=torch.tensor(parents) if tree else None,
+        )
+        runner.run_only(running)
+        runner(torch.cat([torch.tensor([text[-1:] for text in texts]), draft.tokens], 1), draft)
+        paths, counts = [], []
+        for row in range(rows):
+            node = chance.randint(-1, width - 1)
+            path = []
+            while node >= 0:
+                path.insert(0, node)
+                node = parents[row][node]
+            paths.append([0, *(node + 1 for node in path)])
+            counts.append(len(path) + 1 if row in running else 0)
+            if row in running:
+                texts[row] += [tokens[row][node] for node in path] + [chance.randrange(3, 90)]
+        runner.commit(counts, paths if tree else None)
+    runner.run_only(list(range(rows)))
+    after = runner(torch.tensor([text[-1:] for text in texts]))
+    for row, text in enumerate(texts):
+        assert runner.cache.known[row] == len(text) - 1
+        fresh = reader(target, torch.tensor([text[:-1]]))
+        place = runner.cache.order.index(row)
+        for own, other in zip(runner.cache.state_layers, fresh.cache.state_layers, strict=True):
+            for one, two in zip(tensors(own), tensors(other), strict=True):
+                assert close(one[place], two[0])
+        assert close(after[row], fresh(torch.tensor([text[-1:]]))[0])
 
 
 def test_what_states_cannot_do_raises():
@@ -418,19 +481,31 @@ def test_how_a_target_is_run():
     for name in NAMES:
         model = model_of(name)[0]
         assert Traits.of(model).is_recurrent and not Traits.of(model).is_rewindable
-        assert runs(model) is RecurrentModel
-        assert not Traits.of(model).masks.trees
+        assert runs(model) is (ColumnModel if name in BY_COLUMNS else RecurrentModel)
+        assert Traits.of(model).masks.trees == (name in BY_COLUMNS)
     for architecture in REFUSED:
         assert not Traits.of(build(architecture)).is_rewindable
 
 
 @over_recurrent
-def test_a_recurrent_draft_is_refused(name):
-    target, _ = model_of(name)
-    with pytest.raises(ValueError, match=r"^draft: .*can't go back to an earlier prefix"):
-        AssistedModelForCausalLM.from_models(build(ARCHITECTURES[0]), draft=target)
-    with pytest.raises(ValueError, match="cannot take back"):
-        require_rewindable(target, "draft")
+def test_a_recurrent_model_drafts(name):
+    """For itself it is always right, also in rows of different lengths; for another target the text is the target's."""
+    draft, _ = model_of(name)
+    for target, right in ((draft, True), (build(ARCHITECTURES[0]), False)):
+        model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=3)
+        ids, mask = padded(target)
+        for batch, seen in ((ids[:1], mask[:1]), (ids, mask)):
+            kwargs = CALL | {"attention_mask": seen, "eos_token_id": ENDS}
+            with no_fallback():
+                assert model.generate(batch, **kwargs).tolist() == target.generate(batch, **kwargs).tolist()
+            assert model.report.drafted > 0
+            assert not right or model.report.accepted == model.report.drafted
+
+
+@pytest.mark.parametrize("architecture", REFUSED, ids=lambda a: a.name)
+def test_a_draft_that_cannot_go_back_is_refused(architecture):
+    with pytest.raises(ValueError, match=r"^draft: .*cannot take back"):
+        AssistedModelForCausalLM.from_models(build(ARCHITECTURES[0]), draft=build(architecture))
 
 
 def outcome(architecture):
@@ -503,11 +578,11 @@ def test_a_forward_that_loses_its_states_is_refused(name, mutant, monkeypatch):
     def broken(self, ids, draft=None, used=None):
         if mutant == "stale" and ids.shape[1] > 1:
             logits = plain(self, ids, draft, used)
-            self.cache._saved = [state.clone() for state in self.cache._states()]
+            self.cache._saved = [state.clone() for state in self.cache.states()]
             return logits
         if ids.shape[1] > 1 and self.cache.lengths[0] > 1 and not self.unread.shape[1]:
             self.cache.save()
-            for state in self.cache._states():
+            for state in self.cache.states():
                 if mutant == "noisy":
                     state.mul_(1 + 1e-2)
                 elif mutant == "empty" or state.ndim == 3:

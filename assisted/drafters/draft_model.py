@@ -15,6 +15,8 @@ from .. import zoo
 from ..engine.hooks import is_offloaded
 from ..engine.parts import uncompiled, unwrapped
 from ..engine.traits import Traits, require_rewindable
+from ..engine.trust import trust
+from ..engine.verifiable import obstacle_to
 from ..loading.adapters import base_path, require_in_layers, trusting
 from ..loading.files import loading, require_sound
 from ..loading.gguf import load_gguf, named_in
@@ -91,11 +93,12 @@ class DraftModel(Spec):
             model = unwrapped(self.model)  # the loop cannot inspect the arguments of an adapter's wrapper
             folder = model.name_or_path
             tokenizer = self.tokenizer or (find_tokenizer(folder) if Path(folder).is_dir() else None)
-        require_rewindable(model, "draft")
+        _require_usable(model)
         same = same_tokens(target.model, model, target.tokenizer, tokenizer)
         if same or tokenizer is None or target.tokenizer is None:
             offloaded = is_offloaded(unwrapped(target.model))
             return TreeDrafter(model, tokenizer, target.model) if offloaded else ModelDrafter(model, tokenizer)
+        require_rewindable(model, "draft")  # a translation goes back to earlier prefixes
         size = Traits.of(target.model).vocabulary
         return TranslatedDrafter(model, size, tokenizer, target.tokenizer)
 
@@ -165,3 +168,11 @@ def _loaded(path: str, quantization: Any, **kwargs: Any) -> PreTrainedModel:
     if quantization is not None:
         require_runs(model, quantization)
     return model
+
+
+def _require_usable(model: PreTrainedModel) -> None:
+    """Raise ValueError for a draft that can't return to the committed text."""
+    if not Traits.of(model).is_recurrent:
+        require_rewindable(model, "draft")
+    elif (obstacle := obstacle_to(model, trust(model))) is not None:
+        raise ValueError(f"draft: {obstacle}; choose another draft")

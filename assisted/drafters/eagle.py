@@ -20,8 +20,8 @@ from ..engine.host import on_device, padded
 from ..engine.needs import Needs
 from ..engine.parts import device_of, few_ids, unwrapped
 from ..engine.prepared import PreparedModule
-from ..engine.runner import CachedModel
-from ..engine.traits import Traits, require_rewindable
+from ..engine.recurrent import slots_for, target_runner
+from ..engine.traits import Traits, require_verifiable_cache
 from ..engine.trust import Trust
 from ..fast.fused import prepare
 from ..fast.graphs import Graphs
@@ -68,7 +68,7 @@ class EagleOptions(HeadSpec):
         cannot be read.
         """
         model = unwrapped(target.model)
-        require_rewindable(model, "target")
+        require_verifiable_cache(model)
         head = self.path
         if not isinstance(head, Head):
             head = self.read_head(target, model, **kwargs)
@@ -228,13 +228,8 @@ class EagleDrafting(ChainDrafting):
         runner = self._begun(text)
         runner.cache.run_only(text.unfinished)
         state = self._read_committed(runner, text)
-        known = runner.cache.known
-        try:
-            if self.trees:
-                return self._tree(runner, text, state, budget)
-            return self._chain(runner, text, state, budget)
-        finally:
-            runner.cache.rewind(known)
+        with runner.cache.borrowed():
+            return (self._tree if self.trees else self._chain)(runner, text, state, budget)
 
     def observe(self, round: Round) -> None:
         """Keep the features of the committed tokens, whichever drafter proposed them."""
@@ -347,8 +342,7 @@ def needs_of(head: Head, model: PreTrainedModel) -> Needs:
             )
         needs = Needs.of_states(model, *config.taps)
         masks, ids = traits.masks, few_ids(model)
-        cache = SlotCache(1, ids.shape[1], right_aligned=not masks.trees)
-        target = CachedModel(model, cache, masks, needs)
+        target = target_runner(model, slots_for(model, None, 1, ids.shape[1], masks), masks, needs)
         with torch.no_grad():
             target.prefill(ids, None)
             for tap in config.taps:

@@ -19,7 +19,7 @@ from ..drafts import Draft, Round
 from ..engine.host import on_device
 from ..engine.needs import Needs
 from ..engine.parts import device_of, unwrapped
-from ..engine.traits import Traits, require_rewindable
+from ..engine.traits import Traits, require_verifiable_cache
 from ..heads.medusa import MedusaHeads, output_size, require_medusa
 from ..lengths.cost_model import UNMEASURED, best_size
 from ..lengths.rates import Rates
@@ -76,7 +76,7 @@ class Medusa(HeadSpec):
         read.
         """
         model = unwrapped(target.model)
-        require_rewindable(model, "target")
+        require_verifiable_cache(model)
         try:
             needs = Needs.of_states(model, -1)
         except Exception as error:

@@ -12,11 +12,13 @@ from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.hooks import is_untouched
 from ..engine.host import on_device
+from ..engine.needs import Needs
 from ..engine.prepared import CallSettings, PreparedModule
-from ..engine.recurrent import RecurrentCache
+from ..engine.recurrent import slots_for, target_runner
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
-from ..engine.trust import Trust
+from ..engine.trust import Trust, trust
+from ..engine.verifiable import masks_of
 from ..fast.fused import fused, is_sum_of_parts, prepare
 from ..fast.graphs import Graphs
 from ..text import Text
@@ -37,7 +39,8 @@ class ModelDrafter(Drafter):
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         self.model = model
         self.tokenizer = tokenizer
-        self.masks = Traits.of(model).masks
+        self.masks = masks_of(model, trust(model))
+        self.needs = Needs(lockstep=Traits.of(model).is_recurrent and not self.masks.trees)
         self.graphs = Graphs()
 
     @functools.cached_property
@@ -46,7 +49,9 @@ class ModelDrafter(Drafter):
 
     def runner(self, cache: SlotCache, settings: CallSettings) -> CachedModel:
         """A runner of the draft over these slots, in the form that the call settings ask for."""
-        runner = CachedModel(prepare(self.model, settings, self.fused), cache, self.masks)
+        runner = (CachedModel if self.needs.lockstep else target_runner)(
+            prepare(self.model, settings, self.fused), cache, self.masks
+        )
         return self.graphs.serve(runner, self.model, settings)
 
     def fused(self, model: PreTrainedModel, trusted: Trust) -> PreparedModule:
@@ -156,26 +161,28 @@ class ModelDrafting(ChainDrafting):
 
 
 class RecurrentDrafting(ModelDrafting):
-    """Drafting with a recurrent draft for a recurrent target, with rows in lockstep.
+    """Drafting with a model that has recurrent states.
 
     Invariant between rounds: slots and states hold the committed text up to the start of the last round. Drafted tokens are
     removed at once; those that were committed are read again in the next round's first forward pass.
     """
 
     def _draft(self, runner: CachedModel, text: Text, budget: int) -> Draft:
-        cache = runner.cache
-        assert isinstance(cache, RecurrentCache)
-        unread = text.ids[:, cache.known[0] : text.lengths[0]]
-        logits = runner(self.readable(unread))[:, -1]
-        cache.commit([unread.shape[1]] * text.rows)
-        cache.save()
-        try:
-            return self.chain_of(runner, text, budget, self.fitted(logits, text))
-        finally:
-            cache.go_back()
+        logits = self._read_committed(runner, text)
+        with runner.cache.borrowed():
+            return self.chain_of(runner, text, budget, logits)
+
+    def _read_committed(self, runner: CachedModel, text: Text) -> torch.Tensor:
+        known = runner.cache.known
+        running = range(text.rows) if runner.cache.right_aligned else text.unfinished
+        unread = [text.lengths[row] - known[row] if row in running else 0 for row in range(text.rows)]
+        logits = runner(self.readable(tokens_from(text, known, max(unread))), used=unread)
+        runner.cache.commit(unread)
+        last = on_device([max(count, 1) - 1 for count in unread], logits.device)
+        return self.fitted(logits[torch.arange(text.rows, device=logits.device), last], text)
 
     def observe(self, round: Round) -> None:
         """Nothing to do: `propose` has already removed the draft."""
 
     def _slots(self, rows: int) -> SlotCache:
-        return RecurrentCache(rows, self.call.limit, self.drafter.model.config.get_text_config(decoder=True))
+        return slots_for(self.drafter.model, None, rows, self.call.limit, self.drafter.masks)

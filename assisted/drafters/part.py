@@ -38,8 +38,5 @@ class PartDrafting(ChainDrafting):
         self, part: CachedModel, text: Text, budget: int, after_read: Callable[[], None] = lambda: None
     ) -> Draft:
         """Draft at most `budget` tokens per row. part: over the target's slots. after_read: called after its forward passes."""
-        known = part.cache.known
-        try:
+        with part.cache.borrowed():
             return self.chain_of(part, text, budget, after_read=after_read)
-        finally:
-            part.cache.rewind(known)

@@ -10,9 +10,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..drafts import Draft
+from ..engine.needs import NOTHING
 from ..engine.ranks import ranks_of
+from ..engine.recurrent import RecurrentModel
 from ..engine.runner import CachedModel
-from ..engine.traits import Traits
 from ..fast.fused import prepare
 from ..loading.quantization import quantize_copy, require_runs, stored_bytes
 from ..text import Text
@@ -63,17 +64,21 @@ class QuantizedSelf(Spec):
             )
         model = quantize_copy(target.model, self.quantization)
         require_runs(model, self.quantization)
-        return CopyDrafter(model) if Traits.of(model).is_rewindable else ModelDrafter(model)
+        return CopyDrafter(model)
 
 
-class CopyDrafter(Drafter):
-    """A copy of the target that drafts in the target's slots. model: the copy, with the same shapes."""
+class CopyDrafter(ModelDrafter):
+    """A copy of the target that drafts in the target's slots, or in its own if the target's can't take back tokens.
+
+    model: the copy, with the same shapes.
+    """
 
     def __init__(self, model: PreTrainedModel):
-        self.model: PreTrainedModel = model
+        super().__init__(model)
+        self.needs = NOTHING
 
     def start(self, call: Call) -> Drafting:
-        return CopyDrafting(self, call)
+        return super().start(call) if isinstance(call.target, RecurrentModel) else CopyDrafting(self, call)
 
 
 class CopyDrafting(PartDrafting):

@@ -72,11 +72,8 @@ class TreeDrafting(ModelDrafting):
 
     def _draft(self, runner: CachedModel, text: Text, budget: int) -> Draft:
         logits = self._read_committed(runner, text)
-        known = runner.cache.known
-        try:
+        with runner.cache.borrowed():
             return self._grown(runner, text, logits[:, None], budget)
-        finally:
-            runner.cache.rewind(known)
 
     def observe(self, round: Round) -> None:
         """Learn how often the draft is right, and what it costs. Its slots hold committed text only."""

@@ -108,6 +108,8 @@ class SlotCache(Cache):
             must be 2-D (ALiBi, flash attention, chunked attention). Costs one gather whenever rows differ.
     """
 
+    can_rewind = True  # to any earlier prefix
+
     def __init__(self, rows: int, limit: int, right_aligned: bool = False):
         super().__init__(layers=[])
         self.rows = rows
@@ -280,6 +282,15 @@ class SlotCache(Cache):
             length - have + keep for length, have, keep in zip(self.lengths, self.known, known, strict=True)
         ]
         self._realign()
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """A context for drafting over these slots. At its end, what was committed within it is discarded."""
+        known = self.known
+        try:
+            yield
+        finally:
+            self.rewind(known)
 
     @property
     def slot_layers(self) -> list[SlotLayer]:

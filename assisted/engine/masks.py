@@ -52,7 +52,7 @@ class Masks:
             columns = known + torch.arange(depths.shape[1], device=known.device)
             places = slots.repeat(len(known), 1).scatter(1, columns, where)[:, None]
             seen = (slots < known)[:, None].repeat(1, depths.shape[1], 1)
-            seen = seen.scatter(2, columns[:, None].expand(-1, depths.shape[1], -1), _column_ancestors(draft))
+            seen = seen.scatter(2, columns[:, None].expand(-1, depths.shape[1], -1), column_ancestors(draft))
         if visible is not None:
             hidden = min(visible.shape[1], top)
             seen = seen.clone()
@@ -87,7 +87,7 @@ def column_depths(draft: Draft | None, width: int, device: torch.device) -> torc
     return torch.nn.functional.pad(draft.depths(), (1, 0)).to(device)
 
 
-def _column_ancestors(draft: Draft) -> torch.Tensor:
+def column_ancestors(draft: Draft) -> torch.Tensor:
     """Draft.ancestors with the last committed token, an ancestor of every node, as column 0. Returns [B, n + 1, n + 1]."""
     seen = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
     seen[:, :, 0] = True

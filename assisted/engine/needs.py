@@ -31,12 +31,14 @@ class Needs:
         final_norm: path of that norm (`find_final_norm`); needed only if L is among the states.
         split: the first layers run while drafting, and verification runs the others (`Split`). All rows of a batch then run
             in every forward pass.
+        lockstep: all rows of a batch keep the same number of columns, because the draft's own state can't do otherwise.
     """
 
     layers: Layers = _NO_LAYERS
     states: frozenset[int] = frozenset()
     final_norm: tuple[str, ...] = ()
     split: bool = False
+    lockstep: bool = False
 
     @classmethod
     def of_states(cls, model: PreTrainedModel, *states: int) -> Needs:
@@ -57,6 +59,7 @@ class Needs:
             self.states | other.states,
             self.final_norm or other.final_norm,
             self.split or other.split,
+            self.lockstep or other.lockstep,
         )
 
 

@@ -1,104 +1,51 @@
-"""Targets with recurrent states: linear attention, convolutions, state-space models, and hybrids of these.
+"""Targets with recurrent states of any kind: linear attention, convolutions, state-space models, and hybrids of these.
 
-Uses transformers' cache layers for states; independent of drafting and acceptance. States are copied before a verifying
-forward pass and restored if it was partly rejected. The next forward pass then reads the accepted tokens again.
+Independent of drafting and acceptance. States are copied before a verifying forward pass and restored if it was partly
+rejected. The next forward pass then reads the accepted tokens again. `delta.py` does better for one kind of state.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from ..drafts import Draft
-from .cache import Paths, SlotCache, SlotLayer
-from .libraries import (
-    DummyLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
-from .masks import Masks
+from .cache import Paths, SlotCache
+from .delta import Columns, by_position
+from .masks import Masks, column_ancestors
 from .needs import NOTHING, Needs
+from .parts import with_children
 from .prepared import PreparedModule
 from .runner import CachedModel
+from .states import ColumnCache, StateCache
 from .traits import Traits
 
 _LAG = 16  # columns; a longer unread tail gets its own forward pass, because every pass would read it again
 
 
-class StateAndSlotLayer(LinearAttentionLayer, SlotLayer):
-    """A layer that has both attention and a recurrent state."""
-
-    def __init__(self, slots: SlotCache, number_of_states: int):
-        SlotLayer.__init__(self, slots)
-        LinearAttentionLayer.__init__(self, number_of_states)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Keys and values are positional arguments, states are keyword arguments."""
-        kind: Any = SlotLayer if args else LinearAttentionLayer
-        kind.lazy_initialization(self, *args, **kwargs)
-
-
-class RecurrentCache(SlotCache):
-    """Slots for attention layers, states for recurrent ones. All rows have the same length.
+class RecurrentCache(StateCache):
+    """States that are copied before a forward pass, and restored. All rows have the same length.
 
     Invariant between rounds: the slots hold all committed tokens except the last. The states have read a prefix of these;
     `RecurrentModel.unread` holds the remainder.
-
-    Args:
-        rows, limit: as for SlotCache.
-        config: the model's; it determines the kinds of layers.
     """
 
     def __init__(self, rows: int, limit: int, config: Any):
-        super().__init__(rows, limit, right_aligned=True)
-        self.config = config
-        self.layers = [self._own(layer) for layer in DynamicCache(config=config).layers]
+        super().__init__(rows, limit, config, right_aligned=True)
         self.width = 0  # columns of the last forward pass
-        self._saved: list[torch.Tensor] = []
-        self._saved_lengths: list[int] = []
-        self.is_saved = False  # whether the saved states equal the current ones
-
-    @classmethod
-    def holding(cls, cache: Cache | None, rows: int, limit: int, config: Any) -> RecurrentCache:
-        """A copy of a caller's cache, which is not changed."""
-        own = cls(rows, limit, config)
-        if cache is None or not (length := held(cache)):
-            return own
-        own.reserve(length)
-        for layer, given in zip(own.layers, cache.layers, strict=True):
-            if isinstance(layer, SlotLayer):
-                layer.hold(given, length)
-            if isinstance(layer, LinearAttentionLayer):
-                _copy_states(given, layer)
-        return own
 
     def place(self, width: int, device: torch.device) -> None:
         """As SlotCache."""
         super().place(width, device)
         self.width = width
 
-    def save(self) -> None:
-        """Save the current states."""
-        states = self._states()
-        if len(self._saved) != len(states):
-            self._saved = [torch.empty_like(state) for state in states]
-        for saved, state in zip(self._saved, states, strict=True):
-            saved.copy_(state)
-        self.is_saved = True
-        self._saved_lengths = list(self.lengths)
-
-    def go_back(self) -> None:
-        """Restore states and lengths to what they were at the last `save`."""
-        for saved, state in zip(self._saved, self._states(), strict=True):
-            state.copy_(saved)
-        self.lengths, self.is_saved = list(self._saved_lengths), True
-
     def forget(self) -> None:
         """Set the states to zero."""
-        for state in self._states():
+        for state in self.states():
             state.zero_()
 
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
@@ -113,7 +60,7 @@ class RecurrentCache(SlotCache):
         if counts[0] == self.width:
             self.is_saved = False
         elif self.is_saved:
-            for saved, state in zip(self._saved, self._states(), strict=True):
+            for saved, state in zip(self._saved, self.states(), strict=True):
                 state.copy_(saved)
         else:
             raise RuntimeError("a recurrent state can't take back tokens; run this cache through RecurrentModel")
@@ -122,35 +69,6 @@ class RecurrentCache(SlotCache):
     def step_back(self, columns: int) -> None:
         """Let the next forward pass overwrite the last columns, which the states have not read."""
         self.lengths = [length - columns for length in self.lengths]
-
-    def rewind(self, known: list[int]) -> None:
-        """Not possible; raises ValueError unless there is nothing to discard."""
-        if known != self.known:
-            raise ValueError(
-                "a recurrent state can't be rewound; ask Traits.of(model).is_rewindable before drafting with a target"
-            )
-
-    def to_dynamic(self, config: Any) -> DynamicCache:
-        """As SlotCache, once the states have read what the slots hold. The config is always the model's own."""
-        cache = super().to_dynamic(self.config)
-        for layer, own in zip(cache.layers, self.layers, strict=True):
-            if isinstance(own, LinearAttentionLayer):
-                _copy_states(own, layer)
-        return cache
-
-    def _own(self, layer: Any) -> Any:
-        if isinstance(layer, DummyLayer):
-            return layer
-        if not isinstance(layer, LinearAttentionCacheLayerMixin):
-            return SlotLayer(self)
-        if isinstance(layer, CacheLayerMixin):
-            return StateAndSlotLayer(self, layer.number_of_states)
-        return layer
-
-    def _states(self) -> list[torch.Tensor]:
-        layers = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
-        kept = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
-        return [state for states in kept for state in states.values() if state is not None]
 
 
 class RecurrentModel(CachedModel):
@@ -211,40 +129,41 @@ class RecurrentModel(CachedModel):
             self.unread = self.unread[:, :0]
 
 
+class ColumnModel(CachedModel):
+    """A causal LM whose recurrent layers all run over columns (`delta.by_position`): rows need not advance in lockstep, and
+    token trees can be verified."""
+
+    cache: ColumnCache
+
+    def __init__(self, model: PreTrainedModel | PreparedModule, cache: SlotCache, masks: Masks, needs: Needs = NOTHING):
+        prepared = model if isinstance(model, PreparedModule) else PreparedModule(model)
+        module = with_children(prepared.module, by_position(prepared.module))
+        super().__init__(replace(prepared, module=module), cache, masks, needs)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Not with states."""
+        return False
+
+    def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
+        tree = None
+        if draft is not None and draft.parents is not None:
+            tree = column_ancestors(draft.of_rows(self.cache.running)).to(self.device)
+        self.cache.columns = Columns(ids.shape[1], tree)
+        return super().eager(ids, draft, used)
+
+
 def target_runner(
     model: PreTrainedModel | PreparedModule, cache: SlotCache, masks: Masks, needs: Needs = NOTHING
 ) -> CachedModel:
     """A target over the slots from `slots_for`. needs: those of all drafters."""
-    return (RecurrentModel if isinstance(cache, RecurrentCache) else CachedModel)(model, cache, masks, needs)
+    kinds: dict[type[SlotCache], type[CachedModel]] = {RecurrentCache: RecurrentModel, ColumnCache: ColumnModel}
+    return kinds.get(type(cache), CachedModel)(model, cache, masks, needs)
 
 
 def slots_for(model: PreTrainedModel, given: Cache | None, rows: int, limit: int, masks: Masks) -> SlotCache:
-    """A target's slots, with a copy of a caller's cache."""
+    """A target's slots, with a copy of a caller's cache. masks: of a target with states, trees if it can run over columns."""
     if not Traits.of(model).is_recurrent:
         return SlotCache.of(given, rows, limit, right_aligned=not masks.trees)
-    return RecurrentCache.holding(given, rows, limit, model.config.get_text_config(decoder=True))
-
-
-def held(cache: Cache) -> int:
-    """How many tokens a caller's cache holds, counted by its keys; states have no length."""
-    return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
-
-
-def has_uncounted_states(cache: Cache) -> bool:
-    """Whether a caller's cache holds states, but no keys from which to count their tokens."""
-    return held(cache) == 0 and any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers)
-
-
-def _copy_states(source: Any, layer: Any) -> None:
-    """Copy the states of one layer of a cache into another."""
-    for name in ("conv_states", "recurrent_states"):
-        states = {index: None if state is None else state.clone() for index, state in getattr(source, name).items()}
-        setattr(layer, name, states)
-    for name in (
-        "is_conv_states_initialized",
-        "is_recurrent_states_initialized",
-        "has_previous_state",
-        "conv_kernel_size",
-    ):
-        setattr(layer, name, dict(getattr(source, name)))
-    layer.dtype, layer.device = source.dtype, source.device
+    kind = ColumnCache if masks.trees else RecurrentCache
+    return kind.holding(given, rows, limit, model.config.get_text_config(decoder=True))

@@ -160,7 +160,7 @@ class CachedModel(Runner):
         """
         prepared = model if isinstance(model, PreparedModule) else replace(self.bare, module=model)
         needs = replace(self.needs, states=frozenset(states))
-        part = CachedModel(replace(prepared, kind=kind, inject=inject), self.cache, self.masks, needs)
+        part = type(self)(replace(prepared, kind=kind, inject=inject), self.cache, self.masks, needs)
         part.passes, part.settings, part.constants = self.passes, self.settings, self.constants
         return part
 

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .delta import by_position
 from .libraries import (
     STATE_LAYERS,
     DummyLayer,
@@ -35,6 +36,7 @@ _STATES = {
 }
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts")
+_LINEAR = "linear_attention"
 _KNOWN: dict[Hashable, Traits] = {}
 _MOST = 256  # records kept
 _PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -104,7 +106,7 @@ class Traits:
                 context=getattr(config, "max_position_embeddings", None)
                 or getattr(config, "max_seq_len", None)  # MPT's
                 or sys.maxsize,
-                masks=_masks(config, forward["takes_positions"]),
+                masks=_masks(model, config, forward["takes_positions"]),
                 keeps=keeps,
                 is_recurrent=is_recurrent,
                 experts=experts_of(config),
@@ -139,6 +141,16 @@ def require_decoder_config(config: Any, role: str) -> None:
         )
 
 
+def require_verifiable_cache(model: Any) -> None:
+    """Check that a target's cache holds keys and values, which slots can replace, and states of transformers' own kinds.
+
+    Raises ValueError for encoder-decoders and other kinds of caches.
+    """
+    require_decoder(model, "target")
+    if not Traits.of(model).is_recurrent:
+        require_rewindable(model, "target")
+
+
 def require_rewindable(model: Any, role: str) -> None:
     """Check that a model can discard tokens from its cache. role: "target" or "draft", for the message.
 
@@ -162,8 +174,9 @@ def _keeps(model: Any, config: Any) -> tuple[tuple[str, ...], bool]:
     return tuple(names), is_recurrent
 
 
-def _masks(config: Any, takes_positions: bool) -> Masks:
+def _masks(model: Any, config: Any, takes_positions: bool) -> Masks:
     kinds = _kinds(config)
+    by_columns = len(by_position(model)) == sum(kind == _LINEAR for kind in getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
     if not kinds:
         kinds = {"full_attention" if window is None else "sliding_attention"}
@@ -173,7 +186,7 @@ def _masks(config: Any, takes_positions: bool) -> Masks:
         attention in ("sdpa", "eager")
         and not alibi
         and config.model_type not in ("bloom", "mpt", "gpt_neo")  # a bias, or causality, from the order of slots
-        and kinds <= {"full_attention", "sliding_attention"}
+        and kinds <= {"full_attention", "sliding_attention", *([_LINEAR] if by_columns else [])}
         and getattr(config, "attention_chunk_size", None) is None
         and takes_positions
     )

@@ -19,15 +19,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..drafts import Draft
 from .agreement import apart, rounding_of
-from .cache import SlotCache
 from .libraries import RESETS_ANGLES, cannot_draft, without_gradients
 from .masks import Masks
 from .needs import NOTHING, Needs
 from .parts import device_of, unwrapped
-from .recurrent import RecurrentCache, RecurrentModel
+from .recurrent import RecurrentCache, RecurrentModel, slots_for, target_runner
 from .rope import change_of
-from .runner import CachedModel
-from .traits import Traits, require_decoder, require_rewindable
+from .traits import Traits, require_verifiable_cache
 from .trust import Trust, trust
 
 _LEAST_ROUNDING = 16  # times the dtype's epsilon, relative to the logits; 1 to 4 occur where states matter little
@@ -51,9 +49,7 @@ TESTED = frozenset(_NAMES.split())
 def require_verifiable(model: PreTrainedModel) -> None:
     """Raise ValueError with the reason if a target cannot verify drafts; see `obstacle_to`."""
     model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
-    require_decoder(model, "target")
-    if not Traits.of(model).is_recurrent:
-        require_rewindable(model, "target")
+    require_verifiable_cache(model)
     reason = obstacle_to(model, trust(model))
     if reason is not None:
         raise ValueError(f"target: {reason}. Generate with the model itself, or choose another target.")
@@ -83,18 +79,37 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING) 
     if key not in tried:
         if len(tried) >= _MANY:
             tried.clear()
-        masks = masks_of(model, trusted)
-        tried[key] = _obstacle(model) if traits.is_recurrent else _obstacle_of_slots(model, masks, needs)
+        if traits.is_recurrent:
+            tried[key] = _obstacle(model)
+        else:
+            tried[key] = _obstacle_of_slots(model, masks_of(model, trusted), needs)
     if tried[key] is None:
         return None
     what = "keeps a recurrent state and " if traits.is_recurrent else ""
     return f"{type(model).__name__} {what}cannot take back rejected tokens: {tried[key]}"
 
 
-def masks_of(model: PreTrainedModel, trusted: Trust) -> Masks:
-    """The attention masks of a call. Somebody's code gets the same 2-D masks as from `generate`, and makes its own of them."""
-    masks = Traits.of(model).masks
-    return masks if trusted.forward is None else replace(masks, trees=False)
+def masks_of(model: PreTrainedModel, trusted: Trust, replaces: bool = True) -> Masks:
+    """The attention masks of a call. Somebody's code gets the same 2-D masks as from `generate`, and makes its own of them. So
+    does a target with states, unless its recurrent layers run over columns.
+
+    replaces: the call may run layers in another way than the model does.
+    """
+    model = unwrapped(model)
+    traits = Traits.of(model)
+    by_columns = replaces and trusted.is_own and not trusted.hooks and traits.masks.trees
+    if trusted.forward is None and (not traits.is_recurrent or (by_columns and _runs_over_columns(model, trusted))):
+        return traits.masks
+    return replace(traits.masks, trees=False)
+
+
+def _runs_over_columns(model: PreTrainedModel, trusted: Trust) -> bool:
+    """Whether the layers from `delta.by_position` give what the model's own compute, tested on a few tokens."""
+    tried = _TRIED.setdefault(model.base_model, {})
+    key = (device_of(model), model.dtype, trusted.code, "columns")
+    if key not in tried:
+        tried[key] = _obstacle_of_slots(model, Traits.of(model).masks, NOTHING)
+    return tried[key] is None
 
 
 def _settings(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -135,7 +150,7 @@ def _compared(
     longest = prompt + 3 + max(map(sum, zip(*_KEEPS, strict=True)))
     ids = (torch.arange(7, 7 + 2 * longest, device=device_of(model)).view(2, longest) * 7919) % size
     expected = _one_by_one(model, ids, prompt)
-    runner = CachedModel(model, SlotCache(2, longest + 3, right_aligned=not masks.trees), masks, needs)
+    runner = target_runner(model, slots_for(model, None, 2, longest + 3, masks), masks, needs)
     yield runner.prefill(ids[:, :prompt], None), expected[:, :1]
     here = [0, 0]  # tokens of each row that the slots hold, after the prompt
 
@@ -219,7 +234,8 @@ def _is_half(model: PreTrainedModel) -> bool:
 def _reader(model: PreTrainedModel, prompt: torch.Tensor) -> RecurrentModel:
     """A model that has read a prompt of two rows."""
     config = model.config.get_text_config(decoder=True)
-    reader = RecurrentModel(model, RecurrentCache(2, 32, config), Traits.of(model).masks)
+    masks = replace(Traits.of(model).masks, trees=False)
+    reader = RecurrentModel(model, RecurrentCache(2, 32, config), masks)
     reader.prefill(prompt, None)
     return reader
 

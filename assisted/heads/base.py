@@ -80,12 +80,12 @@ class Head(nn.Module):
         return own(ids.to(device)).to(self.device, self.dtype)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """The head's input states, [..., H], from the target's hidden states, [..., F]; here the same."""
+        """The head's input states, [..., H] in its dtype, from the target's hidden states, [..., F]; here the same."""
         return features.to(self.device, self.dtype)
 
     def logits(self, states: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
-        """Logits [..., Vd] over the draft vocabulary, from the states [..., H] that a step returned; here by the target's
-        output embedding.
+        """Logits [..., Vd] over the draft vocabulary, in the head's dtype, from the states [..., H] that a step returned; here
+        by the target's output embedding.
 
         Raises ValueError without a target.
         """

@@ -102,7 +102,7 @@ class MTPHead(Head):
         for name in _NORMS:
             setattr(self, name, nn.Identity() if name == "end_norm" and lacks_end else copy.deepcopy(norm))
         own = {_own(name): tensor for name, tensor in tensors.items()}
-        require_tensors(_shapes(own), _shapes(self.state_dict()), self.title)
+        require_tensors(_shapes_by_name(own), _shapes_by_name(self.state_dict()), self.title)
         self.load_state_dict(own, assign=True)
         if any(buffer.is_meta for buffer in self.buffers()) and not self.fc.weight.is_meta:
             raise ValueError(f"target: {type(self.layer).__name__} has buffers that no checkpoint holds")
@@ -136,7 +136,7 @@ class MTPHead(Head):
         return super().logits(states, target) if self.shares_output else self.output(states)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors, as it takes them."""
+        """Its tensors by name, as it takes them: `fuse.weight` [H, 2H] and so on, in its dtype."""
         return {"fuse.weight" if name == "fc.weight" else name: tensor for name, tensor in self.state_dict().items()}
 
     @torch.no_grad()
@@ -200,13 +200,13 @@ def _own(name: str) -> str:
     return "fc.weight" if name == "fuse.weight" else name
 
 
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _same_kind(layer: nn.Module, norm: nn.Module) -> nn.Module:
     """A module of the layer that is of the same class and size as the target's final norm."""
     for module in layer.modules():
-        if type(module) is type(norm) and _shapes(module.state_dict()) == _shapes(norm.state_dict()):
+        if type(module) is type(norm) and _shapes_by_name(module.state_dict()) == _shapes_by_name(norm.state_dict()):
             return module
     raise ValueError(f"target: {type(layer).__name__} has no {type(norm).__name__} like the final norm")

@@ -1,0 +1,206 @@
+"""Slots for attention layers beside states for recurrent ones, in transformers' own layers.
+
+Independent of drafting and of how a forward pass is run. `ColumnCache` keeps what each layer has read of the last forward
+pass, from which the state after any of its columns follows (delta.py); `recurrent.py` copies states instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .cache import Paths, SlotCache, SlotLayer
+from .delta import Columns, Read
+from .host import on_device
+from .libraries import DummyLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+
+class StateAndSlotLayer(LinearAttentionLayer, SlotLayer):
+    """A layer that has both attention and a recurrent state."""
+
+    def __init__(self, slots: SlotCache, number_of_states: int):
+        SlotLayer.__init__(self, slots)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Keys and values are positional arguments, states are keyword arguments."""
+        kind: Any = SlotLayer if args else LinearAttentionLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+
+class StateCache(SlotCache):
+    """Slots and states of one model during one `generate`.
+
+    Args:
+        rows, limit, right_aligned: as for SlotCache.
+        config: the model's; it determines the kinds of layers.
+    """
+
+    can_rewind = False
+
+    def __init__(self, rows: int, limit: int, config: Any, right_aligned: bool = False):
+        super().__init__(rows, limit, right_aligned)
+        self.config = config
+        self.is_saved = False  # whether the saved states equal the current ones
+        self._saved: list[torch.Tensor] = []
+        self._saved_lengths: list[int] = []
+        self.layers = [self._own(layer) for layer in DynamicCache(config=config).layers]
+
+    @classmethod
+    def holding(cls, cache: Cache | None, rows: int, limit: int, config: Any) -> StateCache:
+        """A copy of a caller's cache, which is not changed."""
+        own = cls(rows, limit, config)
+        if cache is None or not (length := held(cache)):
+            return own
+        own.reserve(length)
+        for layer, given in zip(own.layers, cache.layers, strict=True):
+            if isinstance(layer, SlotLayer):
+                layer.hold(given, length)
+            if isinstance(layer, LinearAttentionLayer):
+                _copy_states(given, layer)
+        return own
+
+    @property
+    def state_layers(self) -> list[Any]:
+        """The layers that keep states."""
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+
+    def states(self) -> list[torch.Tensor]:
+        """The states of all layers, [B, ...] each, as far as they have any."""
+        kept = [states for layer in self.state_layers for states in (layer.conv_states, layer.recurrent_states)]
+        return [state for states in kept for state in states.values() if state is not None]
+
+    def save(self) -> None:
+        """Save the current states and lengths."""
+        states = self.states()
+        if len(self._saved) != len(states):
+            self._saved = [torch.empty_like(state) for state in states]
+        for saved, state in zip(self._saved, states, strict=True):
+            saved.copy_(state)
+        self.is_saved, self._saved_lengths = True, list(self.lengths)
+
+    def go_back(self) -> None:
+        """Restore states and lengths to what they were at the last `save`."""
+        for saved, state in zip(self._saved, self.states(), strict=True):
+            state.copy_(saved)
+        self.lengths, self.is_saved = list(self._saved_lengths), True
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """As SlotCache."""
+        self.save()
+        try:
+            yield
+        finally:
+            self.go_back()
+
+    def rewind(self, known: list[int]) -> None:
+        """Not possible; raises ValueError unless there is nothing to discard."""
+        if known != self.known:
+            raise ValueError(
+                "a recurrent state can't be rewound; ask Traits.of(model).is_rewindable before drafting with a target"
+            )
+
+    def to_dynamic(self, config: Any) -> DynamicCache:
+        """As SlotCache, once the states have read what the slots hold. The config is always the model's own."""
+        cache = super().to_dynamic(self.config)
+        places = [self.order.index(row) for row in range(self.rows)]
+        for layer, own in zip(cache.layers, self.layers, strict=True):
+            if isinstance(own, LinearAttentionLayer):
+                _copy_states(own, layer, places)
+        return cache
+
+    def _swap(self, one: int, other: int) -> None:
+        super()._swap(one, other)
+        for state in self.states():
+            state[[one, other]] = state[[other, one]]
+
+    def _own(self, layer: Any) -> Any:
+        if isinstance(layer, DummyLayer):
+            return layer
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            return SlotLayer(self)
+        if isinstance(layer, CacheLayerMixin):
+            return StateAndSlotLayer(self, layer.number_of_states)
+        return layer
+
+
+class ColumnCache(StateCache):
+    """States that change only when columns are committed. Rows may differ in length, and columns may form trees.
+
+    Attributes:
+        columns: how those of the next forward pass follow one another; None while the prompt is read.
+    """
+
+    def __init__(self, rows: int, limit: int, config: Any):
+        super().__init__(rows, limit, config)
+        self.columns: Columns | None = None
+        self._read: dict[int, Read] = {}
+
+    def states_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states of a layer's convolution, [B, C, K], and of its recurrence, [B, H, dk, dv], in storage order."""
+        own: Any = self.layers[layer]
+        return own.conv_states[0], own.recurrent_states[0]
+
+    def note(self, layer: int, read: Read) -> None:
+        """Keep what a layer has read, until `commit`."""
+        self._read[layer] = read
+
+    def commit(self, counts: list[int], path: Paths | None = None) -> None:
+        """As SlotCache. The states become those after each row's last kept column."""
+        if self._read:
+            kept = [counts[row] for row in self.running]
+            ends = [max(count, 1) - 1 for count in kept]
+            last = ends if path is None else [path[row][end] for row, end in zip(self.running, ends, strict=True)]
+            self._advance(last, None if all(kept) else [count > 0 for count in kept])
+        super().commit(counts, path)
+
+    def go_back(self) -> None:
+        """As StateCache; what was read since is forgotten."""
+        self._read.clear()
+        super().go_back()
+
+    def _advance(self, last: list[int], moves: list[bool] | None) -> None:
+        """last: column of each running row whose state is next. moves: the rows that keep any column; None for all."""
+        rows = len(last)
+        for layer, read in self._read.items():
+            own: Any = self.layers[layer]
+            device = read.keys.device
+            before = own.conv_states[0][:rows], own.recurrent_states[0][:rows]
+            after = read.states_after(on_device(last, device), before[1])
+            for state, new in zip(before, after, strict=True):
+                if moves is not None:
+                    new = new.where(on_device(moves, device).view(-1, *[1] * (new.dim() - 1)), state)
+                state.copy_(new)
+        self._read.clear()
+
+
+def held(cache: Cache) -> int:
+    """How many tokens a caller's cache holds, counted by its keys; states have no length."""
+    return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
+
+
+def has_uncounted_states(cache: Cache) -> bool:
+    """Whether a caller's cache holds states, but no keys from which to count their tokens."""
+    return held(cache) == 0 and any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers)
+
+
+def _copy_states(source: Any, layer: Any, places: list[int] | None = None) -> None:
+    """Copy the states of one layer of a cache into another. places: of the rows in the source, by default in order."""
+    for name in ("conv_states", "recurrent_states"):
+        given = getattr(source, name).items()
+        copies = {index: None if one is None else one[places] if places else one.clone() for index, one in given}
+        setattr(layer, name, copies)
+    for name in (
+        "is_conv_states_initialized",
+        "is_recurrent_states_initialized",
+        "has_previous_state",
+        "conv_kernel_size",
+    ):
+        setattr(layer, name, dict(getattr(source, name)))
+    layer.dtype, layer.device = source.dtype, source.device

@@ -81,7 +81,7 @@ class EagleOptions(HeadSpec):
         raise NotImplementedError
 
     def drafter(self, head: Any, needs: Needs) -> EagleDrafter:
-        """The drafter of a loaded head."""
+        """The drafter of a loaded head. needs: see `needs_of`."""
         return EagleDrafter(self, head, needs)
 
 

@@ -87,16 +87,12 @@ class MTPHead(Head):
         self.rotary_emb = type(rotary)(self.layer_config)
         several = "layer_type" in inspect.signature(rotary.forward).parameters
         self._kind = {"layer_type": self.layer_config.layer_types[index]} if several else {}
+        self.layer: Any = _built_as(layers.of(target)[index], self.layer_config, index)
         with torch.device("meta"):
-            self.layer: Any = type(layers.of(target)[index])(self.layer_config, index)
             self.fc = nn.Linear(2 * width, width, bias=False)
             self.shares_output = "output.weight" not in tensors
             if not self.shares_output:
                 self.output = nn.Linear(width, traits.vocabulary, bias=False)
-        parts: Iterable[Any] = self.layer.modules()
-        for part in parts:
-            if hasattr(part, "layer_idx"):
-                part.layer_idx = 0  # of a cache of its own
         norm = _same_kind(self.layer, target.get_submodule(".".join(find_final_norm(target, layers))))
         lacks_end = bool(norm.state_dict()) and not any(name.startswith("end_norm.") for name in tensors)
         for name in _NORMS:
@@ -198,6 +194,23 @@ def save_mtp(head: MTPHead, folder: str | Path) -> None:
 def _own(name: str) -> str:
     """The name of a tensor in the module."""
     return "fc.weight" if name == "fuse.weight" else name
+
+
+def _built_as(layer: nn.Module, config: Any, index: int) -> nn.Module:
+    """A layer of the same class on the meta device, for a cache of its own."""
+    kind: Any = type(layer)
+    try:
+        with torch.device("meta"):
+            made: nn.Module = kind(config, index)
+    except Exception as error:
+        raise ValueError(f"target: {kind.__name__} cannot be built ({type(error).__name__}: {error})") from error
+    if dict(made.named_children()).keys() != dict(layer.named_children()).keys():
+        raise ValueError(f"target: {kind.__name__} cannot be built from a config and an index alone")
+    parts: Iterable[Any] = made.modules()
+    for part in parts:
+        if hasattr(part, "layer_idx"):
+            part.layer_idx = 0
+    return made
 
 
 def _shapes_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

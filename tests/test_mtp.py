@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, random_ids
-from eagle_heads import features_of
+from eagle_heads import features_of, trained_head
 from mtp_heads import random_mtp, trained_mtp
 from pairs import CALL, ENDS, ROUNDING, no_fallback
 from safetensors.torch import load_file, save_file
 from test_eagle import Reference, one_and_four, rows_of, watched
 from transformers import DynamicCache
 
-from assisted import MTP, AssistedModelForCausalLM
+from assisted import MTP, AssistedModelForCausalLM, Eagle, Merged
 from assisted.drafters import METHODS, eagle, mtp, parse
 from assisted.drafters.base import Room
 from assisted.drafters.mtp import MTPDrafter, MTPDrafting
@@ -326,6 +326,19 @@ def tokens_per_draft(mistake: str | None = None) -> float:
 def test_classic_mistakes_cost_acceptance(mistake):
     assert tokens_per_draft() > 3
     assert tokens_per_draft(mistake) < 0.7 * tokens_per_draft()
+
+
+@pytest.mark.parametrize("make", [list, Merged], ids=["in turns", "in one tree"])
+def test_among_others(make):
+    """Another head reads other states of the same forward passes."""
+    target = llama()
+    spec = make([MTP(trained_mtp(target)), Eagle(trained_head(target, 3, steps=30)), "suffix"])
+    model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=4)
+    for inputs in one_and_four(target):
+        with no_fallback():
+            ours = model.generate(**inputs, **CALL)
+        assert ours.tolist() == target.generate(**inputs, **CALL).tolist()
+    assert model.totals.accepted > 0
 
 
 # ---- what a report, a pair and a plan say

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from . import acceptance, lengths, report, zoo
     from .configuration import AssistedConfig
     from .drafters import (
+        MTP,
         Combined,
         DraftModel,
         DraftTree,
@@ -49,6 +50,7 @@ else:
 
 
 __all__ = [
+    "MTP",
     "AssistedConfig",
     "AssistedModelForCausalLM",
     "Combined",

@@ -13,11 +13,18 @@ import torch
 from architectures import Architecture, half_right, made_once, random_ids
 from eagle_heads import random_head, trained_head
 from medusa_heads import knowing_what_follows
+from mtp_heads import trained_mtp
 from transformers import PreTrainedModel
 
-from assisted import DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
+from assisted import MTP, DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
 
 __all__ = ["HEADS", "LISTS", "METHODS", "Method"]
+
+LAYERS_OF_THEIR_OWN = {
+    *("biogpt", "bloom", "codegen", "falcon", "falcon-alibi", "gemma2", "gemma3n", "gemma4"),
+    *("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt", "xglm"),
+}
+"""Architectures whose layers need more than hidden states, positions, a mask and a cache, or attention other than sdpa."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,10 @@ def eagle_3(target: PreTrainedModel) -> Eagle:
         return Eagle(random_head(target, 3), tree=True)
 
 
+def has_own_layers(architecture: Architecture) -> bool:
+    return architecture.name in LAYERS_OF_THEIR_OWN
+
+
 METHODS = [
     Method("draft-model", half_right),
     Method("draft-tree", lambda target: DraftTree(half_right(target), nodes=24, beam=4, candidates=4), tree=True),
@@ -83,6 +94,8 @@ METHODS = [
     Method("blockwise", lambda target: Medusa(knowing_what_follows(target), tree=False)),
     Method("eagle-1, chains", lambda target: Eagle(trained_head(target, 1, steps=30, unrolled=1), tree=False)),
     Method("eagle-3, trees", eagle_3, refuses=stacks_states, tree=True),
+    Method("mtp, chains", lambda target: MTP(trained_mtp(target, steps=30), tree=False), refuses=has_own_layers),
+    Method("mtp, trees", lambda target: MTP(trained_mtp(target, steps=30)), refuses=has_own_layers, tree=True),
 ]
 
 HEADS = {

@@ -118,7 +118,7 @@ def _hidden(module: Any, name: str) -> bool:
 
 
 def test_the_package_names_what_it_has() -> None:
-    assert sorted(assisted.__all__) == assisted.__all__
+    assert sorted(assisted.__all__, key=lambda name: (not name.isupper(), name)) == assisted.__all__
     for name in assisted.__all__:
         assert getattr(assisted, name) is not None
     assert {*assisted.__all__, "__version__"} <= {*dir(assisted)}

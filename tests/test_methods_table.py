@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from methods_table import LINES, PAGE, Line, section, table, tree_option
+from mtp_heads import random_mtp
 from transformers import AutoTokenizer
 
-from assisted import AssistedModelForCausalLM, Merged, zoo
+from assisted import MTP, AssistedModelForCausalLM, Merged, zoo
 from assisted.drafters import METHODS, parse
 from assisted.drafters.guarded import Guarded
 from assisted.drafts import Draft, DraftingStopped
 
 PROMPT = "def mean(values):\n    total = 0\n    for value in values:\n        total"
 NEEDS_BACKEND = {"self"}
-# in a family of quantization that every CPU has
-DRAFTS: dict[str, Any] = {"self": "self:int8-torchao"}
+# in a family of quantization that every CPU has; the shipped target has no MTP head
+DRAFTS: dict[str, Callable[[], Any]] = {
+    "self": lambda: "self:int8-torchao",
+    "mtp": lambda: MTP(random_mtp(AssistedModelForCausalLM.from_pretrained("zoo:target").target)),
+}
 
 
 @pytest.mark.documents
@@ -59,7 +64,7 @@ def lines() -> list[Any]:
 @pytest.mark.parametrize("line", lines())
 def test_methods_do_what_they_declare(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     example = line.example or re.findall(r"`([^`]+)`", line.written)[0]
-    spec = parse(DRAFTS.get(line.method) or eval(example, {"Merged": Merged}))
+    spec = parse(DRAFTS[line.method]() if line.method in DRAFTS else eval(example, {"Merged": Merged}))
     seen: list[Draft] = []
     propose = Guarded.propose
 

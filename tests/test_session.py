@@ -17,10 +17,11 @@ from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_id
 from covering import in_turns, over
 from eagle_heads import trained_head
 from methods import HEADS
+from mtp_heads import trained_mtp
 from pairs import BY_NAME, CALL, pair
 from transformers import DynamicCache
 
-from assisted import AssistedModelForCausalLM, Eagle, Merged
+from assisted import MTP, AssistedModelForCausalLM, Eagle, Merged
 from assisted.drafters import DraftModel, eagle
 from assisted.engine import cache
 from assisted.engine.cache import SlotCache, SlotLayer
@@ -73,6 +74,8 @@ def head(version: int) -> Any:
 DRAFTS: dict[str, Any] = {
     "eagle-1": lambda target: Eagle(head(1)),
     "eagle-3, chains": lambda target: Eagle(head(3), tree=False),
+    "mtp": lambda target: MTP(trained_mtp(target, steps=30)),
+    "mtp, chains": lambda target: MTP(trained_mtp(target, steps=30), tree=False),
     "suffix and a head": lambda target: ["suffix", Eagle(head(3))],
     "two heads": lambda target: [Eagle(head(1)), Eagle(head(3))],
     "model": lambda target: DraftModel(half_right(target)),

@@ -28,6 +28,7 @@ from assisted.training.eagle import EagleSettings, EagleTraining, frequent_token
 from assisted.training.early_exit import EarlyExitSettings, EarlyExitTraining, dropped_layers
 from assisted.training.medusa import MedusaSettings, MedusaTraining
 from assisted.training.method import fitting_batch, needs
+from assisted.training.mtp import MTPSettings, MTPTraining
 from assisted.training.plan import Plan
 from assisted.training.trainer import train
 
@@ -59,6 +60,7 @@ def methods(target, text):
         "eagle-3": lambda: EagleTraining(target, EagleSettings(unroll=3, positions=3)),
         "eagle-3-reduced": lambda: EagleTraining(target, EagleSettings(unroll=2, draft_vocab=40), text.training),
         "eagle-1": lambda: EagleTraining(target, EagleSettings(version=1, positions=2)),
+        "mtp": lambda: MTPTraining(target, MTPSettings(positions=3)),
     }
 
 
@@ -340,7 +342,7 @@ def test_what_is_written_drafts(name, target, text, tmp_path):
     method = made(name, target, text)
     quietly(method, text, Plan(steps=30, batch=8, context=16, lr=1e-2), tmp_path)
     verifier = target.eval() if name != "early-exit" else AutoModelForCausalLM.from_pretrained(tmp_path)
-    kind = {"distill": "", "early-exit": "early-exit:2", "medusa": "medusa:"}.get(name, "eagle:")
+    kind = {"distill": "", "early-exit": "early-exit:2", "medusa": "medusa:", "mtp": "mtp:"}.get(name, "eagle:")
     model = AssistedModelForCausalLM.from_models(
         verifier, draft=kind if name == "early-exit" else f"{kind}{tmp_path}", tokenizer=tiny_tokenizer()
     )

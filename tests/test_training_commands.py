@@ -43,6 +43,7 @@ def call(school, method, out, *more):
         ("eagle", ["--unroll", "2", "--draft-vocab", "30", "--loss", "tv"], 5),
         ("eagle", ["--version", "1"], 5),
         ("eagle", ["--unroll", "2", "--format", "speculators", "--taps", "1", "2"], 5),
+        ("mtp", ["--unroll", "2", "--positions", "4"], 4),
     ],
 )
 def test_every_method(school, tmp_path, capsys, method, options, places):
@@ -70,6 +71,7 @@ def test_every_method(school, tmp_path, capsys, method, options, places):
         ("medusa", ["--own-output"]),
         ("eagle", ["--draft-vocab", "30"]),
         ("eagle", ["--format", "speculators"]),
+        ("mtp", []),
     ],
 )
 def test_stored_in_half_precision(school, tmp_path, method, options):
@@ -104,7 +106,7 @@ def test_what_is_refused(school, tmp_path, capsys):
     assert "heads: the checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["distill", "early-exit", "medusa", "eagle"])
+@pytest.mark.parametrize("method", ["distill", "early-exit", "medusa", "eagle", "mtp"])
 def test_help_says_what_everything_is(method, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", method, "--help"])

@@ -23,12 +23,14 @@ from .quantized_self import QuantizedSelf
 from .draft_model import DraftModel, DraftTree
 from .medusa import Medusa
 from .eagle import Eagle
+from .mtp import MTP
 from .combined import Combined
 from .merged import Merged
 from .model_drafter import ModelDrafter
 
 __all__ = [
     "METHODS",
+    "MTP",
     "Call",
     "Combined",
     "DraftModel",

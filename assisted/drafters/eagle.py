@@ -26,6 +26,7 @@ from ..engine.trust import Trust
 from ..fast.fused import prepare
 from ..fast.graphs import Graphs
 from ..fast.sources import Source
+from ..heads.base import Head
 from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import is_eagle, load_eagle, require_eagle, save_eagle
 from ..heads.fused import fused_head, source_of
@@ -42,9 +43,51 @@ TOP_K_CPU, TOP_K = 4, 10
 NODES_CPU, NODES = 16, 60
 
 
+@dataclass(frozen=True)
+class EagleOptions(HeadSpec):
+    """The options of heads that draft from the target's hidden states, and then from their own."""
+
+    trained = trees = has_q = True
+
+    path: Any
+    tree: bool | None = None
+    top_k: int | None = None
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "top_k", "nodes")
+
+    def memory(self, room: Room) -> dict[str, int]:
+        """That of the head's keys and values."""
+        return {"keys and values": room.tokens * room.dtype.itemsize * room.per_token[-1]} if room.per_token else {}
+
+    def load(self, target: Target, **kwargs: Any) -> EagleDrafter:
+        """Load the head and locate the hidden states that it reads. kwargs: dtype, device_map, Hub arguments.
+
+        Raises ValueError for an invalid checkpoint, for a target that it does not fit, and for a target whose hidden states
+        cannot be read.
+        """
+        model = unwrapped(target.model)
+        require_verifiable_cache(model)
+        head = self.path
+        if not isinstance(head, Head):
+            head = self.read_head(target, model, **kwargs)
+            output = model.get_output_embeddings()
+            head.to(device_of(model if output is None else output), model.dtype)
+        return self.drafter(head, needs_of(head, model))
+
+    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> Head:
+        """The head at `path`. model: the target's, without an adapter's wrapper."""
+        raise NotImplementedError
+
+    def drafter(self, head: Any, needs: Needs) -> EagleDrafter:
+        """The drafter of a loaded head. needs: see `needs_of`."""
+        return EagleDrafter(self, head, needs)
+
+
 @register("eagle")
 @dataclass(frozen=True)
-class Eagle(HeadSpec):
+class Eagle(EagleOptions):
     """A trained EAGLE head drafts: `"eagle:DIR"`. The checkpoint determines whether it is EAGLE-1 or EAGLE-3.
 
     Args:
@@ -60,48 +103,32 @@ class Eagle(HeadSpec):
     """
 
     title = "EAGLE heads"
-    trained = trees = has_q = True
     acceptance = (0.55, 0.85)
     served_as = "eagle3"
     training = "assisted.training.eagle:EagleTraining"
 
     path: str | EagleHead
-    tree: bool | None = None
-    top_k: int | None = None
-    nodes: int | None = None
-
-    def __post_init__(self) -> None:
-        require_positive(self, "top_k", "nodes")
 
     def memory(self, room: Room) -> dict[str, int]:
         if isinstance(self.path, str):
             require_eagle(self.path, room.target)
-        own = {"keys and values": room.tokens * room.dtype.itemsize * room.per_token[-1]} if room.per_token else {}
-        return super().memory(room) | own
+        return HeadSpec.memory(self, room) | super().memory(room)
 
     @classmethod
     def reads(cls, fields: dict[str, Any], folder: Path) -> bool:
         return is_eagle(fields, folder)
 
-    def load(self, target: Target, **kwargs: Any) -> EagleDrafter:
-        """Load the head and locate the hidden states that it reads. kwargs: dtype, device_map, Hub arguments.
-
-        Raises ValueError for an invalid checkpoint, for a target that it does not fit, and for a target whose hidden states
-        cannot be read.
-        """
-        model = unwrapped(target.model)
-        require_verifiable_cache(model)
-        head = load_eagle(self.path, model, **kwargs) if isinstance(self.path, str) else self.path
-        if isinstance(self.path, str):
-            output = model.get_output_embeddings()
-            head.to(device_of(model if output is None else output), model.dtype)
-        return EagleDrafter(self, head, needs_of(head, model))
+    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> Head:
+        assert isinstance(self.path, str)
+        return load_eagle(self.path, model, **kwargs)
 
 
 class EagleDrafter(Drafter):
     """A loaded head, which is not changed, and statistics of how often it is right. needs: see `needs_of`."""
 
-    def __init__(self, spec: Eagle, head: EagleHead, needs: Needs):
+    head: Any
+
+    def __init__(self, spec: EagleOptions, head: Head, needs: Needs):
         self.spec, self.head, self.needs = spec, head, needs
         self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
@@ -121,7 +148,7 @@ class EagleDrafter(Drafter):
         """Maximum number of nodes in a tree."""
         return self.spec.nodes or (NODES_CPU if self.head.device.type == "cpu" else NODES)
 
-    def fused(self, head: EagleHead, trusted: Trust) -> PreparedModule:
+    def fused(self, head: Any, trusted: Trust) -> PreparedModule:
         """The head in fewer operations, created anew if its weights have changed."""
         if not trusted.is_own:
             return PreparedModule(head)
@@ -300,13 +327,13 @@ def _joined(blocks: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor,
     return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
 
 
-def needs_of(head: EagleHead, model: PreTrainedModel) -> Needs:
+def needs_of(head: Head, model: PreTrainedModel) -> Needs:
     """The hidden states that a head reads of a target, tested on a few tokens.
 
     Raises ValueError if the hidden states that the head reads are not available or do not have its sizes.
     """
     config = head.config
-    problem = f"draft: this EAGLE-{config.version} head cannot be used with {type(model).__name__}: "
+    problem = f"draft: this {head.title} cannot be used with {type(model).__name__}: "
     try:
         traits = Traits.of(model)
         if config.vocab_size != traits.vocabulary:
@@ -328,7 +355,7 @@ def needs_of(head: EagleHead, model: PreTrainedModel) -> Needs:
             width = head.embed(ids, model).shape[-1]
             if width != config.hidden_size:
                 raise ValueError(f"the target's embedding has width {width}, the head's states {config.hidden_size}")
-            if config.version == 1 and model.get_output_embeddings() is None:
+            if head.shares_output and model.get_output_embeddings() is None:
                 raise ValueError("the target has no output embedding, which the head needs to compute logits")
     except Exception as error:
         raise ValueError(problem + str(error)) from error

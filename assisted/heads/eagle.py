@@ -4,7 +4,6 @@ training over whole sequences, and for drafting with slots of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +13,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ..engine.libraries import CACHE
-from ..engine.parts import device_of
+from .base import Head
 from .eagle_config import EagleConfig
 
 _LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 
 
-class EagleHead(nn.Module):
+class EagleHead(Head):
     """Predicts the token after next from a feature of the target and the next token's embedding, then from its own states.
 
     Feature i and token i + 1 give the prediction of token i + 2. Training over whole sequences, including the training-time
@@ -37,16 +36,14 @@ class EagleHead(nn.Module):
 
     Args:
         config: its shape.
-
-    Attributes:
-        d2t: [Vd] int64, the offset from a draft token's id to the target's; None if the head's vocabulary is the full one.
     """
 
-    d2t: torch.Tensor | None
+    config: EagleConfig
 
     def __init__(self, config: EagleConfig):
         super().__init__()
         self.config = config
+        self.title, self.shares_output = f"EAGLE-{config.version} head", config.version == 1
         width, layer = config.hidden_size, config.of_layer()
         taps, target_width = len(config.taps), config.target_hidden_size or width
         if config.own_embedding:
@@ -74,35 +71,6 @@ class EagleHead(nn.Module):
         reduced = config.draft_vocab_size != config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size or 0, dtype=torch.int64) if reduced else None)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def draft_tokens(self) -> torch.Tensor:
-        """[Vd] int64, the target's ids of the tokens that the head can draft, ascending."""
-        own = torch.arange(self.config.draft_vocab_size or 0, device=self.device)
-        return own if self.d2t is None else own + self.d2t
-
-    @draft_tokens.setter
-    def draft_tokens(self, tokens: torch.Tensor) -> None:
-        if self.d2t is None or tokens.shape != self.d2t.shape or bool((tokens.diff() <= 0).any()):
-            raise ValueError(
-                f"draft_tokens: {tuple(tokens.shape)} ids given; a draft vocabulary of {self.config.draft_vocab_size} out of "
-                f"{self.config.vocab_size} tokens needs as many different ids, ascending"
-            )
-        self.d2t.copy_(tokens.to(self.d2t.device) - torch.arange(len(tokens), device=self.d2t.device))
-
-    def embed(self, ids: torch.Tensor, target: PreTrainedModel) -> torch.Tensor:
-        """Embeddings [..., H] of the target's ids [...]. A head without its own embedding uses the target's."""
-        own = self.embed_tokens if self.config.own_embedding else target.get_input_embeddings()
-        device = device_of(own) if own.weight.is_meta else own.weight.device
-        return own(ids.to(device)).to(self.device, self.dtype)
-
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """The head's input states, [..., H], from the target's hidden states.
 
@@ -128,13 +96,7 @@ class EagleHead(nn.Module):
         cache: Cache | None = None,
         last_only: bool = False,
     ) -> torch.Tensor:
-        """One step for every column. Returns the new states, [B, n, H], which are the next step's `states`.
-
-        embeddings: [B, n, H], of token i + 1. states: [B, n, H], of feature i (`fuse`) or from the last step.
-        position_ids: [B or 1, n] int64, of feature i, ascending from 0 by default. attention_mask: [B or 1, 1, n, m] bool,
-        true where a column may attend; None is causal, and allowed only without a cache. cache: transformers', with one entry
-        per layer. last_only: return only the last column's states, [B, 1, H]; needs layers that support it (`fused_head`).
-        """
+        """As `Head`. last_only needs layers that support it (`fused_head`)."""
         if position_ids is None:
             position_ids = torch.arange(states.shape[1], device=states.device)[None]
         kwargs: dict[str, Any] = {
@@ -160,27 +122,7 @@ class EagleHead(nn.Module):
         """
         if self.config.version == 3:
             return self.lm_head(states if self.config.norm_output else self.norm(states))
-        if target is None:
-            raise ValueError("target: None given; an EAGLE-1 head predicts tokens with its target's output embedding")
-        output = target.get_output_embeddings()
-        weight = getattr(output, "weight", states)  # a fused one has no weight
-        device = device_of(output) if weight.is_meta else weight.device
-        return output(states.to(device, weight.dtype)).to(states.device)
-
-    def over_all(self, logits: torch.Tensor) -> torch.Tensor:
-        """[..., Vd] -> [..., V], minus infinity for tokens that the head cannot draft."""
-        if self.d2t is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
-        full[..., self.draft_tokens] = logits
-        return full
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> EagleHead:
-        """Move and cast; the frequencies of the rotary embedding stay float32."""
-        frequencies = self.rotary_emb.inv_freq
-        super()._apply(fn, recurse)
-        self.rotary_emb.inv_freq = frequencies.to(self.rotary_emb.inv_freq.device)
-        return self
+        return super().logits(states, target)
 
 
 class _FusedLayer(nn.Module):

@@ -19,14 +19,16 @@ from ..loading.files import shapes_of, stored_in
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 
 
-def find_folder(path: str | Path, **hub: Any) -> Path:
-    """The folder of a path, a `zoo:` name or a Hub id; that is downloaded, with `hub` options of `snapshot_download`."""
+def find_folder(path: str | Path, files: list[str] | None = None, **hub: Any) -> Path:
+    """The folder of a path, a `zoo:` name or a Hub id; that is downloaded, with `hub` options of `snapshot_download`. files:
+    what is downloaded, by default everything."""
     found = Path(zoo.resolve(str(path)))
     if found.is_dir():
         return found
     if found.is_absolute() or str(path).startswith((".", "~")):
         raise FileNotFoundError(f"draft: there is no folder at {str(path)!r}")
-    return Path(snapshot_download(str(path), **{name: hub[name] for name in _SNAPSHOT if name in hub}))
+    options = {name: hub[name] for name in _SNAPSHOT if name in hub} | ({"allow_patterns": files} if files else {})
+    return Path(snapshot_download(str(path), **options))
 
 
 def public_name(target: PreTrainedModel | None) -> str | None:

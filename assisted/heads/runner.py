@@ -1,4 +1,4 @@
-"""Runs an EAGLE head during one `generate`: slots, masks and positions. Each column combines the target's feature of one token
+"""Runs a head during one `generate`: slots, masks and positions. Each column combines the target's feature of one token
 with the next token.
 """
 
@@ -18,7 +18,7 @@ from ..engine.parts import Inject
 from ..engine.passes import Inputs, Runner
 from ..engine.prepared import PreparedModule
 from ..engine.tree_reader import NodeReader
-from .eagle import EagleHead
+from .base import Head
 
 
 class Level(NamedTuple):
@@ -46,7 +46,7 @@ class HeadRunner(Runner):
 
     def __init__(
         self,
-        head: EagleHead | PreparedModule,
+        head: Head | PreparedModule,
         target: PreTrainedModel,
         slots: SlotCache,
         first: torch.Tensor,
@@ -72,7 +72,7 @@ class HeadRunner(Runner):
     def read(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Read and keep committed text, `counts[b]` columns of row b. Returns the states after it, [B, H].
 
-        tokens: [B, n] int64. states: [B, n, H], from `EagleHead.fuse`. Rows with fewer columns are padded on the right.
+        tokens: [B, n] int64. states: [B, n, H], from `Head.fuse`. Rows with fewer columns are padded on the right.
         """
         if not self.cache.layers:
             return self._read_first(tokens, states, counts)
@@ -113,7 +113,7 @@ class HeadRunner(Runner):
     def __call__(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """A causal step over n columns after each row's length. Only `commit` keeps any of them.
 
-        tokens: [B, n] int64. states: [B, n, H], from `EagleHead.fuse` or an earlier step. Returns states [B, n, H], zeros for
+        tokens: [B, n] int64. states: [B, n, H], from `Head.fuse` or an earlier step. Returns states [B, n, H], zeros for
         rows that don't run.
         """
         self.inject.hidden = states

@@ -167,6 +167,21 @@ def require_sound(path: str | Path, role: str) -> None:
         raise ValueError(f"{role}: {error}") from error
 
 
+def files_by_tensor(folder: Path) -> dict[str, str]:
+    """The file, in the folder, of each tensor of a model: from the header of its single safetensors file or from the index of
+    several; {} if it has neither. Raises ValueError for a broken one and for a file outside the folder."""
+    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    if single.is_file():
+        return dict.fromkeys(stored_in(single), SAFE_WEIGHTS_NAME)
+    names = fields_of(index).get("weight_map") if index.is_file() else {}
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{index}: weight_map: expected a file name for each tensor")
+    for name in sorted(set(names.values())):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{index}: weight_map: {name} is outside the folder; a checkpoint's files are in it")
+    return names
+
+
 def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of all tensors in a model's safetensors files. Raises ValueError for a missing or broken file."""
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
@@ -174,15 +189,8 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
         shapes_of(folder / "adapter_model.safetensors")
     if single.is_file():
         return shapes_of(single)
-    if not index.is_file():
-        return {}
-    names = fields_of(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(f"{index}: weight_map: expected a file name for each tensor")
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in sorted(set(names.values())):
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{index}: weight_map: {name} is outside the folder; a checkpoint's files are in it")
+    for name in sorted(set(files_by_tensor(folder).values())):
         if not (folder / name).is_file():
             if folder.parent.name == "snapshots":
                 return {}  # of the Hub's cache: it may not have been downloaded yet

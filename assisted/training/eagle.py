@@ -3,7 +3,6 @@ heads and features; steps and files are the trainer's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,16 +11,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..engine.libraries import set_attention
 from ..engine.needs import find_final_norm
 from ..engine.parts import find_layers
 from ..engine.traits import Traits
-from ..heads.eagle import EagleConfig, EagleHead, unrolled_mask
+from ..heads.eagle import EagleConfig, EagleHead
 from ..heads.eagle_formats import save_eagle
-from .features import Features, Seen
-from .losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, summed
+from .features import Seen
+from .heads import HeadTraining, causal_mask
+from .losses import Loss, log_probabilities, require_known
 from .method import Method, Start
 from .plan import require_positive, setting
 
@@ -82,7 +82,7 @@ def frequent_tokens(stream: np.ndarray, count: int, vocabulary: int) -> Tensor:
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
 
 
-class EagleTraining(Method):
+class EagleTraining(HeadTraining):
     """An EAGLE head for a frozen target.
 
     Args:
@@ -109,8 +109,6 @@ class EagleTraining(Method):
         if settings.version == 3 and settings.draft_vocab is None and size > LARGE and stream is not None:
             settings = replace(settings, draft_vocab=REDUCED)
         reduced = settings.draft_vocab if settings.draft_vocab != size else None
-        super().__init__(settings, target, compiled)
-        self.target = target
         fields: dict[str, Any] = {"num_hidden_layers": settings.layers}
         if settings.version == 3:
             fields |= {"fc_norm": settings.norms, "norm_before_residual": settings.norms}
@@ -119,6 +117,7 @@ class EagleTraining(Method):
         if reduced is not None:
             fields["draft_vocab_size"] = reduced
         config = EagleConfig.for_target(target, settings.version, **fields)
+        super().__init__(settings, target, config.taps, compiled)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             head = EagleHead(config)
@@ -130,9 +129,6 @@ class EagleTraining(Method):
             head.draft_tokens = self._tokens
         self._start(head, target)
         self.student, self.layers = head, (head.fc, head.layers)
-        self.frozen = (target,)
-        self.positions = range(1, settings.positions + 1)
-        self._features = Features(target, config.taps, compiled)
         if compiled:
             for layer in head.layers:
                 attention: Any = layer.self_attn
@@ -147,73 +143,24 @@ class EagleTraining(Method):
         return {**super().settings(), "taps": list(self.student.config.taps)}
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
-        seen = self._features(ids)
-        if self.about.version == 1:
-            return self._feature_loss(ids, seen)
-        weights = [self.about.decay**i for i in range(self.about.unroll)]
-        log_p, counts = self._taught(seen.logits)
-        total = torch.zeros((), device=ids.device)
-        for weight, (there, states) in zip(weights, self._unrolled(ids, seen, len(weights)), strict=True):
-            total = total + weight * self._token_loss(log_p[:, there], counts[:, there], states)
-        return total / sum(weights)
-
-    def acceptance(self, ids: Tensor) -> list[Agreement]:
-        head, seen = self.student, self._features(ids)
-        return [
-            agreement(seen.logits[:, there], head.over_all(head.logits(states, self.target)))
-            for there, states in self._unrolled(ids, seen, self.about.positions)
-        ]
+        return self._feature_loss(ids, self._features(ids)) if self.about.version == 1 else super().loss(ids, step)
 
     def save(self, folder: Path) -> None:
         save_eagle(self.student, folder, self.about.format, self.target)
 
-    def _unrolled(self, ids: Tensor, seen: Seen, steps: int) -> Iterator[tuple[slice, Tensor]]:
-        """The head's states for each drafted position in turn, [B, T - steps, H], and where the target's logits for the same
-        tokens are. Column i of the first predicts token i + 2.
-
-        A draft starts at every position of the text. It reads the text's tokens and, from the second position on, its own
-        states.
-        """
-        head = self.student
-        columns = ids.shape[1] - steps
-        if columns < 1:
-            raise ValueError(f"context: {ids.shape[1]} tokens are too few to unroll {steps} steps")
-        positions = torch.arange(columns, device=ids.device)[None]
-        states = head.fuse(self._inputs(seen)[:, :columns])
-        embeddings = head.embed(ids[:, 1:], self.target)  # column i is token i + 1
-        cache = DynamicCache()
-        for step in range(steps):
-            mask = _mask(columns, step, embeddings)
-            states = head(embeddings[:, step : step + columns], states, positions + step, mask, cache)
-            yield slice(step + 1, step + 1 + columns), states
-
-    def _inputs(self, seen: Seen) -> Tensor:
-        return torch.cat([seen.states[tap] for tap in self.student.config.taps], -1)
-
     def _taught(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's log-probabilities over the head's vocabulary, [B, T, Vd], and the weight of each position, [B, T]: 1
-        where that vocabulary has the target's top-1 token, else 0."""
         if self._tokens is None:
-            return log_probabilities(logits), torch.ones(logits.shape[:-1], device=logits.device)
+            return super()._taught(logits)
         own = logits[..., self._tokens.to(logits.device)]
         # the largest logits are compared because argmax is slow on a CPU
         return log_probabilities(own), (own.amax(-1) == logits.amax(-1)).float()
-
-    def _token_loss(self, log_p: Tensor, counts: Tensor, states: Tensor) -> Tensor:
-        """log_p: [B, n, Vd], counts: [B, n], states: [B, n, H]. Returns a scalar."""
-
-        def of_rows(taught: Tensor, weights: Tensor, some: Tensor) -> Tensor:
-            drafted = self.student.logits(some, self.target)
-            return divergence(self.about.loss, taught, drafted, weights, self.compiled) * weights.sum()
-
-        return summed(of_rows, log_p, counts, states) / counts.sum().clamp(min=1)
 
     def _feature_loss(self, ids: Tensor, seen: Seen) -> Tensor:
         """EAGLE-1: feature i and token i + 1 predict feature i + 1, which predicts token i + 2."""
         features = self._inputs(seen)
         moved = features + self.about.noise * (2 * torch.rand_like(features) - 1)
         embeddings = self.student.embed(ids[:, 1:], self.target)
-        mask = _mask(embeddings.shape[1], 0, embeddings)
+        mask = causal_mask(embeddings.shape[1], 0, embeddings)
         states = self.student(embeddings, self.student.fuse(moved[:, :-1]), attention_mask=mask)
         near = F.smooth_l1_loss(states.float(), features[:, 1:].float())
         log_p, counts = self._taught(seen.logits[:, 1:])
@@ -233,9 +180,3 @@ class EagleTraining(Method):
         # the states are random at first, and such logits would be far from every distribution: the loss of the first steps
         spread = float(((head.lm_head.weight * head.norm.weight) ** 2).sum(1).mean().sqrt())
         head.norm.weight.mul_(min(1.0, SPREAD / spread))
-
-
-def _mask(columns: int, step: int, like: Tensor) -> Tensor:
-    """`unrolled_mask` as an additive mask, which every attention implementation takes: [1, 1, n, (step + 1) * n]."""
-    seen = unrolled_mask(columns, step, like.device)
-    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, float("-inf"))

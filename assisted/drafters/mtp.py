@@ -1,0 +1,130 @@
+"""MTP (2412.19437, 2509.18362): the multi-token-prediction head of the target's own checkpoint drafts. Slots, chains and trees
+are those of EAGLE heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..drafts import Draft, Round
+from ..engine.needs import Needs
+from ..engine.prepared import PreparedModule
+from ..engine.trust import Trust
+from ..heads.base import Head
+from ..heads.mtp import MTPHead, load_mtp, save_mtp
+from ..heads.mtp_formats import is_mtp
+from ..text import Text
+from .base import Call, Room, Spec, Target
+from .eagle import EagleDrafter, EagleDrafting, EagleOptions
+from .registry import register
+
+ENOUGH, FEW = 200, 0.02  # drafts, and the share of accepted first tokens below which something is wrong with a head
+
+
+@register("mtp")
+@dataclass(frozen=True)
+class MTP(EagleOptions):
+    """The multi-token-prediction head that was trained with the target drafts: `"mtp"`, or `"mtp:DIR"`.
+
+    If a checkpoint has several such layers, the first one drafts all tokens.
+
+    Args:
+        path: folder or Hub id of a checkpoint with the head, for a target whose own has lost it, as quantized ones often have;
+            or an `MTPHead`. None (default) is the checkpoint that the target was loaded from.
+        tree: True drafts token trees if the target can verify them. False drafts chains. None (default) drafts trees for greedy
+            decoding and chains for sampling.
+        top_k: nodes of each level that the head reads, and candidates after each. None (default) is 10 on an accelerator and 4
+            on a CPU. The draft length limits the depth.
+        nodes: a fixed tree size. By default it is chosen by measured cost, at most 60 nodes on an accelerator and 16 on a CPU.
+    """
+
+    title = "MTP heads"
+    trained = False  # it comes with the target
+    acceptance = (0.5, 0.85)
+    not_served = "engines read MTP layers from the target's own checkpoint: hand over its folder with draft 'mtp'"
+    training = "assisted.training.mtp:MTPTraining"
+
+    path: str | MTPHead | None = None
+
+    @classmethod
+    def named(cls, rest: str) -> Spec:
+        """The spec for `"mtp"` or `"mtp:DIR"`."""
+        return cls(rest or None)
+
+    def memory(self, room: Room) -> dict[str, int]:
+        return {self.title: _numbers(room.target) * room.dtype.itemsize} | super().memory(room)
+
+    @classmethod
+    def reads(cls, fields: dict[str, Any], folder: Path) -> bool:
+        return is_mtp(fields, folder)
+
+    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> Head:
+        path = self.path or target.path
+        if not isinstance(path, str):
+            raise ValueError(
+                "draft: 'mtp' reads the head of the target's checkpoint, and this target was not loaded from one; write "
+                "'mtp:DIR' with the folder or Hub id of a checkpoint that has the head"
+            )
+        return load_mtp(path, model, **kwargs)
+
+    def drafter(self, head: Any, needs: Needs) -> EagleDrafter:
+        head.require_runs()
+        return MTPDrafter(self, head, needs)
+
+
+class MTPDrafter(EagleDrafter):
+    """A loaded head, and how often the first token of its drafts was accepted."""
+
+    head: MTPHead
+
+    def __init__(self, spec: MTP, head: MTPHead, needs: Needs):
+        super().__init__(spec, head, needs)
+        self.drafts = self.accepted = 0
+
+    def fused(self, head: Any, trusted: Trust) -> PreparedModule:
+        """The head unchanged: its layer is the target's, of any kind."""
+        return PreparedModule(head)
+
+    def save(self, folder: Path) -> None:
+        save_mtp(self.head, folder)
+
+    def start(self, call: Call) -> MTPDrafting:
+        return MTPDrafting(self, call)
+
+
+class MTPDrafting(EagleDrafting):
+    """As an EAGLE head's. The report warns of a head that is hardly ever right, as a wrongly read one would be."""
+
+    drafter: MTPDrafter
+    proposed: Draft | None = None
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        self.proposed = draft = super().propose(text, budget)
+        return draft
+
+    def observe(self, round: Round) -> None:
+        super().observe(round)
+        drafter = self.drafter
+        if not round.draft.is_that_of(self.proposed):
+            return
+        drafter.drafts += sum(count > 0 for count in round.drafted)
+        drafter.accepted += sum(count > 0 for count in round.accepted)
+        if drafter.drafts >= ENOUGH and drafter.accepted < FEW * drafter.drafts:
+            self.call.settings.note(
+                "the first token that the MTP head drafts is hardly ever accepted: the head may be of another checkpoint, or "
+                "its norms may have been shifted twice when it was converted"
+            )
+
+
+def _numbers(target: PreTrainedModel) -> int:
+    """How many numbers a head has: those of the target's last layer, of a fusion and of three norms."""
+    config = target.config.get_text_config(decoder=True)
+    lists = (
+        part for part in target.modules() if isinstance(part, nn.ModuleList) and len(part) == config.num_hidden_layers
+    )
+    layer = next(lists, [nn.Module()])[-1]
+    return sum(p.numel() for p in layer.parameters()) + 2 * config.hidden_size**2 + 3 * config.hidden_size

@@ -1,0 +1,225 @@
+"""Multi-token-prediction heads (DeepSeek-V3, 2412.19437): a decoder layer of the target's own kind that was trained with the
+target. FastMTP (2509.18362) drafts several tokens with one, each time from its own last state; so does this.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from ..engine.libraries import CACHE, set_attention
+from ..engine.needs import find_final_norm
+from ..engine.parts import find_layers, unwrapped
+from ..engine.traits import Traits
+from .base import Head
+from .files import require_tensors
+from .mtp_formats import read_mtp, write_mtp
+
+_NORMS = ("embed_norm", "hidden_norm", "end_norm")
+_FULL = ("full_attention", "attention")
+_FEW = 3  # columns of a trial run
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """The sizes of a head, which are its target's.
+
+    Args:
+        hidden_size: H. vocab_size: V.
+        taps: the hidden state that it reads: the output of the final norm, whose index is the number of layers.
+        max_position_embeddings: of its layer.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    taps: tuple[int, ...]
+    max_position_embeddings: int
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.hidden_size
+
+
+class MTPHead(Head):
+    """Predicts the token after next, then from its own states:
+
+        x_i = fuse(embed_norm(E[t_{i+1}]) ; hidden_norm(h_i))        h_i: the target's state after its final norm
+        s_i = end_norm(layer(x_i)), from which the output embedding predicts t_{i+2}; in the next step, h_{i+1} is s_i
+
+    The layer, the norms and the rotary embedding are of the target's own classes, with its config. E and the output embedding
+    are the target's.
+
+    Args:
+        target: the model that it belongs to; it is not changed, and its weights may be on the meta device.
+        tensors: `fuse.weight` [H, 2H], embedding first; the target's layer as `layer.*`; `embed_norm.*`, `hidden_norm.*`; and
+            optionally `end_norm.*` and `output.weight` [V, H], an output embedding of the head's own. They are not copied.
+
+    Raises ValueError for a target whose layers cannot serve, and for a missing, unknown or misshapen tensor.
+    """
+
+    config: MTPConfig
+    title = "MTP head"
+    embed_norm: nn.Module
+    hidden_norm: nn.Module
+    end_norm: nn.Module
+
+    def __init__(self, target: PreTrainedModel, tensors: Mapping[str, torch.Tensor]):
+        super().__init__()
+        target = unwrapped(target)
+        traits, layers = Traits.of(target), find_layers(target)
+        self.layer_config = copy.deepcopy(target.config.get_text_config(decoder=True))
+        set_attention(self.layer_config, "sdpa")
+        width = self.layer_config.hidden_size
+        self.config = MTPConfig(width, traits.vocabulary, (len(layers),), traits.context)
+        self.register_buffer("d2t", None)
+        index = layer_index(self.layer_config)
+        rotary: Any = getattr(target.get_submodule(".".join(layers.path[:-1])), "rotary_emb", None)
+        if rotary is None:
+            raise ValueError(f"target: {type(target).__name__} has no rotary embedding that its layers share")
+        self.rotary_emb = type(rotary)(self.layer_config)
+        several = "layer_type" in inspect.signature(rotary.forward).parameters
+        self._kind = {"layer_type": self.layer_config.layer_types[index]} if several else {}
+        self.layer: Any = _built_as(layers.of(target)[index], self.layer_config, index)
+        with torch.device("meta"):
+            self.fc = nn.Linear(2 * width, width, bias=False)
+            self.shares_output = "output.weight" not in tensors
+            if not self.shares_output:
+                self.output = nn.Linear(width, traits.vocabulary, bias=False)
+        norm = _same_kind(self.layer, target.get_submodule(".".join(find_final_norm(target, layers))))
+        lacks_end = bool(norm.state_dict()) and not any(name.startswith("end_norm.") for name in tensors)
+        for name in _NORMS:
+            setattr(self, name, nn.Identity() if name == "end_norm" and lacks_end else copy.deepcopy(norm))
+        own = {_own(name): tensor for name, tensor in tensors.items()}
+        require_tensors(_shapes_by_name(own), _shapes_by_name(self.state_dict()), self.title)
+        self.load_state_dict(own, assign=True)
+        if any(buffer.is_meta for buffer in self.buffers()) and not self.fc.weight.is_meta:
+            raise ValueError(f"target: {type(self.layer).__name__} has buffers that no checkpoint holds")
+        self.eval()
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        states: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(states.shape[1], device=states.device)[None]
+        made = self.layer(
+            self.fc(torch.cat([self.embed_norm(embeddings), self.hidden_norm(states)], -1)),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            position_embeddings=self.rotary_emb(states, position_ids, **self._kind),
+            use_cache=cache is not None,
+            **{CACHE: cache},
+        )
+        made = made[0] if isinstance(made, tuple) else made
+        ended: torch.Tensor = self.end_norm(made[:, -1:] if last_only else made)
+        return ended
+
+    def logits(self, states: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
+        """Logits [..., V], from the states [..., H] that a step returned. target: needed if the output embedding is its own."""
+        return super().logits(states, target) if self.shares_output else self.output(states)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors by name, as it takes them: `fuse.weight` [H, 2H] and so on, in its dtype."""
+        return {"fuse.weight" if name == "fc.weight" else name: tensor for name, tensor in self.state_dict().items()}
+
+    @torch.no_grad()
+    def require_runs(self) -> None:
+        """Raise ValueError if its layer does not run as most layers of transformers do, with keys and values in a cache."""
+        kind = type(self.layer).__name__
+        cache, states = (
+            DynamicCache(),
+            torch.ones(2, 1, _FEW, self.config.hidden_size, device=self.device, dtype=self.dtype),
+        )
+        mask = torch.ones(1, 1, _FEW, _FEW, dtype=torch.bool, device=self.device).tril()
+        try:
+            made = self(*states, attention_mask=mask, cache=cache)
+        except Exception as error:
+            raise ValueError(f"target: {kind} cannot run by itself ({type(error).__name__}: {error})") from error
+        if len(cache) != 1 or cache.get_seq_length() != _FEW or made.shape != states.shape[1:]:
+            raise ValueError(f"target: {kind} does not keep keys and values as other layers do")
+
+
+def layer_index(config: Any) -> int:
+    """The last layer with full attention, by a text config. Raises ValueError if there is none."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    found = [index for index, kind in enumerate(kinds or ["attention"] * config.num_hidden_layers) if kind in _FULL]
+    if not found:
+        raise ValueError("target: none of its layers has full attention, which an MTP head's layer has")
+    return found[-1]
+
+
+def first_tensors(target: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a training starts from: the target's last layer with full attention, its final norm three times, and a fusion that
+    hands on the hidden state. The layer's tensors are the target's own, without gradients."""
+    target = unwrapped(target)
+    layers, config = find_layers(target), target.config.get_text_config(decoder=True)
+    layer = layers.of(target)[layer_index(config)].state_dict()
+    norm = target.get_submodule(".".join(find_final_norm(target, layers))).state_dict()
+    like = next(iter(layer.values()))
+    eye = torch.eye(config.hidden_size, dtype=like.dtype, device=like.device)
+    tensors = {f"layer.{name}": tensor for name, tensor in layer.items()}
+    tensors |= {f"{name}.{own}": tensor for name in _NORMS for own, tensor in norm.items()}
+    return {**tensors, "fuse.weight": torch.cat([torch.zeros_like(eye), eye], 1)}
+
+
+def load_mtp(path: str | Path, target: PreTrainedModel, **hub: Any) -> MTPHead:
+    """Load the head of a checkpoint, in its stored dtype, on the CPU: the first one, if it has several.
+
+    path: a folder, a `zoo:` name or a Hub id, of the target's checkpoint or of a head alone. hub: download options.
+
+    Raises ValueError for a checkpoint without a head, and where `MTPHead` does.
+    """
+    config = unwrapped(target).config.get_text_config(decoder=True)
+    return MTPHead(target, read_mtp(path, config, **hub)[0])
+
+
+def save_mtp(head: MTPHead, folder: str | Path) -> None:
+    """Write a head where `load_mtp` finds it."""
+    write_mtp(head.tensors(), head.layer_config, folder)
+
+
+def _own(name: str) -> str:
+    """The name of a tensor in the module."""
+    return "fc.weight" if name == "fuse.weight" else name
+
+
+def _built_as(layer: nn.Module, config: Any, index: int) -> nn.Module:
+    """A layer of the same class on the meta device, for a cache of its own."""
+    kind: Any = type(layer)
+    try:
+        with torch.device("meta"):
+            made: nn.Module = kind(config, index)
+    except Exception as error:
+        raise ValueError(f"target: {kind.__name__} cannot be built ({type(error).__name__}: {error})") from error
+    if dict(made.named_children()).keys() != dict(layer.named_children()).keys():
+        raise ValueError(f"target: {kind.__name__} cannot be built from a config and an index alone")
+    parts: Iterable[Any] = made.modules()
+    for part in parts:
+        if hasattr(part, "layer_idx"):
+            part.layer_idx = 0
+    return made
+
+
+def _shapes_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _same_kind(layer: nn.Module, norm: nn.Module) -> nn.Module:
+    """A module of the layer that is of the same class and size as the target's final norm."""
+    for module in layer.modules():
+        if type(module) is type(norm) and _shapes_by_name(module.state_dict()) == _shapes_by_name(norm.state_dict()):
+            return module
+    raise ValueError(f"target: {type(layer).__name__} has no {type(norm).__name__} like the final norm")

@@ -1,0 +1,95 @@
+"""What the trainings of heads share that draft from the target's hidden states, and then from their own: the steps of a draft,
+unrolled over a text, and their loss. Knows heads and features; nothing of how a head is made or saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ..heads.base import Head
+from ..heads.eagle import unrolled_mask
+from .features import Features, Seen
+from .losses import Agreement, agreement, divergence, log_probabilities, summed
+from .method import Method
+
+
+class HeadTraining(Method):
+    """A head for a frozen target. Its settings have `unroll`, `decay`, `loss` and `positions`.
+
+    Args:
+        settings: of the head.
+        target: never changed.
+        taps: the hidden states that the head reads.
+        compiled: compile the target's layers and the loss.
+    """
+
+    student: Any  # a Head
+
+    def __init__(self, settings: Any, target: PreTrainedModel, taps: Sequence[int], compiled: bool = False):
+        super().__init__(settings, target, compiled)
+        self.target, self.frozen = target, (target,)
+        self.positions = range(1, settings.positions + 1)
+        self._features = Features(target, taps, compiled)
+
+    def loss(self, ids: Tensor, step: int) -> Tensor:
+        seen = self._features(ids)
+        weights = [self.about.decay**i for i in range(self.about.unroll)]
+        log_p, counts = self._taught(seen.logits)
+        total = torch.zeros((), device=ids.device)
+        for weight, (there, states) in zip(weights, self._unrolled(ids, seen, len(weights)), strict=True):
+            total = total + weight * self._token_loss(log_p[:, there], counts[:, there], states)
+        return total / sum(weights)
+
+    def acceptance(self, ids: Tensor) -> list[Agreement]:
+        head, seen = self.student, self._features(ids)
+        return [
+            agreement(seen.logits[:, there], head.over_all(head.logits(states, self.target)))
+            for there, states in self._unrolled(ids, seen, self.about.positions)
+        ]
+
+    def _unrolled(self, ids: Tensor, seen: Seen, steps: int) -> Iterator[tuple[slice, Tensor]]:
+        """The head's states for each drafted position in turn, [B, T - steps, H], and where the target's logits for the same
+        tokens are. Column i of the first predicts token i + 2.
+
+        A draft starts at every position of the text. It reads the text's tokens and, from the second position on, its own
+        states.
+        """
+        head: Head = self.student
+        columns = ids.shape[1] - steps
+        if columns < 1:
+            raise ValueError(f"context: {ids.shape[1]} tokens are too few to unroll {steps} steps")
+        positions = torch.arange(columns, device=ids.device)[None]
+        states = head.fuse(self._inputs(seen)[:, :columns])
+        embeddings = head.embed(ids[:, 1:], self.target)  # column i is token i + 1
+        cache = DynamicCache()
+        for step in range(steps):
+            mask = causal_mask(columns, step, embeddings)
+            states = head(embeddings[:, step : step + columns], states, positions + step, mask, cache)
+            yield slice(step + 1, step + 1 + columns), states
+
+    def _inputs(self, seen: Seen) -> Tensor:
+        return torch.cat([seen.states[tap] for tap in self.student.config.taps], -1)
+
+    def _taught(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's log-probabilities over the head's vocabulary, [B, T, Vd], and the weight of each position, [B, T]: 1
+        where that vocabulary has the target's top-1 token, else 0."""
+        return log_probabilities(logits), torch.ones(logits.shape[:-1], device=logits.device)
+
+    def _token_loss(self, log_p: Tensor, counts: Tensor, states: Tensor) -> Tensor:
+        """log_p: [B, n, Vd], counts: [B, n], states: [B, n, H]. Returns a scalar."""
+
+        def of_rows(taught: Tensor, weights: Tensor, some: Tensor) -> Tensor:
+            drafted = self.student.logits(some, self.target)
+            return divergence(self.about.loss, taught, drafted, weights, self.compiled) * weights.sum()
+
+        return summed(of_rows, log_p, counts, states) / counts.sum().clamp(min=1)
+
+
+def causal_mask(columns: int, step: int, like: Tensor) -> Tensor:
+    """`unrolled_mask` as an additive mask, which every attention implementation takes: [1, 1, n, (step + 1) * n]."""
+    seen = unrolled_mask(columns, step, like.device)
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, float("-inf"))

@@ -1,0 +1,65 @@
+"""MTP heads for tiny models: random ones, and ones that have learned by heart what a model writes.
+
+For the tests of heads and drafters. Knows the head's module; nothing of drafting.
+"""
+
+from __future__ import annotations
+
+import torch
+from architectures import made_once
+from eagle_heads import features_of, written
+from transformers import DynamicCache, PreTrainedModel
+
+from assisted.heads.eagle import unrolled_mask
+from assisted.heads.mtp import MTPHead, first_tensors
+
+__all__ = ["random_mtp", "trained_mtp"]
+
+
+def random_mtp(target: PreTrainedModel, seed: int = 0) -> MTPHead:
+    """A head of the target's sizes that was never trained."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim < 2:
+            return tensor.clone()
+        return torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5
+
+    return MTPHead(target, {name: drawn(tensor) for name, tensor in first_tensors(target).items()})
+
+
+@made_once
+def trained_mtp(
+    target: PreTrainedModel, steps: int = 60, unrolled: int = 2, seed: int = 0, blind: bool = False
+) -> MTPHead:
+    """A head that has learned by heart what the target writes: most of its drafts there are right.
+
+    blind: to tokens, so that all it knows is in the states.
+    """
+    head = random_mtp(target, seed)
+    head.require_runs()
+    ids, lengths = written(target)
+    features = features_of(target, head, ids)[:, :-1].clone()
+    with torch.no_grad():
+        embeddings = head.embed(ids[:, 1:], target)
+    columns = features.shape[1]
+    wanted = ids.masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -100)
+    optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
+    positions = torch.arange(columns)[None]
+    for _ in range(steps):
+        states, cache = features, DynamicCache()
+        loss = torch.zeros(())
+        for step in range(unrolled):
+            read = embeddings.roll(-step, 1)
+            states = head(read, states, positions + step, unrolled_mask(columns, step), cache)
+            logits = head.logits(states[:, : columns - 1 - step], target)
+            loss = loss + torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted[:, 2 + step :])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if blind:
+            with torch.no_grad():
+                head.fc.weight[:, : head.config.hidden_size] = 0
+    for parameter in target.parameters():
+        parameter.grad = None
+    return head

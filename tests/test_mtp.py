@@ -1,0 +1,450 @@
+"""MTP heads: the module against its formula, and what they draft, in chains and in trees."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, RECURRENT, build, random_ids
+from eagle_heads import features_of, trained_head
+from mtp_heads import random_mtp, trained_mtp
+from pairs import CALL, ENDS, ROUNDING, no_fallback
+from safetensors.torch import load_file, save_file
+from test_eagle import Reference, one_and_four, rows_of, watched
+from transformers import DynamicCache
+
+from assisted import MTP, AssistedModelForCausalLM, Eagle, Merged
+from assisted.drafters import METHODS, eagle, mtp, parse
+from assisted.drafters.base import Room
+from assisted.drafters.mtp import MTPDrafter, MTPDrafting
+from assisted.drafts import Draft
+from assisted.engine.cache import SlotCache
+from assisted.heads.eagle import unrolled_mask
+from assisted.heads.mtp import MTPHead, first_tensors, load_mtp, save_mtp
+from assisted.heads.runner import HeadRunner
+from assisted.lengths.rates import Rates
+from assisted.training.mtp import MTPSettings, MTPTraining
+
+BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
+FILE = "model.safetensors"
+SHIPPED_WITH_ONE = ["deepseek_v3", "glm4_moe", "ernie4_5", "exaone4", "qwen3_next", "qwen3_5"]
+OTHERS = ["llama", "qwen2", "qwen3", "olmo", "olmo2", "gemma3", "phi3-window", "mixtral", "gpt_oss", "llama4"]
+
+pytestmark = pytest.mark.usefixtures("invariants")
+
+
+def llama() -> Any:
+    return build(BY_NAME["llama"])
+
+
+def assisted(
+    target: Any, head: MTPHead | None = None, tree: bool | None = None, draft_length: Any = 4
+) -> AssistedModelForCausalLM:
+    spec = MTP(trained_mtp(target) if head is None else head, tree=tree)
+    return AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=draft_length)
+
+
+# ---- the module
+
+
+def rms(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * states / (states.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def turned(states: torch.Tensor) -> torch.Tensor:
+    """Llama's rotary embedding: pairs (i, i + D/2) of [n, heads, D] by the angle n / 10000^(2i/D)."""
+    half = states.shape[-1] // 2
+    angles = torch.arange(len(states))[:, None] / 10000 ** (torch.arange(half) / half)
+    cos, sin, (one, two) = angles.cos()[:, None], angles.sin()[:, None], states.split(half, -1)
+    return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
+
+
+@torch.no_grad()
+def test_one_step_is_the_formula():
+    """x = fuse(embed_norm(E) ; hidden_norm(h)), a Llama layer, end_norm: written out, with random weights everywhere."""
+    target, columns, generator = llama(), 6, torch.Generator().manual_seed(3)
+    tensors = {n: torch.rand(t.shape, generator=generator) - 0.3 for n, t in first_tensors(target).items()}
+    head = MTPHead(target, tensors)
+    embeddings, features = torch.randn(2, columns, 32, generator=generator)
+    w = {name.removeprefix("layer.").removesuffix(".weight"): tensor for name, tensor in tensors.items()}
+    x = torch.cat([rms(embeddings, w["embed_norm"]), rms(features, w["hidden_norm"])], -1) @ w["fuse"].T
+    normed = rms(x, w["input_layernorm"])
+    q, k, v = (
+        (normed @ w[f"self_attn.{name}_proj"].T).view(columns, heads, 8)
+        for name, heads in (("q", 4), ("k", 2), ("v", 2))
+    )
+    q, k, v = turned(q), turned(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / 8**0.5
+    seen = scores.masked_fill(~torch.ones(columns, columns, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    y = x + torch.einsum("hqk,khd->qhd", seen, v).flatten(1) @ w["self_attn.o_proj"].T
+    inner = rms(y, w["post_attention_layernorm"])
+    gate = torch.nn.functional.silu(inner @ w["mlp.gate_proj"].T)
+    y = y + (gate * (inner @ w["mlp.up_proj"].T)) @ w["mlp.down_proj"].T
+    found = head(embeddings[None], head.fuse(features[None]))
+    assert torch.allclose(found[0], rms(y, w["end_norm"]), rtol=1e-4, atol=1e-3)
+    assert torch.equal(head.logits(found, target), target.lm_head(found))
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *SHIPPED_WITH_ONE])
+@torch.no_grad()
+def test_steps_with_a_cache_are_the_whole_at_once(name):
+    """Also for targets with recurrent layers: the head's own layer has full attention."""
+    target = build(BY_NAME[name])
+    head = random_mtp(target)
+    head.require_runs()
+    embeddings, states = torch.randn(2, 2, 7, 32, generator=torch.Generator().manual_seed(0))
+    whole, cache = head(embeddings, states), DynamicCache()
+    for column in range(7):
+        one, seen = slice(column, column + 1), torch.ones(1, 1, 1, column + 1, dtype=torch.bool)
+        step = head(embeddings[:, one], states[:, one], torch.tensor([[column]]), seen, cache)
+        assert torch.allclose(step, whole[:, one], atol=ROUNDING)
+    assert len(cache) == 1
+
+
+@torch.no_grad()
+def test_a_head_is_built_of_the_targets_parts():
+    target = llama()
+    first = first_tensors(target)
+    head = MTPHead(target, first)
+    layer = target.model.layers[-1]
+    states = torch.randn(1, 5, 32)
+    angles = target.model.rotary_emb(states, torch.arange(5)[None])
+    assert torch.equal(head.layer(states, position_embeddings=angles), layer(states, position_embeddings=angles))
+    assert head.tensors().keys() == first.keys()
+    assert all(torch.equal(tensor, first[name]) for name, tensor in head.tensors().items())
+    assert layer.self_attn.layer_idx == 1
+    assert head.config.taps == (2,)
+    # a norm of none, and an output embedding of its own
+    without = MTPHead(target, {name: tensor for name, tensor in first.items() if name != "end_norm.weight"})
+    made = head.end_norm(without(states, states))
+    assert torch.allclose(made, head(states, states), atol=1e-5)
+    own = MTPHead(target, {**first, "output.weight": torch.randn(96, 32)})
+    assert torch.equal(own.logits(states), own.output(states))
+    with pytest.raises(ValueError, match="target: None given; an MTP head"):
+        head.logits(states)
+
+
+def test_qwens_norms_add_one():
+    """Its checkpoints hold w of norms that multiply by 1 + w: the class is the target's, so the weights stay as they are."""
+    head = random_mtp(build(BY_NAME["qwen3_5"]))
+    with torch.no_grad():
+        head.end_norm.weight.zero_()
+    states = torch.randn(3, 32)
+    assert torch.allclose(head.end_norm(states), rms(states, torch.ones(32)), atol=1e-5)
+
+
+def test_buffers_are_not_rounded():
+    head = random_mtp(build(BY_NAME["deepseek_v3"]))
+    bias, frequencies = head.layer.mlp.gate.e_score_correction_bias, head.rotary_emb.inv_freq.clone()
+    head.bfloat16()
+    assert head.dtype == torch.bfloat16
+    assert torch.equal(head.rotary_emb.inv_freq, frequencies)
+    assert head.layer.mlp.gate.e_score_correction_bias.dtype == bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop("fuse.weight"), "lacks tensor fc.weight"),
+        (lambda tensors: tensors.pop("layer.mlp.up_proj.weight"), "lacks tensor layer.mlp.up_proj.weight"),
+        (lambda tensors: tensors.update({"more": torch.ones(2)}), "unknown tensor more"),
+        (lambda tensors: tensors.update({"embed_norm.weight": torch.ones(31)}), r"embed_norm.weight of shape \[31\]"),
+    ],
+)
+def test_tensors_are_checked_by_name(change, said):
+    target = llama()
+    tensors = first_tensors(target)
+    change(tensors)
+    with pytest.raises(ValueError, match=said):
+        MTPHead(target, tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpt2", "no rotary embedding"),
+        ("falcon", "cannot run by itself.*alibi"),
+        ("gemma2", "cannot run by itself.*softcap"),
+        ("gpt_neox", "does not keep keys and values"),
+        ("bamba", "cannot be built from a config and an index"),
+        ("mamba2", "none of its layers has full attention"),
+    ],
+)
+def test_targets_whose_layers_cannot_serve(name, said):
+    with pytest.raises(ValueError, match=f"target: .*{said}"):
+        random_mtp(build(BY_NAME[name])).require_runs()
+
+
+# ---- drafting
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("name", [*OTHERS, *SHIPPED_WITH_ONE])
+def test_the_text_of_an_untrained_head_is_the_targets(name, tree):
+    """One row, and a ragged batch whose rows end at different times."""
+    target = build(BY_NAME[name])
+    model = assisted(target, random_mtp(target), tree, draft_length=3)
+    for inputs, ends in zip(one_and_four(target), (None, ENDS), strict=True):
+        call = CALL | {"eos_token_id": ends}
+        with no_fallback():
+            ours = model.generate(**inputs, **call)
+        assert ours.tolist() == target.generate(**inputs, **call).tolist()
+    assert model.totals.drafted > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_5"])
+@pytest.mark.parametrize("batch", [0, 1], ids=["one row", "padded rows"])
+def test_chains_are_the_heads_own(name, batch):
+    target = build(BY_NAME[name])
+    head = trained_mtp(target)
+    reference, inputs = Reference(target, head), one_and_four(target)[batch]
+
+    def look(text: Any, draft: Draft, budget: int) -> None:
+        for row, committed in rows_of(text, inputs["attention_mask"]):
+            assert draft.tokens[row].tolist() == reference.chain(committed, budget)
+
+    model = assisted(target, head, tree=False)
+    with pytest.MonkeyPatch.context() as patch, watched(patch, look) as counted, no_fallback():
+        model.generate(**inputs, **(CALL | {"eos_token_id": ENDS if batch else None}))
+    assert counted[0] > 1
+    assert model.report.accepted > 3
+
+
+@pytest.mark.parametrize("batch", [0, 1], ids=["one row", "padded rows"])
+def test_trees_are_the_heads_best_paths(batch, monkeypatch):
+    target = llama()
+    head = trained_mtp(target)
+    reference, inputs = Reference(target, head), one_and_four(target)[batch]
+
+    def look(text: Any, draft: Draft, budget: int) -> None:
+        for row, committed in rows_of(text, inputs["attention_mask"]):
+            offered = reference.tree(committed, budget, top_k=4)
+            drafted = [tuple(draft.prefix(row, node)) for node in range(int(draft.lengths[row]))]
+            best = sorted(offered.values(), reverse=True)[: len(drafted)]
+            assert [offered[path] for path in drafted] == pytest.approx(best, abs=ROUNDING)
+
+    monkeypatch.setattr(Rates, "learn", lambda *args: None)  # the head is taken at its word
+    model = assisted(target, head, tree=True, draft_length=3)
+    with watched(monkeypatch, look) as counted, no_fallback():
+        model.generate(**inputs, **(CALL | {"eos_token_id": ENDS if batch else None, "max_new_tokens": 12}))
+    assert counted[0] > 1
+    assert model.report.accepted > 3
+
+
+def differences(tree: bool) -> list[float]:
+    """After each round: how far the keys and values of committed tokens are from those of a fresh prefill."""
+    target = llama()
+    head = trained_mtp(target, unrolled=1)  # often wrong at later positions
+    model, found = assisted(target, head, tree), []
+    propose = MTPDrafting.propose
+
+    def compared(self: MTPDrafting, text: Any, budget: int) -> Draft:
+        draft = propose(self, text, budget)
+        ids = text.ids[:, : text.lengths[0]]
+        fresh = HeadRunner(head, target, SlotCache(1, 64), torch.zeros(1, 1, dtype=torch.int64))
+        known = ids.shape[1] - 1
+        fresh.read(ids[:, 1:], head.fuse(features_of(target, head, ids)[:, :-1]), [known])
+        assert self.runner is not None
+        assert self.runner.cache.known == [known]
+        stores = zip(self.runner.cache.stores, fresh.cache.stores, strict=True)
+        found.append(max(float((ours[:, :, :known] - theirs[:, :, :known]).abs().max()) for ours, theirs in stores))
+        return draft
+
+    with pytest.MonkeyPatch.context() as patch, no_fallback():
+        patch.setattr(MTPDrafting, "propose", compared)
+        model.generate(**one_and_four(target)[0], **CALL)
+    assert 0 < model.report.accepted < model.report.drafted
+    return found
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+def test_kept_rows_are_those_of_a_fresh_prefill(tree):
+    """After every round the slots hold the columns of true states, and nothing of what was drafted."""
+    found = differences(tree)
+    assert len(found) > 4
+    assert max(found) < 1e-5
+
+
+def test_rows_of_drafted_tokens_would_show(monkeypatch):
+    """Accepted tokens whose rows were not read again, from the target's states."""
+    observe = MTPDrafting.observe
+
+    def wrong(self: MTPDrafting, round: Any) -> None:
+        observe(self, round)
+        features, counts = self.unread[-1]
+        self.unread[-1] = features.roll(1, -1), counts
+
+    monkeypatch.setattr(MTPDrafting, "observe", wrong)
+    assert max(differences(False)) > 0.1
+
+
+def hidden_first(monkeypatch: pytest.MonkeyPatch, head: MTPHead) -> None:
+    with torch.no_grad():
+        head.fc.weight.copy_(head.fc.weight.roll(32, 1))
+
+
+def before_the_norm(monkeypatch: pytest.MonkeyPatch, head: MTPHead) -> None:
+    needs = eagle.needs_of
+    monkeypatch.setattr(eagle, "needs_of", lambda *args: dataclasses.replace(needs(*args), final_norm=()))
+
+
+def recycled_before_the_norm(monkeypatch: pytest.MonkeyPatch, head: MTPHead) -> None:
+    norm, head.end_norm = head.end_norm, torch.nn.Identity()
+    logits = head.logits
+    monkeypatch.setattr(head, "logits", lambda states, target: logits(norm(states), target))
+
+
+MISTAKES: dict[str, Callable[[pytest.MonkeyPatch, MTPHead], None]] = {
+    "hidden state first": hidden_first,
+    "state before the final norm": before_the_norm,
+    "recycled before the end norm": recycled_before_the_norm,
+}
+
+
+@functools.cache
+def tokens_per_draft(mistake: str | None = None) -> float:
+    """Accepted tokens of a draft of four, by a head that has learned the text by heart, and reads it from the states alone."""
+    target = llama()
+    with torch.no_grad():  # the states of most targets are far from normed before the final norm
+        target.model.norm.weight.mul_(torch.linspace(0.2, 3, 32))
+    head = trained_mtp(target, steps=200, unrolled=3, blind=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if mistake is not None:
+            MISTAKES[mistake](patch, head)
+        model = assisted(target, head, tree=False)
+        for inputs in one_and_four(target):
+            expected = target.generate(**inputs, **CALL)
+            assert model.generate(**inputs, **CALL).tolist() == expected.tolist()
+    return sum(model.totals.acceptance_by_position)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_classic_mistakes_cost_acceptance(mistake):
+    assert tokens_per_draft() > 3
+    assert tokens_per_draft(mistake) < 0.7 * tokens_per_draft()
+
+
+@pytest.mark.parametrize("make", [list, Merged], ids=["in turns", "in one tree"])
+def test_among_others(make):
+    """Another head reads other states of the same forward passes."""
+    target = llama()
+    spec = make([MTP(trained_mtp(target)), Eagle(trained_head(target, 3, steps=30)), "suffix"])
+    model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=4)
+    for inputs in one_and_four(target):
+        with no_fallback():
+            ours = model.generate(**inputs, **CALL)
+        assert ours.tolist() == target.generate(**inputs, **CALL).tolist()
+    assert model.totals.accepted > 0
+
+
+# ---- what a report, a pair and a plan say
+
+
+def test_a_head_that_is_never_right_is_reported(monkeypatch):
+    monkeypatch.setattr(mtp, "ENOUGH", 10)
+    target = llama()
+    wrong = random_mtp(target)
+    with torch.no_grad():
+        wrong.fc.weight.zero_()
+        wrong.end_norm.weight.zero_()
+    good, bad = assisted(target, tree=False), assisted(target, wrong, tree=False)
+    inputs = one_and_four(target)[0]
+    for model in (good, bad):
+        model.generate(**inputs, **(CALL | {"max_new_tokens": 30}))
+    assert good.report.warnings == ()
+    (said,) = bad.report.warnings
+    assert "hardly ever accepted" in said and "another checkpoint" in said and "shifted twice" in said
+
+
+def test_strings():
+    assert parse("mtp") == MTP()
+    assert parse("mtp:org/name") == MTP("org/name")
+    assert METHODS["mtp"] is MTP
+    with pytest.raises(ValueError, match="top_k"):
+        MTP(top_k=0)
+    with pytest.raises(ValueError, match=r"draft: 'mtp' reads the head of the target's checkpoint.*mtp:DIR"):
+        AssistedModelForCausalLM.from_models(llama(), draft="mtp")
+
+
+def test_saved_with_the_pair(tmp_path):
+    target = build(BY_NAME["qwen3"])
+    model = assisted(target)
+    inputs = one_and_four(target)[0]
+    expected = model.generate(**inputs, **CALL).tolist()
+    model.save_pretrained(tmp_path)
+    again = AssistedModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(again.drafter, MTPDrafter)
+    with no_fallback():
+        assert again.generate(**inputs, **CALL).tolist() == expected
+    assert again.report.accepted == model.report.accepted > 0
+    by_path = AssistedModelForCausalLM.from_models(target, draft=str(tmp_path / "draft"), draft_length=4)
+    named = AssistedModelForCausalLM.from_models(target, draft=f"mtp:{tmp_path / 'draft'}", draft_length=4)
+    for other in (by_path, named):
+        found = other.drafter.head.tensors()
+        assert all(torch.equal(found[name], t) for name, t in model.drafter.head.tensors().items())
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "exaone4", "qwen3_next", "qwen3_5"])
+def test_a_head_in_the_targets_own_checkpoint(name, tmp_path):
+    """As published: the head's tensors are among those of the target, and transformers does not load them."""
+    target = build(BY_NAME[name])
+    head = trained_mtp(target)
+    target.save_pretrained(tmp_path / "whole")
+    save_mtp(head, tmp_path / "head")
+    weights = {n: t for folder in ("whole", "head") for n, t in load_file(tmp_path / folder / FILE).items()}
+    save_file(weights, tmp_path / "whole" / FILE, {"format": "pt"})
+    model = AssistedModelForCausalLM.from_pretrained(tmp_path / "whole", draft="mtp", draft_length=3)
+    inputs = one_and_four(target)[0]
+    with no_fallback():
+        ours = model.generate(**inputs, **CALL)
+    assert ours.tolist() == target.generate(**inputs, **CALL).tolist()
+    assert model.report.acceptance_by_position[0] > 0.6
+    model.save_pretrained(tmp_path / "pair")
+    assert isinstance(AssistedModelForCausalLM.from_pretrained(tmp_path / "pair").drafter, MTPDrafter)
+    with pytest.raises(ValueError, match=r"draft: .*holds no MTP layers"):
+        AssistedModelForCausalLM.from_pretrained(tmp_path / "pair", draft="mtp")
+
+
+def test_what_a_plan_counts():
+    for name in ("llama", "deepseek_v3"):
+        target = build(BY_NAME[name])
+        own = sum(p.numel() for p in random_mtp(target).parameters())
+        room = Room(target.to("meta"), torch.float32, 10, (16, 24), lambda model: {})
+        assert MTP("anywhere").memory(room) == {"MTP heads": 4 * own, "keys and values": 10 * 4 * 24}
+
+
+def test_what_can_be_trained_can_be_stored(tmp_path):
+    for name in ("qwen3", "ernie4_5", "deepseek_v3", "gpt_oss"):
+        target = build(BY_NAME[name])
+        method = MTPTraining(target, MTPSettings(unroll=2))
+        loss = method.loss(random_ids(target, 2, 12), 0)
+        loss.backward()
+        assert loss.isfinite()
+        method.save(tmp_path / name)
+        expected = method.student.tensors()
+        found = load_mtp(tmp_path / name, target).tensors()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+    with pytest.raises(ValueError, match="target: its norms have no weights"):
+        MTPTraining(build(BY_NAME["olmo"]), MTPSettings())
+    with pytest.raises(ValueError, match=r"lacks tensor embed_norm\.bias"):
+        MTPTraining(build(BY_NAME["stablelm"]), MTPSettings())
+
+
+@torch.no_grad()
+def test_training_steps_are_the_steps_of_a_draft():
+    """Column i of step s is what a head says that read true states up to column i, and then s times its own."""
+    target = llama()
+    head, ids = random_mtp(target), random_ids(target, 2, 10)
+    embeddings, first = head.embed(ids[:, 1:], target), features_of(target, head, ids)[:, :-1]
+    cache, states, positions = DynamicCache(), first, torch.arange(9)[None]
+    reference = Reference(target, head)
+    for step in range(3):
+        states = head(embeddings.roll(-step, 1), states, positions + step, unrolled_mask(9, step), cache)
+        text = ids[0].tolist()
+        logits = reference.logits(text[:6], text[6 : 6 + step])
+        assert torch.allclose(head.logits(states[0, 4], target), logits, atol=ROUNDING)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,10 @@ def require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 def test_read_under_the_names_of_the_targets_layer(family, tmp_path):
     expected = made(family)
     folder = write(tmp_path, stored(family, expected, family in STACKED), speculator(family))
-    [layer] = read_mtp(folder, config_of(family))
+    config = config_of(family)
+    before = deepcopy(vars(config))
+    [layer] = read_mtp(folder, config)
+    assert vars(config) == before
     require_equal(layer, expected)
     inner = {name.removeprefix("layer."): tensor for name, tensor in layer.items() if name.startswith("layer.")}
     decoder_layer(family).load_state_dict(inner, strict=True)
@@ -264,6 +268,12 @@ def test_an_unknown_tensor_is_an_error(family, tmp_path):
     tensors = stored(family, made(family)) | {f"{begin}self_attn.extra.weight": noise(2)}
     with pytest.raises(ValueError, match=rf"unknown tensor {re.escape(begin)}self_attn\.extra\.weight"):
         read_mtp(write(tmp_path, tensors, speculator(family)), config_of(family))
+
+
+def test_a_layer_that_is_missing_as_a_whole_is_an_error(tmp_path):
+    tensors = {name: t for name, t in stored("qwen3_5", made("qwen3_5")).items() if ".layers." not in name}
+    with pytest.raises(ValueError, match=r"lacks tensor mtp\.layers\.0\.input_layernorm\.weight and 10 more"):
+        read_mtp(write(tmp_path, tensors), config_of("qwen3_5"))
 
 
 def test_a_last_expert_that_is_missing_is_an_error(tmp_path):
@@ -439,9 +449,10 @@ def test_other_quantizations_are_refused(suffix, tmp_path):
 
 def test_integers_are_not_weights(tmp_path):
     tensors = stored("qwen3_5", made("qwen3_5"))
-    tensors["mtp.fc.weight"] = torch.ones(H, 2 * H, dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"mtp\.fc\.weight in torch\.int8 without its scales"):
-        read_mtp(write(tmp_path, tensors), config_of("qwen3_5"))
+    for dtype in (torch.int8, torch.int32):
+        tensors["mtp.fc.weight"] = torch.ones(H, 2 * H, dtype=dtype)
+        with pytest.raises(ValueError, match=rf"mtp\.fc\.weight in {dtype} without its scales"):
+            read_mtp(write(tmp_path, tensors), config_of("qwen3_5"))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "llama"])
@@ -453,6 +464,9 @@ def test_a_checkpoint_without_mtp_layers(family, tmp_path):
     assert not is_mtp(config_of(family).to_dict(), folder)
     assert not has_mtp(tmp_path / "nowhere", config_of(family))
     assert not has_mtp("org/never-downloaded", config_of(family))
+    assert not has_mtp("zoo:target", config_of(family))  # it has more layers
+    with pytest.raises(ValueError, match="not in the zoo"):
+        has_mtp("zoo:nothing", config_of(family))
 
 
 @pytest.mark.parametrize(
@@ -481,8 +495,11 @@ def test_an_embedding_of_their_own_is_refused(tmp_path):
 
 def test_a_model_that_transformers_does_not_have(tmp_path):
     config = type("Config", (Qwen2Config,), {"model_type": "house_made"})(**SIZES)
-    with pytest.raises(ValueError, match="no decoder layers of type house_made"):
-        read_mtp(write(tmp_path, stored("llama", made("llama")), speculator("llama")), config)
+    folder = write(tmp_path, stored("llama", made("llama")), speculator("llama"))
+    for code in ({}, {"AutoModel": "modeling_house_made.Model"}):
+        config.auto_map = code  # never asked about, never run
+        with pytest.raises(ValueError, match="no decoder layers of type house_made"):
+            read_mtp(folder, config)
 
 
 def test_a_family_reads_what_speculators_wrote_for_it(tmp_path):

@@ -63,11 +63,12 @@ class _Layout:
 
     def stored(self, name: str, k: int, layers: int) -> str:
         """The name in the checkpoint. layers: of the target."""
-        if inner := name.removeprefix("layer.") if name.startswith("layer.") else "":
-            pairs = (new + inner.removeprefix(old) for old, new in self.renamed if inner.startswith(old))
-            rest = self.layer + next(pairs, inner)
+        part, dot, rest = name.partition(".")
+        if part == "layer":
+            rest = next((new + rest.removeprefix(old) for old, new in self.renamed if rest.startswith(old)), rest)
+            rest = self.layer + rest
         else:
-            rest = getattr(self, name.removesuffix(".weight")) + ".weight"
+            rest = getattr(self, part) + dot + rest
         return (self.root + rest).format(k=k, n=layers + k)
 
     def parts(
@@ -259,6 +260,9 @@ def _located(folder: Path, kind: str, layers: int) -> tuple[_Layout | None, int,
     number = next(k for k in count() if not begins(layout.root + layout.layer, k)) or 1
     copies = {(layout.root + name).format(k=k, n=layers + k) for k in range(number) for name in layout.copies}
     own = {name: files[name] for k in range(number) for name in begins(layout.root, k)}
+    marks = tuple(layout.stored(f"{name}.", 0, layers) for name in _FIXED[:3])
+    if not any(name.startswith(marks) for name in own):  # layers of a deeper model that has the same names
+        return layout, 0, {}
     return layout, number, {n: file for n, file in own.items() if n not in copies and not n.endswith(".inv_freq")}
 
 
@@ -301,7 +305,7 @@ def _kinds_of_layers(config: PreTrainedConfig) -> list[Shapes]:
         config = AutoConfig.for_model(kind.model_type, **given)
     try:
         with torch.device("meta"):
-            layers = AutoModel.from_config(config).layers
+            layers = AutoModel.from_config(config, trust_remote_code=False).layers
     except (ValueError, AttributeError) as error:
         raise ValueError(f"draft: transformers has no decoder layers of type {config.model_type}") from error
     kinds = [{f"layer.{name}": tuple(t.shape) for name, t in layer.state_dict().items()} for layer in layers]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, RECURRENT, build, random_ids
+from architectures import ARCHITECTURES, RECURRENT, REFUSED, build, random_ids
 from eagle_heads import features_of, random_head, trained_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -505,8 +505,8 @@ def test_the_head_belongs_to_the_model():
 
 
 def test_targets_that_cannot_be_served():
-    for name in ("qwen3_next", "mamba2"):
-        target = build(BY_NAME[name])
+    for architecture in REFUSED:
+        target = build(architecture)
         head = random_head(pair()[0], 1)
         with pytest.raises(ValueError, match="target"):
             AssistedModelForCausalLM.from_models(target, draft=Eagle(head))

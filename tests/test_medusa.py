@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from architectures import RECURRENT, build, random_ids
+from architectures import REFUSED, build, random_ids
 from medusa_heads import knowing, random_heads
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt
 
@@ -300,8 +300,8 @@ def test_heads_of_another_target_are_refused():
             pair(target, random_heads(*sizes))
 
 
-@pytest.mark.parametrize("architecture", RECURRENT[:2], ids=lambda a: a.name)
-def test_recurrent_targets_are_refused(architecture):
+@pytest.mark.parametrize("architecture", REFUSED, ids=lambda a: a.name)
+def test_targets_that_cannot_take_back_tokens_are_refused(architecture):
     target = build(architecture)
     with pytest.raises(ValueError, match="cannot take back"):
         pair(target, random_heads(target.config.hidden_size, 96))

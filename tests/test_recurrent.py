@@ -5,7 +5,6 @@ import functools
 import random
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import METHODS, Method
 from pairs import CALL, ENDS, no_fallback
+from recurrent_table import PAGE, section, table
 from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_distribution, p_value
 from test_sampling import NEW_TOKENS as SAMPLED
 from test_sampling import tiny as tiny_llama
@@ -30,7 +30,6 @@ from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
 from assisted.engine.verifiable import require_verifiable
 
-PAGE = Path(__file__).parent.parent / "docs" / "concepts" / "recurrent-targets.md"
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + RECURRENT + REFUSED}
 NAMES = [architecture.name for architecture in RECURRENT]
 ROUNDING = 2e-4  # of states and logits, float32
@@ -459,7 +458,7 @@ def test_what_states_cannot_do_raises():
     with pytest.raises(ValueError, match="can't be rewound"):
         runner.cache.rewind([7, 7])
 
-    careless = CachedModel(target, runner.cache, Traits.of(target).masks)
+    careless = CachedModel(target, runner.cache, replace(Traits.of(target).masks, trees=False))
     runner.catch_up()
     careless(ids[:, 8:11])
     with pytest.raises(RuntimeError, match="RecurrentModel"):
@@ -495,9 +494,10 @@ def test_a_recurrent_model_drafts(name):
         model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=3)
         ids, mask = padded(target)
         for batch, seen in ((ids[:1], mask[:1]), (ids, mask)):
-            kwargs = CALL | {"attention_mask": seen, "eos_token_id": ENDS}
-            with no_fallback():
-                assert model.generate(batch, **kwargs).tolist() == target.generate(batch, **kwargs).tolist()
+            for ends in (ENDS, None):
+                kwargs = CALL | {"attention_mask": seen, "eos_token_id": ends}
+                with no_fallback():
+                    assert model.generate(batch, **kwargs).tolist() == target.generate(batch, **kwargs).tolist()
             assert model.report.drafted > 0
             assert not right or model.report.accepted == model.report.drafted
 
@@ -508,27 +508,10 @@ def test_a_draft_that_cannot_go_back_is_refused(architecture):
         AssistedModelForCausalLM.from_models(build(ARCHITECTURES[0]), draft=build(architecture))
 
 
-def outcome(architecture):
-    """A row of the table: what is done about this architecture, in float32."""
-    try:
-        require_verifiable(build(architecture))
-    except ValueError as error:
-        reasons = {
-            "over several tokens differs": "its forward pass over several tokens differs from those over one token at a time",
-            "in its own modules": "its state is in its modules, not in the cache",
-            "a cache of its own kind": "a cache class of its own",
-            "Indexed": "keys of an indexer, which the slots do not store",
-            "keeps a recurrent state, which": "a cache class of its own",
-        }
-        reason = next(told for found, told in reasons.items() if found in str(error))
-        return f"refused: {reason}"
-    return "assisted"
-
-
 def test_the_table_of_the_docs_is_what_happens():
     page = PAGE.read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", page, flags=re.MULTILINE))
-    assert rows == {a.name: outcome(a) for a in sorted(RECURRENT + REFUSED, key=lambda a: a.name)}
+    start, stop = section(page)
+    assert page[start:stop] == table(), "run python tests/recurrent_table.py"
 
 
 def test_trying_a_model_changes_nothing_and_is_done_once(monkeypatch):

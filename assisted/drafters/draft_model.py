@@ -25,6 +25,7 @@ from ..loading.vocabulary import find_tokenizer, same_tokens
 from .base import Room, Spec, Target, require_positive
 from .model_drafter import ModelDrafter
 from .other_tokenizer import TranslatedDrafter
+from .recurrent_drafter import RecurrentDrafter
 from .registry import register
 from .tree_drafter import BEAM, CANDIDATES, TreeDrafter
 
@@ -96,6 +97,8 @@ class DraftModel(Spec):
         _require_usable(model)
         same = same_tokens(target.model, model, target.tokenizer, tokenizer)
         if same or tokenizer is None or target.tokenizer is None:
+            if Traits.of(model).is_recurrent:
+                return RecurrentDrafter(model, tokenizer)
             offloaded = is_offloaded(unwrapped(target.model))
             return TreeDrafter(model, tokenizer, target.model) if offloaded else ModelDrafter(model, tokenizer)
         require_rewindable(model, "draft")  # a translation goes back to earlier prefixes
@@ -146,6 +149,8 @@ class DraftTree(DraftModel):
     def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
         """As `DraftModel`. Raises ValueError also for a draft with another tokenizer, whose tokens would be translated."""
         drafter = super().load(target, **kwargs)
+        if isinstance(drafter, RecurrentDrafter):
+            return drafter
         if isinstance(drafter, TranslatedDrafter):
             raise ValueError(
                 "draft: this draft has another tokenizer than the target, so it drafts chains; use DraftModel"

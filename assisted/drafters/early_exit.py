@@ -67,7 +67,9 @@ class EarlyExit(Spec):
         Raises ValueError if the target cannot be run in two parts, or if it does not have this exit_layer.
         """
         model = unwrapped(target.model)
-        require_rewindable(model, "target")
+        traits = Traits.of(model)
+        if not traits.masks.trees or not traits.is_recurrent:  # states that change at a commit only can be borrowed
+            require_rewindable(model, "target")
         try:
             layers = find_layers(model)
         except Exception as error:
@@ -79,16 +81,21 @@ class EarlyExit(Spec):
             raise ValueError(
                 f"draft: exit_layer {self.exit_layer} is not possible; give a number from 1 to {count - 1}"
             )
-        for end in {1, count // 2, count - 1} if self.exit_layer is None else {self.exit_layer}:
-            _require_whole(model, layers, end)
-        return ExitDrafter(layers, self.exit_layer)
+        if not traits.is_recurrent:
+            for end in {1, count // 2, count - 1} if self.exit_layer is None else {self.exit_layer}:
+                _require_whole(model, layers, end)
+        return ExitDrafter(layers, self.exit_layer, split=not traits.is_recurrent)
 
 
 class ExitDrafter(PartDrafter):
-    """A target's layers and the statistics of early exits. exit_layer: see `EarlyExit`."""
+    """A target's layers and the statistics of early exits.
 
-    def __init__(self, layers: Layers, exit_layer: int | None = None):
-        self.needs = Needs(layers, split=True)
+    exit_layer: see `EarlyExit`. split: verification goes on after the layers that drafted, and now and then measures the other
+    exits. Not with recurrent states, which the layers that drafted have put back.
+    """
+
+    def __init__(self, layers: Layers, exit_layer: int | None = None, split: bool = True):
+        self.needs = Needs(layers, split=split)
         self.choice = ExitChoice(len(layers), exit_layer)
 
     @property
@@ -113,7 +120,7 @@ class ExitDrafting(PartDrafting):
         choice = self.drafter.choice
         self.text, self.before = text, list(text.lengths)
         self.end, self.budget = choice.layer, budget
-        measured = choice.to_measure()
+        measured = choice.to_measure() if self.drafter.needs.split else None
         part = self.split.front(self.end)
         read: list[dict[int, torch.Tensor]] = []
 
@@ -125,7 +132,8 @@ class ExitDrafting(PartDrafting):
         else:
             self.proposed, seconds = timed(draft, part.device)
             self.seconds = seconds / len(read)
-        self.split.begin(self.proposed, self.end, read, measured)
+        if self.drafter.needs.split:
+            self.split.begin(self.proposed, self.end, read, measured)
         return self.proposed
 
     def observe(self, round: Round) -> None:

@@ -12,13 +12,10 @@ from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.hooks import is_untouched
 from ..engine.host import on_device
-from ..engine.needs import Needs
 from ..engine.prepared import CallSettings, PreparedModule
-from ..engine.recurrent import slots_for, target_runner
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
-from ..engine.trust import Trust, trust
-from ..engine.verifiable import masks_of
+from ..engine.trust import Trust
 from ..fast.fused import fused, is_sum_of_parts, prepare
 from ..fast.graphs import Graphs
 from ..text import Text
@@ -39,8 +36,7 @@ class ModelDrafter(Drafter):
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         self.model = model
         self.tokenizer = tokenizer
-        self.masks = masks_of(model, trust(model))
-        self.needs = Needs(lockstep=Traits.of(model).is_recurrent and not self.masks.trees)
+        self.masks = Traits.of(model).masks
         self.graphs = Graphs()
 
     @functools.cached_property
@@ -49,9 +45,7 @@ class ModelDrafter(Drafter):
 
     def runner(self, cache: SlotCache, settings: CallSettings) -> CachedModel:
         """A runner of the draft over these slots, in the form that the call settings ask for."""
-        runner = (CachedModel if self.needs.lockstep else target_runner)(
-            prepare(self.model, settings, self.fused), cache, self.masks
-        )
+        runner = CachedModel(prepare(self.model, settings, self.fused), cache, self.masks)
         return self.graphs.serve(runner, self.model, settings)
 
     def fused(self, model: PreTrainedModel, trusted: Trust) -> PreparedModule:
@@ -62,7 +56,7 @@ class ModelDrafter(Drafter):
         return replace(prepared, through_parts=through_parts)
 
     def start(self, call: Call) -> Drafting:
-        return (RecurrentDrafting if Traits.of(self.model).is_recurrent else ModelDrafting)(self, call)
+        return ModelDrafting(self, call)
 
 
 class ModelDrafting(ChainDrafting):
@@ -158,31 +152,3 @@ class ModelDrafting(ChainDrafting):
     def readable(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids within the draft's embedding: ids beyond it (padding of the target's vocabulary) become its last entry."""
         return ids if self.own_size >= self.size else ids.clamp(max=self.own_size - 1)
-
-
-class RecurrentDrafting(ModelDrafting):
-    """Drafting with a model that has recurrent states.
-
-    Invariant between rounds: slots and states hold the committed text up to the start of the last round. Drafted tokens are
-    removed at once; those that were committed are read again in the next round's first forward pass.
-    """
-
-    def _draft(self, runner: CachedModel, text: Text, budget: int) -> Draft:
-        logits = self._read_committed(runner, text)
-        with runner.cache.borrowed():
-            return self.chain_of(runner, text, budget, logits)
-
-    def _read_committed(self, runner: CachedModel, text: Text) -> torch.Tensor:
-        known = runner.cache.known
-        running = range(text.rows) if runner.cache.right_aligned else text.unfinished
-        unread = [text.lengths[row] - known[row] if row in running else 0 for row in range(text.rows)]
-        logits = runner(self.readable(tokens_from(text, known, max(unread))), used=unread)
-        runner.cache.commit(unread)
-        last = on_device([max(count, 1) - 1 for count in unread], logits.device)
-        return self.fitted(logits[torch.arange(text.rows, device=logits.device), last], text)
-
-    def observe(self, round: Round) -> None:
-        """Nothing to do: `propose` has already removed the draft."""
-
-    def _slots(self, rows: int) -> SlotCache:
-        return slots_for(self.drafter.model, None, rows, self.call.limit, self.drafter.masks)

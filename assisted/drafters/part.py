@@ -38,5 +38,10 @@ class PartDrafting(ChainDrafting):
         self, part: CachedModel, text: Text, budget: int, after_read: Callable[[], None] = lambda: None
     ) -> Draft:
         """Draft at most `budget` tokens per row. part: over the target's slots. after_read: called after its forward passes."""
+        if not part.lends_slots:
+            self.call.settings.note(
+                "the draft is a part of the target, whose states can't be lent: nothing was drafted"
+            )
+            return Draft.empty(text.rows, text.ids.device)
         with part.cache.borrowed():
             return self.chain_of(part, text, budget, after_read=after_read)

@@ -10,16 +10,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..drafts import Draft
-from ..engine.needs import NOTHING
 from ..engine.ranks import ranks_of
-from ..engine.recurrent import RecurrentModel
 from ..engine.runner import CachedModel
+from ..engine.traits import Traits
 from ..fast.fused import prepare
 from ..loading.quantization import quantize_copy, require_runs, stored_bytes
 from ..text import Text
 from .base import Call, Drafter, Drafting, Room, Spec, Target
-from .model_drafter import ModelDrafter
 from .part import PartDrafting
+from .recurrent_drafter import RecurrentDrafter
 from .registry import register
 
 
@@ -64,21 +63,23 @@ class QuantizedSelf(Spec):
             )
         model = quantize_copy(target.model, self.quantization)
         require_runs(model, self.quantization)
-        return CopyDrafter(model)
+        return (
+            CopyDrafter(model)
+            if Traits.of(model).masks.trees or Traits.of(model).is_rewindable
+            else RecurrentDrafter(model)
+        )
 
 
-class CopyDrafter(ModelDrafter):
-    """A copy of the target that drafts in the target's slots, or in its own if the target's can't take back tokens.
-
-    model: the copy, with the same shapes.
-    """
+class CopyDrafter(Drafter):
+    """A copy of the target that drafts in the target's slots. model: the copy, with the same shapes."""
 
     def __init__(self, model: PreTrainedModel):
-        super().__init__(model)
-        self.needs = NOTHING
+        self.model: PreTrainedModel = model
 
     def start(self, call: Call) -> Drafting:
-        return super().start(call) if isinstance(call.target, RecurrentModel) else CopyDrafting(self, call)
+        if not call.target.lends_slots:
+            return RecurrentDrafter(self.model).start(call)
+        return CopyDrafting(self, call)
 
 
 class CopyDrafting(PartDrafting):

@@ -54,7 +54,7 @@ class TreeDrafter(ModelDrafter):
     @property
     def sizes_trees(self) -> bool:
         """Whether both models take trees."""
-        return not Traits.of(self.model).is_recurrent and self.masks.trees and Traits.of(self.target).masks.trees
+        return self.masks.trees and Traits.of(self.target).masks.trees
 
     def start(self, call: Call) -> Drafting:
         return TreeDrafting(self, call) if self.sizes_trees and call.target.masks.trees else super().start(call)

@@ -81,6 +81,7 @@ class RecurrentModel(CachedModel):
 
     in_lockstep = True
     is_repeatable = False  # some of its states have read the columns
+    lends_slots = False  # its states have not read all that the slots hold
     cache: RecurrentCache
 
     def __init__(self, model: PreTrainedModel | PreparedModule, cache: SlotCache, masks: Masks, needs: Needs = NOTHING):

@@ -46,6 +46,7 @@ class CachedModel(Runner):
 
     in_lockstep = False  # whether all rows of a batch must keep the same number of columns
     is_repeatable = True  # whether a forward pass that failed can be run again
+    lends_slots = True  # whether a drafter may read and write them while it drafts
     change: Change | None = None  # of the rotary angles, if this call may reach it
     masks: Masks
     begun: Callable[[torch.Tensor, Draft | None, list[int] | None], torch.Tensor | None] | None = None

@@ -128,6 +128,19 @@ def test_a_head_is_built_of_the_targets_parts():
         head.logits(states)
 
 
+def test_a_dense_head_of_a_target_with_experts():
+    """As Ernie 4.5's: the layer is like the target's first one, not like its last one."""
+    target = build(BY_NAME["deepseek_v3"])
+    first, last = (target.model.layers[index].state_dict() for index in (0, 1))
+    assert first.keys() != last.keys()
+    others = {name: t for name, t in first_tensors(target).items() if not name.startswith("layer.")}
+    head = MTPHead(target, others | {f"layer.{name}": tensor for name, tensor in first.items()})
+    assert head.layer.state_dict().keys() == first.keys()
+    model = assisted(target, head)
+    inputs = one_and_four(target)[0]
+    assert model.generate(**inputs, **CALL).tolist() == target.generate(**inputs, **CALL).tolist()
+
+
 def test_qwens_norms_add_one():
     """Its checkpoints hold w of norms that multiply by 1 + w: the class is the target's, so the weights stay as they are."""
     head = random_mtp(build(BY_NAME["qwen3_5"]))
@@ -149,7 +162,7 @@ def test_buffers_are_not_rounded():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda tensors: tensors.pop("fuse.weight"), "lacks tensor fc.weight"),
+        (lambda tensors: tensors.pop("fuse.weight"), "lacks tensor fuse.weight"),
         (lambda tensors: tensors.pop("layer.mlp.up_proj.weight"), "lacks tensor layer.mlp.up_proj.weight"),
         (lambda tensors: tensors.update({"more": torch.ones(2)}), "unknown tensor more"),
         (lambda tensors: tensors.update({"embed_norm.weight": torch.ones(31)}), r"embed_norm.weight of shape \[31\]"),

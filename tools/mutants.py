@@ -69,6 +69,9 @@ TESTS = {
     "heads/medusa.py": "medusa_heads medusa",
     "loading/quantization.py": "quantization low_bit",
     "heads/eagle.py": "eagle_head eagle_formats eagle",
+    "heads/base.py": "eagle_head mtp",
+    "heads/mtp.py": "mtp",
+    "drafters/mtp.py": "mtp",
 }
 """Test files of each part, the fastest first."""
 
@@ -139,6 +142,10 @@ MUTANTS = [
     ("loading/vocabulary.py", " and _learned(target_tokenizer) == _learned(draft_tokenizer)", ""),
     ("heads/eagle.py", "residual = normed if self.norm_before_residual else states", "residual = states"),
     ("heads/eagle.py", "[self.input_layernorm(embeddings), normed]", "[normed, self.input_layernorm(embeddings)]"),
+    ("heads/base.py", "setattr(module, own, buffer.to(", "setattr(module, own, getattr(module, own).to("),
+    ("heads/mtp.py", "self.embed_norm(embeddings), self.hidden_norm(states)", "embeddings, self.hidden_norm(states)"),
+    ("heads/mtp.py", "            part.layer_idx = 0", "            pass"),
+    ("drafters/mtp.py", "if not round.draft.is_that_of(self.proposed):", "if True:"),
     ("heads/medusa.py", "x = x + F.silu(", "x = F.silu("),
     ("loading/quantization.py", "if type(module).__module__.startswith(_SCALED_PER_PASS):", "if False:"),
     ("fast/static_buffers.py", "store[:, :, held:] = 0", "pass"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,15 +80,14 @@ class MTPHead(Head):
         width = self.layer_config.hidden_size
         self.config = MTPConfig(width, traits.vocabulary, (len(layers),), traits.context)
         self.register_buffer("d2t", None)
-        index = layer_index(self.layer_config)
         rotary: Any = getattr(target.get_submodule(".".join(layers.path[:-1])), "rotary_emb", None)
         if rotary is None:
             raise ValueError(f"target: {type(target).__name__} has no rotary embedding that its layers share")
-        self.rotary_emb = type(rotary)(self.layer_config)
+        self.rotary_emb = _built(type(rotary), self.layer_config)
         several = "layer_type" in inspect.signature(rotary.forward).parameters
-        self._kind = {"layer_type": self.layer_config.layer_types[index]} if several else {}
-        self.layer: Any = _built_as(layers.of(target)[index], self.layer_config, index)
+        self._kind = {"layer_type": "full_attention"} if several else {}
         with torch.device("meta"):
+            self.layer: Any = _fitting_layer(layers.of(target), self.layer_config, tensors)
             self.fc = nn.Linear(2 * width, width, bias=False)
             self.shares_output = "output.weight" not in tensors
             if not self.shares_output:
@@ -97,8 +96,8 @@ class MTPHead(Head):
         lacks_end = bool(norm.state_dict()) and not any(name.startswith("end_norm.") for name in tensors)
         for name in _NORMS:
             setattr(self, name, nn.Identity() if name == "end_norm" and lacks_end else copy.deepcopy(norm))
-        own = {_own(name): tensor for name, tensor in tensors.items()}
-        require_tensors(_shapes_by_name(own), _shapes_by_name(self.state_dict()), self.title)
+        require_tensors(_shapes_by_name(tensors), _shapes_by_name(self.tensors()), self.title)
+        own = {"fc.weight" if name == "fuse.weight" else name: tensor for name, tensor in tensors.items()}
         self.load_state_dict(own, assign=True)
         if any(buffer.is_meta for buffer in self.buffers()) and not self.fc.weight.is_meta:
             raise ValueError(f"target: {type(self.layer).__name__} has buffers that no checkpoint holds")
@@ -152,13 +151,13 @@ class MTPHead(Head):
             raise ValueError(f"target: {kind} does not keep keys and values as other layers do")
 
 
-def layer_index(config: Any) -> int:
-    """The last layer with full attention, by a text config. Raises ValueError if there is none."""
+def full_attention(config: Any) -> list[int]:
+    """The layers with full attention, by a text config. Raises ValueError if there is none."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     found = [index for index, kind in enumerate(kinds or ["attention"] * config.num_hidden_layers) if kind in _FULL]
     if not found:
         raise ValueError("target: none of its layers has full attention, which an MTP head's layer has")
-    return found[-1]
+    return found
 
 
 def first_tensors(target: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -166,7 +165,7 @@ def first_tensors(target: PreTrainedModel) -> dict[str, torch.Tensor]:
     hands on the hidden state. The layer's tensors are the target's own, without gradients."""
     target = unwrapped(target)
     layers, config = find_layers(target), target.config.get_text_config(decoder=True)
-    layer = layers.of(target)[layer_index(config)].state_dict()
+    layer = layers.of(target)[full_attention(config)[-1]].state_dict()
     norm = target.get_submodule(".".join(find_final_norm(target, layers))).state_dict()
     like = next(iter(layer.values()))
     eye = torch.eye(config.hidden_size, dtype=like.dtype, device=like.device)
@@ -191,25 +190,30 @@ def save_mtp(head: MTPHead, folder: str | Path) -> None:
     write_mtp(head.tensors(), head.layer_config, folder)
 
 
-def _own(name: str) -> str:
-    """The name of a tensor in the module."""
-    return "fc.weight" if name == "fuse.weight" else name
-
-
-def _built_as(layer: nn.Module, config: Any, index: int) -> nn.Module:
-    """A layer of the same class on the meta device, for a cache of its own."""
-    kind: Any = type(layer)
-    try:
-        with torch.device("meta"):
-            made: nn.Module = kind(config, index)
-    except Exception as error:
-        raise ValueError(f"target: {kind.__name__} cannot be built ({type(error).__name__}: {error})") from error
-    if dict(made.named_children()).keys() != dict(layer.named_children()).keys():
-        raise ValueError(f"target: {kind.__name__} cannot be built from a config and an index alone")
-    parts: Iterable[Any] = made.modules()
+def _fitting_layer(own: Sequence[nn.Module], config: Any, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A layer as the target's last one with full attention; as its first one if only that has the head's tensors, because the
+    last layers of a target may have experts and its head none. own: the target's layers."""
+    names = {name.removeprefix("layer.") for name in tensors if name.startswith("layer.")}
+    found = []
+    for index in (full_attention(config)[-1], full_attention(config)[0]):
+        made = _built(type(own[index]), config, index)
+        if dict(made.named_children()).keys() != dict(own[index].named_children()).keys():
+            raise ValueError(f"target: {type(made).__name__} cannot be built from a config and an index alone")
+        found.append(made)
+    layer = found[1] if found[1].state_dict().keys() == names else found[0]
+    parts: Iterable[Any] = layer.modules()
     for part in parts:
         if hasattr(part, "layer_idx"):
-            part.layer_idx = 0
+            part.layer_idx = 0  # of a cache of its own
+    return layer
+
+
+def _built(kind: Any, *args: Any) -> nn.Module:
+    """A module of a target's class."""
+    try:
+        made: nn.Module = kind(*args)
+    except Exception as error:
+        raise ValueError(f"target: {kind.__name__} cannot be built ({type(error).__name__}: {error})") from error
     return made
 
 

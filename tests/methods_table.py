@@ -77,6 +77,7 @@ LINES = [
         'Merged(["zoo:draft", "suffix"])',
         "specinfer.md",
     ),
+    Line("auto", '`"auto"`', "nothing", page="../howto/pick-a-draft.md#2-let-it-choose-among-what-is-there"),
 ]
 
 

@@ -41,6 +41,7 @@ class Auto(Spec):
     """
 
     title = "The best draft at hand"
+    trained = trees = has_q = None  # depends on the choice
     not_served = "it chooses one of the other drafts; hand over that one"
 
     @classmethod

@@ -286,7 +286,9 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         require_verifiable(target)
         device = device_of(target)
         placed = {} if device.type == "cpu" else {"device_map": {"": device}}
-        drafter = spec.load(Target(target, tokenizer, path), dtype=target.dtype, **placed, **hub)
+        about = Target(target, tokenizer, path)
+        spec = spec.chosen(about)
+        drafter = spec.load(about, dtype=target.dtype, **placed, **hub)
         config = AssistedConfig(
             target=target.config,
             draft=spec.written("draft"),

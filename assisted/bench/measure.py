@@ -209,9 +209,7 @@ def default_drafts(pair: AssistedModelForCausalLM, draft: str | None, target: st
     """
     quantizes = find(placed("int8", pair.target.device.type))[0].is_installed
     strings = [spec.sample for spec in METHODS.values() if spec.sample and (quantizes or not spec.quantizes)]
-    if target == "zoo:target":
-        strings += [f"zoo:{name}" for name in zoo.HEADS]
-    strings += [f"zoo:{name}" for name in zoo.HEADS_OF_PACKAGED.get(target.removeprefix("zoo:"), ())]
+    strings += zoo.heads_of(target)
     if draft is not None:
         both = [f"suffix+{draft}"] if pair.spec.quantizes == "model" else []
         strings = [draft, *both, *(name for name in strings if name != draft)]

@@ -26,11 +26,13 @@ from .eagle import Eagle
 from .mtp import MTP
 from .combined import Combined
 from .merged import Merged
+from .auto import Auto
 from .model_drafter import ModelDrafter
 
 __all__ = [
     "METHODS",
     "MTP",
+    "Auto",
     "Call",
     "Combined",
     "DraftModel",

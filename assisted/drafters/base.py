@@ -202,6 +202,10 @@ class Spec:
         """Load the drafter for this target. Raises ValueError if the two cannot work together."""
         raise NotImplementedError
 
+    def chosen(self, target: Target) -> Spec:
+        """The spec to load for this target, which the pair stores: another one if this spec chooses."""
+        return self
+
     def parts(self) -> Sequence[Spec]:
         """The specs that it combines, in order; itself if it combines none."""
         return [self]

@@ -57,6 +57,9 @@ class Combined(Spec):
     def parts(self) -> Sequence[Spec]:
         return [parse(draft) for draft in self.drafters]
 
+    def chosen(self, target: Target) -> Spec:
+        return replace(self, drafters=tuple(part.chosen(target) for part in self.parts()))
+
     def written(self, folder: str) -> dict[str, Any]:
         parts = [part.written(f"{folder}-{number}") for number, part in enumerate(self.parts())]
         return {"method": self.name, "drafters": parts}

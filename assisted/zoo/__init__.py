@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .packages import PACKAGED
 
-__all__ = ["HEADS", "HEADS_OF_PACKAGED", "MODELS", "NAMES", "PACKAGED", "folder", "resolve"]
+__all__ = ["HEADS", "HEADS_OF_PACKAGED", "MODELS", "NAMES", "PACKAGED", "folder", "heads_of", "resolve"]
 
 MODELS = ("target", "draft", "draft-other-tokenizer")
 HEADS = ("eagle3", "medusa")
@@ -21,6 +21,16 @@ HEADS_OF_PACKAGED = {"smollm2": ("smollm2-eagle3",)}
 NAMES = (*MODELS, *HEADS, *(name for names in HEADS_OF_PACKAGED.values() for name in names))
 """What ships with this package."""
 _MODELS = Path(__file__).parent / "models"
+
+
+def heads_of(target: str) -> list[str]:
+    """The shipped heads, as `zoo:NAME`, for a target: `zoo:NAME` or what it resolves to."""
+    known = {"target": HEADS, **HEADS_OF_PACKAGED}
+    for name, heads in known.items():
+        file = PACKAGED[name].file() if name in PACKAGED else folder(name)
+        if target in (f"zoo:{name}", str(file)):
+            return [f"zoo:{head}" for head in heads]
+    return []
 
 
 def folder(name: str) -> str:

@@ -264,6 +264,11 @@ class Generation:
             settings.mode = "eager"
             self.recorder.ran("own forward", because)
         masks = masks_of(model, trusted, settings.fuses)
+        if (
+            not masks.trees
+            and (reason := obstacle_to(model, trusted, self.pair.drafter.needs, settings.fuses)) is not None
+        ):
+            raise _Plainly(reason)  # its layers would have to run in another way than in this call
         width = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
         past = call.cache if isinstance(call.cache, DynamicCache) else None
         session = past if isinstance(past, Session) else None

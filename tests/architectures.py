@@ -252,7 +252,7 @@ ARCHITECTURES = [
     ),
 ]
 
-# Their layers keep states that rejected tokens have changed, which are put back; rows of a batch stay equally long.
+# Their layers keep states. They run over columns, so that only what is committed changes the states.
 RECURRENT = [
     _entry("mamba2", about=EAGER, num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=8),
     _entry("qwen3_next", **LINEAR_LAYERS, **DELTA),
@@ -270,15 +270,8 @@ RECURRENT = [
         mamba_chunk_size=8,
         shared_intermediate_size=48,
     ),
-]
-
-# Their caches hold more than keys and values, and nothing that can be put back and gone on from over several tokens.
-REFUSED = [
     _entry("mamba", about=EAGER, state_size=8),
     _entry("falcon_mamba", about=EAGER, state_size=8),
-    _entry("rwkv", about=EAGER, context_length=256),
-    _entry("xlstm", about=EAGER, hidden_size=64, num_heads=4, qk_dim_factor=1.0),
-    _entry("minimax", **LINEAR_LAYERS, block_size=16),
     _entry(
         "jamba", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False
     ),
@@ -291,7 +284,6 @@ REFUSED = [
         n_groups=2,
         chunk_size=8,
     ),
-    _entry("recurrent_gemma", lru_width=32, attention_window_size=WINDOW, block_types=["recurrent", "attention"]),
     _entry(
         "zamba",
         num_hidden_layers=4,
@@ -301,6 +293,14 @@ REFUSED = [
         use_mamba_kernels=False,
     ),
     _entry("zamba2", layers_block_type=["mamba", "hybrid"], mamba_d_state=8, n_mamba_heads=8, chunk_size=8),
+]
+
+# Their caches hold more than keys and values, and nothing that can be put back.
+REFUSED = [
+    _entry("rwkv", about=EAGER, context_length=256),
+    _entry("xlstm", about=EAGER, hidden_size=64, num_heads=4, qk_dim_factor=1.0),
+    _entry("minimax", **LINEAR_LAYERS, block_size=16),
+    _entry("recurrent_gemma", lru_width=32, attention_window_size=WINDOW, block_types=["recurrent", "attention"]),
     _entry(
         "deepseek_v32",
         about={"note": "keys of an indexer that ignores padding: plain batched generation differs from rows alone"},

@@ -15,37 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .columns import Columns
+
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Of [R, n, D] states: what the convolution reads [R, n, C], the output's gate, the write strength and the decay before their
 activations, [R, n, any] each."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """How the columns of a forward pass follow one another.
-
-    Args:
-        width: n.
-        ancestors: [R, n, n] bool, whether column j is on the path to column i, itself included; None for a chain.
-    """
-
-    width: int
-    ancestors: torch.Tensor | None = None
-
-    def windows(self, size: int) -> torch.Tensor:
-        """Of each column, the last `size` inputs on its path, oldest first, as indices into the `size` inputs before the
-        forward pass followed by the n columns, [R or 1, n, size] int64."""
-        device = None if self.ancestors is None else self.ancestors.device
-        back = torch.arange(size - 1, -1, -1, device=device)
-        own = torch.arange(self.width, device=device)
-        if self.ancestors is None:
-            return (size + own[:, None] - back)[None]
-        depths = self.ancestors.sum(2) - 1
-        # the ancestors of a column by depth: the depths on a path differ
-        by_depth = depths[:, None].where(self.ancestors, self.width).argsort(dim=2)
-        wanted = depths[:, :, None] - back
-        found = by_depth.gather(2, wanted.clamp(min=0))
-        return torch.where(wanted >= 0, size + found, size + wanted)
 
 
 @dataclass(frozen=True)
@@ -65,10 +39,10 @@ class Read:
     keys: torch.Tensor
     values: torch.Tensor
 
-    def states_after(self, last: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def states_after(self, last: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
         """The convolution's state [R, C, K] and the recurrent state [R, H, dk, dv] after one column of each row.
 
-        last: [R] int64. state: [R, H, dk, dv] float32, before the forward pass.
+        last: [R] int64. states: the same before the forward pass.
         """
         rows, width = torch.arange(len(last), device=last.device), self.columns.width
         size = self.inputs.shape[-1] - width
@@ -81,7 +55,7 @@ class Read:
         end = self.decay[rows, :, last]  # [R, H]
         weights = (end[:, :, None] - self.decay).masked_fill(~path[:, None], float("-inf")).exp()
         written = (self.keys * weights[..., None]).transpose(-1, -2) @ self.values
-        return inputs, state * end.exp()[:, :, None, None] + written
+        return [inputs, states[1] * end.exp()[:, :, None, None] + written]
 
 
 class DeltaMixer(nn.Module):
@@ -193,19 +167,10 @@ def delta_rule(
     return made, (to_column, keys, written)
 
 
-def by_position(model: nn.Module) -> dict[tuple[str, ...], nn.Module]:
-    """The modules that run a model's linear attention over columns, by path. Empty for layers of another kind."""
-    found: dict[tuple[str, ...], nn.Module] = {}
-    inside: tuple[str, ...] = ()  # of modules that run so already
-    for name, module in model.named_modules():
-        if isinstance(module, DeltaMixer):
-            inside = (*inside, f"{name}.")
-        if name.startswith(inside):
-            continue
-        project = next((project for part, project in _PROJECTIONS.items() if hasattr(module, part)), None)
-        if project is not None and hasattr(module, "A_log") and hasattr(module, "layer_idx"):
-            found[tuple(name.split("."))] = DeltaMixer(module, project)
-    return found
+def delta_mixer(module: nn.Module) -> nn.Module | None:
+    """A layer with the gated delta rule as it runs over columns; None for layers of another kind."""
+    project = next((project for part, project in _PROJECTIONS.items() if hasattr(module, part)), None)
+    return DeltaMixer(module, project) if project is not None and hasattr(module, "A_log") else None
 
 
 def _of_qwen3_5(own: Any, hidden: torch.Tensor) -> Projected:

@@ -15,8 +15,9 @@ from transformers.cache_utils import Cache
 
 from ..drafts import Draft
 from .cache import Paths, SlotCache
-from .delta import Columns, by_position
-from .masks import Masks, column_ancestors
+from .columns import Columns
+from .masks import Masks
+from .mixers import by_position
 from .needs import NOTHING, Needs
 from .parts import with_children
 from .prepared import PreparedModule
@@ -147,10 +148,8 @@ class ColumnModel(CachedModel):
         return False
 
     def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
-        tree = None
-        if draft is not None and draft.parents is not None:
-            tree = column_ancestors(draft.of_rows(self.cache.running)).to(self.device)
-        self.cache.columns = Columns(ids.shape[1], tree)
+        own = draft if draft is None or draft.parents is None else draft.of_rows(self.cache.running)
+        self.cache.columns = Columns.of(ids.shape[1], own, self.device)
         return super().eager(ids, draft, used)
 
 

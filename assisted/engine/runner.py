@@ -124,7 +124,9 @@ class CachedModel(Runner):
         kwargs: dict[str, Any] = {}
         if self.traits.takes_positions:
             kwargs["position_ids"] = self._positions(depths, used)
-        if not self.masks.trees:
+        if cache.layers and not cache.slot_layers:
+            pass  # states alone, which take a mask with the prompt only
+        elif not self.masks.trees:
             kwargs["attention_mask"] = cache.mask(width, self.device)
         elif width > 1 or len(rows) > 1 or cache.visible is not None or set(self.masks.windows.values()) != {None}:
             known = cache.ends(self.device)

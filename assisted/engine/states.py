@@ -6,16 +6,16 @@ pass, from which the state after any of its columns follows (delta.py); `recurre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .cache import Paths, SlotCache, SlotLayer
-from .delta import Columns, Read
+from .columns import Columns
 from .host import on_device
 from .libraries import DummyLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
@@ -72,8 +72,7 @@ class StateCache(SlotCache):
 
     def states(self) -> list[torch.Tensor]:
         """The states of all layers, [B, ...] each, as far as they have any."""
-        kept = [states for layer in self.state_layers for states in (layer.conv_states, layer.recurrent_states)]
-        return [state for states in kept for state in states.values() if state is not None]
+        return [states[index] for layer in self.state_layers for states, index in _places(layer)]
 
     def save(self) -> None:
         """Save the current states and lengths."""
@@ -130,6 +129,17 @@ class StateCache(SlotCache):
         return layer
 
 
+class Read(Protocol):
+    """What a layer has read in a forward pass."""
+
+    def states_after(self, last: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The layer's states [R, ...] after one column of each running row.
+
+        last: [R] int64. states: before the forward pass.
+        """
+        ...
+
+
 class ColumnCache(StateCache):
     """States that change only when columns are committed. Rows may differ in length, and columns may form trees.
 
@@ -142,10 +152,22 @@ class ColumnCache(StateCache):
         self.columns: Columns | None = None
         self._read: dict[int, Read] = {}
 
-    def states_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The states of a layer's convolution, [B, C, K], and of its recurrence, [B, H, dk, dv], in storage order."""
-        own: Any = self.layers[layer]
-        return own.conv_states[0], own.recurrent_states[0]
+    def states_of(self, layer: int) -> list[torch.Tensor]:
+        """The states of a layer, [B, ...] each, in storage order: those of convolutions, then those of recurrences."""
+        return [states[index] for states, index in _places(self.layers[layer])]
+
+    @contextmanager
+    def lent(self, layer: int, states: list[torch.Tensor]) -> Iterator[Callable[[], list[torch.Tensor]]]:
+        """A context in which a layer has copies of these states, and may change them. Yields a function that returns them."""
+        places = _places(self.layers[layer])
+        own = [held[index] for held, index in places]
+        for (held, index), state in zip(places, states, strict=True):
+            held[index] = state.clone()
+        try:
+            yield lambda: [held[index] for held, index in places]
+        finally:
+            for (held, index), state in zip(places, own, strict=True):
+                held[index] = state
 
     def note(self, layer: int, read: Read) -> None:
         """Keep what a layer has read, until `commit`."""
@@ -169,10 +191,9 @@ class ColumnCache(StateCache):
         """last: column of each running row whose state is next. moves: the rows that keep any column; None for all."""
         rows = len(last)
         for layer, read in self._read.items():
-            own: Any = self.layers[layer]
-            device = read.keys.device
-            before = own.conv_states[0][:rows], own.recurrent_states[0][:rows]
-            after = read.states_after(on_device(last, device), before[1])
+            before = [state[:rows] for state in self.states_of(layer)]
+            device = before[0].device
+            after = read.states_after(on_device(last, device), before)
             for state, new in zip(before, after, strict=True):
                 if moves is not None:
                     new = new.where(on_device(moves, device).view(-1, *[1] * (new.dim() - 1)), state)
@@ -188,6 +209,12 @@ def held(cache: Cache) -> int:
 def has_uncounted_states(cache: Cache) -> bool:
     """Whether a caller's cache holds states, but no keys from which to count their tokens."""
     return held(cache) == 0 and any(any(getattr(layer, "has_previous_state", {}).values()) for layer in cache.layers)
+
+
+def _places(layer: Any) -> list[tuple[dict[int, torch.Tensor], int]]:
+    """Where a layer keeps its states."""
+    kept = (layer.conv_states, layer.recurrent_states)
+    return [(states, index) for states in kept for index, state in states.items() if state is not None]
 
 
 def _copy_states(source: Any, layer: Any, places: list[int] | None = None) -> None:

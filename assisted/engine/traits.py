@@ -13,18 +13,19 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .delta import by_position
 from .libraries import (
     STATE_LAYERS,
     DummyLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
     attention_of,
     has_default_cache,
     is_stateful,
 )
 from .masks import Masks
+from .mixers import by_position
 from .parts import unwrapped
 from .signatures import cache_argument, generate_passes, takes
 
@@ -36,7 +37,6 @@ _STATES = {
 }
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts")
-_LINEAR = "linear_attention"
 _KNOWN: dict[Hashable, Traits] = {}
 _MOST = 256  # records kept
 _PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -176,7 +176,9 @@ def _keeps(model: Any, config: Any) -> tuple[tuple[str, ...], bool]:
 
 def _masks(model: Any, config: Any, takes_positions: bool) -> Masks:
     kinds = _kinds(config)
-    by_columns = len(by_position(model)) == sum(kind == _LINEAR for kind in getattr(config, "layer_types", None) or ())
+    layers = DynamicCache(config=config).layers
+    stateful = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    by_columns = bool(stateful) and len(by_position(model)) == len(stateful)
     window = getattr(config, "sliding_window", None)
     if not kinds:
         kinds = {"full_attention" if window is None else "sliding_attention"}
@@ -186,10 +188,12 @@ def _masks(model: Any, config: Any, takes_positions: bool) -> Masks:
         attention in ("sdpa", "eager")
         and not alibi
         and config.model_type not in ("bloom", "mpt", "gpt_neo")  # a bias, or causality, from the order of slots
-        and kinds <= {"full_attention", "sliding_attention", *([_LINEAR] if by_columns else [])}
+        and (by_columns or kinds <= {"full_attention", "sliding_attention"})
         and getattr(config, "attention_chunk_size", None) is None
-        and takes_positions
+        and (takes_positions or (by_columns and layers == stateful))
     )
+    if by_columns and len(kinds) > 1:  # some look for their masks under these names, whatever they call their layers
+        kinds |= {"full_attention", "linear_attention"}
     windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
     return Masks(trees=trees, windows=windows, additive=attention == "eager")
 

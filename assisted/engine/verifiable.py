@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..drafts import Draft
 from .agreement import apart, rounding_of
-from .libraries import RESETS_ANGLES, cannot_draft, without_gradients
+from .libraries import CACHE, RESETS_ANGLES, cannot_draft, without_gradients
 from .masks import Masks
 from .needs import NOTHING, Needs
 from .parts import device_of, unwrapped
@@ -55,11 +55,12 @@ def require_verifiable(model: PreTrainedModel) -> None:
         raise ValueError(f"target: {reason}. Generate with the model itself, or choose another target.")
 
 
-def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING) -> str | None:
+def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING, replaces: bool = True) -> str | None:
     """Why a target cannot verify drafts; None if it can.
 
-    trusted: whose code it runs. needs: those of the call's drafters. The check runs a few tokens, and again when the device,
-    the dtype, the code or a setting of somebody's code has changed. `TESTED` models that run transformers' own code are exempt.
+    trusted: whose code it runs. needs: those of the call's drafters. replaces: as for `masks_of`. The check runs a few tokens,
+    and again when the device, the dtype, the code or a setting of somebody's code has changed. `TESTED` models that run
+    transformers' own code are exempt.
     """
     if (lacking := cannot_draft()) is not None:
         return lacking
@@ -73,6 +74,8 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING) 
         )
     is_own = trusted.is_own and not trusted.hooks
     if not traits.is_recurrent and is_own and model.config.get_text_config(decoder=True).model_type in TESTED:
+        return None
+    if traits.is_recurrent and masks_of(model, trusted, replaces).trees:
         return None
     tried = _TRIED.setdefault(model.base_model, {})
     key = (device_of(model), model.dtype, trusted.code, trusted.hooks, () if is_own else (needs, _settings(model)))
@@ -168,7 +171,7 @@ def _compared(
         beside = []
         for row, at in enumerate(here):
             path = torch.cat([ids[row, : prompt + at + 1], ids[row, prompt + at + 2 : prompt + at + 3]])
-            beside.append(_one_by_one(model, path[None], len(path)))
+            beside.append(_one_by_one(model, path[None], prompt)[:, -1:])
         yield runner(columns(ids, prompt), tree), torch.cat([wanted[:, :2], torch.cat(beside)], 1)
     else:
         yield runner(columns(ids, prompt)), wanted
@@ -179,7 +182,9 @@ def _one_by_one(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> torch
     cache, traits = DynamicCache(config=model.config.get_text_config(decoder=True)), Traits.of(model)
     found = []
     for start, end in [(0, prompt), *((at, at + 1) for at in range(prompt, ids.shape[1]))]:
-        kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids[:, :end])}
+        kwargs: dict[str, Any] = {}
+        if start == 0 or traits.cache_argument == CACHE:  # others get a mask for the prompt only
+            kwargs["attention_mask"] = torch.ones_like(ids[:, :end])
         if traits.is_given_positions:
             kwargs["position_ids"] = torch.arange(start, end, device=ids.device)[None]
         kwargs[traits.cache_argument] = cache

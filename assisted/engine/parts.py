@@ -55,7 +55,8 @@ class Layers:
 
 def front(model: PreTrainedModel, layers: Layers, end: int) -> PreTrainedModel:
     """Layers [0, end), the final norm and the head."""
-    return layers.replaced(model, [*layers.of(model)[:end], *(Pass(form) for form in layers.forms[end:])])
+    own = layers.of(model)
+    return layers.replaced(model, [*own[:end], *map(Pass, layers.forms[end:], own[end:])])
 
 
 def back(model: PreTrainedModel, layers: Layers, start: int) -> tuple[PreTrainedModel, Inject]:
@@ -63,9 +64,10 @@ def back(model: PreTrainedModel, layers: Layers, start: int) -> tuple[PreTrained
 
     The embedding still runs, because positions, masks and layer inputs are computed from its output. start: in [1, L].
     """
-    inject = Inject(layers.forms[start - 1])
-    passed = [Pass(form) for form in layers.forms[: start - 1]]
-    return layers.replaced(model, [*passed, inject, *layers.of(model)[start:]]), inject
+    own = layers.of(model)
+    *passed, last = zip(layers.forms[:start], own[:start], strict=True)
+    inject = Inject(*last)
+    return layers.replaced(model, [*(Pass(*one) for one in passed), inject, *own[start:]]), inject
 
 
 def tapped(
@@ -91,11 +93,21 @@ def tapped(
 
 
 class Pass(nn.Module):
-    """Replaces a skipped layer: returns its input states, [..., n, D]."""
+    """Replaces a skipped layer: returns its input states, [..., n, D].
 
-    def __init__(self, form: Form):
+    form: of its output. layer: the skipped one, whose attributes models read, such as its kind.
+    """
+
+    def __init__(self, form: Form, layer: nn.Module | None = None):
         super().__init__()
         self.form = form
+        self.__dict__["skipped"] = layer  # not a submodule: it does not run
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__.get("skipped"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return dressed(hidden_of(args, kwargs), self.form)
@@ -110,14 +122,24 @@ class Inject(Pass):
         return dressed(self.hidden.to(hidden_of(args, kwargs).device), self.form)
 
 
-class Tap(nn.Module):
-    """A layer that keeps its last output states in `hidden`."""
-
-    hidden: torch.Tensor
+class _Around(nn.Module):
+    """A layer with something around it. Models read attributes of their layers, such as their kind."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
         self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+class Tap(_Around):
+    """A layer that keeps its last output states in `hidden`."""
+
+    hidden: torch.Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.layer(*args, **kwargs)
@@ -125,17 +147,16 @@ class Tap(nn.Module):
         return output
 
 
-class Recorder(nn.Module):
+class Recorder(_Around):
     """A module that records the form of its output."""
 
     def __init__(self, module: nn.Module, name: Any, seen: list[tuple[Any, Form]]):
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.name = name
         self.seen = seen
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.module(*args, **kwargs)
+        output = self.layer(*args, **kwargs)
         self.seen.append((self.name, len(output) if isinstance(output, tuple) else None))
         return output
 

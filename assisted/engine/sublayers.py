@@ -47,7 +47,7 @@ def without(
         of_layer = [(index, sublayer) for index, sublayer in enumerate(sublayers) if sublayer.layer == place]
         gone = [sublayer for index, sublayer in of_layer if index in skipped]
         if gone and len(gone) == len(of_layer):
-            own[place] = Pass(layers.forms[place])
+            own[place] = Pass(layers.forms[place], own[place])
         elif gone:
             own[place] = _without(layer, [entry for sublayer in gone for entry in sublayer.modules])
     return layers.replaced(model, own)

@@ -41,12 +41,13 @@ LONG = 60
 
 ONE_BY_ONE = ["mamba", "falcon_mamba", "jamba", "nemotron_h", "zamba", "zamba2"]
 """Their own passes over several tokens start from an empty state, or compute something else."""
+DELTA = ["qwen3_next", "qwen3_5", "olmo_hybrid"]
 COPIED = [name for name in NAMES if name not in ONE_BY_ONE]
 ALONE = ["mamba", "mamba2", "falcon_mamba"]  # without attention
 
 over_recurrent = pytest.mark.parametrize("name", NAMES)
-over_copied = pytest.mark.parametrize("name", [f"{name}, eager" for name in COPIED])
-over_ways = pytest.mark.parametrize("name", [*NAMES, "qwen3_5, eager", "lfm2, eager", "mamba2, eager"])
+over_copied = pytest.mark.parametrize("name", [f"{name}, eager" if name in DELTA else name for name in COPIED])
+over_ways = pytest.mark.parametrize("name", [*NAMES, *(f"{name}, eager" for name in DELTA)])
 
 
 pytestmark = pytest.mark.usefixtures("invariants")
@@ -404,7 +405,7 @@ def test_the_states_of_each_row_are_those_of_its_own_path(name, data):
     target, _ = model_of(name)
     rows, prompt = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6))
     chance = random.Random(data.draw(st.integers(0, 999)))
-    masks = Traits.of(target).masks
+    masks = Traits.of(target).column_masks
     runner = target_runner(target, slots_for(target, None, rows, 256, masks), masks)
     texts = random_ids(target, rows, prompt, seed=rows).tolist()
     runner.prefill(torch.tensor([text[:-1] or text for text in texts]), None)
@@ -482,7 +483,7 @@ def test_what_states_cannot_do_raises():
 
 def test_how_a_target_is_run():
     def runs(model):
-        masks = Traits.of(model).masks
+        masks = masks_of(model, trust(model))
         return type(target_runner(model, slots_for(model, None, 1, 32, masks), masks))
 
     for architecture in ARCHITECTURES[:6]:
@@ -492,8 +493,9 @@ def test_how_a_target_is_run():
     for name in NAMES:
         model = model_of(name)[0]
         assert Traits.of(model).is_recurrent and not Traits.of(model).is_rewindable
-        assert runs(model) is ColumnModel
-        assert Traits.of(model).masks.trees
+        assert runs(model) is (ColumnModel if name in DELTA + ONE_BY_ONE else RecurrentModel)
+        assert Traits.of(model).masks.trees == (name in DELTA)
+        assert Traits.of(model).column_masks.trees
     for architecture in REFUSED:
         assert not Traits.of(build(architecture)).is_rewindable
 
@@ -594,7 +596,7 @@ def test_a_forward_that_loses_its_states_is_refused(name, mutant, monkeypatch):
 
 
 @pytest.mark.parametrize("mutant", ["stays", "first parent", "next column", "no convolution"])
-@over_recurrent
+@pytest.mark.parametrize("name", DELTA + ONE_BY_ONE)
 def test_layers_that_run_over_columns_wrongly_are_not_used(name, mutant, monkeypatch):
     """States that are not advanced, trees taken for chains, states after another column, convolutions that see nothing."""
     for kind in (Read, Steps):

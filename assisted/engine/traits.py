@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .delta import DeltaMixer
 from .libraries import (
     STATE_LAYERS,
     DummyLayer,
@@ -51,6 +52,8 @@ class Traits:
         layers: the number of decoder layers.
         context: the number of positions it supports.
         masks: the attention masks it takes.
+        column_masks: of a recurrent model whose layers can run over columns, the masks that it then takes. They are `masks` if
+            that needs no copies of states.
         keeps: what its cache holds that slots can't hold, for messages; empty if it holds only keys and values.
         is_recurrent: it keeps states in transformers' own cache layers, and nothing else except keys and values.
         experts: the experts of a layer, and how many of them a position chooses; None without a choice.
@@ -64,6 +67,7 @@ class Traits:
     layers: int
     context: int
     masks: Masks
+    column_masks: Masks | None
     keeps: tuple[str, ...]
     is_recurrent: bool
     experts: tuple[int, int] | None
@@ -100,13 +104,16 @@ class Traits:
             if len(_KNOWN) >= _MOST:
                 _KNOWN.clear()
             keeps, is_recurrent = _keeps(model, config)
+            mixers = _mixers(model, config)
+            masks = _masks(config, forward["takes_positions"], mixers is not None)
             found = _KNOWN[key] = Traits(
                 vocabulary=config.vocab_size,
                 layers=getattr(config, "num_hidden_layers", 0),
                 context=getattr(config, "max_position_embeddings", None)
                 or getattr(config, "max_seq_len", None)  # MPT's
                 or sys.maxsize,
-                masks=_masks(model, config, forward["takes_positions"]),
+                masks=masks if mixers is None or mixers <= {DeltaMixer} else replace(masks, trees=False),
+                column_masks=None if mixers is None or not masks.trees else masks,
                 keeps=keeps,
                 is_recurrent=is_recurrent,
                 experts=experts_of(config),
@@ -174,11 +181,16 @@ def _keeps(model: Any, config: Any) -> tuple[tuple[str, ...], bool]:
     return tuple(names), is_recurrent
 
 
-def _masks(model: Any, config: Any, takes_positions: bool) -> Masks:
+def _mixers(model: Any, config: Any) -> set[type] | None:
+    """The classes of modules that run all recurrent layers over columns; None if some layer can't, or if there is none."""
+    found = by_position(model)
+    layers = DynamicCache(config=config).layers if found else []
+    stateful = sum(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return {type(mixer) for mixer in found.values()} if found and len(found) == stateful else None
+
+
+def _masks(config: Any, takes_positions: bool, by_columns: bool) -> Masks:
     kinds = _kinds(config)
-    layers = DynamicCache(config=config).layers
-    stateful = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
-    by_columns = bool(stateful) and len(by_position(model)) == len(stateful)
     window = getattr(config, "sliding_window", None)
     if not kinds:
         kinds = {"full_attention" if window is None else "sliding_attention"}
@@ -190,7 +202,7 @@ def _masks(model: Any, config: Any, takes_positions: bool) -> Masks:
         and config.model_type not in ("bloom", "mpt", "gpt_neo")  # a bias, or causality, from the order of slots
         and (by_columns or kinds <= {"full_attention", "sliding_attention"})
         and getattr(config, "attention_chunk_size", None) is None
-        and (takes_positions or (by_columns and layers == stateful))
+        and (takes_positions or by_columns)
     )
     if by_columns and len(kinds) > 1:  # some look for their masks under these names, whatever they call their layers
         kinds |= {"full_attention", "linear_attention"}

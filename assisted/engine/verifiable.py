@@ -9,7 +9,7 @@ states, all other classes and all models that run somebody's code are checked.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -77,42 +77,51 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING, 
         return None
     if traits.is_recurrent and masks_of(model, trusted, replaces).trees:
         return None
-    tried = _TRIED.setdefault(model.base_model, {})
-    key = (device_of(model), model.dtype, trusted.code, trusted.hooks, () if is_own else (needs, _settings(model)))
-    if key not in tried:
-        if len(tried) >= _MANY:
-            tried.clear()
-        if traits.is_recurrent:
-            tried[key] = _obstacle(model)
-        else:
-            tried[key] = _obstacle_of_slots(model, masks_of(model, trusted), needs)
-    if tried[key] is None:
+    own_way = () if is_own else (needs, _settings(model))
+    if traits.is_recurrent:
+        reason = _tried(model, trusted, own_way, lambda: _obstacle(model))
+    else:
+        masks = masks_of(model, trusted)
+        reason = _tried(model, trusted, own_way, lambda: _obstacle_of_slots(model, masks, needs))
+    if reason is None:
         return None
     what = "keeps a recurrent state and " if traits.is_recurrent else ""
-    return f"{type(model).__name__} {what}cannot take back rejected tokens: {tried[key]}"
+    return f"{type(model).__name__} {what}cannot take back rejected tokens: {reason}"
 
 
 def masks_of(model: PreTrainedModel, trusted: Trust, replaces: bool = True) -> Masks:
     """The attention masks of a call. Somebody's code gets the same 2-D masks as from `generate`, and makes its own of them. So
-    does a target with states, unless its recurrent layers run over columns.
+    does a target whose states are copied.
+
+    Recurrent layers run over columns if that needs no copies (`engine.delta`), or if their states can't be copied. In small
+    models, copies take less time than a step for each column.
 
     replaces: the call may run layers in another way than the model does.
     """
     model = unwrapped(model)
     traits = Traits.of(model)
-    by_columns = replaces and trusted.is_own and not trusted.hooks and traits.masks.trees
-    if trusted.forward is None and (not traits.is_recurrent or (by_columns and _runs_over_columns(model, trusted))):
+    if trusted.forward is None and not traits.is_recurrent:
         return traits.masks
+    over_columns = traits.column_masks
+    if over_columns is not None and replaces and trusted.is_own and not trusted.hooks:
+        wanted = traits.masks.trees or _tried(model, trusted, (), lambda: _obstacle(model)) is not None
+        trial = lambda: _obstacle_of_slots(model, over_columns, NOTHING)  # noqa: E731
+        if wanted and _tried(model, trusted, ("columns",), trial) is None:
+            return over_columns
     return replace(traits.masks, trees=False)
 
 
-def _runs_over_columns(model: PreTrainedModel, trusted: Trust) -> bool:
-    """Whether the layers from `delta.by_position` give what the model's own compute, tested on a few tokens."""
-    tried = _TRIED.setdefault(model.base_model, {})
-    key = (device_of(model), model.dtype, trusted.code, "columns")
-    if key not in tried:
-        tried[key] = _obstacle_of_slots(model, Traits.of(model).masks, NOTHING)
-    return tried[key] is None
+def _tried(
+    model: PreTrainedModel, trusted: Trust, about: tuple[Any, ...], trial: Callable[[], str | None]
+) -> str | None:
+    """The result of a trial, which runs again if the device, the dtype or the code has changed."""
+    known = _TRIED.setdefault(model.base_model, {})
+    key = (device_of(model), model.dtype, trusted.code, trusted.hooks, about)
+    if key not in known:
+        if len(known) >= _MANY:
+            known.clear()
+        known[key] = trial()
+    return known[key]
 
 
 def _settings(model: PreTrainedModel) -> tuple[Any, ...]:

@@ -314,7 +314,7 @@ class Generation:
         )
         drafting = guard(drafter.start(started_by), settings, logits.shape[-1], text, distribution.do_sample)
         decode(target, drafting, text, distribution, length, logits, self.recorder)
-        self.recorder.predicted_speedup = length.predicted_speedup
+        self.recorder.predicted_speedup, self.recorder.state_bytes = length.predicted_speedup, cache.state_bytes
         return text, target, drafting.drafting
 
 

@@ -45,6 +45,8 @@ class Report:
             measured; None if it measures none, and in the totals.
         assisted_share: share of the tokens that come from rounds with drafting enabled, in [0, 1]; trial drafts count.
         row_tokens: generated tokens of each row.
+        state_bytes: that the target's recurrent states took, with copies of them and with what is kept of a forward pass; 0
+            without such states.
         way: how the last call ran: "shortcuts", with everything that `fast` allows; "own forward", where every forward pass of
             the target is the one that transformers or somebody else wrote; or "plain", without drafts.
         because: why it did not take the shortcuts; None if it could.
@@ -65,6 +67,7 @@ class Report:
     predicted_speedup: float | None = None
     assisted_share: float = 0.0
     row_tokens: tuple[int, ...] = ()
+    state_bytes: int = 0
     way: str = "shortcuts"
     because: str | None = None
     warnings: tuple[str, ...] = ()
@@ -141,6 +144,7 @@ class Recorder:
     accepted: int = 0
     predicted_speedup: float | None = None
     row_tokens: list[int] = field(default_factory=list)
+    state_bytes: int = 0
     way: str = "shortcuts"
     because: str | None = None
     warnings: list[str] = field(default_factory=list)
@@ -183,6 +187,7 @@ class Recorder:
         for name in (*seconds, "tokens", "plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.row_tokens += other.row_tokens
+        self.state_bytes = max(self.state_bytes, other.state_bytes)
         self.way, self.because = other.way, other.because
         self.warnings += [reason for reason in other.warnings if reason not in self.warnings]
         for mine, theirs in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):
@@ -207,6 +212,7 @@ class Recorder:
             predicted_speedup=self.predicted_speedup,
             assisted_share=self.assisted_tokens / self.tokens if self.tokens else 0.0,
             row_tokens=tuple(self.row_tokens),
+            state_bytes=self.state_bytes,
             way=self.way,
             because=self.because,
             warnings=tuple(self.warnings),

@@ -109,6 +109,7 @@ class SlotCache(Cache):
     """
 
     can_rewind = True  # to any earlier prefix
+    state_bytes = 0  # of recurrent states
 
     def __init__(self, rows: int, limit: int, right_aligned: bool = False):
         super().__init__(layers=[])

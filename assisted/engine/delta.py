@@ -39,6 +39,11 @@ class Read:
     keys: torch.Tensor
     values: torch.Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(part.nbytes for part in (self.inputs, self.decay, self.keys, self.values))
+
     def states_after(self, last: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
         """The convolution's state [R, C, K] and the recurrent state [R, H, dk, dv] after one column of each row.
 

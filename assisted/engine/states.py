@@ -74,6 +74,11 @@ class StateCache(SlotCache):
         """The states of all layers, [B, ...] each, as far as they have any."""
         return [states[index] for layer in self.state_layers for states, index in _places(layer)]
 
+    @property
+    def state_bytes(self) -> int:  # type: ignore[override]
+        """Bytes of the states and of their copies."""
+        return sum(state.nbytes for state in (*self.states(), *self._saved))
+
     def save(self) -> None:
         """Save the current states and lengths."""
         states = self.states()
@@ -132,6 +137,11 @@ class StateCache(SlotCache):
 class Read(Protocol):
     """What a layer has read in a forward pass."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        ...
+
     def states_after(self, last: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
         """The layer's states [R, ...] after one column of each running row.
 
@@ -151,6 +161,7 @@ class ColumnCache(StateCache):
         super().__init__(rows, limit, config)
         self.columns: Columns | None = None
         self._read: dict[int, Read] = {}
+        self._most = 0, 0  # columns of the widest forward pass, and bytes of what layers have read in it
 
     def states_of(self, layer: int) -> list[torch.Tensor]:
         """The states of a layer, [B, ...] each, in storage order: those of convolutions, then those of recurrences."""
@@ -176,11 +187,19 @@ class ColumnCache(StateCache):
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
         """As SlotCache. The states become those after each row's last kept column."""
         if self._read:
+            assert self.columns is not None
+            if self.columns.width > self._most[0]:
+                self._most = self.columns.width, sum(read.nbytes for read in self._read.values())
             kept = [counts[row] for row in self.running]
             ends = [max(count, 1) - 1 for count in kept]
             last = ends if path is None else [path[row][end] for row, end in zip(self.running, ends, strict=True)]
             self._advance(last, None if all(kept) else [count > 0 for count in kept])
         super().commit(counts, path)
+
+    @property
+    def state_bytes(self) -> int:  # type: ignore[override]
+        """As StateCache, with what layers have read in the widest forward pass."""
+        return super().state_bytes + self._most[1]
 
     def go_back(self) -> None:
         """As StateCache; what was read since is forgotten."""

@@ -26,6 +26,11 @@ class Steps:
 
     after: list[torch.Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states."""
+        return sum(state.nbytes for state in self.after)
+
     def states_after(self, last: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
         """The states [R, ...] after one column of each row. last: [R] int64."""
         rows = torch.arange(len(last), device=last.device)

@@ -1,7 +1,7 @@
 """The zoo: models by the name `zoo:NAME`, which can stand wherever a path is taken. None needs the Hub.
 
-The shipped ones are a target that writes Python, and two drafts and two kinds of heads for it. Heads are not models by
-themselves; pass them as `draft=`. `zoo:smollm2`, a small instruct model, is in a package that is installed separately; a head
+The shipped ones are a target that writes Python, and two drafts and two kinds of heads for it; and a target with linear
+attention, whose checkpoint has an MTP head (`draft="mtp"`). Heads are not models by themselves; pass them as `draft=`. `zoo:smollm2`, a small instruct model, is in a package that is installed separately; a head
 for it, `zoo:smollm2-eagle3`, is shipped.
 """
 
@@ -13,7 +13,7 @@ from .packages import PACKAGED
 
 __all__ = ["HEADS", "HEADS_OF_PACKAGED", "MODELS", "NAMES", "PACKAGED", "folder", "heads_of", "resolve"]
 
-MODELS = ("target", "draft", "draft-other-tokenizer")
+MODELS = ("target", "draft", "draft-other-tokenizer", "hybrid")
 HEADS = ("eagle3", "medusa")
 """Trained heads for "target"."""
 HEADS_OF_PACKAGED = {"smollm2": ("smollm2-eagle3",)}

@@ -1,4 +1,4 @@
-"""`python -m tools.shipped train NAME --out DIR`, and `python -m tools.shipped card --models DIR`."""
+"""`python -m tools.shipped train NAME --out DIR`, `join --target DIR --head DIR`, and `card --models DIR`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .card import write
 from .shapes import RECIPES
-from .train import train
+from .train import join, train
 
 
 def main() -> None:
@@ -20,11 +20,16 @@ def main() -> None:
     trains.add_argument(
         "--no-compile", action="store_true", help="do not compile the layers: no compiler needed, slower"
     )
+    joins = actions.add_parser("join", help="put an MTP head from `assisted train mtp` into its target's checkpoint")
+    joins.add_argument("--target", type=Path, required=True, help="the target's folder, which is changed")
+    joins.add_argument("--head", type=Path, required=True, help="the head's folder")
     card = actions.add_parser("card", help="measure a folder of models on held-out code and write its model card")
     card.add_argument("--models", type=Path, required=True, help="the folder that train wrote")
     args = parser.parse_args()
     if args.action == "card":
         print(write(args.models))
+    elif args.action == "join":
+        join(args.target, args.head)
     else:
         print(train(args.name, args.out, compile_layers=not args.no_compile, stop_after=args.stop_after))
 

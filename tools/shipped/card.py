@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted.bench import held_out_prompts, repeated_share
-from assisted.drafters import Eagle, Medusa
+from assisted.drafters import MTP, Eagle, Medusa
 from assisted.modeling import AssistedModelForCausalLM
 from assisted.zoo import HEADS, corpus
 
@@ -134,6 +134,20 @@ def head(models: Path, name: str) -> Head:
     )
 
 
+def mtp(folder: Path) -> dict[str, Any]:
+    """The hybrid's MTP head: how it was trained, and chains and trees, greedy and sampled."""
+    about = json.loads((folder / "training.json").read_text())
+    found: dict[str, Any] = {"command": about["command"], "tokens": about["steps"] * about["batch"] * about["context"]}
+    for tree in (False, True):
+        pair = AssistedModelForCausalLM.from_pretrained(folder, draft=MTP(tree=tree), dtype=torch.float32)
+        found["parameters"] = sum(p.numel() for module in pair.drafter.modules for p in module.parameters())
+        depth = TREE_DEPTH if tree else CHAIN
+        found["trees" if tree else "chains"] = [
+            asdict(drafting(pair, depth, temperature)) for temperature in (0.0, 0.8)
+        ]
+    return found
+
+
 def measure(models: Path) -> dict[str, Any]:
     """Everything that the card states, ready for json. models: the folder of all shipped models."""
     measured = []
@@ -148,6 +162,7 @@ def measure(models: Path) -> dict[str, Any]:
         "models": measured,
         "drafting": [asdict(d) for d in figures],
         "heads": [asdict(head(models, name)) for name in HEADS if (models / name).is_dir()],
+        "mtp": mtp(models / "hybrid"),
         "completions": _completions(pair),
     }
 
@@ -181,8 +196,8 @@ def _card(figures: dict[str, Any]) -> str:
         "",
         "# The shipped models",
         "",
-        "Three small Llama-architecture models that write Python, and heads for one of them. This project trained them from",
-        "random weights, so that a target and its drafts can be tried without a download. They are for demonstration, teaching",
+        "Small models that write Python, three of Llama's architecture and one of Qwen3.5's, and heads for two of them. This",
+        "project trained them from random weights, so that targets and drafts can be tried without a download. They are for demonstration, teaching",
         "and tests. They complete the form of code well and its meaning poorly; do not use what they write.",
         "",
         "**Data.** The `.py` files of CPython 3.11's standard library with its tests, without duplicates and tables (PSF",
@@ -222,10 +237,31 @@ def _card(figures: dict[str, Any]) -> str:
             f"| {row['repeated_4grams']:.1%} |"
         )
     lines += _heads_of_card(figures["heads"]) if figures["heads"] else []
+    lines += _mtp_of_card(figures["mtp"])
     lines += ["", f"**Ten completions**, greedy, {SHOWN_TOKENS} tokens; the model continues after the line.", ""]
     for shown in figures["completions"]:
         lines += [f"`{shown['source']}`", "", "```text", shown["prompt"], "-" * 60 + shown["completion"], "```", ""]
     return "\n".join(lines)
+
+
+def _mtp_of_card(figures: dict[str, Any]) -> list[str]:
+    chains, trees = figures["chains"], figures["trees"]
+    shares = ", ".join(f"{share:.0%}" for share in chains[0]["acceptance_by_position"])
+    per_pass = " | ".join(f"{row['tokens_per_pass']:.2f}" for row in (*chains, *trees))
+    return [
+        "",
+        "**The hybrid** has three layers with a gated delta rule for each with full attention, as Qwen3.5 has, and an MTP head of",
+        f"{figures['parameters'] / 1e6:.2f} M parameters in its checkpoint, trained on {figures['tokens'] / 1e6:.1f} M tokens that the",
+        "hybrid's own logits label. Measured in the same way, tokens per forward pass of the hybrid:",
+        "",
+        "| accepted at position 1, 2, ... | chain | chain, temperature 0.8 | tree | tree, temperature 0.8 |",
+        "|---|---|---|---|---|",
+        f"| {shares} | {per_pass} |",
+        "",
+        "```bash",
+        figures["command"],
+        "```",
+    ]
 
 
 def _heads_of_card(heads: list[dict[str, Any]]) -> list[str]:

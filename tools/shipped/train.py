@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -34,7 +35,7 @@ from assisted.zoo import corpus
 
 from .shapes import RECIPES, Recipe
 
-__all__ = ["build_model", "train", "train_tokenizer"]
+__all__ = ["build_model", "join", "train", "train_tokenizer"]
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 TEXT_ONLY = EarlyExitSettings(dropout=0.0, exit_weight=0.0)
@@ -170,6 +171,14 @@ def train(name: str, out: Path, compile_layers: bool = True, stop_after: int | N
     if config.exists():  # files are half as large in bfloat16, but on a CPU float32 is the exact and faster type
         config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}, indent=2) + "\n")
     return folder
+
+
+def join(folder: Path, head: Path) -> None:
+    """Put a trained MTP head into the checkpoint of its target, as publishers do. folder, head: of the two."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    save_file(load_file(file) | load_file(head / "model.safetensors"), file, {"format": "pt"})
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "mtp_num_hidden_layers": 1}, indent=2) + "\n")
 
 
 def _method(

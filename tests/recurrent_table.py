@@ -13,9 +13,10 @@ from typing import Any
 
 from architectures import ARCHITECTURES, RECURRENT, REFUSED, Architecture, build, random_ids
 from methods import eagle_3
+from mtp_heads import random_mtp
 from pairs import CALL
 
-from assisted import AssistedModelForCausalLM
+from assisted import MTP, AssistedModelForCausalLM
 from assisted.engine.trust import trust
 from assisted.engine.verifiable import masks_of, require_verifiable
 
@@ -25,6 +26,7 @@ DRAFTS: dict[str, Callable[[Any], Any]] = {
     "text, draft model": lambda target: ["suffix", build(ARCHITECTURES[0])],
     "`self:int8`": lambda target: "self:int8-torchao",
     "heads": eagle_3,
+    "`mtp`": lambda target: MTP(random_mtp(target)),
     "`early-exit`": lambda target: "early-exit:1",
     "`layer-skip`": lambda target: "layer-skip",
 }

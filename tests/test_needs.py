@@ -138,8 +138,10 @@ def check_states(target: PreTrainedModel, beside: list[str], recurrent: bool = F
 
 
 BESIDE = {"alone": [], "split": ["early-exit:1"], "measured": ["early-exit"]}
-# gemma3n's layers pass on several states, and mamba2's hidden_states begin after the first layer
-WITH_STATES = [one for one in BY_NAME.values() if one.name not in ("gemma3n", "mamba2")]
+# gemma3n's layers pass on several states, and the hidden_states of models without attention begin after the first layer;
+# nemotron_h and zamba2 compute something else for one token than for a text
+OTHERS = ("gemma3n", "mamba", "mamba2", "falcon_mamba", "nemotron_h", "zamba2")
+WITH_STATES = [one for one in BY_NAME.values() if one.name not in OTHERS]
 
 
 def can_be_run(architecture, beside):

@@ -1,8 +1,9 @@
 """The zoo: models by the name `zoo:NAME`, which can stand wherever a path is taken. None needs the Hub.
 
 The shipped ones are a target that writes Python, and two drafts and two kinds of heads for it; and a target with linear
-attention, whose checkpoint has an MTP head (`draft="mtp"`). Heads are not models by themselves; pass them as `draft=`. `zoo:smollm2`, a small instruct model, is in a package that is installed separately; a head
-for it, `zoo:smollm2-eagle3`, is shipped.
+attention, whose checkpoint has an MTP head (`draft="mtp"`). Heads are not models by themselves; pass them as `draft=`.
+`zoo:smollm2`, a small instruct model, is in a package that is installed separately; a head for it, `zoo:smollm2-eagle3`, is
+shipped.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def test_other_paths_stay_as_they_are(path):
 
 @pytest.mark.parametrize("name", ["", "nothing", "Target", "../target"])
 def test_unknown_names_are_refused(name):
-    names = "zoo:target, zoo:draft, zoo:draft-other-tokenizer, zoo:eagle3, zoo:medusa, zoo:smollm2-eagle3, zoo:smollm2"
+    names = "zoo:target, zoo:draft, zoo:draft-other-tokenizer, zoo:hybrid, zoo:eagle3, zoo:medusa, zoo:smollm2-eagle3"
+    names += ", zoo:smollm2"
     message = f"zoo:{name} is not in the zoo; one of {names}"
     for call in (lambda: zoo.folder(name), lambda: zoo.resolve(f"zoo:{name}")):
         with pytest.raises(ValueError) as raised:

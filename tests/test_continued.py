@@ -158,7 +158,7 @@ def turns(name: str, mode: str, hidden: list[bool], trees: bool = False, attenti
 # pure states tell no length, and neither here nor plainly does a turn go on from them
 @over(
     "architecture,mode",
-    [one for one in BY_NAME.values() if one.name != "mamba2"],
+    [one for one in BY_NAME.values() if one.name not in ("mamba", "mamba2", "falcon_mamba")],
     ["own lengths", "processor"],
     also=each_once,
 )

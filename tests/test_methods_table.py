@@ -12,10 +12,10 @@ import pytest
 import torch
 from methods_table import LINES, PAGE, Line, section, table, tree_option
 from mtp_heads import random_mtp
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import MTP, AssistedModelForCausalLM, Merged, zoo
-from assisted.drafters import METHODS, parse
+from assisted.drafters import METHODS, Target, parse
 from assisted.drafters.guarded import Guarded
 from assisted.drafts import Draft, DraftingStopped
 
@@ -75,6 +75,7 @@ def test_methods_do_what_they_declare(line: Line, monkeypatch: pytest.MonkeyPatc
         return draft
 
     monkeypatch.setattr(Guarded, "propose", remembered)
+    spec = spec.chosen(Target(AutoModelForCausalLM.from_pretrained(zoo.folder("target")), path="zoo:target"))
     tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
     one = tokenizer(PROMPT, return_tensors="pt")
     three = tokenizer([PROMPT, "import os\n\nfor name in os.", "class Queue:\n"], return_tensors="pt", padding=True)

@@ -219,7 +219,7 @@ def test_reading_changes_nothing_about_the_model():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: build(BY_NAME["mamba"]), "keeps a recurrent state, which cannot take back rejected tokens"),
+        (lambda: build(BY_NAME["rwkv"]), "keeps a recurrent state, which cannot take back rejected tokens"),
         (lambda: build(BY_NAME["deepseek_v32"]), "keeps DynamicIndexedLayer, which cannot take back"),
         (lambda: AutoModel.from_config(BY_NAME["llama"].make()), "has no language-model head .* AutoModelForCausalLM"),
         (

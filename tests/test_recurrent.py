@@ -544,7 +544,7 @@ def test_trying_a_model_changes_nothing_and_is_done_once(monkeypatch):
 
     model = build(BY_NAME["qwen3_5"])
     tried = []
-    monkeypatch.setattr(trial, "_obstacle_of_slots", lambda model, masks, needs: tried.append(model.dtype))
+    monkeypatch.setattr(trial, "rounding_of", lambda dtype: tried.append(dtype) or 1.0)
     for _ in range(2):
         require_verifiable(model)
     require_verifiable(model.to(torch.bfloat16))
@@ -651,10 +651,9 @@ def test_a_target_that_was_moved_or_cast_is_tried_again(monkeypatch):
     target = build(BY_NAME["lfm2"])
     model = AssistedModelForCausalLM.from_models(target, draft=build(ARCHITECTURES[0]))
     ids = random_ids(target, 1, 9)
-    monkeypatch.setattr(trial, "_obstacle", lambda model: "it was changed")
-    monkeypatch.setattr(trial, "_obstacle_of_slots", lambda model, masks, needs: "it was changed")
+    monkeypatch.setattr(trial, "rounding_of", lambda dtype: -1.0)  # no trial is passed
     model.generate(ids, **CALL)
     model.to(torch.bfloat16)
-    with pytest.warns(DraftingStopped, match="cannot take back rejected tokens: it was changed"):
+    with pytest.warns(DraftingStopped, match="cannot take back rejected tokens: its forward pass"):
         text = model.generate(ids, **CALL)
     assert text.tolist() == target.generate(ids, **CALL).tolist()

@@ -25,6 +25,7 @@ from assisted.drafters.base import Drafter, Drafting
 from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import recurrent
 from assisted.engine import verifiable as trial
+from assisted.engine.agreement import apart
 from assisted.engine.columns import Columns
 from assisted.engine.delta import Read
 from assisted.engine.recurrent import ColumnModel, RecurrentCache, RecurrentModel, slots_for, target_runner
@@ -452,6 +453,21 @@ def test_the_states_of_each_row_are_those_of_its_own_path(name, data):
         for one, two in zip(runner.cache.states(), fresh.cache.states(), strict=True):
             assert close(one[place], two[0])
         assert close(after[row], fresh(torch.tensor([text[-1:]]))[0])
+
+
+@pytest.mark.parametrize("name", DELTA)
+def test_half_precision_rounds_as_one_token_at_a_time_does(name):
+    """Columns after a state give the logits of the model's own one-token passes, at most positions to the bit."""
+    target = build(BY_NAME[name]).to(torch.bfloat16)
+    masks, ids = Traits.of(target).masks, random_ids(target, 2, 14, seed=1)
+    runner = target_runner(target, slots_for(target, None, 2, 64, masks), masks)
+    with torch.no_grad():
+        runner.prefill(ids[:, :6], None)
+        found = runner(ids[:, 6:])
+        cache = DynamicCache(config=target.config)
+        target(ids[:, :6], past_key_values=cache, use_cache=True)
+        steps = [target(ids[:, [i]], past_key_values=cache, use_cache=True).logits for i in range(6, 14)]
+    assert apart(found, torch.cat(steps, 1), by_position=True) < 1e-3
 
 
 def test_what_states_cannot_do_raises():

@@ -122,10 +122,10 @@ class DeltaMixer(nn.Module):
         else:
             index = columns.windows(size).flatten(1)[:, None].expand(-1, inputs.shape[1], -1)
             windows = inputs.gather(2, index).unflatten(2, (columns.width, size))
-        weight = conv.weight[:, 0, -size:]
-        made = (windows * weight[:, None]).sum(3)
-        made = made if conv.bias is None else made + conv.bias[:, None]
-        return F.silu(made).transpose(1, 2)
+        weight = conv.weight[:, 0, -size:].float()
+        made = (windows.float() * weight[:, None]).sum(3)  # rounded once, as by a convolution
+        made = made if conv.bias is None else made + conv.bias.float()[:, None]
+        return F.silu(made.to(inputs.dtype)).transpose(1, 2)
 
 
 def delta_rule(

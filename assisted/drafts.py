@@ -99,12 +99,14 @@ class Draft:
         return Draft(self.tokens[rows], self.lengths[rows], parents=parents)
 
     def with_chains(self, rows: list[int], token: int) -> Draft:
-        """The same draft, but the given rows hold a chain of `width` copies of one token. Their q is meaningless."""
+        """The same draft, but the given rows hold a chain of copies of one token, as deep as the deepest tree: deeper nodes
+        would take positions that the draft was not made for. Their q is meaningless."""
         tokens, lengths = self.tokens.clone(), self.lengths.clone()
         tokens[rows], lengths[rows] = token, self.width
         parents = None if self.parents is None else self.parents.clone()
         if parents is not None:
-            parents[rows] = torch.arange(-1, self.width - 1, device=parents.device)
+            above = torch.arange(-1, self.width - 1, device=parents.device)
+            parents[rows] = above.where(above + 1 < self.depths().max(), -1) if self.width else above
         return Draft(tokens, lengths, self.q, parents)
 
     def depths(self) -> torch.Tensor:

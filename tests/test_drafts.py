@@ -72,3 +72,15 @@ def test_empty_and_frozen():
     assert draft.q is None
     with pytest.raises(dataclasses.FrozenInstanceError):
         draft.tokens = torch.ones(3, 1)
+
+
+def test_chains_are_no_deeper_than_the_trees_beside_them():
+    """Of four nodes, two levels deep; the nodes that are left over stand below the root."""
+    parents = torch.tensor([[-1, -1, 0, 1], [-1, -1, -1, -1]])
+    draft = Draft(torch.tensor([[5, 6, 7, 8], [0, 0, 0, 0]]), torch.tensor([4, 0]), parents=parents)
+    changed = draft.with_chains([1], 9)
+    assert changed.tokens.tolist() == [[5, 6, 7, 8], [9, 9, 9, 9]]
+    assert changed.parents.tolist() == [[-1, -1, 0, 1], [-1, 0, -1, -1]]
+    assert changed.depths().tolist() == [[1, 1, 2, 2], [1, 2, 1, 1]]
+    chain = Draft(torch.tensor([[5, 6, 7]] * 2), torch.tensor([3, 0])).with_chains([1], 9)
+    assert chain.parents is None and chain.lengths.tolist() == [3, 3]

@@ -12,7 +12,7 @@ from pairs import BY_NAME, ENDS
 from transformers import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from assisted import AssistedModelForCausalLM
+from assisted import AssistedModelForCausalLM, Suffix
 from assisted.drafts import DraftingStopped
 from assisted.engine.rope import Change, change_of, reads_anew_at
 from assisted.engine.runner import CachedModel
@@ -112,6 +112,23 @@ def test_rows_that_end_early_and_turns(kind: str) -> None:
             mask = torch.cat([mask, mask.new_ones(3, text.shape[1] - mask.shape[1])], 1)
         turns.append(seen)
     assert turns[0] == turns[1]
+
+
+def test_trees_before_the_change_while_other_rows_have_ended() -> None:
+    """The padding of rows that ended takes no position that the draft was not made for."""
+    model = model_of("longrope")
+    inputs = {"input_ids": random_ids(model, 3, 20), "attention_mask": torch.ones(3, 20, dtype=torch.long)}
+    plain = model.generate(**inputs, **CALL)
+    ends = plain[0, 30].item()  # of the first row, early
+    corpus = plain.tolist()
+    for row in corpus:
+        row[27::5] = [3] * len(row[27::5])
+    call = CALL | {"eos_token_id": ends, "max_new_tokens": 60}
+    plain = model.generate(**inputs, **call)
+    draft = Suffix(tree=True, corpus=corpus, min_probability=0.01)
+    pair = AssistedModelForCausalLM.from_models(model, draft=draft, draft_length=4)
+    assert pair.generate(**inputs, **call).tolist() == plain.tolist()
+    assert pair.report.accepted > 0
 
 
 @pytest.mark.parametrize("name", ["phi3", "phimoe"])

@@ -96,7 +96,7 @@ def draw(seed: int, number: int, changed: float = CHANGED) -> Case:
     routed = any(name in architecture for name in ROUTED)  # rounding chooses other experts
     half = chance.random() < 0.06 and not routed
     kinds = {name: weight for name, weight in drafts.NAMES.items() if not (half and name.startswith("self:"))}
-    if about in RECURRENT and chance.random() < 0.9:
+    if about in RECURRENT and chance.random() < 0.3:
         kinds = {name: kinds[name] for name in drafts.FROM_TEXT}
     steps = _steps(chance)
     changing = random.Random(f"{seed}:{number}:change")

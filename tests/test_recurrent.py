@@ -455,6 +455,25 @@ def test_the_states_of_each_row_are_those_of_its_own_path(name, data):
         assert close(after[row], fresh(torch.tensor([text[-1:]]))[0])
 
 
+@over_recurrent
+def test_a_pass_that_failed_can_be_run_again(name, monkeypatch):
+    """States change at a commit only, and nothing of the failed pass is left."""
+    target, _ = model_of(name)
+    masks, ids = Traits.of(target).column_masks, random_ids(target, 1, 12, seed=1)
+    runner, fresh = (target_runner(target, slots_for(target, None, 1, 64, masks), masks) for _ in range(2))
+    for one in (runner, fresh):
+        one.prefill(ids[:, :6], None)
+
+    def fail(layer, read):
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.cache, "note", fail)
+        with pytest.raises(MemoryError):
+            runner(ids[:, 6:10])
+    assert torch.equal(runner(ids[:, 6:10]), fresh(ids[:, 6:10]))
+
+
 @pytest.mark.parametrize("name", DELTA)
 def test_half_precision_rounds_as_one_token_at_a_time_does(name):
     """Columns after a state give the logits of the model's own one-token passes, at most positions to the bit."""

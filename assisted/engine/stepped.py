@@ -65,8 +65,9 @@ class StepMixer(nn.Module):
         kwargs = {name: value for name, value in kwargs.items() if name != "attention_mask"}  # padding is behind
         rows = len(hidden_states)
         before = [state[:rows] for state in cache.states_of(self.layer_idx)]
-        if self.ahead is not None:
+        if self.ahead is not None and self.behind is not None:
             self.ahead.read(hidden_states)
+            self.behind.begin()
         after: list[list[torch.Tensor]] = []
         made = []
         with cache.lent(self.layer_idx, before) as current:
@@ -110,6 +111,9 @@ class _Behind(nn.Module):
         super().__init__()
         self.linear = linear
         self.weight, self.bias = linear.weight, linear.bias
+
+    def begin(self) -> None:
+        """Forget what a forward pass that failed has left."""
         self._given: list[torch.Tensor] = []
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ BEGIN, END = "<!-- recurrent:begin -->", "<!-- recurrent:end -->"
 DRAFTS: dict[str, Callable[[Any], Any]] = {
     "text, draft model": lambda target: ["suffix", build(ARCHITECTURES[0])],
     "`self:int8`": lambda target: "self:int8-torchao",
-    "heads": eagle_3,
+    "EAGLE": eagle_3,
     "`mtp`": lambda target: MTP(random_mtp(target)),
     "`early-exit`": lambda target: "early-exit:1",
     "`layer-skip`": lambda target: "layer-skip",

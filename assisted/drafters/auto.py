@@ -20,7 +20,7 @@ from ..loading.backends import find, placed
 from ..loading.files import fields_of
 from ..loading.quantization import stored_bytes
 from .base import Drafter, Spec, Target
-from .registry import METHODS, kind_of, parse, register
+from .registry import kind_of, parse, register
 
 LEAST = 50_000_000
 """Weights of the smallest target for which a copy in 8 bits can pay. A guess between two measured ones: forward passes of the
@@ -52,25 +52,25 @@ class Auto(Spec):
         return cls()
 
     def chosen(self, target: Target) -> Spec:
-        spec, why = _best(target)
-        logging.getLogger("assisted").warning("draft='auto' chose %s: %s", spec, why)
-        return spec
+        draft, why = _best(target)
+        logging.getLogger("assisted").warning("draft='auto' chose %r: %s", draft, why)
+        return parse(draft)
 
     def load(self, target: Target, **kwargs: Any) -> Drafter:
         return self.chosen(target).load(target, **kwargs)
 
 
-def _best(target: Target) -> tuple[Spec, str]:
-    """The draft, and why."""
+def _best(target: Target) -> tuple[str, str]:
+    """The draft as a caller writes it, and why."""
     model = unwrapped(target.model)
     if target.path is not None and has_mtp(target.path, model.config.get_text_config(decoder=True)):
-        return METHODS["mtp"](), "the target's checkpoint has an MTP head"
+        return "mtp", "the target's checkpoint has an MTP head"
     for path in (*zoo.heads_of(target.path or ""), *_naming(target)):
-        return parse(path), f"{path} was trained for this target"
+        return path, "it was trained for this target"
     why_not = _no_copy(model)
     if why_not is None:
-        return parse(["suffix", "self:int8"]), "no trained head is there, and a copy in 8 bits fits"
-    return parse("suffix"), f"no trained head is there, and a copy in 8 bits is out: {why_not}"
+        return "suffix+self:int8", "no trained head is there, and a copy in 8 bits fits"
+    return "suffix", f"no trained head is there, and a copy in 8 bits is out: {why_not}"
 
 
 def _naming(target: Target) -> Iterator[str]:

@@ -68,7 +68,7 @@ class EarlyExit(Spec):
         """
         model = unwrapped(target.model)
         traits = Traits.of(model)
-        if not traits.masks.trees or not traits.is_recurrent:  # states that change at a commit only can be borrowed
+        if not (traits.is_recurrent and traits.masks.trees):  # states that change at a commit only can be lent
             require_rewindable(model, "target")
         try:
             layers = find_layers(model)

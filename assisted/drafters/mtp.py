@@ -45,7 +45,7 @@ class MTP(EagleOptions):
     title = "MTP heads"
     trained = False  # it comes with the target
     acceptance = (0.5, 0.85)
-    not_served = "engines read MTP layers from the target's own checkpoint: hand over its folder with draft 'mtp'"
+    not_served = "engines read MTP layers from the target's own checkpoint, so there is nothing to hand over"
     training = "assisted.training.mtp:MTPTraining"
 
     path: str | MTPHead | None = None

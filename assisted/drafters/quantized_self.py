@@ -63,11 +63,8 @@ class QuantizedSelf(Spec):
             )
         model = quantize_copy(target.model, self.quantization)
         require_runs(model, self.quantization)
-        return (
-            CopyDrafter(model)
-            if Traits.of(model).masks.trees or Traits.of(model).is_rewindable
-            else RecurrentDrafter(model)
-        )
+        traits = Traits.of(model)
+        return CopyDrafter(model) if traits.is_rewindable or traits.masks.trees else RecurrentDrafter(model)
 
 
 class CopyDrafter(Drafter):

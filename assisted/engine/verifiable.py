@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def masks_of(model: PreTrainedModel, trusted: Trust, replaces: bool = True) -> M
     over_columns = traits.column_masks
     if over_columns is not None and replaces and trusted.is_own and not trusted.hooks:
         wanted = traits.masks.trees or _tried(model, trusted, (), lambda: _obstacle(model)) is not None
-        trial = lambda: _obstacle_of_slots(model, over_columns, NOTHING)  # noqa: E731
+        trial = partial(_obstacle_of_slots, model, over_columns, NOTHING)
         if wanted and _tried(model, trusted, ("columns",), trial) is None:
             return over_columns
     return replace(traits.masks, trees=False)

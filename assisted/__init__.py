@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .configuration import AssistedConfig
     from .drafters import (
         MTP,
+        Assistant,
         Combined,
         DraftModel,
         DraftTree,
@@ -51,6 +52,7 @@ else:
 
 __all__ = [
     "MTP",
+    "Assistant",
     "AssistedConfig",
     "AssistedModelForCausalLM",
     "Combined",

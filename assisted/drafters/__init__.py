@@ -24,6 +24,7 @@ from .draft_model import DraftModel, DraftTree
 from .medusa import Medusa
 from .eagle import Eagle
 from .mtp import MTP
+from .assistant import Assistant
 from .combined import Combined
 from .merged import Merged
 from .auto import Auto
@@ -32,6 +33,7 @@ from .model_drafter import ModelDrafter
 __all__ = [
     "METHODS",
     "MTP",
+    "Assistant",
     "Auto",
     "Call",
     "Combined",

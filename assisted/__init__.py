@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .drafters import (
         MTP,
         Assistant,
+        Candidates,
         Combined,
         DraftModel,
         DraftTree,
@@ -55,6 +56,7 @@ __all__ = [
     "Assistant",
     "AssistedConfig",
     "AssistedModelForCausalLM",
+    "Candidates",
     "Combined",
     "DraftModel",
     "DraftTree",

@@ -25,6 +25,7 @@ from .medusa import Medusa
 from .eagle import Eagle
 from .mtp import MTP
 from .assistant import Assistant
+from .candidate_generator import Candidates
 from .combined import Combined
 from .merged import Merged
 from .auto import Auto
@@ -36,6 +37,7 @@ __all__ = [
     "Assistant",
     "Auto",
     "Call",
+    "Candidates",
     "Combined",
     "DraftModel",
     "DraftTree",

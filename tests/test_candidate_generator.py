@@ -156,7 +156,10 @@ NO_LAW = {
     "NaN": (lambda n: torch.full((1, n, 96), torch.nan), "no numbers"),
     "infinite": (lambda n: torch.full((1, n, 96), torch.inf), "no numbers"),
     "all forbidden": (lambda n: torch.full((1, n, 96), -torch.inf), "no numbers"),
-    "the token forbidden": (lambda n: torch.zeros(1, n, 96).index_fill(2, torch.tensor(9), -torch.inf), "probability 0"),
+    "the token forbidden": (
+        lambda n: torch.zeros(1, n, 96).index_fill(2, torch.tensor(9), -torch.inf),
+        "probability 0",
+    ),
 }
 
 

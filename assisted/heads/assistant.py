@@ -5,8 +5,8 @@ and `gemma4_unified_assistant` of transformers, whose formula and tensor names t
 
 from __future__ import annotations
 
+import copy
 import inspect
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -36,6 +36,14 @@ _REFUSED = {
     "muse_glimmer_assistant": "it is a DFlash drafter, which fills in a block of tokens at once (method 'dflash')"
 }
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "layer_types",
+)
 
 
 class Source(NamedTuple):
@@ -60,40 +68,70 @@ class AssistantConfig:
     """The sizes of an assistant.
 
     Args:
-        fields: of its config.json.
-        text: transformers' config for its `text_config`.
+        hidden_size: Hb, the target's: of the states that it takes and returns. vocab_size: V.
         taps: the hidden state that it reads: the output of the target's final norm, whose index is the number of layers.
-        kinds: the type of each layer.
+        kinds: the type of each of its layers.
+        width, intermediate_size, num_attention_heads, rms_norm_eps, hidden_act, attention_bias: of its layers. width is H.
+        sliding_window: of its layers of type "sliding_attention".
+        centroids: their number, and how many of them choose tokens; None if all tokens have logits.
+        fields: of its config.json.
     """
 
-    fields: dict[str, Any] = field(repr=False)
-    text: Any = field(repr=False)
+    hidden_size: int
+    vocab_size: int
     taps: tuple[int, ...]
     kinds: tuple[str, ...]
+    width: int
+    intermediate_size: int
+    num_attention_heads: int
+    rms_norm_eps: float
+    hidden_act: str
+    attention_bias: bool
+    sliding_window: int
+    max_position_embeddings: int
+    centroids: tuple[int, int] | None
+    fields: dict[str, Any] = field(repr=False)
 
-    @property
-    def hidden_size(self) -> int:
-        """The target's, Hb: of the states that an assistant takes and returns."""
-        size: int = self.fields["backbone_hidden_size"]
-        return size
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], layers: int) -> AssistantConfig:
+        """From a config.json. layers: of the target. Raises ValueError for a missing field and for centroids that don't fit."""
+        text, centroids = fields.get("text_config", {}), None
+        for some, names in ((fields, ("backbone_hidden_size",)), (text, _REQUIRED)):
+            if missing := [name for name in names if name not in some]:
+                raise ValueError(f"its config.json lacks {missing[0]}")
+        if len(text["layer_types"]) != text["num_hidden_layers"]:
+            raise ValueError(f"layer_types: {text['layer_types']} for {text['num_hidden_layers']} layers")
+        if fields.get("use_ordered_embeddings"):
+            count, chosen = fields.get("num_centroids", 2048), fields.get("centroid_intermediate_top_k", 32)
+            centroids = count, chosen
+            if text["vocab_size"] % count or chosen > count:
+                raise ValueError(
+                    f"num_centroids: {count} don't divide {text['vocab_size']} tokens, or are fewer than {chosen}"
+                )
+        return cls(
+            hidden_size=fields["backbone_hidden_size"],
+            vocab_size=text["vocab_size"],
+            taps=(layers,),
+            kinds=tuple(text["layer_types"]),
+            width=text["hidden_size"],
+            intermediate_size=text["intermediate_size"],
+            num_attention_heads=text["num_attention_heads"],
+            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+            hidden_act=text.get("hidden_activation", "gelu_pytorch_tanh"),
+            attention_bias=bool(text.get("attention_bias", False)),
+            sliding_window=text.get("sliding_window", 512),
+            max_position_embeddings=text.get("max_position_embeddings", 131_072),
+            centroids=centroids,
+            fields=dict(fields),
+        )
 
     @property
     def target_hidden_size(self) -> int:
         return self.hidden_size
 
-    @property
-    def vocab_size(self) -> int:
-        size: int = self.text.vocab_size
-        return size
-
-    @property
-    def max_position_embeddings(self) -> int:
-        size: int = self.text.max_position_embeddings
-        return size
-
     def window(self, kind: str) -> int | None:
         """The sliding window of layers of this type."""
-        return self.text.sliding_window if kind == _SLIDING else None
+        return self.sliding_window if kind == _SLIDING else None
 
 
 class AssistantHead(Head):
@@ -124,27 +162,30 @@ class AssistantHead(Head):
         super().__init__()
         target = unwrapped(target)
         layers = find_layers(target)
-        kind, text = _text_config(fields)
-        kinds = tuple(getattr(text, "layer_types", None) or [_FULL] * text.num_hidden_layers)
-        self.config = config = AssistantConfig(dict(fields), text, (len(layers),), kinds)
-        self.sources = sources_of(target, kinds)
+        self.config = config = AssistantConfig.of(fields, len(layers))
+        self.sources = sources_of(target, config.kinds)
+        if any(config.num_attention_heads % source.heads for source in self.sources.values()):
+            raise ValueError(
+                f"its {config.num_attention_heads} attention heads cannot share those of the target's keys"
+            )
         self.register_buffer("d2t", None)
-        self.rotary_emb = _rotary(target, layers.path[:-1], text, kind)
+        self.rotary_emb = _rotary(target, layers.path[:-1], fields["text_config"].get("rope_parameters"))
         several = "layer_type" in inspect.signature(self.rotary_emb.forward).parameters
         self._kinds: dict[str, dict[str, str]] = {
             kind: {"layer_type": kind} if several else {} for kind in self.sources
         }
-        width = text.hidden_size
+        for kind, source in self.sources.items():
+            turns = self.rotary_emb(torch.zeros(1), torch.zeros(1, 1, dtype=torch.int64), **self._kinds[kind])
+            if not isinstance(turns, tuple) or turns[0].shape[-1] > source.size:
+                raise ValueError(f"target: {type(target).__name__} turns its keys in another way than in halves")
         with torch.device("meta"):
-            self.pre_projection = nn.Linear(2 * config.hidden_size, width, bias=False)
-            self.post_projection = nn.Linear(width, config.hidden_size, bias=False)
+            self.pre_projection = nn.Linear(2 * config.hidden_size, config.width, bias=False)
+            self.post_projection = nn.Linear(config.width, config.hidden_size, bias=False)
             self.model = nn.Module()
-            self.model.embed_tokens = nn.Embedding(config.vocab_size, width)
-            self.model.layers = nn.ModuleList(_Layer(text, self.sources[kind].size) for kind in kinds)
-            self.model.norm = _Norm(width, text.rms_norm_eps)
-            self.masked_embedding = _Centroids(fields, text) if fields.get("use_ordered_embeddings") else None
-        if any(text.num_attention_heads % source.heads for source in self.sources.values()):
-            raise ValueError(f"its {text.num_attention_heads} attention heads cannot share those of the target's keys")
+            self.model.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+            self.model.layers = nn.ModuleList(_Layer(config, self.sources[kind].size) for kind in config.kinds)
+            self.model.norm = _Norm(config.width, config.rms_norm_eps)
+            self.masked_embedding = None if config.centroids is None else _Centroids(config, *config.centroids)
         tensors = _initial(self) if tensors is None else _untied(tensors, fields)
         require_tensors(_shapes(tensors), _shapes(self.state_dict()), "it")
         self.load_state_dict(tensors, assign=True)
@@ -197,23 +238,22 @@ class _Norm(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A decoder layer without keys and values of its own. text: its sizes. size: of an attention head."""
+    """A decoder layer without keys and values of its own. size: of an attention head."""
 
-    def __init__(self, text: Any, size: int):
+    def __init__(self, config: AssistantConfig, size: int):
         super().__init__()
-        width, inner, eps = text.hidden_size, text.intermediate_size, text.rms_norm_eps
-        bias, self.size = bool(getattr(text, "attention_bias", False)), size
+        width, inner, eps = config.width, config.intermediate_size, config.rms_norm_eps
+        heads, bias, self.size = config.num_attention_heads * size, config.attention_bias, size
         self.self_attn: Any = nn.Module()
         self.mlp: Any = nn.Module()
-        self.self_attn.q_proj = nn.Linear(width, text.num_attention_heads * size, bias=bias)
+        self.self_attn.q_proj, self.self_attn.o_proj = nn.Linear(width, heads, bias), nn.Linear(heads, width, bias)
         self.self_attn.q_norm = _Norm(size, eps)
-        self.self_attn.o_proj = nn.Linear(text.num_attention_heads * size, width, bias=bias)
         self.mlp.gate_proj, self.mlp.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.mlp.down_proj = nn.Linear(inner, width, bias=False)
         self.input_layernorm, self.post_attention_layernorm = _Norm(width, eps), _Norm(width, eps)
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = _Norm(width, eps), _Norm(width, eps)
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)  # a buffer would not be cast
-        self.act: Any = ACT2FN[getattr(text, "hidden_activation", None) or text.hidden_act]
+        self.act: Any = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor], keys: Keys) -> torch.Tensor:
         rows, columns = hidden.shape[:2]
@@ -234,15 +274,11 @@ class _Layer(nn.Module):
 class _Centroids(nn.Module):
     """Finds the tokens that get a logit: those of the centroids with the largest products."""
 
-    def __init__(self, fields: Mapping[str, Any], text: Any):
+    def __init__(self, config: AssistantConfig, count: int, chosen: int):
         super().__init__()
-        self.count, self.chosen = fields.get("num_centroids", 2048), fields.get("centroid_intermediate_top_k", 32)
-        if text.vocab_size % self.count or self.chosen > self.count:
-            raise ValueError(
-                f"num_centroids: {self.count} do not divide {text.vocab_size} tokens, or {self.chosen} cannot be chosen of them"
-            )
-        self.centroids = nn.Linear(text.hidden_size, self.count, bias=False)
-        self.register_buffer("token_ordering", torch.empty(text.vocab_size, dtype=torch.int64))
+        self.count, self.chosen = count, chosen
+        self.centroids = nn.Linear(config.width, count, bias=False)
+        self.register_buffer("token_ordering", torch.empty(config.vocab_size, dtype=torch.int64))
 
     def require_sound(self) -> None:
         """Raise ValueError unless every token has exactly one place."""
@@ -287,19 +323,25 @@ def sources_of(model: PreTrainedModel, kinds: Iterable[str]) -> dict[str, Source
     return found
 
 
-def fields_for(target: PreTrainedModel, layers: int = 4, **sizes: int) -> dict[str, Any]:
-    """The config.json of an assistant for a target of any architecture, with layers of the types that the target has: the last
-    one as its last, the others as its first. sizes: of the layers, such as `hidden_size`, by default the target's.
+def fields_for(target: PreTrainedModel, layers: int = 4, **sizes: Any) -> dict[str, Any]:
+    """The config.json of an assistant for a target of any architecture: the last layer has the type of the target's last layer
+    with attention, the others that of its first. sizes: of the layers, such as `hidden_size`, by default the target's.
     """
-    target = unwrapped(target)
-    config = target.config.get_text_config(decoder=True)
-    text = json.loads(config.to_json_string(use_diff=False))
-    types = types_of(config)
-    own = [types[0]] * (layers - 1) + [types[-1]]
-    text |= {"num_hidden_layers": layers, "num_kv_shared_layers": layers, "layer_types": own, **sizes}
-    if special := text.get("per_layer_config"):
-        places = {str(index): str(types.index(kind)) for index, kind in enumerate(own)}
-        text["per_layer_config"] = {index: special[place] for index, place in places.items() if place in special}
+    config = unwrapped(target).config.get_text_config(decoder=True)
+    types = [kind for kind in types_of(config) if kind in (_FULL, _SLIDING)] or [_FULL]
+    text = {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": layers,
+        "layer_types": [types[0]] * (layers - 1) + [types[-1]],
+        "num_kv_shared_layers": layers,
+        "sliding_window": getattr(config, "sliding_window", None) or 512,
+        "max_position_embeddings": Traits.of(target).context,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "num_attention_heads": getattr(config, "num_attention_heads", 1),
+        **sizes,
+    }
     return {"model_type": KINDS[0], "backbone_hidden_size": config.hidden_size, "text_config": text}
 
 
@@ -353,25 +395,16 @@ def save_assistant(head: AssistantHead, folder: str | Path) -> None:
     save_file(tensors, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
-def _text_config(fields: Mapping[str, Any]) -> tuple[str, Any]:
-    """The model type of the layers, and transformers' config of them."""
-    text = json.loads(json.dumps(fields["text_config"]))  # transformers changes what it is given
-    kind = text.pop("model_type", None) or fields["model_type"].replace("_assistant", "_text")
-    return kind, AutoConfig.for_model(kind, **text)
-
-
-def _rotary(target: PreTrainedModel, path: tuple[str, ...], text: Any, kind: str) -> nn.Module:
-    """The rotary embedding of the target's class, with the angles of the assistant's config."""
+def _rotary(target: PreTrainedModel, path: tuple[str, ...], parameters: Any) -> nn.Module:
+    """The target's rotary embedding, which has turned its keys. parameters: the assistant's `rope_parameters`, None for the
+    target's. Raises ValueError for rotary embeddings of another form."""
     rotary: Any = getattr(target.get_submodule(".".join(path)), "rotary_emb", None)
     if rotary is None:
         raise ValueError(f"target: {type(target).__name__} has no rotary embedding that its layers share")
-    try:
-        made: nn.Module = type(rotary)(text)
-    except Exception as error:
-        raise ValueError(
-            f"draft: an assistant whose layers are of type {kind} has other rotary positions than {type(target).__name__} "
-            f"({type(error).__name__}: {error})"
-        ) from error
+    config = copy.deepcopy(target.config.get_text_config(decoder=True))
+    if parameters is not None:
+        config.rope_parameters = copy.deepcopy(parameters)
+    made: nn.Module = type(rotary)(config)
     return made
 
 

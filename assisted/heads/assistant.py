@@ -97,16 +97,16 @@ class AssistantConfig:
         """From a config.json. layers: of the target. Raises ValueError for a missing field and for centroids that don't fit."""
         text, centroids = fields.get("text_config", {}), None
         for some, names in ((fields, ("backbone_hidden_size",)), (text, _REQUIRED)):
-            if missing := [name for name in names if name not in some]:
-                raise ValueError(f"its config.json lacks {missing[0]}")
+            if missing := [name for name in names if some.get(name) is None]:
+                raise ValueError(f"draft: the config.json of the assistant lacks {missing[0]}")
         if len(text["layer_types"]) != text["num_hidden_layers"]:
-            raise ValueError(f"layer_types: {text['layer_types']} for {text['num_hidden_layers']} layers")
+            raise ValueError(f"draft: layer_types: {text['layer_types']} for {text['num_hidden_layers']} layers")
         if fields.get("use_ordered_embeddings"):
             count, chosen = fields.get("num_centroids", 2048), fields.get("centroid_intermediate_top_k", 32)
             centroids = count, chosen
             if text["vocab_size"] % count or chosen > count:
                 raise ValueError(
-                    f"num_centroids: {count} don't divide {text['vocab_size']} tokens, or are fewer than {chosen}"
+                    f"draft: num_centroids: {count} don't divide {text['vocab_size']} tokens, or are fewer than {chosen}"
                 )
         return cls(
             hidden_size=fields["backbone_hidden_size"],
@@ -284,7 +284,7 @@ class _Centroids(nn.Module):
         """Raise ValueError unless every token has exactly one place."""
         ordering: Any = self.token_ordering
         if not torch.equal(ordering.sort().values, torch.arange(len(ordering), device=ordering.device)):
-            raise ValueError("masked_embedding.token_ordering does not hold each token once")
+            raise ValueError("draft: masked_embedding.token_ordering does not hold each token once")
 
     def forward(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[..., H] and the output embedding [V, H] -> logits [..., V]."""

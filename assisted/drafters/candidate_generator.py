@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..distribution import probabilities
 from ..drafts import Draft, Round
+from ..engine.host import on_device
 from ..text import Text
 from .base import Call, Drafter, Drafting, Spec, Target
 from .registry import register
@@ -23,11 +25,11 @@ from .registry import register
 @register("candidates")
 @dataclass(frozen=True)
 class Candidates(Spec):
-    """A candidate generator of transformers' interface drafts chains, for one sequence at a time.
+    """A candidate generator of transformers' interface drafts chains.
 
     Args:
-        generator: a `CandidateGenerator`; or a function that makes one for each call of `generate`, for generators that keep
-            something of the text. It is given the prompt's ids, [1, P] int64.
+        generator: a `CandidateGenerator`, for one sequence at a time; or a function that makes one for each sequence of a call,
+            for batches, and for generators that keep something of the text. It is given the ids of the prompt, [1, P] int64.
         honest_logits: False (default) accepts a sampled token if the target draws the same one, which is exact for any
             generator. True uses the softmax of the returned logits as the distribution that each token was drawn from, as
             transformers does: more tokens are accepted. Set it only if the generator really draws from it: with argmax tokens
@@ -71,49 +73,65 @@ class CandidatesDrafter(Drafter):
         self.spec = spec
 
     def start(self, call: Call) -> CandidatesDrafting:
-        """Raises ValueError for a batch."""
-        if (rows := call.target.cache.rows) > 1:
+        """Raises ValueError for a batch with one generator."""
+        if isinstance(self.spec.generator, CandidateGenerator) and (rows := call.target.cache.rows) > 1:
             raise ValueError(
-                f"draft: a candidate generator drafts for one sequence, and this call has {rows}; generate one at a time, or "
-                "choose another draft"
+                f"draft: this {type(self.spec.generator).__name__} drafts for one sequence, and the call has {rows}; pass a "
+                "function that makes one for each sequence, Candidates(lambda input_ids: ...)"
             )
         return CandidatesDrafting(self.spec, call)
 
 
 class CandidatesDrafting(Drafting):
-    """One `generate` with a generator."""
+    """One `generate`, with a generator for each row."""
 
     def __init__(self, spec: Candidates, call: Call):
         self.spec, self.call = spec, call
-        self.generator: CandidateGenerator | None = None  # until it is asked
+        self.generators: dict[int, CandidateGenerator] = {}  # of the rows that were asked
         self.text: Text | None = None
         self.proposed: Draft | None = None  # until it is verified
 
     def propose(self, text: Text, budget: int) -> Draft:
-        self.text, ids = text, text.ids[:, : text.lengths[0]]
-        if self.generator is None:
-            self.generator = self._made(ids.clone())
-        given, logits = self.generator.get_candidates(ids.clone())
-        tokens = _continuation(given, ids)[:, :budget]
-        if not tokens.shape[1]:
-            self.proposed = None
-            return Draft.empty(1, ids.device)
+        self.text, device = text, text.ids.device
+        wants_q = self.call.distribution.do_sample and self.spec.honest_logits
+        tokens = [torch.zeros(0, dtype=torch.int64, device=device) for _ in range(text.rows)]
+        found: list[torch.Tensor | None] = [None] * text.rows
+        for row in text.unfinished:
+            ids = self._ids(row)
+            if row not in self.generators:
+                self.generators[row] = self._made(ids.clone())
+            given, logits = self.generators[row].get_candidates(ids.clone())
+            tokens[row] = _continuation(given, ids)[0, :budget]
+            if wants_q and logits is not None and len(tokens[row]):
+                found[row] = _distributions(logits, tokens[row], self.call.vocab_size)
+        lengths = on_device([len(row) for row in tokens], device)
+        drafting = [row for row in text.unfinished if len(tokens[row])]
         q = None
-        if self.call.distribution.do_sample and self.spec.honest_logits and logits is not None:
-            q = _distributions(logits, tokens, self.call.vocab_size)
-        draft = Draft(tokens, tokens.new_full((1,), tokens.shape[1]), q)
-        self.proposed = draft.checked(1, self.call.vocab_size, ids.device)
+        if drafting and all(found[row] is not None for row in drafting):
+            nothing = torch.zeros(0, self.call.vocab_size, device=device)
+            q = pad_sequence([nothing if one is None else one for one in found], batch_first=True)
+        draft = Draft(pad_sequence(tokens, batch_first=True), lengths, q)
+        self.proposed = draft.checked(text.rows, self.call.vocab_size, device)
         return draft
 
     def observe(self, round: Round) -> None:
-        """Tell the generator what became of its draft."""
-        if self.generator is not None and self.text is not None and round.draft.is_that_of(self.proposed):
-            ids = self.text.ids[:, : self.text.lengths[0]].clone()
-            self.generator.update_candidate_strategy(ids, round.logits.clone(), round.accepted[0])
+        """Tell the generators what became of their drafts."""
+        if round.draft.is_that_of(self.proposed):
+            for row, count in enumerate(round.drafted):
+                if count and row in self.generators:
+                    logits = round.logits[row : row + 1, : count + 1].clone()
+                    self.generators[row].update_candidate_strategy(self._ids(row).clone(), logits, round.accepted[row])
         self.proposed = None
 
+    def _ids(self, row: int) -> torch.Tensor:
+        """[1, n] int64, the text of a row without the padding before it."""
+        assert self.text is not None
+        mask = self.call.attention_mask
+        first = 0 if mask is None else int(mask[row].int().argmax())
+        return self.text.ids[row : row + 1, first : self.text.lengths[row]]
+
     def _made(self, ids: torch.Tensor) -> CandidateGenerator:
-        """The generator of this call. ids: [1, P] int64."""
+        """The generator of a row. ids: [1, P] int64."""
         given: Any = self.spec.generator
         made = given if isinstance(given, CandidateGenerator) else given(ids)
         if not isinstance(made, CandidateGenerator):
@@ -146,13 +164,13 @@ def _continuation(given: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _distributions(logits: Any, tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """[1, n, V] float32, the distributions that the tokens [1, n] are said to be drawn from. Raises ValueError for logits that
-    they cannot be drawn from."""
-    count = tokens.shape[1]
+    """[n, V] float32, the distributions that the tokens [n] are said to be drawn from. Raises ValueError for logits that they
+    cannot be drawn from."""
+    count = len(tokens)
     shape = list(logits.shape) if isinstance(logits, torch.Tensor) else []
     if len(shape) != 3 or shape[0] != 1 or shape[1] < count or shape[2] != vocabulary:
         raise ValueError(f"candidate logits: expected [1, {count} or more, {vocabulary}], got {shape}")
-    q = probabilities(logits[:, :count].to(tokens.device, torch.float32))
-    if not bool((q.gather(-1, tokens.clamp(0, vocabulary - 1)[:, :, None]) > 0).all()):  # false for NaN
+    q = probabilities(logits[0, :count].to(tokens.device, torch.float32))
+    if not bool((q.gather(-1, tokens.clamp(0, vocabulary - 1)[:, None]) > 0).all()):  # false for NaN
         raise ValueError("candidate logits: a drafted token has the probability 0, or the logits are no numbers")
     return q

@@ -70,9 +70,10 @@ def _parse(draft: Any, quantization: Any) -> Spec:
         return _at_path(draft) if draft.quantizes == "model" else draft
     if isinstance(draft, (list, tuple)):
         return METHODS["combined"](tuple(_parse(part, quantization) for part in draft))
-    for kind in METHODS.values():
-        if kind.takes(draft):
-            return kind(draft)  # type: ignore[no-any-return]
+    if not isinstance(draft, (str, os.PathLike)):  # for which other packages need not be asked
+        for kind in METHODS.values():
+            if kind.takes(draft):
+                return kind(draft)  # type: ignore[no-any-return]
     if isinstance(unwrapped(draft), PreTrainedModel):
         if quantization is not None:
             raise ValueError(

@@ -187,7 +187,7 @@ class AssistantHead(Head):
             self.model.norm = _Norm(config.width, config.rms_norm_eps)
             self.masked_embedding = None if config.centroids is None else _Centroids(config, *config.centroids)
         tensors = _initial(self) if tensors is None else _untied(tensors, fields)
-        require_tensors(_shapes(tensors), _shapes(self.state_dict()), "it")
+        require_tensors(_shapes_by_name(tensors), _shapes_by_name(self.state_dict()), "it")
         self.load_state_dict(tensors, assign=True)
         if self.masked_embedding is not None:
             self.masked_embedding.require_sound()
@@ -432,5 +432,5 @@ def _untied(tensors: Mapping[str, torch.Tensor], fields: Mapping[str, Any]) -> d
     return found
 
 
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

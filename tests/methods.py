@@ -135,5 +135,4 @@ LISTS = [
     ("eagle", "early-exit"),
     ("early-exit", "suffix", "eagle", "medusa"),
     ("layer-skip", "medusa", "early-exit"),
-    ("assistant", "eagle", "early-exit"),
 ]

@@ -302,11 +302,13 @@ def test_continued_turns(session):
     assert pair.totals.accepted > 0
 
 
+@pytest.mark.parametrize("last", ["suffix", "early-exit:1"])
 @pytest.mark.parametrize("make", [list, Merged], ids=["in turns", "in one tree"])
-def test_among_others(make):
-    """Another head reads other states of the same forward passes, and others propose in some rounds."""
+def test_among_others(make, last):
+    """Another head reads other states of the same forward passes, and others propose in some rounds or write drafts into the
+    same slots."""
     model = target()
-    spec = make([Assistant(trained_assistant(model)), Eagle(trained_head(model, 3, steps=30)), "suffix"])
+    spec = make([Assistant(trained_assistant(model)), Eagle(trained_head(model, 3, steps=30)), last])
     pair = AssistedModelForCausalLM.from_models(model, draft=spec, draft_length=4)
     for inputs in one_and_four(model):
         with no_fallback():

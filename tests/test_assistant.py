@@ -43,6 +43,7 @@ from assisted.heads.assistant import (
     sources_of,
 )
 from assisted.lengths.rates import Rates
+from assisted.training.assistant import AssistantSettings, AssistantTraining
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 FILE = "model.safetensors"
@@ -665,3 +666,24 @@ def test_fields_for_any_target():
     assert (fields["backbone_hidden_size"], fields["text_config"]["hidden_size"]) == (32, 16)
     mixed = fields_for(target(2))
     assert mixed["text_config"]["layer_types"] == ["sliding_attention"] * 3 + ["full_attention"]
+
+
+@torch.no_grad()
+def test_training_steps_are_the_steps_of_a_draft():
+    """Column i of step s is what an assistant says of the text up to token i + 1, and then of s tokens that follow."""
+    model = target()
+    method = AssistantTraining(model, AssistantSettings(layers=3))
+    for parameter in method.student.parameters():
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+    ids = random_ids(model, 2, 20)
+    reference, text = Reference(model, method.student), ids[1].tolist()
+    found = []
+    method.student.logits, logits = (
+        lambda states, target=None: found.append(states) or logits(states),
+        method.student.logits,
+    )
+    method.acceptance(ids)
+    for step, states in enumerate(found[:3]):
+        for column in (0, 3, 11, 14):
+            expected = reference.logits(text[: column + 2], text[column + 2 : column + 2 + step])
+            assert torch.allclose(logits(states[1, column]), expected, atol=ROUNDING)

@@ -52,6 +52,7 @@ class Assistant(EagleOptions):
 
     title = "Gemma 4 assistants"
     acceptance = (0.5, 0.9)
+    training = "assisted.training.assistant:AssistantTraining"
     not_served = "give the engine the assistant's own folder"
 
     path: str | PreTrainedModel | AssistantHead

@@ -56,7 +56,7 @@ class Source(NamedTuple):
 
 class Keys(NamedTuple):
     """What layers of one type attend to: keys and values [R, heads, S, size], and which of them each row sees, [R, 1, 1, S]
-    bool; None for all."""
+    bool, or each column, [1, 1, n, S]; None for all."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -199,7 +199,7 @@ class AssistantHead(Head):
         """One step over n columns, none of which sees another.
 
         embeddings: [R, n, Hb], of each column's token. states: [R, n, Hb], the target's or from the step before. position_ids:
-        [R, 1] int64, the same in all steps. keys: by type of layer, of the rows.
+        [R, 1] or [1, n] int64, the same in all steps. keys: by type of layer, of the rows.
 
         Returns what `logits` takes, [R, n, H], and the next states, [R, n, Hb].
         """

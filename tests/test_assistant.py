@@ -479,6 +479,17 @@ def test_ours_is_right_by_enumeration(one_hot):
     assert torch.allclose(drafted @ first.nan_to_num(), P, atol=1e-6)
 
 
+def test_an_assistant_that_is_never_right_is_reported(monkeypatch):
+    monkeypatch.setattr(eagle, "ENOUGH", 10)
+    model = target()
+    good, bad = assisted(model, tree=False), assisted(model, random_assistant(model), tree=False)
+    for pair in (good, bad):
+        pair.generate(**one_and_four(model)[0], **(CALL | {"max_new_tokens": 30}))
+    assert good.report.warnings == ()
+    (said,) = bad.report.warnings
+    assert "hardly ever accepted" in said and "position='last'" in said
+
+
 # ---- checkpoints
 
 

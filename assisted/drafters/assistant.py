@@ -117,6 +117,10 @@ class AssistantDrafting(HeadDrafting):
     """One `generate`. All it keeps is `state`, [B, Hb]: the target's state of the token before each row's newest one."""
 
     drafter: AssistantDrafter
+    suspicion = (
+        "the first token that the assistant drafts is hardly ever accepted: it may be of another target, or it may have "
+        "been trained for the other position; try Assistant(..., position='last')"
+    )
 
     def __init__(self, drafter: AssistantDrafter, call: Call):
         super().__init__(drafter, call)
@@ -124,6 +128,10 @@ class AssistantDrafting(HeadDrafting):
         self.state = call.states[self.tap][:, -1].clone()
 
     def propose(self, text: Text, budget: int) -> Draft:
+        self.proposed = draft = self._draft(text, budget)
+        return draft
+
+    def _draft(self, text: Text, budget: int) -> Draft:
         self.require_numbers()
         self.grown = None
         step = Step(self.drafter.head, self.call.target, self.drafter.spec.position)
@@ -148,6 +156,7 @@ class AssistantDrafting(HeadDrafting):
         )
         self.state = states[torch.arange(len(last), device=states.device), last]
         self.learn(round.kept)
+        self.watch(round)
 
 
 class Step:

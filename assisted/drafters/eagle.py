@@ -42,6 +42,7 @@ from .tree_growth import Growing, Limits, grow, learn
 
 TOP_K_CPU, TOP_K = 4, 10
 NODES_CPU, NODES = 16, 60
+ENOUGH, FEW = 200, 0.02  # drafts, and the share of accepted first tokens below which something is wrong with a head
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class EagleDrafter(Drafter):
         self.spec, self.head, self.needs = spec, head, needs
         self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
+        self.drafts = self.accepted = 0  # drafts, and those whose first token was accepted
         self._fused: tuple[Source, PreparedModule] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,6 +175,9 @@ class EagleDrafter(Drafter):
 class HeadDrafting(ChainDrafting):
     """Chains, or trees of a worthwhile size."""
 
+    suspicion = ""  # what the report says of a head that is hardly ever right
+    proposed: Draft | None = None  # of a subclass that calls `watch`
+
     def __init__(self, drafter: EagleDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
@@ -199,6 +204,16 @@ class HeadDrafting(ChainDrafting):
             drafting = (grown.forwards + 1) * costs.draft
             most, _ = best_size(worth, lambda nodes: drafting + costs.verify_seconds(nodes + 1))
         return grown.draft(most, worth)
+
+    def watch(self, round: Round) -> None:
+        """Note the suspicion if hardly any draft's first token was accepted."""
+        drafter = self.drafter
+        if not round.draft.is_that_of(self.proposed):
+            return
+        drafter.drafts += sum(count > 0 for count in round.drafted)
+        drafter.accepted += sum(count > 0 for count in round.accepted)
+        if drafter.drafts >= ENOUGH and drafter.accepted < FEW * drafter.drafts:
+            self.call.settings.note(self.suspicion)
 
     def learn(self, counts: list[int]) -> None:
         """Learn how often the head is right. counts: committed tokens, per row."""

@@ -288,6 +288,24 @@ def test_text_is_the_targets(shared, trained, tree):
     assert not trained or pair.totals.accepted > 20
 
 
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_as_published_with_eyes_and_ears(kind):
+    """AutoModelForCausalLM makes checkpoints of Gemma 4 models that read images, too, of which only the text part drafts."""
+    own = target(2).config.to_dict()
+    text = CONFIG_MAPPING[f"{kind}_text"]
+    fields = {name: value for name, value in own.items() if name in {*text.__dataclass_fields__, "per_layer_config"}}
+    config = CONFIG_MAPPING[kind](text_config=text(**fields).to_dict(), vision_config=None, audio_config=None)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    assert type(model).__name__.endswith("ForConditionalGeneration")
+    pair = assisted(model, random_assistant(model), tree=False)
+    for inputs in one_and_four(model):
+        with no_fallback():
+            ours = pair.generate(**inputs, **CALL)
+        assert ours.tolist() == model.generate(**inputs, **CALL).tolist()
+    assert pair.totals.drafted > 0
+
+
 @pytest.mark.parametrize("session", [False, True])
 def test_continued_turns(session):
     """Nothing of the assistant's own outlives a call; a later turn reads what the target has."""

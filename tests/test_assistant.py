@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.generation.utils import _speculative_sampling
 
 from assisted import Assistant, AssistedModelForCausalLM, Eagle, Merged, acceptance
-from assisted.drafters import METHODS, eagle, parse
+from assisted.drafters import METHODS, eagle, parse, registry
 from assisted.drafters.assistant import AssistantDrafter, AssistantDrafting, AssistantReader, Step
 from assisted.drafters.base import Room
 from assisted.drafters.chain import ChainDrafting
@@ -31,6 +31,7 @@ from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.recurrent import target_runner
 from assisted.engine.traits import Traits
+from assisted.heads import files
 from assisted.heads.assistant import (
     AssistantConfig,
     AssistantHead,
@@ -43,6 +44,7 @@ from assisted.heads.assistant import (
     sources_of,
 )
 from assisted.lengths.rates import Rates
+from assisted.loading.files import local_folder
 from assisted.training.assistant import AssistantSettings, AssistantTraining
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
@@ -525,6 +527,24 @@ def test_transformers_model_is_a_draft(tmp_path):
             assert pair.generate(**inputs, **CALL).tolist() == expected
         assert pair.report.drafted > 0
         assert all(torch.equal(t, theirs.state_dict()[n]) for n, t in pair.drafter.head.state_dict().items())
+
+
+def test_a_hub_id_that_is_not_here_yet(stored, monkeypatch):
+    """Its config.json is fetched to see what it is."""
+    cached: dict[str, Any] = {}
+
+    def downloaded(repository: str, **options: Any) -> str:
+        assert repository == "org/assistant"
+        cached.setdefault("asked", options.get("allow_patterns"))
+        return str(stored)
+
+    monkeypatch.setattr(files, "snapshot_download", downloaded)
+    monkeypatch.setattr(
+        registry, "local_folder", lambda path: stored if path == "org/assistant" and cached else local_folder(path)
+    )
+    pair = AssistedModelForCausalLM.from_models(target(), draft="org/assistant", draft_length=3)
+    assert pair.spec == Assistant("org/assistant") and isinstance(pair.drafter, AssistantDrafter)
+    assert cached["asked"] == ["config.json"]
 
 
 def test_saved_with_the_pair(tmp_path):

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .configuration import AssistedConfig
     from .drafters import (
         MTP,
+        Assistant,
+        Candidates,
         Combined,
         DraftModel,
         DraftTree,
@@ -51,8 +53,10 @@ else:
 
 __all__ = [
     "MTP",
+    "Assistant",
     "AssistedConfig",
     "AssistedModelForCausalLM",
+    "Candidates",
     "Combined",
     "DraftModel",
     "DraftTree",

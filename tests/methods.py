@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from architectures import Architecture, half_right, made_once, random_ids
+from assistant_heads import trained_assistant
 from eagle_heads import random_head, trained_head
 from medusa_heads import knowing_what_follows
 from mtp_heads import trained_mtp
 from transformers import PreTrainedModel
 
-from assisted import MTP, DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
+from assisted import MTP, Assistant, DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
 
 __all__ = ["HEADS", "LISTS", "METHODS", "Method"]
 
@@ -25,6 +26,12 @@ LAYERS_OF_THEIR_OWN = {
     *("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt", "xglm"),
 }
 """Architectures whose layers need more than hidden states, positions, a mask and a cache, or attention other than sdpa."""
+
+WITHOUT_KEYS_TO_SHARE = {
+    *("biogpt", "bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt", "xglm", "llama4"),
+    *("deepseek_v2", "deepseek_v3"),
+}
+"""Architectures without rotary embeddings in halves, or whose keys and values have different sizes."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,10 @@ def eagle_3(target: PreTrainedModel) -> Eagle:
         return Eagle(random_head(target, 3), tree=True)
 
 
+def shares_no_keys(architecture: Architecture) -> bool:
+    return architecture.name in WITHOUT_KEYS_TO_SHARE
+
+
 def has_own_layers(architecture: Architecture) -> bool:
     return architecture.name in LAYERS_OF_THEIR_OWN
 
@@ -96,6 +107,12 @@ METHODS = [
     Method("eagle-3, trees", eagle_3, refuses=stacks_states, tree=True),
     Method("mtp, chains", lambda target: MTP(trained_mtp(target, steps=30), tree=False), refuses=has_own_layers),
     Method("mtp, trees", lambda target: MTP(trained_mtp(target, steps=30)), refuses=has_own_layers, tree=True),
+    Method(
+        "assistant, chains",
+        lambda target: Assistant(trained_assistant(target, steps=30), tree=False),
+        refuses=shares_no_keys,
+    ),
+    Method("assistant, trees", lambda target: Assistant(trained_assistant(target)), refuses=shares_no_keys, tree=True),
 ]
 
 HEADS = {
@@ -103,6 +120,7 @@ HEADS = {
     "eagle-1": lambda target: Eagle(trained_head(target, 1, steps=30, unrolled=1), tree=False),
     "random eagle": lambda target: Eagle(random_head(target, 3, seed=7, taps=(1, 2)), tree=False),
     "medusa": lambda target: Medusa(knowing_what_follows(target)),
+    "assistant": lambda target: Assistant(trained_assistant(target, steps=30)),
     "early-exit": lambda target: "early-exit:1",
     "layer-skip": lambda target: "layer-skip:0.25",
     "suffix": lambda target: Suffix(tree=True),

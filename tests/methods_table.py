@@ -69,6 +69,14 @@ LINES = [
     Line("medusa", '`"medusa:DIR"`', "heads for this target", '"zoo:medusa"'),
     Line("eagle", '`"eagle:DIR"`', "a head for this target", '"zoo:eagle3"'),
     Line("mtp", '`"mtp"`', "a target whose checkpoint has the head"),
+    Line("assistant", '`"assistant:ID"`, folder', "an assistant of this Gemma 4, or one trained for this target"),
+    Line(
+        "candidates",
+        "a candidate generator",
+        "an object of transformers' interface",
+        "Candidates(lambda ids: PromptLookupCandidateGenerator(max_length=10_000))",
+        "../howto/candidate-generators.md",
+    ),
     Line("combined", '`["suffix", "org/draft"]`', "what its parts need", '["suffix", "zoo:draft"]'),
     Line(
         "merged",

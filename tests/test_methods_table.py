@@ -10,21 +10,35 @@ from typing import Any
 
 import pytest
 import torch
+from assistant_heads import random_assistant
 from methods_table import LINES, PAGE, Line, section, table, tree_option
 from mtp_heads import random_mtp
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from assisted import MTP, AssistedModelForCausalLM, Merged, zoo
+from assisted import MTP, Assistant, AssistedModelForCausalLM, Candidates, Merged, zoo
 from assisted.drafters import METHODS, Target, parse
 from assisted.drafters.guarded import Guarded
 from assisted.drafts import Draft, DraftingStopped
 
 PROMPT = "def mean(values):\n    total = 0\n    for value in values:\n        total"
+NAMES = {
+    "Candidates": Candidates,
+    "Merged": Merged,
+    "PromptLookupCandidateGenerator": PromptLookupCandidateGenerator,
+}
+
+
+def shipped() -> Any:
+    return AssistedModelForCausalLM.from_pretrained("zoo:target").target
+
+
 NEEDS_BACKEND = {"self"}
-# in a family of quantization that every CPU has; the shipped target has no MTP head
+# in a family of quantization that every CPU has; the shipped target has no MTP head and no assistant
 DRAFTS: dict[str, Callable[[], Any]] = {
     "self": lambda: "self:int8-torchao",
-    "mtp": lambda: MTP(random_mtp(AssistedModelForCausalLM.from_pretrained("zoo:target").target)),
+    "mtp": lambda: MTP(random_mtp(shipped())),
+    "assistant": lambda: Assistant(random_assistant(shipped()), nodes=4),
 }
 
 
@@ -43,7 +57,7 @@ def test_every_method_has_a_line() -> None:
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.title)
 def test_what_is_written_is_that_method(line: Line) -> None:
     for code in {*re.findall(r"`([^`]+)`", line.written), *filter(None, [line.example])}:
-        assert type(parse(eval(code, {"Merged": Merged}))) is METHODS[line.method]
+        assert type(parse(eval(code, NAMES))) is METHODS[line.method]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -64,7 +78,7 @@ def lines() -> list[Any]:
 @pytest.mark.parametrize("line", lines())
 def test_methods_do_what_they_declare(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     example = line.example or re.findall(r"`([^`]+)`", line.written)[0]
-    spec = parse(DRAFTS[line.method]() if line.method in DRAFTS else eval(example, {"Merged": Merged}))
+    spec = parse(DRAFTS[line.method]() if line.method in DRAFTS else eval(example, NAMES))
     seen: list[Draft] = []
     propose = Guarded.propose
 

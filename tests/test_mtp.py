@@ -18,7 +18,7 @@ from test_eagle import Reference, one_and_four, rows_of, watched
 from transformers import DynamicCache
 
 from assisted import MTP, AssistedModelForCausalLM, Eagle, Merged
-from assisted.drafters import METHODS, eagle, mtp, parse
+from assisted.drafters import METHODS, eagle, parse
 from assisted.drafters.base import Room
 from assisted.drafters.mtp import MTPDrafter, MTPDrafting
 from assisted.drafts import Draft
@@ -358,7 +358,7 @@ def test_among_others(make):
 
 
 def test_a_head_that_is_never_right_is_reported(monkeypatch):
-    monkeypatch.setattr(mtp, "ENOUGH", 10)
+    monkeypatch.setattr(eagle, "ENOUGH", 10)
     target = llama()
     wrong = random_mtp(target)
     with torch.no_grad():

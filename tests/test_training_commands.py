@@ -44,6 +44,7 @@ def call(school, method, out, *more):
         ("eagle", ["--version", "1"], 5),
         ("eagle", ["--unroll", "2", "--format", "speculators", "--taps", "1", "2"], 5),
         ("mtp", ["--unroll", "2", "--positions", "4"], 4),
+        ("assistant", ["--layers", "2", "--unroll", "2", "--positions", "4", "--optimizer", "muon"], 4),
     ],
 )
 def test_every_method(school, tmp_path, capsys, method, options, places):
@@ -72,6 +73,7 @@ def test_every_method(school, tmp_path, capsys, method, options, places):
         ("eagle", ["--draft-vocab", "30"]),
         ("eagle", ["--format", "speculators"]),
         ("mtp", []),
+        ("assistant", []),
     ],
 )
 def test_stored_in_half_precision(school, tmp_path, method, options):
@@ -106,7 +108,7 @@ def test_what_is_refused(school, tmp_path, capsys):
     assert "heads: the checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["distill", "early-exit", "medusa", "eagle", "mtp"])
+@pytest.mark.parametrize("method", ["distill", "early-exit", "medusa", "eagle", "mtp", "assistant"])
 def test_help_says_what_everything_is(method, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", method, "--help"])

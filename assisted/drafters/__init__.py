@@ -24,6 +24,8 @@ from .draft_model import DraftModel, DraftTree
 from .medusa import Medusa
 from .eagle import Eagle
 from .mtp import MTP
+from .assistant import Assistant
+from .candidate_generator import Candidates
 from .combined import Combined
 from .merged import Merged
 from .auto import Auto
@@ -32,8 +34,10 @@ from .model_drafter import ModelDrafter
 __all__ = [
     "METHODS",
     "MTP",
+    "Assistant",
     "Auto",
     "Call",
+    "Candidates",
     "Combined",
     "DraftModel",
     "DraftTree",

@@ -219,6 +219,11 @@ class Spec:
         """Whether a folder, which a caller passes as draft, holds heads of this method. fields: of its config.json."""
         return False
 
+    @classmethod
+    def takes(cls, draft: Any) -> bool:
+        """Whether an object that a caller passes as draft is one of this method's, whose spec is then `cls(draft)`."""
+        return False
+
     def written(self, folder: str) -> dict[str, Any]:
         """The entry for config.json. folder: the subfolder of the saved pair that `save` writes to."""
         entry: dict[str, Any] = {"method": self.name}

@@ -5,6 +5,7 @@ The drafting itself is in model_drafter.py, tree_drafter.py and other_tokenizer.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,8 +18,9 @@ from ..engine.parts import uncompiled, unwrapped
 from ..engine.traits import Traits, require_rewindable
 from ..engine.trust import trust
 from ..engine.verifiable import obstacle_to
+from ..heads.files import find_folder
 from ..loading.adapters import base_path, require_in_layers, trusting
-from ..loading.files import loading, require_sound
+from ..loading.files import loading, local_folder, require_sound
 from ..loading.gguf import load_gguf, named_in
 from ..loading.quantization import load_quantized, require_runs, save_quantized
 from ..loading.vocabulary import find_tokenizer, same_tokens
@@ -26,7 +28,7 @@ from .base import Room, Spec, Target, require_positive
 from .model_drafter import ModelDrafter
 from .other_tokenizer import TranslatedDrafter
 from .recurrent_drafter import RecurrentDrafter
-from .registry import register
+from .registry import METHODS, kind_of, register
 from .tree_drafter import BEAM, CANDIDATES, TreeDrafter
 
 
@@ -74,6 +76,15 @@ class DraftModel(Spec):
         own = drafter.tokenizer or tokenizer
         if own is not None:
             own.save_pretrained(path)
+
+    def chosen(self, target: Target) -> Spec:
+        """The spec of another method if a Hub id that was not downloaded yet holds its heads, as config.json shows."""
+        path, kind = self.model, None
+        if isinstance(path, str) and self.quantization is None and local_folder(zoo.resolve(path)) is None:
+            with suppress(OSError, ValueError):  # what is wrong with the path, loading says
+                find_folder(path, ["config.json"])
+                kind = kind_of(path)
+        return self if kind is None else METHODS[kind](path)
 
     def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
         """Load the model. If its tokenizer differs from the target's, drafts are translated.

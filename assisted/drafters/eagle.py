@@ -22,6 +22,7 @@ from ..engine.parts import device_of, few_ids, unwrapped
 from ..engine.prepared import PreparedModule
 from ..engine.recurrent import slots_for, target_runner
 from ..engine.traits import Traits, require_verifiable_cache
+from ..engine.tree_reader import NodeReader
 from ..engine.trust import Trust
 from ..fast.fused import prepare
 from ..fast.graphs import Graphs
@@ -41,6 +42,7 @@ from .tree_growth import Growing, Limits, grow, learn
 
 TOP_K_CPU, TOP_K = 4, 10
 NODES_CPU, NODES = 16, 60
+ENOUGH, FEW = 200, 0.02  # drafts, and the share of accepted first tokens below which something is wrong with a head
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class EagleDrafter(Drafter):
         self.spec, self.head, self.needs = spec, head, needs
         self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
+        self.drafts = self.accepted = 0  # drafts, and those whose first token was accepted
         self._fused: tuple[Source, PreparedModule] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,11 +168,61 @@ class EagleDrafter(Drafter):
         """Save the head in a format that the spec reads."""
         save_eagle(self.head, folder)
 
-    def start(self, call: Call) -> EagleDrafting:
+    def start(self, call: Call) -> HeadDrafting:
         return EagleDrafting(self, call)
 
 
-class EagleDrafting(ChainDrafting):
+class HeadDrafting(ChainDrafting):
+    """Chains, or trees of a worthwhile size."""
+
+    suspicion = ""  # what the report says of a head that is hardly ever right
+    proposed: Draft | None = None  # of a subclass that calls `watch`
+
+    def __init__(self, drafter: EagleDrafter, call: Call):
+        super().__init__(call)
+        self.drafter = drafter
+        wanted = not call.distribution.do_sample if drafter.spec.tree is None else drafter.spec.tree
+        self.trees = wanted and call.target.masks.trees
+        self.rates = drafter.rates[call.distribution.do_sample]
+        self.grown: Growing | None = None  # the proposed tree, until it is verified
+
+    def draft_tree(self, reader: NodeReader, logits: torch.Tensor, text: Text, depth: int) -> Draft:
+        """A tree of a worthwhile size, or of a fixed one. The head reads the best `top_k` nodes of every level.
+
+        logits: [B, 1, Vd], after the committed text.
+        """
+        length, top_k, most = self.call.length, self.drafter.top_k, self.drafter.most
+        limits = Limits(depth, top_k, top_k, most, depth * top_k, by_level=True)
+
+        def goes_on(grown: Growing) -> bool:
+            return length.run_again(grown.forwards + 1)
+
+        grown = self.grown = grow(reader, self.call, text, logits, self.rates, limits, goes_on)
+        worth = grown.worth()
+        if self.drafter.spec.nodes is None:
+            costs = length.costs or UNMEASURED
+            drafting = (grown.forwards + 1) * costs.draft
+            most, _ = best_size(worth, lambda nodes: drafting + costs.verify_seconds(nodes + 1))
+        return grown.draft(most, worth)
+
+    def watch(self, round: Round) -> None:
+        """Note the suspicion if hardly any draft's first token was accepted."""
+        drafter = self.drafter
+        if not round.draft.is_that_of(self.proposed):
+            return
+        drafter.drafts += sum(count > 0 for count in round.drafted)
+        drafter.accepted += sum(count > 0 for count in round.accepted)
+        if drafter.drafts >= ENOUGH and drafter.accepted < FEW * drafter.drafts:
+            self.call.settings.note(self.suspicion)
+
+    def learn(self, counts: list[int]) -> None:
+        """Learn how often the head is right. counts: committed tokens, per row."""
+        if self.grown is not None:
+            learn(self.rates, self.grown.offers, self.grown.text, counts)
+            self.grown = None
+
+
+class EagleDrafting(HeadDrafting):
     """The head's slots during one `generate`.
 
     Column s combines the target's feature of one token with the token after it. Hence the last committed token has no column.
@@ -178,14 +231,9 @@ class EagleDrafting(ChainDrafting):
     """
 
     def __init__(self, drafter: EagleDrafter, call: Call):
-        super().__init__(call)
-        self.drafter = drafter
-        wanted = not call.distribution.do_sample if drafter.spec.tree is None else drafter.spec.tree
-        self.trees = wanted and call.target.masks.trees
+        super().__init__(drafter, call)
         self.runner: HeadRunner | None = None
         self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F], and their number per row
-        self.rates = drafter.rates[call.distribution.do_sample]
-        self.grown: Growing | None = None  # the proposed tree, until it is verified
         # hidden states of the prompt, until the head first runs; of its last columns only if the caller passed past keys and
         # values, or if the prompt was read in chunks
         self.prompt = self._read(call.states)
@@ -239,9 +287,7 @@ class EagleDrafting(ChainDrafting):
             kept = padded([columns[:width] for columns in path], features.device)[:, :, None]
             features = features.gather(1, kept.expand(-1, -1, features.shape[-1]))
         self.unread.append((features[:, :width], counts))
-        if self.grown is not None:
-            learn(self.rates, self.grown.offers, self.grown.text, counts)
-            self.grown = None
+        self.learn(counts)
 
     def _read(self, states: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """The hidden states that the head reads, [B, n, Ht] each, on its device."""
@@ -286,21 +332,8 @@ class EagleDrafting(ChainDrafting):
         return runner.read(tokens, runner.head.fuse(features), counts)
 
     def _tree(self, runner: HeadRunner, text: Text, state: torch.Tensor, depth: int) -> Draft:
-        """A tree of a worthwhile size, or of a fixed one. The head reads the best `top_k` nodes of every level."""
-        length, top_k, most = self.call.length, self.drafter.top_k, self.drafter.most
-        reader = LevelReader(runner, state, depth * top_k)
-        limits = Limits(depth, top_k, top_k, most, depth * top_k, by_level=True)
-
-        def goes_on(grown: Growing) -> bool:
-            return length.run_again(grown.forwards + 1)
-
-        grown = self.grown = grow(reader, self.call, text, reader.logits(), self.rates, limits, goes_on)
-        worth = grown.worth()
-        if self.drafter.spec.nodes is None:
-            costs = length.costs or UNMEASURED
-            drafting = (grown.forwards + 1) * costs.draft
-            most, _ = best_size(worth, lambda nodes: drafting + costs.verify_seconds(nodes + 1))
-        return grown.draft(most, worth)
+        reader = LevelReader(runner, state, depth * self.drafter.top_k)
+        return self.draft_tree(reader, reader.logits(), text, depth)
 
     def _chain(self, runner: HeadRunner, text: Text, state: torch.Tensor, budget: int) -> Draft:
         device = text.ids.device
@@ -345,9 +378,10 @@ def needs_of(head: Head, model: PreTrainedModel) -> Needs:
         target = target_runner(model, slots_for(model, None, 1, ids.shape[1], masks), masks, needs)
         with torch.no_grad():
             target.prefill(ids, None)
+            columns = 1 if head.reads_end else ids.shape[1]
             for tap in config.taps:
-                shape = tuple(target.states[tap].shape)
-                if shape != (1, ids.shape[1], config.target_hidden_size):
+                shape = tuple(target.states[tap][:, -columns:].shape)
+                if shape != (1, columns, config.target_hidden_size):
                     raise ValueError(
                         f"hidden state {tap} of {ids.shape[1]} tokens has the shape {shape}; expected a width of "
                         f"{config.target_hidden_size}"

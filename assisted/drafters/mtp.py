@@ -22,8 +22,6 @@ from .base import Call, Room, Spec, Target
 from .eagle import EagleDrafter, EagleDrafting, EagleOptions
 from .registry import register
 
-ENOUGH, FEW = 200, 0.02  # drafts, and the share of accepted first tokens below which something is wrong with a head
-
 
 @register("mtp")
 @dataclass(frozen=True)
@@ -77,13 +75,9 @@ class MTP(EagleOptions):
 
 
 class MTPDrafter(EagleDrafter):
-    """A loaded head, and how often the first token of its drafts was accepted."""
+    """A loaded head, which is not changed."""
 
     head: MTPHead
-
-    def __init__(self, spec: MTP, head: MTPHead, needs: Needs):
-        super().__init__(spec, head, needs)
-        self.drafts = self.accepted = 0
 
     def fused(self, head: Any, trusted: Trust) -> PreparedModule:
         """The head unchanged: its layer is the target's, of any kind."""
@@ -99,8 +93,10 @@ class MTPDrafter(EagleDrafter):
 class MTPDrafting(EagleDrafting):
     """As an EAGLE head's. The report warns of a head that is hardly ever right, as a wrongly read one would be."""
 
-    drafter: MTPDrafter
-    proposed: Draft | None = None
+    suspicion = (
+        "the first token that the MTP head drafts is hardly ever accepted: the head may be of another checkpoint, or "
+        "its norms may have been shifted twice when it was converted"
+    )
 
     def propose(self, text: Text, budget: int) -> Draft:
         self.proposed = draft = super().propose(text, budget)
@@ -108,16 +104,7 @@ class MTPDrafting(EagleDrafting):
 
     def observe(self, round: Round) -> None:
         super().observe(round)
-        drafter = self.drafter
-        if not round.draft.is_that_of(self.proposed):
-            return
-        drafter.drafts += sum(count > 0 for count in round.drafted)
-        drafter.accepted += sum(count > 0 for count in round.accepted)
-        if drafter.drafts >= ENOUGH and drafter.accepted < FEW * drafter.drafts:
-            self.call.settings.note(
-                "the first token that the MTP head drafts is hardly ever accepted: the head may be of another checkpoint, or "
-                "its norms may have been shifted twice when it was converted"
-            )
+        self.watch(round)
 
 
 def _numbers(target: PreTrainedModel) -> int:

@@ -50,7 +50,8 @@ def parse(draft: Any, quantization: Any = None) -> Spec:
     """The spec for a caller's `draft`.
 
     draft: a Hub id, a folder, "zoo:NAME", "METHOD" or "METHOD:DETAILS", a spec, a causal LM with or without a PEFT adapter,
-        or a list of these; "ONE+ANOTHER" is the list of the two. None is "suffix", which needs no second model.
+        an object that a method takes (`Spec.takes`), or a list of these; "ONE+ANOTHER" is the list of the two. None is
+        "suffix", which needs no second model.
     quantization: of a draft model that is given by path.
 
     Raises ValueError for unknown names and for a quantization that does not apply, TypeError for other types.
@@ -69,6 +70,10 @@ def _parse(draft: Any, quantization: Any) -> Spec:
         return _at_path(draft) if draft.quantizes == "model" else draft
     if isinstance(draft, (list, tuple)):
         return METHODS["combined"](tuple(_parse(part, quantization) for part in draft))
+    if not isinstance(draft, (str, os.PathLike)):  # for which other packages need not be asked
+        for kind in METHODS.values():
+            if kind.takes(draft):
+                return kind(draft)  # type: ignore[no-any-return]
     if isinstance(unwrapped(draft), PreTrainedModel):
         if quantization is not None:
             raise ValueError(

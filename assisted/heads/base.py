@@ -19,6 +19,8 @@ class Head(nn.Module):
         config: its taps, vocab_size, hidden_size, target_hidden_size and max_position_embeddings, as in `EagleConfig`.
         title: what it is, for messages.
         shares_output: it predicts tokens with the target's output embedding.
+        reads_end: of the prompt, it reads the last token's state alone. Some targets compute no other (Gemma 4's layers that
+            share keys).
         d2t: [Vd] int64, the offset from a draft token's id to the target's; None if the head's vocabulary is the full one.
         fc: combines its inputs.
         rotary_emb: the positions of its layers.
@@ -27,6 +29,7 @@ class Head(nn.Module):
     config: Any
     title: str
     shares_output: bool
+    reads_end = False
     d2t: torch.Tensor | None
     fc: nn.Linear
     rotary_emb: nn.Module

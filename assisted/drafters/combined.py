@@ -272,8 +272,8 @@ class CombinedDrafting(Drafting):
 
 
 def of_continued(round: Round) -> Round:
-    """The round as the drafter sees it whose chains another one continued: the draft and its counts are its own, everything else
-    is that of the whole."""
+    """The round as the drafter sees it whose chains another one continued: the draft and its counts are its own, everything
+    else is that of the whole."""
     own = round.draft.continued
     if own is None:
         return round

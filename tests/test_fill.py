@@ -22,7 +22,7 @@ from assisted.drafters.ngram import NGramDrafting
 from assisted.drafters.suffix import SuffixDrafter, SuffixDrafting
 from assisted.drafts import Draft, Round
 from assisted.engine.prepared import CallSettings
-from assisted.lengths import Confidence
+from assisted.lengths import Confidence, Costs
 
 pytestmark = pytest.mark.usefixtures("invariants")
 
@@ -126,6 +126,8 @@ def test_a_round_as_the_first_drafter_sees_it():
 class Seeing(Drafting):
     """A drafter, and its draft length, that keep what they see. It proposes one chain, or adds one token to another's."""
 
+    costs = None
+
     def __init__(self, tokens=()):
         self.tokens, self.seen = tokens, []
 
@@ -161,6 +163,19 @@ def test_who_proposed_sees_its_own_part_and_the_others_the_whole():
     assert (first.draft.tokens.tolist(), first.drafted, first.depths, first.accepted) == ([[1, 2]], [3], [2], [2])
     assert second is round  # the costs of a forward pass are those of all its positions
     assert length.members[0].accepted.mean() == 3
+    assert (length.members[0].filled.total, length.members[0].filled.weight) == (1, 1)
+
+
+def test_nothing_is_added_where_it_costs_more_than_it_saves():
+    """A round of 1 s commits 2 tokens. What was added is accepted for 2 of 10 positions, as is guessed at first."""
+    for position, depth in ((0.09, 6), (0.11, 0)):
+        member = Member(SimpleNamespace(costs=Costs(((1, 1.0), (9, 1 + 8 * position)), 0.0)))
+        member.learn(1.0, 1.0, 1.0)
+        assert member.depth_to_fill(chain([3, 4]), 6) == depth
+        member.filled.add(20, 100)
+        assert member.depth_to_fill(chain([3, 4]), 6) == depth
+    member.filled.add(20, 0)
+    assert member.depth_to_fill(chain([3, 4]), 6) == 6
 
 
 def test_a_draft_that_the_target_has_half_read_is_not_continued():

@@ -19,7 +19,7 @@ from ..drafts import Draft, Round
 from ..engine.needs import NOTHING
 from ..engine.prepared import CallSettings
 from ..lengths.base import DraftLength, Length
-from ..lengths.cost_model import KEEP_LOCAL, DecayedMean
+from ..lengths.cost_model import KEEP_LOCAL, PRIOR, DecayedMean
 from ..text import Text
 from .base import Call, Drafter, Drafting, Spec, Target
 from .registry import parse, read, register
@@ -27,6 +27,8 @@ from .registry import parse, read, register
 TRIED = 3  # rounds after which a drafter's averages are used
 CERTAIN = 2.0  # while some drafter has fewer rounds, a draft with this many expected tokens is used,
 SURE = 0.75  # or with this share of the tokens that it may have: before its costs are known, these are few
+
+FILLED = 0.2  # guess of the accepted share of what is added to a draft
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class CombinedDrafter(Drafter):
 class Member:
     """A drafter of a combination, with averages over the rounds in which it drafted.
 
-    accepted: tokens per round. kept: accepted tokens, of those that it estimated in advance. seconds: per round.
+    accepted: tokens per round. kept: accepted tokens, of those that it estimated in advance. seconds: per round. filled:
+    accepted tokens per position that others added to its drafts.
     """
 
     length: Length
@@ -146,6 +149,7 @@ class Member:
     accepted: DecayedMean = field(default_factory=DecayedMean)
     kept: DecayedMean = field(default_factory=DecayedMean)
     seconds: DecayedMean = field(default_factory=DecayedMean)
+    filled: DecayedMean = field(default_factory=DecayedMean)
 
     def rate(self, accepted: float | None = None) -> float:
         """Tokens per second in its rounds. accepted: expected accepted tokens of a given draft instead of the average."""
@@ -155,6 +159,14 @@ class Member:
         """The drafter's own estimate of accepted tokens, corrected by the accuracy of its earlier estimates."""
         return expected * self.kept.mean(1.0) if self.rounds >= TRIED else expected
 
+    def depth_to_fill(self, draft: Draft, budget: int) -> int:
+        """How deep others may continue its draft: not at all where the positions cost more than they are expected to save."""
+        costs, width = self.length.costs, draft.width
+        if costs is None or width >= budget:
+            return budget
+        cost = costs.verify_seconds(1 + budget) - costs.verify_seconds(1 + width)
+        return budget if (budget - width) * self.filled.mean(FILLED, PRIOR) > cost * self.rate() else 0
+
     def learn(self, accepted: float, expected: float, seconds: float) -> None:
         self.rounds += 1
         self.accepted.add(accepted, keep=KEEP_LOCAL)
@@ -163,7 +175,7 @@ class Member:
 
     def following(self, length: Length) -> Member:
         """For the next call: the same past, with that call's length."""
-        averages = {name: getattr(self, name).faded() for name in ("accepted", "kept", "seconds")}
+        averages = {name: getattr(self, name).faded() for name in ("accepted", "kept", "seconds", "filled")}
         return replace(self, length=length, **averages)
 
 
@@ -196,6 +208,8 @@ class CombinedLength(Length):
         chosen.length.observe(replace(own, drafted=round.drafted, draft=replace(own.draft, member=tuple(rest))))
         accepted = round.mean(round.accepted)
         chosen.learn(accepted, accepted if expected is None else expected, round.draft_seconds + round.verify_seconds)
+        added = max(round.drafted) - max(own.drafted)  # after rounds without, what was known fades
+        chosen.filled.add(accepted - round.mean(own.accepted), added, KEEP_LOCAL)
 
     def observe_other(self, round: Round) -> None:
         for member in self.members:
@@ -236,14 +250,14 @@ class CombinedDrafting(Drafting):
 
     def _continued(self, text: Text, draft: Draft, budget: int, proposer: int) -> Draft:
         """The draft, continued by the first drafter that finds something. Not one that was looked up, or is continued."""
-        if proposer not in self.filled or draft.expected is not None or draft.continued is not None:
+        budget = self.members[proposer].depth_to_fill(draft, budget)
+        if proposer not in self.filled or draft.expected is not None or draft.continued is not None or not budget:
             return draft
         for number, drafting in list(self.draftings.items()):
-            room = min(budget, self.members[number].budget)
-            if number == proposer or room < 1:
+            if number == proposer or self.members[number].budget < 1:
                 continue
             try:
-                filled = drafting.fill(text, draft, room)
+                filled = drafting.fill(text, draft, budget)
             except Exception as error:
                 self._lose(number, error)
                 continue

@@ -57,6 +57,12 @@ def half_heard(target: PreTrainedModel) -> list[list[int]]:
     return written.tolist()
 
 
+def in_parallel(draft: PreTrainedModel) -> PreTrainedModel:
+    """The model, which now says that it was trained for parallel drafting."""
+    draft.config.update({"spd_type": "pard", "pard_token": 3})
+    return draft
+
+
 def shares_keys(architecture: Architecture) -> bool:
     """Some layers read the keys and values that earlier layers made in the same pass."""
     return architecture.name == "gemma3n"
@@ -81,6 +87,7 @@ def has_own_layers(architecture: Architecture) -> bool:
 
 METHODS = [
     Method("draft-model", half_right),
+    Method("pard", lambda target: in_parallel(half_right(target))),
     Method("draft-tree", lambda target: DraftTree(half_right(target), nodes=24, beam=4, candidates=4), tree=True),
     Method("merged", lambda target: Merged((half_right(target), half_right(target, 2))), tree=True),
     Method("early-exit", lambda target: "early-exit", refuses=shares_keys),

@@ -81,6 +81,11 @@ def eagle_3(target: PreTrainedModel) -> Eagle:
         return Eagle(random_head(target, 3), tree=True)
 
 
+def parallel(target: PreTrainedModel) -> Eagle:
+    """A P-EAGLE head that was never trained."""
+    return Eagle(random_head(target, 3, mask_token_id=3))
+
+
 def has_own_layers(architecture: Architecture) -> bool:
     return architecture.name in LAYERS_OF_THEIR_OWN
 
@@ -101,6 +106,7 @@ METHODS = [
     Method("blockwise", lambda target: Medusa(knowing_what_follows(target), tree=False)),
     Method("eagle-1, chains", lambda target: Eagle(trained_head(target, 1, steps=30, unrolled=1), tree=False)),
     Method("eagle-3, trees", eagle_3, refuses=stacks_states, tree=True),
+    Method("p-eagle", parallel, refuses=stacks_states, accepts=False),
     Method("mtp, chains", lambda target: MTP(trained_mtp(target, steps=30), tree=False), refuses=has_own_layers),
     Method("mtp, trees", lambda target: MTP(trained_mtp(target, steps=30)), refuses=has_own_layers, tree=True),
 ]

@@ -54,6 +54,8 @@ class EagleConfig:
         norm_before_fc: EAGLE-3: one norm over the concatenated features, before `fc`.
         fc_norm: EAGLE-3: a norm for each tap, before they are concatenated.
         norm_output: EAGLE-3: the recurrent state is the output of the final norm.
+        mask_token_id: P-EAGLE (2602.01469), which is an EAGLE-3 head that drafts several tokens in one forward pass: the token
+            that stands for those not yet known. None (default) for other heads.
     """
 
     version: int
@@ -81,6 +83,7 @@ class EagleConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask_token_id: int | None = None
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
@@ -101,6 +104,12 @@ class EagleConfig:
             raise ValueError(
                 f"taps, target_hidden_size: EAGLE-1 reads one state as wide as its own ({self.hidden_size}), not "
                 f"{len(self.taps)} of {self.target_hidden_size}"
+            )
+        if self.mask_token_id is not None and not (
+            self.version == 3 and type(self.mask_token_id) is int and 0 <= self.mask_token_id < self.vocab_size
+        ):
+            raise ValueError(
+                f"mask_token_id: {self.mask_token_id!r} is not a token of an EAGLE-3 head with {self.vocab_size} tokens"
             )
         if not self.taps:
             raise ValueError("taps: name at least one of the target's hidden states")

@@ -24,6 +24,7 @@ __all__ = ["is_eagle", "load_eagle", "require_eagle", "save_eagle"]
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_KINDS = ("eagle3", "peagle")  # of speculators
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _VERSION = "0.9.0"  # of speculators, for the format written here
 
@@ -74,7 +75,7 @@ def is_eagle(fields: dict[str, Any], folder: Path) -> bool:
     EAGLE-1 heads have the config of a one-layer Llama model and are recognized by their tensor names.
     """
     if "speculators_model_type" in fields:
-        return fields["speculators_model_type"] == "eagle3"
+        return fields["speculators_model_type"] in _KINDS
     if "draft_vocab_size" in fields or "Eagle" in str(fields.get("architectures")):
         return True
     file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
@@ -91,8 +92,10 @@ def _checked(folder: Path, target: PreTrainedModel) -> tuple[Path, EagleConfig, 
     fields = fields_of(folder / "config.json")
     weights, shapes = find_file(folder, _FILES)
     kind = fields.get("speculators_model_type")
-    if kind is not None and kind != "eagle3":
-        raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}; only 'eagle3' can be read")
+    if kind not in (None, *_KINDS):
+        raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}; only {' and '.join(_KINDS)} can be read")
+    if fields.get("mask_token_id") is None and ("mask_hidden" in shapes or kind == "peagle"):
+        raise ValueError(f"draft: {folder / 'config.json'} lacks mask_token_id, the mask token of a P-EAGLE head")
     _require_fields(fields, shapes, folder / "config.json")
     _require_fields(fields.get("transformer_layer_config") or {}, shapes, folder / "config.json")
     config = _config_of(fields, shapes, target)
@@ -211,6 +214,7 @@ def _config_of(fields: Mapping[str, Any], tensors: Shapes, target: PreTrainedMod
         target_hidden_size=fields.get("target_hidden_size"),
         draft_vocab_size=fields.get("draft_vocab_size", 32000 if of_speculators else None),
         own_embedding=embedding,
+        mask_token_id=fields.get("mask_token_id"),
         **switches,
         **layer,
     )
@@ -285,6 +289,7 @@ def _as_eagle(head: EagleHead) -> dict[str, Any]:
         "target_hidden_size": config.target_hidden_size,
         "eagle_config": {"use_aux_hidden_state": True, _TAPS: [tap - 1 for tap in config.taps]},
         **{name: True for name in _SWITCHES if getattr(config, name)},
+        **_parallel(config),
     }
 
 
@@ -296,20 +301,23 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
     if target is not None:
         architectures = target.config.architectures or [type(target).__name__]
         verifier = {"name_or_path": public_name(target), "architectures": list(architectures)}
+    parallel = config.mask_token_id is not None
+    kind = "peagle" if parallel else "eagle3"
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleSpeculator" if parallel else "Eagle3DraftModel"],
+        "speculators_model_type": kind,
         "speculators_version": _VERSION,
         "draft_vocab_size": config.draft_vocab_size,
         **{name: getattr(config, name) for name in _SWITCHES},
         "target_hidden_size": config.target_hidden_size,
         _TAPS: list(config.taps),
-        "embed_requires_grad": False,
+        "embed_requires_grad": parallel,
         "tie_word_embeddings": False,
         "dtype": str(head.dtype).removeprefix("torch."),
+        **_parallel(config),
         "transformer_layer_config": {**_layer_fields(config), "rope_parameters": dict(config.rope)},
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
@@ -322,6 +330,10 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
             "verifier": verifier,
         },
     }
+
+
+def _parallel(config: EagleConfig) -> dict[str, Any]:
+    return {} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}
 
 
 def _mask(head: EagleHead) -> torch.Tensor:

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, random_ids
-from eagle_heads import features_of, random_head
+from eagle_heads import features_of, random_head, written
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt
 from safetensors.torch import load_file
 from test_eagle_formats import EAGLE_3, SPECULATORS, eagle_3, noise, speculators, write
 
 from assisted import AssistedModelForCausalLM, Eagle
-from assisted.drafters.eagle import AHEAD, EagleDrafting
+from assisted.drafters.eagle import EagleDrafting
 from assisted.drafters.registry import kind_of
 from assisted.heads.eagle_formats import load_eagle, save_eagle
 from assisted.heads.runner import HeadRunner
+from assisted.training.eagle import EagleSettings, EagleTraining
 
 MASK = 7
 SHAPES: dict[str, dict[str, Any]] = {
@@ -47,7 +48,7 @@ def alone(target: Any, head: Any, text: list[int], tokens: int) -> list[int]:
     """What the head says in one pass over a whole text and masks: true features for the text, `mask_hidden` for masks."""
     ids = torch.tensor([text])
     features = torch.cat([features_of(target, head, ids)[:, :-1], head.mask_hidden.expand(1, tokens - 1, -1)], 1)
-    read = torch.cat([ids[:, 1:], torch.full((1, tokens - 1), MASK)], 1)
+    read = torch.cat([ids[:, 1:], torch.full((1, tokens - 1), head.config.mask_token_id)], 1)
     logits = head.over_all(head.logits(head(head.embed(read, target), head.fuse(features)), target))
     return logits[0, -tokens:].argmax(-1).tolist()
 
@@ -81,7 +82,7 @@ def test_a_draft_is_what_masks_after_the_text_say(shape: str, monkeypatch: pytes
 
 
 def test_one_forward_pass_a_draft_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, model = pair(draft_length=20)
+    _, _, model = pair(draft_length=20, parallel_tokens=6)
     widths: list[int] = []
     call = HeadRunner.__call__
 
@@ -93,7 +94,7 @@ def test_one_forward_pass_a_draft_after_the_first(monkeypatch: pytest.MonkeyPatc
     model.generate(prompt()["ids"], **CALL | {"max_new_tokens": 40})
     assert model.report is not None
     assert len(widths) == model.report.target_passes - 1  # the last round has no room for a draft
-    assert widths[0] == AHEAD - 1 and max(widths) > AHEAD - 1
+    assert widths[0] == 5 and max(widths) > 5
 
 
 @pytest.mark.parametrize("processors", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}], ids=str)
@@ -105,6 +106,51 @@ def test_processors_and_turns(processors: dict[str, Any]) -> None:
             ours = model.generate(plain, past_key_values=session, **CALL, **processors)
         assert ours.tolist() == target.generate(plain, **CALL, **processors).tolist()
         plain = torch.cat([ours, random_ids(target, 1, 3, seed=9)], 1)
+
+
+# ---- training
+
+
+@torch.no_grad()
+def test_training_sees_what_drafting_reads() -> None:
+    """Columns of the text and masks after some of them, in one pass: the same as each draft by itself."""
+    target = build(BY_NAME["llama"])
+    training = EagleTraining(target, EagleSettings(parallel=3))
+    head = training.student.eval()
+    head.mask_hidden.normal_(generator=torch.Generator().manual_seed(5))
+    ids = random_ids(target, 2, 14, seed=5)
+    there, depths, states = training._parallel(ids, training._features(ids), 0.7, 0.2)
+    best = head.logits(states, target).argmax(-1)
+    for row in range(2):
+        for place, depth, token in zip(there.tolist(), depths.tolist(), best[row].tolist(), strict=True):
+            text = ids[row, : place + 1 - depth].tolist()
+            assert alone(target, head, text, 3)[depth] == token
+
+
+def test_what_was_trained_drafts_in_parallel() -> None:
+    """After ragged acceptance, too: most drafts of a head that knows the text by heart are right."""
+    target = build(BY_NAME["llama"])
+    ids, _ = written(target)
+    training = EagleTraining(target, EagleSettings(parallel=3, loss="kl"))
+    optimizer = torch.optim.Adam(training.trained(), lr=5e-3)
+    for step in range(150):
+        optimizer.zero_grad()
+        training.loss(ids, step).backward()
+        optimizer.step()
+    found = training.acceptance(ids)
+    assert len(found) == 3 and found[2].greedy > 0.5
+    model = AssistedModelForCausalLM.from_models(target, draft=Eagle(training.student.eval()), draft_length=4)
+    inputs = random_ids(target, 4, 12, seed=4)
+    mask = torch.ones_like(inputs)
+    for row in range(4):
+        mask[row, : 2 * row] = 0
+    inputs = inputs.where(mask.bool(), 0)
+    kwargs = CALL | {"attention_mask": mask}
+    with no_fallback():
+        assert model.generate(inputs, **kwargs).tolist() == target.generate(inputs, **kwargs).tolist()
+    assert model.report is not None and model.report.acceptance_by_position[1] > 0.2
+    with pytest.raises(ValueError, match="parallel: an EAGLE-1 head"):
+        EagleSettings(version=1, parallel=3)
 
 
 # ---- checkpoints
@@ -125,7 +171,10 @@ PEAGLE = SPECULATORS | {
     "embed_requires_grad": True,
 }
 del PEAGLE["norm_before_residual"]
-CHECKPOINTS = {"eagle": (EAGLE_3 | {"mask_token_id": MASK}, raw), "speculators": (PEAGLE, of_speculators)}
+CHECKPOINTS = {
+    "eagle": (EAGLE_3 | {"mask_token_id": MASK, "parallel_tokens": 5}, raw),
+    "speculators": (PEAGLE, of_speculators),
+}
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -136,6 +185,7 @@ def test_read_and_written_again_without_loss(name: Any, tmp_path: Any) -> None:
     assert kind_of(given) == "eagle"
     head = load_eagle(given, target)
     assert (head.config.mask_token_id, head.config.norm_before_residual) == (MASK, False)
+    assert head.config.parallel_tokens == (5 if name == "eagle" else 8)
     save_eagle(head, tmp_path / "again", name, target)
     held = load_file(tmp_path / "again" / "model.safetensors")
     assert held.keys() == tensors.keys()
@@ -150,7 +200,7 @@ def test_read_and_written_again_without_loss(name: Any, tmp_path: Any) -> None:
 
 
 def test_a_saved_pair_drafts_the_same(tmp_path: Any) -> None:
-    _, _, model = pair()
+    _, _, model = pair(parallel_tokens=3)
     model.save_pretrained(tmp_path)
     again = AssistedModelForCausalLM.from_pretrained(tmp_path)
     ids = prompt()["ids"]
@@ -170,6 +220,7 @@ def test_broken_checkpoints_are_refused(tmp_path: Any) -> None:
             (fields, {k: v for k, v in tensors.items() if k != "mask_hidden"}, "lacks tensor mask_hidden"),
             (fields, tensors | {"mask_hidden": noise(1, 1, 32)}, r"mask_hidden of shape \[1, 1, 32\]"),
             (fields | {"mask_token_id": 96}, tensors, "mask_token_id: 96 is not a token"),
+            (fields | {"parallel_tokens": 0}, tensors, "parallel_tokens: 0 is not a number"),
             (fields | {"mask_token_id": "7"}, tensors, "mask_token_id: '7' is not a token"),
         )
     ):

@@ -61,6 +61,7 @@ def methods(target, text):
         "medusa": lambda: MedusaTraining(target, MedusaSettings(heads=2)),
         "eagle-3": lambda: EagleTraining(target, EagleSettings(unroll=3, positions=3)),
         "eagle-3-reduced": lambda: EagleTraining(target, EagleSettings(unroll=2, draft_vocab=40), text.training),
+        "p-eagle": lambda: EagleTraining(target, EagleSettings(parallel=3)),
         "eagle-1": lambda: EagleTraining(target, EagleSettings(version=1, positions=2)),
         "mtp": lambda: MTPTraining(target, MTPSettings(positions=3)),
     }

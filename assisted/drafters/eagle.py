@@ -41,7 +41,6 @@ from .tree_growth import Growing, Limits, grow, learn
 
 TOP_K_CPU, TOP_K = 4, 10
 NODES_CPU, NODES = 16, 60
-AHEAD = 8  # tokens of a P-EAGLE head's chain, which published ones were trained for
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ class EagleDrafting(ChainDrafting):
         runner = self._begun(text)
         runner.cache.run_only(text.unfinished)
         if self.parallel:
-            return self._ahead(runner, text, min(budget, AHEAD))
+            return self._ahead(runner, text, min(budget, runner.head.config.parallel_tokens))
         state = self._read_committed(runner, text)
         with runner.cache.borrowed():
             return (self._tree if self.trees else self._chain)(runner, text, state, budget)

@@ -56,6 +56,7 @@ class EagleConfig:
         norm_output: EAGLE-3: the recurrent state is the output of the final norm.
         mask_token_id: P-EAGLE (2602.01469), which is an EAGLE-3 head that drafts several tokens in one forward pass: the token
             that stands for those not yet known. None (default) for other heads.
+        parallel_tokens: P-EAGLE: the most tokens that it drafts, as many as in its training.
     """
 
     version: int
@@ -84,6 +85,7 @@ class EagleConfig:
     fc_norm: bool = False
     norm_output: bool = False
     mask_token_id: int | None = None
+    parallel_tokens: int = 8
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
@@ -111,6 +113,8 @@ class EagleConfig:
             raise ValueError(
                 f"mask_token_id: {self.mask_token_id!r} is not a token of an EAGLE-3 head with {self.vocab_size} tokens"
             )
+        if type(self.parallel_tokens) is not int or self.parallel_tokens < 1:
+            raise ValueError(f"parallel_tokens: {self.parallel_tokens!r} is not a number of tokens, at least 1")
         if not self.taps:
             raise ValueError("taps: name at least one of the target's hidden states")
 

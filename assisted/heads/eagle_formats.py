@@ -24,6 +24,7 @@ __all__ = ["is_eagle", "load_eagle", "require_eagle", "save_eagle"]
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_PARALLEL = ("mask_token_id", "parallel_tokens")
 _KINDS = ("eagle3", "peagle")  # of speculators
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _VERSION = "0.9.0"  # of speculators, for the format written here
@@ -214,7 +215,7 @@ def _config_of(fields: Mapping[str, Any], tensors: Shapes, target: PreTrainedMod
         target_hidden_size=fields.get("target_hidden_size"),
         draft_vocab_size=fields.get("draft_vocab_size", 32000 if of_speculators else None),
         own_embedding=embedding,
-        mask_token_id=fields.get("mask_token_id"),
+        **_parallel_fields(fields),
         **switches,
         **layer,
     )
@@ -289,7 +290,7 @@ def _as_eagle(head: EagleHead) -> dict[str, Any]:
         "target_hidden_size": config.target_hidden_size,
         "eagle_config": {"use_aux_hidden_state": True, _TAPS: [tap - 1 for tap in config.taps]},
         **{name: True for name in _SWITCHES if getattr(config, name)},
-        **_parallel(config),
+        **({} if config.mask_token_id is None else {name: getattr(config, name) for name in _PARALLEL}),
     }
 
 
@@ -314,7 +315,7 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
         "embed_requires_grad": parallel,
         "tie_word_embeddings": False,
         "dtype": str(head.dtype).removeprefix("torch."),
-        **_parallel(config),
+        **({"mask_token_id": config.mask_token_id} if parallel else {}),
         "transformer_layer_config": {**_layer_fields(config), "rope_parameters": dict(config.rope)},
         "speculators_config": {
             "algorithm": kind,
@@ -322,7 +323,7 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": 3,
+                    "speculative_tokens": config.parallel_tokens if parallel else 3,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }
@@ -332,8 +333,13 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
     }
 
 
-def _parallel(config: EagleConfig) -> dict[str, Any]:
-    return {} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}
+def _parallel_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a P-EAGLE head has besides. Speculators write the number of tokens with the proposal method."""
+    if fields.get("mask_token_id") is None:
+        return {}
+    methods = (fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    tokens = fields.get("parallel_tokens", methods[0].get("speculative_tokens"))
+    return {"mask_token_id": fields["mask_token_id"]} | ({} if tokens is None else {"parallel_tokens": tokens})
 
 
 def _mask(head: EagleHead) -> torch.Tensor:

@@ -82,7 +82,11 @@ def models_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = saved(root / "target", LlamaConfig(vocab_size=size, **SIZES), LlamaForCausalLM)
     saved(root / "draft", LlamaConfig(vocab_size=size, **SIZES | {"num_hidden_layers": 1}), LlamaForCausalLM)
     loaded = AutoModelForCausalLM.from_pretrained(target)
-    heads = {"eagle": {"fc_norm": True, "norm_before_residual": True}, "plain-eagle": {}, "peagle": {"mask_token_id": 3}}
+    heads = {
+        "eagle": {"fc_norm": True, "norm_before_residual": True},
+        "plain-eagle": {},
+        "peagle": {"mask_token_id": 3},
+    }
     for name, switches in heads.items():
         save_eagle(EagleHead(EagleConfig.for_target(loaded, **switches)), root / name)
     MedusaHeads.for_target(loaded, heads=3).save(root / "medusa")

@@ -257,7 +257,7 @@ def test_training_sees_what_drafting_reads(name: str) -> None:
     training = trained(target, tokens=3)
     ids = random_ids(target, 2, 24, seed=5)
     anchors, depths = rows_of(24, 3, 0.7, 0.2, "cpu")
-    _, drafted = training._parallel(ids, anchors, depths)
+    _, drafted = training.parallel(ids, anchors, depths)
     for row in range(2):
         for column in range(0, len(anchors), 3):
             read = torch.cat([ids[row, : anchors[column] + 1], torch.full((int(depths[column]),), MASK)])

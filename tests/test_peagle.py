@@ -19,6 +19,7 @@ from assisted.drafters.registry import kind_of
 from assisted.heads.eagle_formats import load_eagle, save_eagle
 from assisted.heads.runner import HeadRunner
 from assisted.training.eagle import EagleSettings, EagleTraining
+from assisted.training.pard import rows_of
 
 MASK = 7
 SHAPES: dict[str, dict[str, Any]] = {
@@ -119,12 +120,12 @@ def test_training_sees_what_drafting_reads() -> None:
     head = training.student.eval()
     head.mask_hidden.normal_(generator=torch.Generator().manual_seed(5))
     ids = random_ids(target, 2, 14, seed=5)
-    there, depths, states = training._parallel(ids, training._features(ids), 0.7, 0.2)
+    anchors, depths = rows_of(13, 3, 0.7, 0.2, "cpu")
+    _, states = training.parallel(ids, anchors, depths)
     best = head.logits(states, target).argmax(-1)
     for row in range(2):
-        for place, depth, token in zip(there.tolist(), depths.tolist(), best[row].tolist(), strict=True):
-            text = ids[row, : place + 1 - depth].tolist()
-            assert alone(target, head, text, 3)[depth] == token
+        for anchor, depth, token in zip(anchors.tolist(), depths.tolist(), best[row].tolist(), strict=True):
+            assert alone(target, head, ids[row, : anchor + 2].tolist(), 3)[depth] == token
 
 
 def test_what_was_trained_drafts_in_parallel() -> None:

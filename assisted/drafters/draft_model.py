@@ -176,7 +176,6 @@ class Pard(DraftModel):
     """
 
     title = "PARD drafts"
-    trained = True
     acceptance = (0.4, 0.8)
     served_as = None
     not_served = "hand the folder over as a draft model (DraftModel): engines that can draft in parallel recognize it"

@@ -156,36 +156,39 @@ class EagleTraining(HeadTraining):
     def loss(self, ids: Tensor, step: int) -> Tensor:
         if self.about.parallel is None:
             return self._feature_loss(ids, self._features(ids)) if self.about.version == 1 else super().loss(ids, step)
-        seen = self._features(ids)
-        there, _, states = self._parallel(ids, seen, KEEP, LEAST)
-        log_p, counts = self._taught(seen.logits)
+        anchors, depths = rows_of(ids.shape[1] - 1, self.about.parallel, KEEP, LEAST, ids.device)
+        logits, states = self.parallel(ids, anchors, depths)
+        log_p, counts = self._taught(logits)
+        there = anchors + depths + 1
         return self._token_loss(log_p[:, there], counts[:, there], states)
 
     def acceptance(self, ids: Tensor) -> list[Agreement]:
         if self.about.parallel is None:
             return super().acceptance(ids)
-        head, seen = self.student, self._features(ids)
-        there, depths, states = self._parallel(ids, seen, 1.0, 1.0)
-        found = [(seen.logits[:, there[depths == d]], states[:, depths == d]) for d in range(self.about.parallel)]
-        return [agreement(logits, head.over_all(head.logits(some, self.target))) for logits, some in found]
+        anchors, depths = rows_of(ids.shape[1] - 1, self.about.parallel, 1.0, 1.0, ids.device)
+        logits, states = self.parallel(ids, anchors, depths)
+        found = []
+        for here in (depths == depth for depth in range(self.about.parallel)):
+            drafted = self.student.logits(states[:, here], self.target)
+            found.append(agreement(logits[:, (anchors + depths + 1)[here]], self.student.over_all(drafted)))
+        return found
 
     def save(self, folder: Path) -> None:
         save_eagle(self.student, folder, self.about.format, self.target)
 
-    def _parallel(self, ids: Tensor, seen: Seen, keep: float, least: float) -> tuple[Tensor, Tensor, Tensor]:
-        """P-EAGLE (2602.01469): masks after the text's columns, dropped as in PARD's training.
+    def parallel(self, ids: Tensor, anchors: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+        """P-EAGLE (2602.01469): masks after some of the text's columns, as in PARD's training.
 
-        Returns where the target's logits for each row are, [N], the rows' depths, [N], and the head's states, [B, N, H].
+        ids: [B, T] int64. anchors, depths: [N] int64, see `rows_of`. Returns the target's logits over the text, [B, T, V], and the head's states,
+        [B, N, H]. Row i predicts token anchors[i] + depths[i] + 2.
         """
-        head = self.student
-        anchors, depths = rows_of(ids.shape[1] - 1, self.about.parallel or 1, keep, least, ids.device)
+        head, seen = self.student, self._features(ids)
         is_text = depths == 0
         features = self._inputs(seen)[:, anchors].where(is_text[:, None], head.mask_hidden)
         read = ids[:, 1:][:, anchors].where(is_text, head.config.mask_token_id or 0)
         hidden = torch.zeros(len(anchors), len(anchors), device=ids.device)
         mask = hidden.masked_fill(~seen_by(anchors, depths), float("-inf"))[None, None]
-        states = head(head.embed(read, self.target), head.fuse(features), (anchors + depths)[None], mask)
-        return anchors + depths + 1, depths, states
+        return seen.logits, head(head.embed(read, self.target), head.fuse(features), (anchors + depths)[None], mask)
 
     def _taught(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self._tokens is None:

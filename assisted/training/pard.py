@@ -40,7 +40,11 @@ class PardSettings(DistillSettings):
 
 
 class PardTraining(Distillation):
-    """A draft model for parallel drafting, for a frozen target with the same tokenizer. Arguments as for `Distillation`.
+    """A draft model for parallel drafting, for a frozen target with the same tokenizer.
+
+    Args:
+        target, tokenizer, compiled, student: as for `Distillation`.
+        settings: which draft is trained, and on what.
 
     Raises ValueError also for a draft that takes no 4-D masks, and if no mask token is found.
     """
@@ -68,7 +72,7 @@ class PardTraining(Distillation):
     def loss(self, ids: Tensor, step: int) -> Tensor:
         ids = self.mixed(ids)
         anchors, depths = rows_of(ids.shape[1], self.about.tokens, self.about.keep, self.about.keep_least, ids.device)
-        target_logits, drafted = self._parallel(ids, anchors, depths)
+        target_logits, drafted = self.parallel(ids, anchors, depths)
 
         def of_rows(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
             log_p = log_probabilities(target_logits)[:, anchors + depths]
@@ -78,15 +82,16 @@ class PardTraining(Distillation):
 
     def acceptance(self, ids: Tensor) -> list[Agreement]:
         anchors, depths = rows_of(ids.shape[1], self.about.tokens, 1.0, 1.0, ids.device)
-        target_logits, drafted = self._parallel(ids, anchors, depths)
+        target_logits, drafted = self.parallel(ids, anchors, depths)
         found = []
         for depth in range(self.about.tokens):
             here = depths == depth
             found.append(agreement(target_logits[:, (anchors + depths)[here]], drafted[:, here]))
         return found
 
-    def _parallel(self, ids: Tensor, anchors: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's logits over a text, [B, T, V], and the draft's in all rows, [B, N, V]. anchors, depths: [N] int64."""
+    def parallel(self, ids: Tensor, anchors: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's logits over a text, [B, T, V], and the draft's in all rows, [B, N, V]. ids: [B, T] int64. anchors, depths:
+        [N] int64, see `rows_of`."""
         rows = ids[:, anchors].where(depths == 0, self.mask)
         where = (anchors + depths)[None]
         masks = self.masks.dressed(seen_by(anchors, depths)[None], where[:, None], where, self.student.dtype)

@@ -179,8 +179,8 @@ class EagleTraining(HeadTraining):
     def parallel(self, ids: Tensor, anchors: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
         """P-EAGLE (2602.01469): masks after some of the text's columns, as in PARD's training.
 
-        ids: [B, T] int64. anchors, depths: [N] int64, see `rows_of`. Returns the target's logits over the text, [B, T, V], and the head's states,
-        [B, N, H]. Row i predicts token anchors[i] + depths[i] + 2.
+        ids: [B, T] int64. anchors, depths: [N] int64, see `rows_of`. Returns the target's logits over the text, [B, T, V],
+        and the head's states, [B, N, H]. Row i predicts token anchors[i] + depths[i] + 2.
         """
         head, seen = self.student, self._features(ids)
         is_text = depths == 0

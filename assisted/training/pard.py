@@ -90,8 +90,10 @@ class PardTraining(Distillation):
         return found
 
     def parallel(self, ids: Tensor, anchors: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's logits over a text, [B, T, V], and the draft's in all rows, [B, N, V]. ids: [B, T] int64. anchors, depths:
-        [N] int64, see `rows_of`."""
+        """The target's logits over a text, [B, T, V], and the draft's in all rows, [B, N, V].
+
+        ids: [B, T] int64. anchors, depths: [N] int64, see `rows_of`.
+        """
         rows = ids[:, anchors].where(depths == 0, self.mask)
         where = (anchors + depths)[None]
         masks = self.masks.dressed(seen_by(anchors, depths)[None], where[:, None], where, self.student.dtype)

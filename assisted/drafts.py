@@ -33,6 +33,7 @@ class Draft:
             estimate it.
         member: if several drafters are combined, the index of the one that made this draft, then the index within that
             one if it is a combination itself.
+        continued: if another drafter continued its chains (`Drafting.fill`), the draft as it was before.
     """
 
     tokens: torch.Tensor
@@ -41,6 +42,7 @@ class Draft:
     parents: torch.Tensor | None = None
     expected: float | None = None
     member: tuple[int, ...] = ()
+    continued: Draft | None = None
 
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu") -> Draft:

@@ -64,6 +64,12 @@ def half_heard(target: PreTrainedModel) -> list[list[int]]:
     return written.tolist()
 
 
+def in_parallel(draft: PreTrainedModel) -> PreTrainedModel:
+    """The model, which now says that it was trained for parallel drafting."""
+    draft.config.update({"spd_type": "pard", "pard_token": 3})
+    return draft
+
+
 def shares_keys(architecture: Architecture) -> bool:
     """Some layers read the keys and values that earlier layers made in the same pass."""
     return architecture.name == "gemma3n"
@@ -86,12 +92,18 @@ def shares_no_keys(architecture: Architecture) -> bool:
     return architecture.name in WITHOUT_KEYS_TO_SHARE
 
 
+def parallel(target: PreTrainedModel) -> Eagle:
+    """A P-EAGLE head that was never trained."""
+    return Eagle(random_head(target, 3, mask_token_id=3))
+
+
 def has_own_layers(architecture: Architecture) -> bool:
     return architecture.name in LAYERS_OF_THEIR_OWN
 
 
 METHODS = [
     Method("draft-model", half_right),
+    Method("pard", lambda target: in_parallel(half_right(target))),
     Method("draft-tree", lambda target: DraftTree(half_right(target), nodes=24, beam=4, candidates=4), tree=True),
     Method("merged", lambda target: Merged((half_right(target), half_right(target, 2))), tree=True),
     Method("early-exit", lambda target: "early-exit", refuses=shares_keys),
@@ -105,6 +117,7 @@ METHODS = [
     Method("blockwise", lambda target: Medusa(knowing_what_follows(target), tree=False)),
     Method("eagle-1, chains", lambda target: Eagle(trained_head(target, 1, steps=30, unrolled=1), tree=False)),
     Method("eagle-3, trees", eagle_3, refuses=stacks_states, tree=True),
+    Method("p-eagle", parallel, refuses=stacks_states, accepts=False),
     Method("mtp, chains", lambda target: MTP(trained_mtp(target, steps=30), tree=False), refuses=has_own_layers),
     Method("mtp, trees", lambda target: MTP(trained_mtp(target, steps=30)), refuses=has_own_layers, tree=True),
     Method(

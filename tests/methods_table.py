@@ -59,6 +59,7 @@ LINES = [
         "other-tokenizer.md",
         "Draft with another tokenizer",
     ),
+    Line("pard", '`"pard:DIR"`', "a small relative, trained for this"),
     Line(
         "draft-tree",
         '`"draft-tree:ID"`',

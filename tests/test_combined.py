@@ -159,8 +159,8 @@ def test_a_call_goes_on_with_the_member_that_has_not_failed(number, which, monke
     target, model = pair(lambda target: ["suffix", half_right(target)])
     start = CombinedDrafting.__init__
 
-    def spoiled(self, members, draftings, settings):
-        start(self, members, draftings, settings)
+    def spoiled(self, members, draftings, *others):
+        start(self, members, draftings, *others)
 
         def fail(*args):
             raise RuntimeError("no luck")

@@ -76,13 +76,18 @@ def saved(folder: Path, config: Any, kind: Any, tokenizer: Any = None, **dtype: 
 
 @pytest.fixture(scope="module")
 def models_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`target`, `draft`, `eagle`, `plain-eagle` (without norms) and `medusa`."""
+    """`target`, `draft`, `eagle`, `plain-eagle` (without norms), `peagle` and `medusa`."""
     root = tmp_path_factory.mktemp("models")
     size = len(words())
     target = saved(root / "target", LlamaConfig(vocab_size=size, **SIZES), LlamaForCausalLM)
     saved(root / "draft", LlamaConfig(vocab_size=size, **SIZES | {"num_hidden_layers": 1}), LlamaForCausalLM)
     loaded = AutoModelForCausalLM.from_pretrained(target)
-    for name, switches in (("eagle", {"fc_norm": True, "norm_before_residual": True}), ("plain-eagle", {})):
+    heads = {
+        "eagle": {"fc_norm": True, "norm_before_residual": True},
+        "plain-eagle": {},
+        "peagle": {"mask_token_id": 3},
+    }
+    for name, switches in heads.items():
         save_eagle(EagleHead(EagleConfig.for_target(loaded, **switches)), root / name)
     MedusaHeads.for_target(loaded, heads=3).save(root / "medusa")
     return root
@@ -255,6 +260,7 @@ REFUSED = [
     ("llamacpp", "eagle", r"llama\.cpp.*fc_norm"),
     ("sglang", "eagle", r"norm_before_residual and fc_norm.*SGLang.*--no-norms"),
     ("trtllm", "eagle", r"norm_before_residual, which TensorRT-LLM.*--no-norms"),
+    ("vllm", "peagle", r"P-EAGLE head.*vLLM.*own folder"),
     ("vllm", "mtp", r"no multi-token prediction layers"),
     ("llamacpp", "mtp", r"'mtp'"),
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from assistant_heads import random_assistant
+from methods import in_parallel
 from methods_table import LINES, PAGE, Line, section, table, tree_option
 from mtp_heads import random_mtp
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,6 +38,7 @@ NEEDS_BACKEND = {"self"}
 # in a family of quantization that every CPU has; the shipped target has no MTP head and no assistant
 DRAFTS: dict[str, Callable[[], Any]] = {
     "self": lambda: "self:int8-torchao",
+    "pard": lambda: in_parallel(AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype="float32")),
     "mtp": lambda: MTP(random_mtp(shipped())),
     "assistant": lambda: Assistant(random_assistant(shipped()), nodes=4),
 }

@@ -13,7 +13,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 
 from assisted import AssistedModelForCausalLM, NGram
 from assisted.drafters import parse
-from assisted.drafters.ngram import LONGEST_PAUSE, Backoff, NGramDrafting, NGramIndex
+from assisted.drafters.lookup import LONGEST_PAUSE, Backoff
+from assisted.drafters.ngram import NGramDrafting, NGramIndex
 from assisted.text import Text
 
 texts = st.lists(st.integers(0, 3), max_size=40)
@@ -126,7 +127,7 @@ def test_learns_from_the_text_that_came_whoever_drafted_it():
     assert drafting.propose(text, 3).expected > before
     text.extend([[9]], None, None)
     assert drafting.propose(text, 3).width == 0  # nothing like 9 before
-    assert drafting.backoffs[0].misses == 1
+    assert drafting.pauses[0].misses == 1
 
 
 def test_padding_is_no_text():

@@ -30,6 +30,7 @@ from assisted.training.early_exit import EarlyExitSettings, EarlyExitTraining, d
 from assisted.training.medusa import MedusaSettings, MedusaTraining
 from assisted.training.method import fitting_batch, needs
 from assisted.training.mtp import MTPSettings, MTPTraining
+from assisted.training.pard import PardSettings, PardTraining
 from assisted.training.plan import Plan
 from assisted.training.trainer import train
 
@@ -56,10 +57,12 @@ def methods(target, text):
     tokens = tiny_tokenizer()
     return {
         "distill": lambda: Distillation(target, tokens, DistillSettings(layers=2, on_policy=0.5)),
+        "pard": lambda: PardTraining(target, tokens, PardSettings(layers=2, tokens=3, on_policy=0.5)),
         "early-exit": lambda: EarlyExitTraining(target, tokens, EarlyExitSettings()),
         "medusa": lambda: MedusaTraining(target, MedusaSettings(heads=2)),
         "eagle-3": lambda: EagleTraining(target, EagleSettings(unroll=3, positions=3)),
         "eagle-3-reduced": lambda: EagleTraining(target, EagleSettings(unroll=2, draft_vocab=40), text.training),
+        "p-eagle": lambda: EagleTraining(target, EagleSettings(parallel=3)),
         "eagle-1": lambda: EagleTraining(target, EagleSettings(version=1, positions=2)),
         "mtp": lambda: MTPTraining(target, MTPSettings(positions=3)),
         "assistant": lambda: AssistantTraining(target, AssistantSettings(layers=2, positions=3)),
@@ -344,9 +347,14 @@ def test_what_is_written_drafts(name, target, text, tmp_path):
     method = made(name, target, text)
     quietly(method, text, Plan(steps=30, batch=8, context=16, lr=1e-2), tmp_path)
     verifier = target.eval() if name != "early-exit" else AutoModelForCausalLM.from_pretrained(tmp_path)
-    kind = {"distill": "", "early-exit": "early-exit:2", "medusa": "medusa:", "mtp": "mtp:", "assistant": ""}.get(
-        name, "eagle:"
-    )
+    kind = {
+        "distill": "",
+        "pard": "",
+        "early-exit": "early-exit:2",
+        "medusa": "medusa:",
+        "mtp": "mtp:",
+        "assistant": "",
+    }.get(name, "eagle:")
     model = AssistedModelForCausalLM.from_models(
         verifier, draft=kind if name == "early-exit" else f"{kind}{tmp_path}", tokenizer=tiny_tokenizer()
     )

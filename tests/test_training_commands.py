@@ -38,11 +38,13 @@ def call(school, method, out, *more):
     ("method", "options", "places"),
     [
         ("distill", ["--layers", "2", "--on-policy", "0.5", "--optimizer", "muon"], 1),
+        ("pard", ["--layers", "2", "--tokens", "3", "--optimizer", "muon"], 3),
         ("early-exit", ["--optimizer", "muon"], 3),
         ("medusa", ["--heads", "3", "--own-output"], 3),
         ("eagle", ["--unroll", "2", "--draft-vocab", "30", "--loss", "tv"], 5),
         ("eagle", ["--version", "1"], 5),
         ("eagle", ["--unroll", "2", "--format", "speculators", "--taps", "1", "2"], 5),
+        ("eagle", ["--parallel", "2", "--format", "speculators"], 2),
         ("mtp", ["--unroll", "2", "--positions", "4"], 4),
         ("assistant", ["--layers", "2", "--unroll", "2", "--positions", "4", "--optimizer", "muon"], 4),
     ],
@@ -108,7 +110,7 @@ def test_what_is_refused(school, tmp_path, capsys):
     assert "heads: the checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["distill", "early-exit", "medusa", "eagle", "mtp", "assistant"])
+@pytest.mark.parametrize("method", ["distill", "pard", "early-exit", "medusa", "eagle", "mtp", "assistant"])
 def test_help_says_what_everything_is(method, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", method, "--help"])

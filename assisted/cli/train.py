@@ -1,4 +1,4 @@
-"""`assisted train distill | early-exit | medusa | eagle | mtp | assistant`: the arguments, and what they start.
+"""`assisted train distill | pard | early-exit | medusa | eagle | mtp | assistant`: the arguments, and what they start.
 
 A method's options are the fields of its settings and of the plan. Reading them imports torch, so a method's parser is made
 when it runs.
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TRAININGS = {
     "distill": "train a small draft on the target's distribution",
+    "pard": "train a small draft to predict several tokens in one forward pass",
     "early-exit": "train a model to predict from its own early layers",
     "medusa": "train heads on the last hidden state, each for one token further ahead",
     "eagle": "train one layer that continues from the target's hidden states",

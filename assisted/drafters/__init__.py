@@ -20,7 +20,7 @@ from .recycle import TokenRecycling
 from .early_exit import EarlyExit
 from .layer_skip import LayerSkip
 from .quantized_self import QuantizedSelf
-from .draft_model import DraftModel, DraftTree
+from .draft_model import DraftModel, DraftTree, Pard
 from .medusa import Medusa
 from .eagle import Eagle
 from .mtp import MTP
@@ -50,6 +50,7 @@ __all__ = [
     "Merged",
     "ModelDrafter",
     "NGram",
+    "Pard",
     "QuantizedSelf",
     "Spec",
     "Suffix",

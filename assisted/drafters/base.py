@@ -116,6 +116,11 @@ class Drafting:
         """
         raise NotImplementedError
 
+    def fill(self, text: Text, draft: Draft, budget: int) -> Draft:
+        """Continue the chains of another drafter's `draft` to at most `budget` tokens, for the same forward pass of the target.
+        Drafters that look up text do that if they find something; otherwise, the same object is returned."""
+        return draft
+
     def parts(self) -> Sequence[Drafting]:
         """The draftings that it combines; empty unless it combines several."""
         return ()

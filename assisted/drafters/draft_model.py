@@ -1,5 +1,5 @@
 """Drafting with a small causal LM (2211.17192, 2302.01318): loading it, and checking whether it shares the target's tokenizer.
-The drafting itself is in model_drafter.py, tree_drafter.py and other_tokenizer.py.
+The drafting itself is in model_drafter.py, tree_drafter.py, pard.py and other_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..loading.vocabulary import find_tokenizer, same_tokens
 from .base import Room, Spec, Target, require_positive
 from .model_drafter import ModelDrafter
 from .other_tokenizer import TranslatedDrafter
+from .pard import PardDrafter, is_pard
 from .recurrent_drafter import RecurrentDrafter
 from .registry import METHODS, kind_of, register
 from .tree_drafter import BEAM, CANDIDATES, TreeDrafter
@@ -110,6 +111,8 @@ class DraftModel(Spec):
         if same or tokenizer is None or target.tokenizer is None:
             if Traits.of(model).is_recurrent:
                 return RecurrentDrafter(model, tokenizer)
+            if is_pard(model):
+                return PardDrafter(model, tokenizer)
             offloaded = is_offloaded(unwrapped(target.model))
             return TreeDrafter(model, tokenizer, target.model) if offloaded else ModelDrafter(model, tokenizer)
         require_rewindable(model, "draft")  # a translation goes back to earlier prefixes
@@ -167,6 +170,49 @@ class DraftTree(DraftModel):
                 "draft: this draft has another tokenizer than the target, so it drafts chains; use DraftModel"
             )
         return TreeDrafter(drafter.model, drafter.tokenizer, target.model, self.nodes, self.beam, self.candidates)
+
+
+@register("pard")
+@dataclass(frozen=True)
+class Pard(DraftModel):
+    """A causal LM that was trained for it drafts several tokens in one forward pass (PARD, 2504.18583): `"pard:DIR"`.
+
+    `DraftModel` recognizes such a draft by its config, so that its path alone is enough; this spec sets the options.
+
+    Args:
+        model, quantization, tokenizer: as for `DraftModel`. The tokenizer must be the target's. The config names the mask token
+            as `pard_token`, `ptd_token_id` or `mask_token_id`.
+        tokens: the most tokens of a draft. None (default) is the number that the draft was trained for: the config's
+            `pard_tokens`, or 8. Further ones are hardly ever right.
+    """
+
+    title = "PARD drafts"
+    acceptance = (0.4, 0.8)
+    served_as = None
+    not_served = "hand the folder over as a draft model (DraftModel): engines that can draft in parallel recognize it"
+    training = "assisted.training.pard:PardTraining"
+
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "tokens")
+
+    @classmethod
+    def named(cls, rest: str) -> Pard:
+        """The spec for `"pard:DIR"`."""
+        if not rest:
+            raise ValueError("draft: 'pard' does not name a model; write 'pard:DIR' with a folder or Hub id")
+        return cls(rest)
+
+    def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
+        """As `DraftModel`. Raises ValueError also for a draft without a mask token, with another tokenizer, or with recurrent
+        states."""
+        drafter = super().load(target, **kwargs)
+        if isinstance(drafter, (RecurrentDrafter, TranslatedDrafter)):
+            what = "recurrent states" if isinstance(drafter, RecurrentDrafter) else "another tokenizer than the target"
+            raise ValueError(f"draft: this draft has {what}, so it drafts token by token; use DraftModel")
+        return PardDrafter(drafter.model, drafter.tokenizer, self.tokens)
 
 
 def _loaded(path: str, quantization: Any, **kwargs: Any) -> PreTrainedModel:

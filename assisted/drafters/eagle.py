@@ -90,7 +90,8 @@ class EagleOptions(HeadSpec):
 @register("eagle")
 @dataclass(frozen=True)
 class Eagle(EagleOptions):
-    """A trained EAGLE head drafts: `"eagle:DIR"`. The checkpoint determines whether it is EAGLE-1 or EAGLE-3.
+    """A trained EAGLE head drafts: `"eagle:DIR"`. The checkpoint determines whether it is EAGLE-1, EAGLE-3 or P-EAGLE, which
+    drafts chains in one forward pass.
 
     Args:
         path: folder, `zoo:` name or Hub id of a checkpoint trained for this target, in the format of EAGLE's authors, of
@@ -123,6 +124,11 @@ class Eagle(EagleOptions):
     def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> Head:
         assert isinstance(self.path, str)
         return load_eagle(self.path, model, **kwargs)
+
+    def drafter(self, head: Any, needs: Needs) -> EagleDrafter:
+        if self.tree and head.config.mask_token_id is not None:
+            raise ValueError("tree: True is not possible, as a P-EAGLE head drafts chains; leave tree out")
+        return super().drafter(head, needs)
 
 
 class EagleDrafter(Drafter):
@@ -232,6 +238,9 @@ class EagleDrafting(HeadDrafting):
 
     def __init__(self, drafter: EagleDrafter, call: Call):
         super().__init__(drafter, call)
+        # P-EAGLE: the head drafts a chain in one forward pass
+        self.parallel = getattr(drafter.head.config, "mask_token_id", None) is not None
+        self.trees = self.trees and not self.parallel
         self.runner: HeadRunner | None = None
         self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F], and their number per row
         # hidden states of the prompt, until the head first runs; of its last columns only if the caller passed past keys and
@@ -275,6 +284,8 @@ class EagleDrafting(HeadDrafting):
         self.grown = None
         runner = self._begun(text)
         runner.cache.run_only(text.unfinished)
+        if self.parallel:
+            return self._ahead(runner, text, min(budget, runner.head.config.parallel_tokens))
         state = self._read_committed(runner, text)
         with runner.cache.borrowed():
             return (self._tree if self.trees else self._chain)(runner, text, state, budget)
@@ -317,10 +328,11 @@ class EagleDrafting(HeadDrafting):
             self.prompt, self.taken = [], []
         return self.runner
 
-    def _read_committed(self, runner: HeadRunner, text: Text) -> torch.Tensor:
+    def _read_committed(self, runner: HeadRunner, text: Text, masks: int | None = None) -> torch.Tensor:
         """Read what was committed since the last round. Returns the head's state after it, [B, H].
 
-        Rows with fewer unread tokens than others are padded on the right; the padding is not kept.
+        Rows with fewer unread tokens than others are padded on the right; the padding is not kept. masks: of P-EAGLE heads, see
+        `HeadRunner.read_ahead`, whose result is then returned.
         """
         cache = runner.cache
         features, counts = _joined(self.unread)
@@ -329,7 +341,15 @@ class EagleDrafting(HeadDrafting):
             raise RuntimeError(f"there are features of {totals} tokens per row, but {text.lengths} were committed")
         tokens = tokens_from(text, [known + self.skipped + 1 for known in cache.known], features.shape[1])
         self.unread = []
+        if masks is not None:
+            return runner.read_ahead(tokens, runner.head.fuse(features), counts, masks)
         return runner.read(tokens, runner.head.fuse(features), counts)
+
+    def _ahead(self, runner: HeadRunner, text: Text, budget: int) -> Draft:
+        """A chain by one forward pass over the committed tokens and masks after them (2602.01469)."""
+        states = self._read_committed(runner, text, budget - 1)
+        logits = iter(runner.head.over_all(runner.logits(states)).to(text.ids.device).unbind(1))
+        return self.draft_chain(text, budget, next(logits), lambda tokens: next(logits))
 
     def _tree(self, runner: HeadRunner, text: Text, state: torch.Tensor, depth: int) -> Draft:
         reader = LevelReader(runner, state, depth * self.drafter.top_k)

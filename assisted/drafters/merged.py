@@ -18,14 +18,14 @@ from ..lengths.base import DraftLength, Length
 from ..lengths.policies import Fixed
 from ..text import Text
 from .base import Call, Drafting, Target
-from .combined import Combined, CombinedDrafter
+from .combined import CombinedDrafter, Several
 from .registry import register
 from .trees import from_lists
 
 
 @register("merged")
 @dataclass(frozen=True)
-class Merged(Combined):
+class Merged(Several):
     """Several drafters draft, and the target verifies all their drafts in one forward pass: `Merged(["zoo:draft", "suffix"])`.
 
     Worthwhile if the drafters fail at different positions, and if a forward pass over more tokens costs little more (a GPU, one
@@ -43,7 +43,7 @@ class Merged(Combined):
 
     def load(self, target: Target, **kwargs: Any) -> MergedDrafter:
         """Load all drafters. Raises ValueError if one does not fit the target or another drafter."""
-        members = super().load(target, **kwargs).members
+        members = [part.load(target, **kwargs) for part in self.parts()]
         if any(type(member) is CombinedDrafter for member in members):
             raise ValueError(
                 "draft: drafters that take turns (a list) cannot be merged with others; name them one by one"

@@ -6,15 +6,13 @@ loops and edits. LLMA (arXiv 2304.04487) copies what followed a match, too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from ..lengths.cost_model import KEEP_LOCAL, PRIOR, DecayedMean
 from .base import Call, Drafter, Spec, Target
-from .lookup import NOTHING, Lookup, Proposal
+from .lookup import NOTHING, Backoff, Lookup, Proposal, right
 from .registry import register
-
-LONGEST_PAUSE = 16  # rounds
 
 
 @register("ngram")
@@ -84,38 +82,22 @@ class NGramIndex:
                 self.following[tuple(text[end - n :])] = end
         text.append(token)
 
-    def match(self) -> tuple[int, int] | None:
-        """(n, start of the continuation) of the most recent match with the largest n; None if there is no match."""
-        text = self.text
+    def match(self, drafted: Sequence[int] = ()) -> tuple[int, int] | None:
+        """(n, start of the continuation) of the most recent match with the largest n; None if there is no match.
+
+        drafted: tokens that follow the text."""
+        end = [*self.text[-self.sizes.start :], *drafted]
         for n in self.sizes:
-            if n <= len(text) and (start := self.following.get(tuple(text[-n:]))) is not None:
+            if n <= len(end) and (start := self.following.get(tuple(end[-n:]))) is not None:
                 return n, start
         return None
 
-    def continuation(self, start: int, count: int) -> list[int]:
-        """`count` tokens from `start` on. A copy that reaches the end of the text continues with itself, as a loop does."""
-        period = self.text[start : start + count]
+    def continuation(self, start: int, count: int, drafted: Sequence[int] = ()) -> list[int]:
+        """`count` tokens from `start` on. A copy that reaches the end of the text continues with itself, as a loop does.
+
+        drafted: tokens that follow the text."""
+        period = [*self.text[start : start + count], *drafted][:count]
         return (period * (count // len(period) + 1))[:count]
-
-
-class Backoff:
-    """How much to propose: half as much after each miss, then pauses of doubling length; everything after a success."""
-
-    def __init__(self) -> None:
-        self.misses = 0
-        self.pause = 0
-
-    def allowed(self, budget: int) -> int:
-        """Number of tokens that may be proposed in this round. Called once per round."""
-        if self.pause:
-            self.pause -= 1
-            return 0
-        return max(1, budget >> self.misses)
-
-    def learn(self, accepted: int) -> None:
-        """A proposal was judged. accepted: number of its tokens that were right."""
-        self.misses = 0 if accepted else self.misses + 1
-        self.pause = min(LONGEST_PAUSE, (1 << max(0, self.misses - 2)) - 1)
 
 
 class NGramDrafting(Lookup):
@@ -128,14 +110,14 @@ class NGramDrafting(Lookup):
         super().__init__(call)
         self.spec = spec
         self.indexes: dict[int, NGramIndex] = {}
-        self.backoffs: dict[int, Backoff] = {}
+        self.pauses: dict[int, Backoff] = {}
         self.waiting: dict[int, tuple[int, list[int]]] = {}  # row -> n and the proposal, until it is judged
         self.right = {n: DecayedMean() for n in range(spec.min_ngram, spec.max_ngram + 1)}
 
     def read(self, row: int, tokens: list[int]) -> None:
         if row not in self.indexes:
             self.indexes[row] = NGramIndex(self.spec.min_ngram, self.spec.max_ngram)
-            self.backoffs[row] = Backoff()
+            self.pauses[row] = Backoff()
         for token in tokens:
             self.indexes[row].append(token)
         if row in self.waiting:
@@ -144,7 +126,7 @@ class NGramDrafting(Lookup):
     def look_up(self, row: int, budget: int) -> Proposal:
         index = self.indexes[row]
         found = index.match()
-        allowed = 0 if found is None else self.backoffs[row].allowed(budget)
+        allowed = 0 if found is None else self.pauses[row].allowed(budget)
         if found is None or not allowed:
             return NOTHING
         n, start = found
@@ -153,9 +135,13 @@ class NGramDrafting(Lookup):
         rate = self.right[n].mean(0.5, PRIOR)
         return Proposal(tokens, sum(rate**depth for depth in range(1, allowed + 1)))
 
+    def look_up_after(self, row: int, drafted: Sequence[int], budget: int) -> list[int]:
+        index = self.indexes[row]
+        found = index.match(drafted)
+        return [] if found is None else index.continuation(found[1], budget, drafted)
+
     def _learn(self, row: int, n: int, proposed: list[int], came: list[int]) -> None:
-        pairs = zip(proposed, came, strict=False)
-        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self.backoffs[row].learn(right)
+        hits = right(proposed, came)
+        self.pauses[row].learn(hits)
         # tokens after the first wrong one, or after the end of the text, were not judged
-        self.right[n].add(right, min(right + 1, len(proposed), len(came)), KEEP_LOCAL)
+        self.right[n].add(hits, min(hits + 1, len(proposed), len(came)), KEEP_LOCAL)

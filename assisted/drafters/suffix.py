@@ -157,8 +157,7 @@ class _Row:
         # if the tree has grown, edges with points on them may have been split
         if size != len(tree.text) or len(new) >= tree.depth:
             points, new = [], text[-tree.depth :]
-        for token in new:
-            points = tree.advance(points, token)
+        points = tree.after(points, new)
         self.elsewhere[tree] = len(tree.text), len(text), points
         return points
 
@@ -203,6 +202,16 @@ class SuffixDrafting(Lookup):
         expected = found.expected * min(1.0, self.kept.mean(0.5, PRIOR))
         return Proposal(found.tokens, expected, found.parents if self.makes_trees else None)
 
+    def look_up_after(self, row: int, drafted: Sequence[int], budget: int) -> list[int]:
+        state = self.rows[row]
+        best = self._best(state.own, state.own.after(state.own.points, drafted), budget, drafted)
+        with self.drafter.lock:
+            for tree in (self.drafter.corpus, self.drafter.past):
+                if tree is not None and tree.text:
+                    points = tree.after(state.points(tree), drafted)
+                    best = max(best, self._best(tree, points, budget, drafted), key=lambda c: c.expected)
+        return best.tokens
+
     def propose(self, text: Text, budget: int) -> Draft:
         self.text = text
         return super().propose(text, budget)
@@ -214,8 +223,9 @@ class SuffixDrafting(Lookup):
             rows = self.rows.values()
             self.drafter.remember(r.own.text[r.prompt : r.prompt + n] for r, n in zip(rows, counts, strict=True) if n)
 
-    def _best(self, tree: SuffixTree, points: list[Point], budget: int) -> Continuation:
-        """The continuation with the most expected tokens over all match lengths; of equal ones, that of the longest match."""
+    def _best(self, tree: SuffixTree, points: list[Point], budget: int, drafted: Sequence[int] = ()) -> Continuation:
+        """The continuation with the most expected tokens over all match lengths; of equal ones, that of the longest match.
+        drafted: tokens that follow the text, which the points have read; a chain continues them."""
         spec = self.spec
         best, worth = Continuation([], [], []), 0.0
         for number, point in enumerate(points):
@@ -223,10 +233,10 @@ class SuffixDrafting(Lookup):
             limit = min(budget, max(1, int(spec.per_match * match)))
             if worth >= limit:  # shorter matches cannot exceed this
                 break
-            if self.makes_trees:
+            if self.makes_trees and not drafted:
                 found = tree.best_tree(point, limit, spec.min_probability, spec.nodes)
             else:
-                found = tree.best_chain(point, limit, spec.min_probability)
+                found = tree.best_chain(point, limit, spec.min_probability, drafted)
             if found.expected > worth:
                 best, worth = found, found.expected
         return best

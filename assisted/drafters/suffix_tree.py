@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,6 +171,12 @@ class SuffixTree:
                 known.append((child, 1))
         return known[1:] if len(known) == self.depth else known
 
+    def after(self, points: list[Point], tokens: Iterable[int]) -> list[Point]:
+        """The same, advanced by several tokens."""
+        for token in tokens:
+            points = self.advance(points, token)
+        return points
+
     def _split(self, node: Node, offset: int, waiting: int) -> None:
         """Split an edge after `offset` tokens. waiting: number of suffixes on it that have not passed this offset."""
         lower = Node(node.start + offset, node.length if node.length == ENDLESS else node.length - offset, 0)
@@ -180,10 +186,14 @@ class SuffixTree:
         node.length = offset
         node.total, node.children, node.top = lower.count, {first: lower}, [lower] if first != END else []
 
-    def best_chain(self, point: Point, limit: int, minimum: float) -> Continuation:
-        """The chain of most frequent children: at most `limit` tokens, as long as its probability is at least `minimum`."""
+    def best_chain(self, point: Point, limit: int, minimum: float, drafted: Sequence[int] = ()) -> Continuation:
+        """The chain of most frequent children: at most `limit` tokens, as long as its probability is at least `minimum`.
+
+        drafted: tokens that follow the text, which the point has read.
+        """
         node, offset = point
-        tokens: list[int] = []
+        tokens = [*drafted]
+        limit += len(tokens)
         probabilities: list[float] = []
         probability = 1.0
         while len(tokens) < limit:
@@ -200,7 +210,7 @@ class SuffixTree:
             tokens.append(token)
             probabilities.append(probability)
             offset += 1
-        return Continuation(tokens, list(range(-1, len(tokens) - 1)), probabilities)
+        return Continuation(tokens[len(drafted) :], list(range(-1, len(probabilities) - 1)), probabilities)
 
     def best_tree(self, point: Point, limit: int, minimum: float, nodes: int) -> Continuation:
         """The `nodes` most probable continuations, at most `limit` deep, of probability at least `minimum`."""

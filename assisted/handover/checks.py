@@ -92,6 +92,11 @@ def require_head(engine: Engine, head: EagleHead, target: PreTrainedModel) -> No
             f"draft: it is an EAGLE-1 head, and only EAGLE-3 heads are handed over to {engine.title}; train one (assisted "
             "train eagle), or use a draft model"
         )
+    if config.mask_token_id is not None:
+        raise ValueError(
+            f"draft: it is a P-EAGLE head, which is not handed over to {engine.title}; give the engine the head's own folder, "
+            "or use a draft model"
+        )
     ignored = [name for name in NORMS if getattr(config, name) and name not in engine.norms]
     if ignored:
         raise ValueError(

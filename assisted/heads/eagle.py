@@ -66,6 +66,8 @@ class EagleHead(Head):
             if config.fc_norm:
                 norms = [LlamaRMSNorm(target_width, eps=config.rms_norm_eps) for _ in range(taps)]
                 self.fc_norm = nn.ModuleList(norms)
+            if config.mask_token_id is not None:
+                self.mask_hidden = nn.Parameter(torch.zeros(1, 1, fused))  # stands for the features of unknown tokens
             self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
             self.lm_head = nn.Linear(width, config.draft_vocab_size or config.vocab_size, bias=False)
         reduced = config.draft_vocab_size != config.vocab_size

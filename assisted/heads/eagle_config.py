@@ -54,6 +54,9 @@ class EagleConfig:
         norm_before_fc: EAGLE-3: one norm over the concatenated features, before `fc`.
         fc_norm: EAGLE-3: a norm for each tap, before they are concatenated.
         norm_output: EAGLE-3: the recurrent state is the output of the final norm.
+        mask_token_id: P-EAGLE (2602.01469), which is an EAGLE-3 head that drafts several tokens in one forward pass: the token
+            that stands for those not yet known. None (default) for other heads.
+        parallel_tokens: P-EAGLE: the most tokens that it drafts, as many as in its training.
     """
 
     version: int
@@ -81,6 +84,8 @@ class EagleConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask_token_id: int | None = None
+    parallel_tokens: int = 8
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
@@ -102,6 +107,14 @@ class EagleConfig:
                 f"taps, target_hidden_size: EAGLE-1 reads one state as wide as its own ({self.hidden_size}), not "
                 f"{len(self.taps)} of {self.target_hidden_size}"
             )
+        if self.mask_token_id is not None and not (
+            self.version == 3 and type(self.mask_token_id) is int and 0 <= self.mask_token_id < self.vocab_size
+        ):
+            raise ValueError(
+                f"mask_token_id: {self.mask_token_id!r} is not a token of an EAGLE-3 head with {self.vocab_size} tokens"
+            )
+        if type(self.parallel_tokens) is not int or self.parallel_tokens < 1:
+            raise ValueError(f"parallel_tokens: {self.parallel_tokens!r} is not a number of tokens, at least 1")
         if not self.taps:
             raise ValueError("taps: name at least one of the target's hidden states")
 

@@ -24,6 +24,8 @@ __all__ = ["is_eagle", "load_eagle", "require_eagle", "save_eagle"]
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_PARALLEL = ("mask_token_id", "parallel_tokens")
+_KINDS = ("eagle3", "peagle")  # of speculators
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _VERSION = "0.9.0"  # of speculators, for the format written here
 
@@ -74,7 +76,7 @@ def is_eagle(fields: dict[str, Any], folder: Path) -> bool:
     EAGLE-1 heads have the config of a one-layer Llama model and are recognized by their tensor names.
     """
     if "speculators_model_type" in fields:
-        return fields["speculators_model_type"] == "eagle3"
+        return fields["speculators_model_type"] in _KINDS
     if "draft_vocab_size" in fields or "Eagle" in str(fields.get("architectures")):
         return True
     file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
@@ -91,8 +93,10 @@ def _checked(folder: Path, target: PreTrainedModel) -> tuple[Path, EagleConfig, 
     fields = fields_of(folder / "config.json")
     weights, shapes = find_file(folder, _FILES)
     kind = fields.get("speculators_model_type")
-    if kind is not None and kind != "eagle3":
-        raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}; only 'eagle3' can be read")
+    if kind not in (None, *_KINDS):
+        raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}; only {' and '.join(_KINDS)} can be read")
+    if fields.get("mask_token_id") is None and ("mask_hidden" in shapes or kind == "peagle"):
+        raise ValueError(f"draft: {folder / 'config.json'} lacks mask_token_id, the mask token of a P-EAGLE head")
     _require_fields(fields, shapes, folder / "config.json")
     _require_fields(fields.get("transformer_layer_config") or {}, shapes, folder / "config.json")
     config = _config_of(fields, shapes, target)
@@ -211,6 +215,7 @@ def _config_of(fields: Mapping[str, Any], tensors: Shapes, target: PreTrainedMod
         target_hidden_size=fields.get("target_hidden_size"),
         draft_vocab_size=fields.get("draft_vocab_size", 32000 if of_speculators else None),
         own_embedding=embedding,
+        **_parallel_fields(fields),
         **switches,
         **layer,
     )
@@ -285,6 +290,7 @@ def _as_eagle(head: EagleHead) -> dict[str, Any]:
         "target_hidden_size": config.target_hidden_size,
         "eagle_config": {"use_aux_hidden_state": True, _TAPS: [tap - 1 for tap in config.taps]},
         **{name: True for name in _SWITCHES if getattr(config, name)},
+        **({} if config.mask_token_id is None else {name: getattr(config, name) for name in _PARALLEL}),
     }
 
 
@@ -296,25 +302,28 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
     if target is not None:
         architectures = target.config.architectures or [type(target).__name__]
         verifier = {"name_or_path": public_name(target), "architectures": list(architectures)}
+    parallel = config.mask_token_id is not None
+    kind = "peagle" if parallel else "eagle3"
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleSpeculator" if parallel else "Eagle3DraftModel"],
+        "speculators_model_type": kind,
         "speculators_version": _VERSION,
         "draft_vocab_size": config.draft_vocab_size,
         **{name: getattr(config, name) for name in _SWITCHES},
         "target_hidden_size": config.target_hidden_size,
         _TAPS: list(config.taps),
-        "embed_requires_grad": False,
+        "embed_requires_grad": parallel,
         "tie_word_embeddings": False,
         "dtype": str(head.dtype).removeprefix("torch."),
+        **({"mask_token_id": config.mask_token_id} if parallel else {}),
         "transformer_layer_config": {**_layer_fields(config), "rope_parameters": dict(config.rope)},
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": 3,
+                    "speculative_tokens": config.parallel_tokens if parallel else 3,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }
@@ -322,6 +331,15 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
             "verifier": verifier,
         },
     }
+
+
+def _parallel_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a P-EAGLE head has besides. Speculators write the number of tokens with the proposal method."""
+    if fields.get("mask_token_id") is None:
+        return {}
+    methods = (fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    tokens = fields.get("parallel_tokens", methods[0].get("speculative_tokens"))
+    return {"mask_token_id": fields["mask_token_id"]} | ({} if tokens is None else {"parallel_tokens": tokens})
 
 
 def _mask(head: EagleHead) -> torch.Tensor:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ..drafts import Draft
@@ -79,6 +80,25 @@ class HeadRunner(Runner):
         states = self(tokens, states)
         self.cache.commit(list(counts))
         return _last(states, counts)
+
+    def read_ahead(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int], masks: int) -> torch.Tensor:
+        """`read`, and so many masks after each row's text, which are not kept; of a P-EAGLE head. Returns the states after the
+        text and after each mask, [B, 1 + masks, H]."""
+        found = []
+        if not self.cache.layers:
+            found, counts = [self.read(tokens, states, counts)[:, None]], [0] * len(counts)
+            tokens, states = tokens[:, :0], states[:, :0]
+        if found and not masks:
+            return found[0]
+        unknown = self.head.fuse(self.head.mask_hidden)
+        ends = on_device(counts, states.device)[:, None]
+        is_mask = torch.arange(states.shape[1] + masks, device=states.device) >= ends
+        states = torch.where(is_mask[:, :, None], unknown, F.pad(states, (0, 0, 0, masks)))
+        tokens = F.pad(tokens, (0, masks)).masked_fill(is_mask.to(tokens.device), self.head.config.mask_token_id)
+        made = self(tokens, states)
+        self.cache.commit(list(counts))
+        wanted = (ends + torch.arange(0 if found else -1, masks, device=made.device)).clamp(min=0)
+        return torch.cat([*found, made.gather(1, wanted[:, :, None].expand(-1, -1, made.shape[-1]))], 1)
 
     def _read_first(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """`read` for the first columns, mostly the prompt, in forward passes over rows of similar length."""

@@ -103,10 +103,13 @@ class Distillation(Method):
     def make(cls, settings: DistillSettings, start: Start) -> Method:
         return cls(start.target, start.tokenizer, settings, start.compiled)
 
-    def loss(self, ids: Tensor, step: int) -> Tensor:
+    def mixed(self, ids: Tensor) -> Tensor:
+        """A batch of which the draft itself writes its share. [B, T] int64, as `ids`."""
         own = int(torch.binomial(torch.tensor(float(len(ids))), torch.tensor(self.about.on_policy)))
-        if own:
-            ids = torch.cat([self.written(ids[:own]), ids[own:]])
+        return torch.cat([self.written(ids[:own]), ids[own:]]) if own else ids
+
+    def loss(self, ids: Tensor, step: int) -> Tensor:
+        ids = self.mixed(ids)
 
         def of_rows(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
             log_p = log_probabilities(target_logits)

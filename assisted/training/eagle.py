@@ -1,5 +1,5 @@
-"""Training EAGLE heads on the target's hidden states: EAGLE-1 (arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840). Knows
-heads and features; steps and files are the trainer's."""
+"""Training EAGLE heads on the target's hidden states: EAGLE-1 (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840) and P-EAGLE (arXiv
+2602.01469). Knows heads and features; steps and files are the trainer's."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from ..heads.eagle import EagleConfig, EagleHead
 from ..heads.eagle_formats import save_eagle
 from .features import Seen
 from .heads import HeadTraining, causal_mask
-from .losses import Loss, log_probabilities, require_known
+from .losses import Agreement, Loss, agreement, log_probabilities, require_known
 from .method import Method, Start
+from .pard import rows_of, seen_by
 from .plan import require_positive, setting
 
 LARGE, REDUCED = 65_536, 32_768  # a vocabulary, and how many of a larger one's tokens a head proposes
 SPREAD = 2.0  # standard deviation of the logits of a head that has learned nothing, at most
+KEEP, LEAST = 0.7, 0.2  # P-EAGLE: depth j has a row at KEEP**j of the positions, but at the share LEAST or more
 TOKEN_WEIGHT = 0.1  # of the token loss in EAGLE-1, relative to that of the features
 
 
@@ -65,11 +67,17 @@ class EagleSettings:
     )
     noise: float = setting(0.1, "EAGLE-1: largest noise added to features, so that the head tolerates its own errors")
     positions: int = setting(5, "drafted positions at which held-out acceptance is measured", metavar="N")
+    parallel: int | None = setting(
+        None, "P-EAGLE: draft this many tokens in one forward pass, by masks, instead of step by step", metavar="N"
+    )
     format: Literal["eagle", "speculators"] = setting("eagle", "format of the files")
 
     def __post_init__(self) -> None:
         require_positive(self, "layers", "unroll", "positions")
         require_known(self.loss)
+        require_positive(self, *(["parallel"] if self.parallel is not None else []))
+        if self.version == 1 and self.parallel is not None:
+            raise ValueError("parallel: an EAGLE-1 head drafts step by step; train version 3")
         if self.version == 1 and self.draft_vocab is not None:
             raise ValueError("draft_vocab: an EAGLE-1 head has the target's output layer, with all its tokens")
 
@@ -112,12 +120,15 @@ class EagleTraining(HeadTraining):
         fields: dict[str, Any] = {"num_hidden_layers": settings.layers}
         if settings.version == 3:
             fields |= {"fc_norm": settings.norms, "norm_before_residual": settings.norms}
+        if settings.parallel is not None:  # `mask_hidden` tells masks from text, so that any token can be the mask
+            fields |= {"mask_token_id": size - 1, "parallel_tokens": settings.parallel}
         if settings.taps is not None:
             fields["taps"] = tuple(settings.taps)
         if reduced is not None:
             fields["draft_vocab_size"] = reduced
         config = EagleConfig.for_target(target, settings.version, **fields)
         super().__init__(settings, target, config.taps, compiled)
+        self.positions = range(1, (settings.parallel or settings.positions) + 1)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             head = EagleHead(config)
@@ -143,10 +154,41 @@ class EagleTraining(HeadTraining):
         return {**super().settings(), "taps": list(self.student.config.taps)}
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
-        return self._feature_loss(ids, self._features(ids)) if self.about.version == 1 else super().loss(ids, step)
+        if self.about.parallel is None:
+            return self._feature_loss(ids, self._features(ids)) if self.about.version == 1 else super().loss(ids, step)
+        anchors, depths = rows_of(ids.shape[1] - 1, self.about.parallel, KEEP, LEAST, ids.device)
+        logits, states = self.parallel(ids, anchors, depths)
+        log_p, counts = self._taught(logits)
+        there = anchors + depths + 1
+        return self._token_loss(log_p[:, there], counts[:, there], states)
+
+    def acceptance(self, ids: Tensor) -> list[Agreement]:
+        if self.about.parallel is None:
+            return super().acceptance(ids)
+        anchors, depths = rows_of(ids.shape[1] - 1, self.about.parallel, 1.0, 1.0, ids.device)
+        logits, states = self.parallel(ids, anchors, depths)
+        found = []
+        for here in (depths == depth for depth in range(self.about.parallel)):
+            drafted = self.student.logits(states[:, here], self.target)
+            found.append(agreement(logits[:, (anchors + depths + 1)[here]], self.student.over_all(drafted)))
+        return found
 
     def save(self, folder: Path) -> None:
         save_eagle(self.student, folder, self.about.format, self.target)
+
+    def parallel(self, ids: Tensor, anchors: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+        """P-EAGLE (2602.01469): masks after some of the text's columns, as in PARD's training.
+
+        ids: [B, T] int64. anchors, depths: [N] int64, see `rows_of`. Returns the target's logits over the text, [B, T, V],
+        and the head's states, [B, N, H]. Row i predicts token anchors[i] + depths[i] + 2.
+        """
+        head, seen = self.student, self._features(ids)
+        is_text = depths == 0
+        features = self._inputs(seen)[:, anchors].where(is_text[:, None], head.mask_hidden)
+        read = ids[:, 1:][:, anchors].where(is_text, head.config.mask_token_id or 0)
+        hidden = torch.zeros(len(anchors), len(anchors), device=ids.device)
+        mask = hidden.masked_fill(~seen_by(anchors, depths), float("-inf"))[None, None]
+        return seen.logits, head(head.embed(read, self.target), head.fuse(features), (anchors + depths)[None], mask)
 
     def _taught(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self._tokens is None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .drafters import (
         MTP,
         Combined,
+        DFlash,
         DraftModel,
         DraftTree,
         Eagle,
@@ -54,6 +55,7 @@ __all__ = [
     "AssistedConfig",
     "AssistedModelForCausalLM",
     "Combined",
+    "DFlash",
     "DraftModel",
     "DraftTree",
     "Eagle",

@@ -22,6 +22,7 @@ from assisted.extras import install
 from assisted.heads.eagle_formats import load_eagle
 from assisted.heads.medusa import MedusaHeads
 from assisted.training import checkpoints, eagle, trainer
+from assisted.training.block import BlockSettings, BlockTraining
 from assisted.training.data import Text, Windows, pack
 from assisted.training.distill import Distillation, DistillSettings, first_draft
 from assisted.training.eagle import EagleSettings, EagleTraining, frequent_tokens
@@ -61,6 +62,11 @@ def methods(target, text):
         "eagle-3-reduced": lambda: EagleTraining(target, EagleSettings(unroll=2, draft_vocab=40), text.training),
         "eagle-1": lambda: EagleTraining(target, EagleSettings(version=1, positions=2)),
         "mtp": lambda: MTPTraining(target, MTPSettings(positions=3)),
+        "dflash": lambda: BlockTraining(target, BlockSettings(block=4, anchors=8, window=6)),
+        "dspark": lambda: BlockTraining(
+            target, BlockSettings(block=4, anchors=8, next_token=True, markov="gated", rank=4)
+        ),
+        "dflash2": lambda: BlockTraining(target, BlockSettings(block=4, anchors=8, selector=True, rank=4)),
     }
 
 
@@ -343,6 +349,7 @@ def test_what_is_written_drafts(name, target, text, tmp_path):
     quietly(method, text, Plan(steps=30, batch=8, context=16, lr=1e-2), tmp_path)
     verifier = target.eval() if name != "early-exit" else AutoModelForCausalLM.from_pretrained(tmp_path)
     kind = {"distill": "", "early-exit": "early-exit:2", "medusa": "medusa:", "mtp": "mtp:"}.get(name, "eagle:")
+    kind = "dflash:" if name.startswith("d") and name != "distill" else kind
     model = AssistedModelForCausalLM.from_models(
         verifier, draft=kind if name == "early-exit" else f"{kind}{tmp_path}", tokenizer=tiny_tokenizer()
     )

@@ -24,6 +24,7 @@ from .draft_model import DraftModel, DraftTree
 from .medusa import Medusa
 from .eagle import Eagle
 from .mtp import MTP
+from .block import DFlash
 from .combined import Combined
 from .merged import Merged
 from .auto import Auto
@@ -35,6 +36,7 @@ __all__ = [
     "Auto",
     "Call",
     "Combined",
+    "DFlash",
     "DraftModel",
     "DraftTree",
     "Drafter",

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from architectures import Architecture, half_right, made_once, random_ids
+from block_heads import trained_block
 from eagle_heads import random_head, trained_head
 from medusa_heads import knowing_what_follows
 from mtp_heads import trained_mtp
 from transformers import PreTrainedModel
 
-from assisted import MTP, DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
+from assisted import MTP, DFlash, DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
 
 __all__ = ["HEADS", "LISTS", "METHODS", "Method"]
 
@@ -75,6 +76,10 @@ def eagle_3(target: PreTrainedModel) -> Eagle:
         return Eagle(random_head(target, 3), tree=True)
 
 
+def dspark(target: PreTrainedModel) -> DFlash:
+    return DFlash(trained_block(target, steps=30, next_token=True, markov="vanilla", markov_rank=4))
+
+
 def has_own_layers(architecture: Architecture) -> bool:
     return architecture.name in LAYERS_OF_THEIR_OWN
 
@@ -96,6 +101,8 @@ METHODS = [
     Method("eagle-3, trees", eagle_3, refuses=stacks_states, tree=True),
     Method("mtp, chains", lambda target: MTP(trained_mtp(target, steps=30), tree=False), refuses=has_own_layers),
     Method("mtp, trees", lambda target: MTP(trained_mtp(target, steps=30)), refuses=has_own_layers, tree=True),
+    Method("dflash, chains", lambda target: DFlash(trained_block(target, steps=30), tree=False), refuses=stacks_states),
+    Method("dspark, trees", dspark, refuses=stacks_states, tree=True),
 ]
 
 HEADS = {

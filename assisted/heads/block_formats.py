@@ -1,5 +1,5 @@
 """Reads the files of block drafters as z-lab, DeepSpec, SpecForge, speculators and transformers (Muse Glimmer) write them, and
-writes speculators' format. Covers tensor names, the numbering of layers, and what each producer leaves unsaid. Reading is strict.
+writes speculators' format. Covers tensor names, the numbering of layers, and what each producer leaves out. Reading is strict.
 
 No published checkpoint was available for a test: the layouts are those that vLLM, speculators, z-lab's code and transformers
 read, tested on synthetic files.
@@ -229,14 +229,18 @@ def _config_of(
     kinds = layer.get("layer_types") or [SLIDING if is_muse else FULL] * layers
     window = layer.get("sliding_window") if SLIDING in kinds else None
     causal = own.get("causal", own.get("is_causal"))
-    if of_speculators:
+    if window is None:
+        sliding_causal = False
+    elif of_speculators:
         sliding_causal = not own.get("sliding_window_non_causal", True)
     elif is_muse or of_deepspec:
         sliding_causal = False
     else:  # z-lab's code and vLLM: sliding layers are causal unless the file says otherwise
         sliding_causal = True if causal is None else bool(causal)
     rank, markov = own.get("markov_rank") or 0, own.get("markov_head_type")
-    width = shapes.get("fc.weight", (0, 0))[-1]
+    if "fc.weight" not in shapes:
+        raise ValueError(f"draft: {folder} lacks tensor fc.weight")
+    width = shapes["fc.weight"][-1]
     if width % len(taps):
         raise ValueError(
             f"draft: {folder} holds fc.weight for {width} numbers, which are not those of {len(taps)} layers"

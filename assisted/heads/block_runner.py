@@ -35,7 +35,8 @@ class BlockRunner(HeadRunner):
             self.head.remember(cache.of_running(states), positions.clamp(min=0), cache)
             cache.commit(list(counts))
         else:
-            self.head.remember(states, (columns + self.first).clamp(min=0), cache)
+            # rows that have ended may have moved to the end already
+            self.head.remember(states[cache.order], (columns + self.first[cache.order]).clamp(min=0), cache)
             cache.begin_rounds()
             cache.rewind(list(counts))
         last = on_device([max(count - 1, 0) for count in counts], tokens.device)

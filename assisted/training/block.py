@@ -111,7 +111,7 @@ class BlockTraining(Method):
     def loss(self, ids: Tensor, step: int) -> Tensor:
         seen = self._features(ids)
         anchors = torch.randint(1, 1 + self._last(ids), (len(ids), self.about.anchors), device=ids.device)
-        states = self.drafted(ids, seen, anchors)
+        states = self._drafted(ids, seen, anchors)
         weights = torch.exp(-torch.arange(states.shape[2], device=ids.device) / self.about.gamma)
 
         def of_rows(states: Tensor, anchors: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
@@ -123,50 +123,19 @@ class BlockTraining(Method):
         last, seen = self._last(ids), self._features(ids)
         places = torch.linspace(1, last, min(last, self.about.anchors), device=ids.device).long()
         anchors = places.expand(len(ids), -1)
-        states = self.drafted(ids, seen, anchors)
-        taught, logits = _after(seen.logits, anchors, states.shape[2]), self.logits(states, anchors, ids)[0]
+        states = self._drafted(ids, seen, anchors)
+        taught, logits = after(seen.logits, anchors, states.shape[2]), self._logits(states, anchors, ids)[0]
         return [agreement(taught[:, :, place], logits[:, :, place]) for place in range(states.shape[2])]
 
     def save(self, folder: Path) -> None:
         save_block(self.student, folder, self.target)
 
-    def drafted(self, ids: Tensor, seen: Seen, anchors: Tensor) -> Tensor:
-        """The final states of blocks, [B, A, D, H], for their D drafted tokens. anchors: [B, A] int64, columns of the text.
+    def _drafted(self, ids: Tensor, seen: Seen, anchors: Tensor) -> Tensor:
+        features = torch.cat([seen.states[tap] for tap in self.student.config.taps], -1)
+        return draft_blocks(self.student, self.target, ids, features, anchors)
 
-        The keys are those of the whole text and of all blocks. A row sees the text before its anchor, and its own block. For
-        two blocks of two rows, at the columns 1 and 3 of a text of four:
-
-                     text       blocks
-                     0 1 2 3    1 2 3 4
-                1    1          1 1
-                2    1          1 1
-                3    1 1 1          1 1
-                4    1 1 1          1 1
-        """
-        head, size = self.student, self.student.config.block_size
-        states = head.fuse(torch.cat([seen.states[tap] for tap in head.config.taps], -1))
-        text = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
-        rows = (anchors[:, :, None] + torch.arange(size, device=ids.device)).flatten(1)
-        block = torch.arange(rows.shape[1], device=ids.device) // size
-        before = text[:, None] < anchors.repeat_interleave(size, 1)[:, :, None]
-        own = (block == block[:, None]).expand(len(ids), -1, -1)
-        masks = head.masks(torch.cat([before, own], 2), torch.cat([text, rows], 1)[:, None] - rows[:, :, None])
-        cache = DynamicCache()
-        head.remember(states, text, cache)
-        embeddings = head.embed_block(head.block_ids(ids.gather(1, anchors)[:, :, None]).flatten(1), self.target)
-        return head(embeddings, rows, masks, cache).unflatten(1, (-1, size))[:, :, head.config.first_row :]
-
-    def logits(self, states: Tensor, anchors: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits of drafted tokens, [B, A, D, Vd], given the text's own tokens before them; and without a correction."""
-        head, memory, corrected = self.student, None, []
-        base, tokens = head.logits(states, self.target), _after(ids, anchors, states.shape[2])
-        if head.config.markov is None and not head.config.selector_rank:
-            return base, base
-        for place in range(states.shape[2]):
-            here = (tokens[:, :, place], states[:, :, place], base[:, :, place])
-            logits, memory = head.after(*here, memory)
-            corrected.append(logits)
-        return torch.stack(corrected, 2), base
+    def _logits(self, states: Tensor, anchors: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return teacher_forced(self.student, self.target, states, after(ids, anchors, states.shape[2]))
 
     def _last(self, ids: Tensor) -> int:
         """The last column that can be an anchor: the target's distributions of all its drafted tokens are known."""
@@ -180,8 +149,8 @@ class BlockTraining(Method):
     def _losses(self, states: Tensor, anchors: Tensor, ids: Tensor, taught: Tensor) -> Tensor:
         """[B, A, D], of each drafted token. states: [B, A, D, H]. taught: [B, T, V], the target's logits."""
         head, drafts = self.student, states.shape[2]
-        log_p = log_probabilities(_after(taught, anchors, drafts))
-        logits, base = self.logits(states, anchors, ids)
+        log_p = log_probabilities(after(taught, anchors, drafts))
+        logits, base = self._logits(states, anchors, ids)
         log_q = F.log_softmax((base if head.config.selector_rank else logits).float(), -1)
         if head.config.markov is None:
             found = DIVERGENCES[self.about.loss](log_p, log_q)
@@ -190,7 +159,7 @@ class BlockTraining(Method):
             # the target's own text: its tokens are drawn from p, and p itself is less noisy
             found = TOKENS * DIVERGENCES["kl"](log_p, log_q) + DISTANCE * 2 * distance
             if head.config.confidence:
-                sure = head.confidence(_after(ids, anchors, drafts), states)
+                sure = head.confidence(after(ids, anchors, drafts), states)
                 found = found + F.binary_cross_entropy_with_logits(sure, 1 - distance.detach(), reduction="none")
         if head.config.selector_rank:
             found = found + self._chosen(states, anchors, ids, log_p, base)
@@ -203,12 +172,56 @@ class BlockTraining(Method):
         candidates = base.topk(selector.top_k, -1).indices
         missing = ~(candidates == label).any(-1, keepdim=True)
         candidates = torch.cat([candidates[..., :-1], candidates[..., -1:].where(~missing, label)], -1)
-        scores = selector.scores(_after(ids, anchors, states.shape[2]), states, base, candidates)
+        scores = selector.scores(after(ids, anchors, states.shape[2]), states, base, candidates)
         place = (candidates == label).int().argmax(-1)
         return F.cross_entropy(scores.float().movedim(-1, 1), place, reduction="none")
 
 
-def _after(of_text: Tensor, anchors: Tensor, count: int) -> Tensor:
+def draft_blocks(head: BlockHead, target: PreTrainedModel, ids: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+    """The final states of blocks, [B, A, D, H], for their D drafted tokens.
+
+    ids: [B, T] int64. features: [B, T, F], the target's states. anchors: [B, A] int64, columns of the text.
+
+    The keys are those of the whole text and of all blocks. A row sees the text before its anchor, and its own block. For
+    two blocks of two rows, at the columns 1 and 3 of a text of four:
+
+                 text       blocks
+                 0 1 2 3    1 2 3 4
+            1    1          1 1
+            2    1          1 1
+            3    1 1 1          1 1
+            4    1 1 1          1 1
+    """
+    size, states = head.config.block_size, head.fuse(features)
+    text = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+    rows = (anchors[:, :, None] + torch.arange(size, device=ids.device)).flatten(1)
+    block = torch.arange(rows.shape[1], device=ids.device) // size
+    before = text[:, None] < anchors.repeat_interleave(size, 1)[:, :, None]
+    own = (block == block[:, None]).expand(len(ids), -1, -1)
+    masks = head.masks(torch.cat([before, own], 2), torch.cat([text, rows], 1)[:, None] - rows[:, :, None])
+    cache = DynamicCache()
+    head.remember(states, text, cache)
+    embeddings = head.embed_block(head.block_ids(ids.gather(1, anchors)[:, :, None]).flatten(1), target)
+    made: Tensor = head(embeddings, rows, masks, cache)
+    return made.unflatten(1, (-1, size))[:, :, head.config.first_row :]
+
+
+def teacher_forced(head: BlockHead, target: PreTrainedModel, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of drafted tokens, [B, A, D, Vd], given the text's tokens before them; and those without a correction.
+
+    states: [B, A, D, H]. tokens: [B, A, D] int64, the one before each.
+    """
+    base = head.logits(states, target)
+    if head.config.markov is None and not head.config.selector_rank:
+        return base, base
+    corrected, memory = [], None
+    for place in range(states.shape[2]):
+        logits, memory = head.after(tokens[:, :, place], states[:, :, place], base[:, :, place], memory)
+        corrected.append(logits)
+    return torch.stack(corrected, 2), base
+
+
+def after(of_text: Tensor, anchors: Tensor, count: int) -> Tensor:
     """[B, T, ...] -> [B, A, count, ...]: the `count` columns of the text from each anchor on."""
     places = anchors[:, :, None] + torch.arange(count, device=anchors.device)
     return of_text[torch.arange(len(of_text), device=of_text.device)[:, None, None], places]

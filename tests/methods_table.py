@@ -69,6 +69,7 @@ LINES = [
     Line("medusa", '`"medusa:DIR"`', "heads for this target", '"zoo:medusa"'),
     Line("eagle", '`"eagle:DIR"`', "a head for this target", '"zoo:eagle3"'),
     Line("mtp", '`"mtp"`', "a target whose checkpoint has the head"),
+    Line("dflash", '`"dflash:DIR"`', "a drafter for this target"),
     Line("combined", '`["suffix", "org/draft"]`', "what its parts need", '["suffix", "zoo:draft"]'),
     Line(
         "merged",

@@ -10,21 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from block_heads import random_block
 from methods_table import LINES, PAGE, Line, section, table, tree_option
 from mtp_heads import random_mtp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assisted import MTP, AssistedModelForCausalLM, Merged, zoo
+from assisted import MTP, AssistedModelForCausalLM, DFlash, Merged, zoo
 from assisted.drafters import METHODS, Target, parse
 from assisted.drafters.guarded import Guarded
 from assisted.drafts import Draft, DraftingStopped
 
 PROMPT = "def mean(values):\n    total = 0\n    for value in values:\n        total"
 NEEDS_BACKEND = {"self"}
-# in a family of quantization that every CPU has; the shipped target has no MTP head
+# in a family of quantization that every CPU has; the shipped target has neither an MTP head nor a block drafter
 DRAFTS: dict[str, Callable[[], Any]] = {
     "self": lambda: "self:int8-torchao",
     "mtp": lambda: MTP(random_mtp(AssistedModelForCausalLM.from_pretrained("zoo:target").target)),
+    "dflash": lambda: DFlash(random_block(AssistedModelForCausalLM.from_pretrained("zoo:target").target)),
 }
 
 

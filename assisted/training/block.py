@@ -46,7 +46,9 @@ class BlockSettings:
         "none", "DSpark: correct each token's logits by the token before; rnn needs --next-token"
     )
     rank: int = setting(32, "of the Markov head or of the selector", metavar="N")
-    confidence: bool = setting(True, "DSpark: predict the acceptance rate of each token, for `min_confidence`")
+    confidence: bool = setting(
+        True, "DSpark: predict the acceptance rate of each token; drafts can end where it is low"
+    )
     selector: bool = setting(False, "DFlash2: local convolutions, and a choice among the best 16 tokens of each row")
     anchors: int = setting(64, "blocks in each sequence of a step", metavar="N")
     gamma: float = setting(4.0, "drafted token i, from 0, has the weight exp(-i / gamma) in the loss")

@@ -225,7 +225,8 @@ class BlockHead(StateHead):
         return self.hidden_norm(self.fc(features.to(self.device, self.dtype)))
 
     def remember(self, states: Tensor, position_ids: Tensor, cache: Cache) -> None:
-        """Put the keys and values of a context into the cache. states: [B, n, H], from `fuse`. position_ids: [B or 1, n]."""
+        """Put the keys and values of a context into the cache. states: [B, n, H], from `fuse`. position_ids: [B or 1, n]
+        int64."""
         angles = self.rotary_emb(states, position_ids)
         for index, layer in enumerate(self.layers):
             cache.update(*layer.keys(states, angles), index)  # type: ignore[operator]
@@ -259,7 +260,7 @@ class BlockHead(StateHead):
         return F.pad(anchors, (0, self.config.block_size - 1), value=self.config.mask_token_id or 0)
 
     def embed_block(self, ids: Tensor, target: PreTrainedModel) -> Tensor:
-        """[B, n] int64, from `block_ids`, one or several blocks in a row -> [B, n, H]."""
+        """The rows of blocks, [B, n, H] in its dtype. ids: [B, n] int64, from `block_ids`, one or several blocks in a row."""
         embeddings = self.embed(ids, target)
         if self.config.mask_token_id is None:
             is_anchor = torch.arange(ids.shape[1], device=embeddings.device) % self.config.block_size == 0
@@ -267,6 +268,7 @@ class BlockHead(StateHead):
         return embeddings
 
     def embed(self, ids: Tensor, target: PreTrainedModel) -> Tensor:
+        """As `StateHead.embed`: ids [...] int64 -> [..., H] in its dtype, scaled as the config says."""
         scale, own = self.config.embedding_scale, target.get_input_embeddings()
         if scale is None or self.config.own_embedding or own.weight.is_meta:
             return super().embed(ids, target)

@@ -89,7 +89,9 @@ def save_block(head: BlockHead, folder: str | Path, target: PreTrainedModel | No
     """Write config.json and model.safetensors in speculators' format; `load_block` restores the same drafter.
 
     Speculators' keys are all written, also those that have a default. The format has no place for a mask embedding and for
-    scaled logits; they are written as `mask_embedding` and as z-lab's keys. target: whose name is stored, except a folder's.
+    scaled logits; they are written as `mask_embedding` and as z-lab's keys.
+
+    head: what is written. target: whose name is stored, unless that is a local folder.
     """
     config, folder = head.config, Path(folder)
     kind = "dflash2" if config.selector_rank else "dspark" if config.markov or config.confidence else "dflash"

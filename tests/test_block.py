@@ -21,7 +21,7 @@ from transformers import DynamicCache, MuseGlimmerAssistantConfig
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
 
 from assisted import AssistedModelForCausalLM, DFlash, Eagle, Merged
-from assisted.drafters import METHODS, eagle, parse
+from assisted.drafters import METHODS, eagle, mtp, parse
 from assisted.drafters.base import Room
 from assisted.drafters.block import BlockDrafter, BlockDrafting
 from assisted.drafters.eagle import EagleDrafting
@@ -184,6 +184,36 @@ def test_a_captured_pass_is_the_eager_one():
     known = torch.full((4, 1), ids.shape[1] - 1)
     inputs = Inputs(wide, known, known, None, torch.ones(4, 40, dtype=torch.bool))
     assert torch.allclose(runner.static_forward(inputs)[:, :5], states, atol=ROUNDING)
+
+
+@torch.no_grad()
+def test_rows_that_committed_different_numbers():
+    """Each row sees its own context and block, and nothing of what longer rows have left in the slots behind."""
+    target = llama()
+    head = random_block(target, **VARIANTS["sliding"])
+    ids = one_and_four(target)[1]["input_ids"][2:]
+    states = head.fuse(features_of(target, head, ids))
+    runner = BlockRunner(head, target, SlotCache(2, 64), torch.zeros(2, 1, dtype=torch.int64))
+    runner.read(ids[:, 1:9], states[:, :8], [8, 8])
+    found = runner.read(ids[:, 9:12], states[:, 8:11], [3, 1])
+    for row, length in enumerate((11, 9)):
+        _, alone = drafted(target, head, ids[row : row + 1, : length + 1])
+        assert torch.allclose(found[row], alone[0], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_passes_write_the_same_text():
+    target = llama()
+    spec = DFlash(trained_block(target, **VARIANTS["dflash2"]), tree=False)
+    model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=4, fast="compile")
+    inputs = one_and_four(target)[0]
+    expected = target.generate(**inputs, **CALL)
+    for _ in range(2):
+        with no_fallback():
+            assert model.generate(**inputs, **CALL).tolist() == expected.tolist()
+    assert model.report.accepted > 0
+    assert model.report.warnings == ()
+    assert model.drafter.graphs.replays > 0
 
 
 def test_scaled_logits_and_embeddings():
@@ -504,6 +534,17 @@ def test_classic_mistakes_cost_acceptance(mistake):
 
 
 # ---- what a pair and a plan say
+
+
+def test_a_drafter_that_is_never_right_is_reported(monkeypatch):
+    monkeypatch.setattr(mtp, "ENOUGH", 10)
+    target = llama()
+    right = trained_block(target)
+    wrong = with_config(right, next_token=True)
+    for head, warned in ((right, 0), (wrong, 1)):
+        model = assisted(target, head, tree=False)
+        model.generate(**one_and_four(target)[0], **(CALL | {"max_new_tokens": 30}))
+        assert ["sample_from_anchor" in said for said in model.report.warnings] == [True] * warned
 
 
 def test_strings_and_options():

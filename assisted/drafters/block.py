@@ -13,15 +13,14 @@ from transformers import PreTrainedModel
 
 from ..drafts import Draft
 from ..engine.needs import Needs
-from ..engine.prepared import PreparedModule
-from ..engine.trust import Trust
 from ..heads.base import StateHead
 from ..heads.block import BlockHead
 from ..heads.block_formats import is_block, load_block, require_block, save_block
 from ..heads.block_runner import Block, BlockRunner
 from ..text import Text
 from .base import Call, HeadSpec, Room, Target
-from .eagle import EagleDrafter, EagleDrafting, EagleOptions
+from .eagle import EagleDrafter, EagleOptions
+from .mtp import MTPDrafter, MTPDrafting
 from .registry import register
 from .tree_growth import Growing, Limits
 
@@ -81,15 +80,14 @@ class DFlash(EagleOptions):
         return BlockDrafter(self, head, needs)
 
 
-class BlockDrafter(EagleDrafter):
-    """A loaded block drafter."""
+class BlockDrafter(MTPDrafter):
+    """A loaded block drafter, watched as MTP heads are."""
 
     spec: DFlash
-    head: BlockHead
-
-    def fused(self, head: Any, trusted: Trust) -> PreparedModule:
-        """The head unchanged."""
-        return PreparedModule(head)
+    suspicion = (
+        "the first token that the block drafter drafts is hardly ever accepted: it may be of another target, or its rows may "
+        "predict another position than its config says (sample_from_anchor)"
+    )
 
     def save(self, folder: Path) -> None:
         save_block(self.head, folder)
@@ -98,9 +96,10 @@ class BlockDrafter(EagleDrafter):
         return BlockDrafting(self, call)
 
 
-class BlockDrafting(EagleDrafting):
-    """As an EAGLE head's, but column s holds the target's feature of token s alone, and the whole draft comes from one forward
-    pass over the block after the text."""
+class BlockDrafting(MTPDrafting):
+    """As that of an EAGLE or MTP head, but column s holds the target's feature of token s alone, and the whole draft comes from
+    one forward pass over the block after the text.
+    """
 
     drafter: BlockDrafter
     runner_type = BlockRunner

@@ -14,7 +14,7 @@ from ..drafts import Draft, Round
 from ..engine.needs import Needs
 from ..engine.prepared import PreparedModule
 from ..engine.trust import Trust
-from ..heads.base import Head
+from ..heads.base import StateHead
 from ..heads.mtp import MTPHead, load_mtp, save_mtp
 from ..heads.mtp_formats import is_mtp
 from ..text import Text
@@ -62,7 +62,7 @@ class MTP(EagleOptions):
     def reads(cls, fields: dict[str, Any], folder: Path) -> bool:
         return is_mtp(fields, folder)
 
-    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> Head:
+    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> StateHead:
         path = self.path or target.path
         if not isinstance(path, str):
             raise ValueError(
@@ -77,11 +77,14 @@ class MTP(EagleOptions):
 
 
 class MTPDrafter(EagleDrafter):
-    """A loaded head, and how often the first token of its drafts was accepted."""
+    """A loaded head, and how often the first token of its drafts was accepted. suspicion: why it hardly ever may be."""
 
-    head: MTPHead
+    suspicion = (
+        "the first token that the MTP head drafts is hardly ever accepted: the head may be of another checkpoint, or its norms "
+        "may have been shifted twice when it was converted"
+    )
 
-    def __init__(self, spec: MTP, head: MTPHead, needs: Needs):
+    def __init__(self, spec: EagleOptions, head: StateHead, needs: Needs):
         super().__init__(spec, head, needs)
         self.drafts = self.accepted = 0
 
@@ -114,10 +117,7 @@ class MTPDrafting(EagleDrafting):
         drafter.drafts += sum(count > 0 for count in round.drafted)
         drafter.accepted += sum(count > 0 for count in round.accepted)
         if drafter.drafts >= ENOUGH and drafter.accepted < FEW * drafter.drafts:
-            self.call.settings.note(
-                "the first token that the MTP head drafts is hardly ever accepted: the head may be of another checkpoint, or "
-                "its norms may have been shifted twice when it was converted"
-            )
+            self.call.settings.note(drafter.suspicion)
 
 
 def _numbers(target: PreTrainedModel) -> int:

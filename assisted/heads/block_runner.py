@@ -5,6 +5,8 @@ rows are written after them and never kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,12 @@ from .runner import HeadRunner
 
 
 class BlockRunner(HeadRunner):
-    """A block drafter with its slots. Slot s holds the target's state of token s, whatever was drafted for it."""
+    """A block drafter with its slots. Slot s holds the target's state of token s, whatever was drafted for it. Args: as for
+    `HeadRunner`."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.prepared = replace(self.prepared, inject=None)  # a block begins with tokens alone
 
     def read(self, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> Tensor:
         """Keep the context of committed text, `counts[b]` columns of row b, and draft the block after it.

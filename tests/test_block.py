@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, build
+from architectures import ARCHITECTURES, RECURRENT, build
 from block_heads import Reference, random_block, trained_block
 from eagle_heads import features_of, trained_head
 from pairs import CALL, ENDS, ROUNDING, no_fallback
@@ -21,10 +21,9 @@ from transformers import DynamicCache, MuseGlimmerAssistantConfig
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
 
 from assisted import AssistedModelForCausalLM, DFlash, Eagle, Merged
-from assisted.drafters import METHODS, eagle, mtp, parse
+from assisted.drafters import METHODS, mtp, parse
 from assisted.drafters.base import Room
 from assisted.drafters.block import BlockDrafter, BlockDrafting
-from assisted.drafters.eagle import EagleDrafting
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.passes import Inputs
@@ -377,18 +376,19 @@ def test_kept_rows_are_those_of_a_fresh_prefill():
     [{}, {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2}, {"temperature": 1.5, "top_k": 4}],
     ids=["plain", "prefix", "cut"],
 )
-@pytest.mark.parametrize("variant", ["dflash", "dspark", "dspark, rnn", "dflash2", "confident"])
+@pytest.mark.parametrize("variant", ["dflash", "dspark", "dspark, rnn", "dflash2", "confident", "trees"])
 def test_sampling_follows_the_targets_distribution(variant, setting):
     """With untrained weights, and processors that depend on the drafted prefix."""
     target = tiny(0, layers=2)
-    fields = VARIANTS["dspark" if variant == "confident" else variant] | {"block_size": 3, "conv_group_size": 1}
+    fields = VARIANTS["dspark" if variant in ("confident", "trees") else variant]
+    fields = fields | {"block_size": 3, "conv_group_size": 1}
     if "selector_top_k" in fields:
         fields["selector_top_k"] = 3
     options, head = {"min_confidence": 0.5} if variant == "confident" else {}, random_block(target, **fields)
     if options:  # whether it is sure depends on the token before alone
         with torch.no_grad():
             head.confidence_head["proj"].weight[:, :16] = 0
-    model = assisted(target, head, draft_length=2, **options)
+    model = assisted(target, head, True if variant == "trees" else None, draft_length=2, **options)
     torch.manual_seed(21)
     kwargs = {"top_k": 0} | setting
     with no_fallback():
@@ -450,6 +450,18 @@ def test_arguments_of_generate(kwargs, tree):
         with no_fallback():
             ours = model.generate(**inputs, **call)
         assert ours.tolist() == target.generate(**inputs, **call).tolist()
+    assert model.totals.accepted > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "lfm2"])
+@pytest.mark.parametrize("tree", [None, False], ids=["trees", "chains"])
+def test_recurrent_targets(name, tree):
+    target = build(next(architecture for architecture in RECURRENT if architecture.name == name))
+    model = assisted(target, trained_block(target, steps=30), tree)
+    for inputs in one_and_four(target):
+        with no_fallback():
+            ours = model.generate(**inputs, **CALL)
+        assert ours.tolist() == target.generate(**inputs, **CALL).tolist()
     assert model.totals.accepted > 0
 
 
@@ -598,10 +610,3 @@ def test_targets_that_do_not_fit():
     wide = random_block(target, target_hidden_size=48)
     with pytest.raises(ValueError, match="expected a width of 48"):
         assisted(target, wide)
-
-
-def test_the_shared_part_is_eagles():
-    """Sessions, past keys and values, and features that wait to be read: tests of EAGLE heads and of sessions cover them."""
-    assert issubclass(BlockDrafting, EagleDrafting)
-    assert "_take_over" not in vars(BlockDrafting)
-    assert BlockDrafting.propose is eagle.EagleDrafting.propose

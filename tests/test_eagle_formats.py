@@ -260,7 +260,7 @@ def test_a_full_draft_vocabulary_has_no_maps(target, tmp_path):
 def test_what_cannot_be_read_is_refused(target, tmp_path):
     with pytest.raises(ValueError, match=r"vocabulary of 95.*96"):
         load_eagle(write(tmp_path, EAGLE_1 | {"vocab_size": 95}, eagle_1()), target)
-    with pytest.raises(ValueError, match="'xpress'"):
+    with pytest.raises(ValueError, match="'dflash'"):
         load_eagle(write(tmp_path, SPECULATORS | {"speculators_model_type": "dflash"}, speculators()), target)
     layer = SPECULATORS["transformer_layer_config"]
     with pytest.raises(ValueError, match="'mistral'"):

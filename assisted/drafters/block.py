@@ -111,7 +111,9 @@ class BlockDrafting(MTPDrafting):
     def forwards(self, grown: Growing) -> int:
         return 1
 
-    def _block(self, runner: Any, text: Text, states: torch.Tensor) -> Block:
+    def _block(self, runner: Any, text: Text, states: torch.Tensor, count: int) -> Block:
+        """The first `count` tokens of the block."""
+        states = states[:, : runner.head.config.first_row + count]
         return Block(runner, states, text.last_tokens(), self.drafter.spec.min_confidence)
 
     def _tree(self, runner: Any, text: Text, state: torch.Tensor, depth: int) -> Draft:
@@ -119,10 +121,11 @@ class BlockDrafting(MTPDrafting):
         drafter = self.drafter
         depth, most = min(depth, drafter.head.config.drafts), drafter.most
         limits = Limits(depth, most, drafter.top_k, most, depth * most)
-        return self.best_tree(text, self._block(runner, text, state), limits)
+        return self.best_tree(text, self._block(runner, text, state, depth), limits)
 
     def _chain(self, runner: Any, text: Text, state: torch.Tensor, budget: int) -> Draft:
-        block, device = self._block(runner, text, state), text.ids.device
+        budget = min(budget, self.drafter.head.config.drafts)
+        block, device = self._block(runner, text, state, budget), text.ids.device
         sure: list[torch.Tensor] = []
 
         def read(tokens: torch.Tensor) -> torch.Tensor:
@@ -131,7 +134,7 @@ class BlockDrafting(MTPDrafting):
             return logits
 
         first = read(text.last_tokens())
-        draft = self.draft_chain(text, min(budget, self.drafter.head.config.drafts), first, read)
+        draft = self.draft_chain(text, budget, first, read)
         if self.drafter.spec.min_confidence > 0:
             # whether a token is drafted depends on those before it alone
             draft = replace(draft, lengths=draft.lengths.minimum(torch.cat(sure, 1).cumprod(1).sum(1)))

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Qwen3Config
 from ..loading.files import fields_of, loading, write_json
 from .block import FULL, SLIDING, BlockConfig, BlockHead
 from .eagle_config import LAYER_FIELDS
-from .eagle_formats import draft_mask, require_fields, rope_of, speculators_config
+from .eagle_formats import VERSION, draft_mask, require_fields, rope_of, speculators_config
 from .files import find_file, find_folder, read_tensors, require_tensors
 
 __all__ = ["is_block", "load_block", "require_block", "save_block"]
@@ -99,6 +99,7 @@ def save_block(head: BlockHead, folder: str | Path, target: PreTrainedModel | No
     fields = {
         "architectures": [{"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}.get(kind, "DFlash2DraftModel")],
         "speculators_model_type": kind,
+        "speculators_version": VERSION,
         "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,
         "aux_hidden_state_layer_ids": list(config.taps),

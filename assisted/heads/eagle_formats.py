@@ -26,7 +26,7 @@ __all__ = ["is_eagle", "load_eagle", "require_eagle", "save_eagle"]
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _TAPS = "eagle_aux_hidden_state_layer_ids"
-_VERSION = "0.9.0"  # of speculators, for the format written here
+VERSION = "0.9.0"  # of speculators, for the format written here
 
 Format = Literal["eagle", "speculators"]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -300,7 +300,7 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "speculators_version": _VERSION,
+        "speculators_version": VERSION,
         "draft_vocab_size": config.draft_vocab_size,
         **{name: getattr(config, name) for name in _SWITCHES},
         "target_hidden_size": config.target_hidden_size,

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from architectures import Architecture, half_right, made_once, random_ids
 from assistant_heads import trained_assistant
+from block_heads import trained_block
 from eagle_heads import random_head, trained_head
 from medusa_heads import knowing_what_follows
 from mtp_heads import trained_mtp
 from transformers import PreTrainedModel
 
-from assisted import MTP, Assistant, DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
+from assisted import MTP, Assistant, DFlash, DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
 
 __all__ = ["HEADS", "LISTS", "METHODS", "Method"]
 
@@ -97,6 +98,10 @@ def parallel(target: PreTrainedModel) -> Eagle:
     return Eagle(random_head(target, 3, mask_token_id=3))
 
 
+def dspark(target: PreTrainedModel) -> DFlash:
+    return DFlash(trained_block(target, steps=30, next_token=True, markov="vanilla", markov_rank=4))
+
+
 def has_own_layers(architecture: Architecture) -> bool:
     return architecture.name in LAYERS_OF_THEIR_OWN
 
@@ -126,6 +131,8 @@ METHODS = [
         refuses=shares_no_keys,
     ),
     Method("assistant, trees", lambda target: Assistant(trained_assistant(target)), refuses=shares_no_keys, tree=True),
+    Method("dflash, chains", lambda target: DFlash(trained_block(target, steps=30), tree=False), refuses=stacks_states),
+    Method("dspark, trees", dspark, refuses=stacks_states, tree=True),
 ]
 
 HEADS = {

@@ -70,6 +70,7 @@ LINES = [
     Line("medusa", '`"medusa:DIR"`', "heads for this target", '"zoo:medusa"'),
     Line("eagle", '`"eagle:DIR"`', "a head for this target", '"zoo:eagle3"'),
     Line("mtp", '`"mtp"`', "a target whose checkpoint has the head"),
+    Line("dflash", '`"dflash:DIR"`', "a drafter for this target"),
     Line("assistant", '`"assistant:ID"`, folder', "an assistant of this Gemma 4, or one trained for this target"),
     Line(
         "candidates",

@@ -573,7 +573,7 @@ class LowerStates(EagleDrafting):
 
 
 MUTANTS = {
-    "off by one": (module, "HeadRunner", ShiftedTokens),
+    "off by one": (EagleDrafting, "runner_type", ShiftedTokens),
     "stale keys": (module, "EagleDrafting", StaleKeys),
     "layer too low": (module, "EagleDrafter", LowerTaps),
 }

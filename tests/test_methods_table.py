@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from assistant_heads import random_assistant
+from block_heads import random_block
 from methods import in_parallel
 from methods_table import LINES, PAGE, Line, section, table, tree_option
 from mtp_heads import random_mtp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from assisted import MTP, Assistant, AssistedModelForCausalLM, Candidates, Merged, zoo
+from assisted import MTP, Assistant, AssistedModelForCausalLM, Candidates, DFlash, Merged, zoo
 from assisted.drafters import METHODS, Target, parse
 from assisted.drafters.guarded import Guarded
 from assisted.drafts import Draft, DraftingStopped
@@ -35,11 +36,12 @@ def shipped() -> Any:
 
 
 NEEDS_BACKEND = {"self"}
-# in a family of quantization that every CPU has; the shipped target has no MTP head and no assistant
+# in a family of quantization that every CPU has; the shipped target has no MTP head, block drafter or assistant
 DRAFTS: dict[str, Callable[[], Any]] = {
     "self": lambda: "self:int8-torchao",
     "pard": lambda: in_parallel(AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype="float32")),
     "mtp": lambda: MTP(random_mtp(shipped())),
+    "dflash": lambda: DFlash(random_block(shipped())),
     "assistant": lambda: Assistant(random_assistant(shipped()), nodes=4),
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from block_heads import trained_block
 from covering import in_turns, over
 from eagle_heads import trained_head
 from methods import HEADS
@@ -21,7 +22,7 @@ from mtp_heads import trained_mtp
 from pairs import BY_NAME, CALL, pair
 from transformers import DynamicCache
 
-from assisted import MTP, AssistedModelForCausalLM, Eagle, Merged
+from assisted import MTP, AssistedModelForCausalLM, DFlash, Eagle, Merged
 from assisted.drafters import DraftModel, eagle
 from assisted.engine import cache
 from assisted.engine.cache import SlotCache, SlotLayer
@@ -76,6 +77,8 @@ DRAFTS: dict[str, Any] = {
     "eagle-3, chains": lambda target: Eagle(head(3), tree=False),
     "mtp": lambda target: MTP(trained_mtp(target, steps=30)),
     "mtp, chains": lambda target: MTP(trained_mtp(target, steps=30), tree=False),
+    "dflash": lambda target: DFlash(trained_block(target, steps=30)),
+    "dflash, chains": lambda target: DFlash(trained_block(target, steps=30), tree=False),
     "suffix and a head": lambda target: ["suffix", Eagle(head(3))],
     "two heads": lambda target: [Eagle(head(1)), Eagle(head(3))],
     "model": lambda target: DraftModel(half_right(target)),
@@ -136,17 +139,17 @@ def test_only_new_tokens_are_read(written: collections.Counter[int]) -> None:
     assert ids.shape[1] == 10 * (NEW + CALL["max_new_tokens"])
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("kind", ["eagle-1", "eagle-3", "dflash"])
 @pytest.mark.parametrize("tree", [True, False])
 def test_a_head_goes_on_as_if_it_had_read_the_whole_text(
-    version: int, tree: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, tree: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drafts in a session's turns what it drafts after reading the text anew, and reads only the new columns."""
     monkeypatch.setattr(eagle, "learn", lambda *args: None)  # or the second call would draft other trees
     target = build(BY_NAME["llama"])
-    model = AssistedModelForCausalLM.from_models(
-        target, Eagle(head(version), tree=tree, nodes=6), draft_length=3, fast="eager"
-    )
+    options = {"tree": tree, "nodes": 6}
+    spec = DFlash(trained_block(target), **options) if kind == "dflash" else Eagle(head(int(kind[-1])), **options)
+    model = AssistedModelForCausalLM.from_models(target, spec, draft_length=3, fast="eager")
     session, read, ids = model.session(), [], turns(1)[0][:, :0]
     module = model.drafter.head
     fuse = module.fuse

@@ -23,6 +23,7 @@ from assisted.heads.eagle_formats import load_eagle
 from assisted.heads.medusa import MedusaHeads
 from assisted.training import checkpoints, eagle, trainer
 from assisted.training.assistant import AssistantSettings, AssistantTraining
+from assisted.training.block import BlockSettings, BlockTraining
 from assisted.training.data import Text, Windows, pack
 from assisted.training.distill import Distillation, DistillSettings, first_draft
 from assisted.training.eagle import EagleSettings, EagleTraining, frequent_tokens
@@ -66,6 +67,11 @@ def methods(target, text):
         "eagle-1": lambda: EagleTraining(target, EagleSettings(version=1, positions=2)),
         "mtp": lambda: MTPTraining(target, MTPSettings(positions=3)),
         "assistant": lambda: AssistantTraining(target, AssistantSettings(layers=2, positions=3)),
+        "dflash": lambda: BlockTraining(target, BlockSettings(block=4, anchors=8, window=6)),
+        "dspark": lambda: BlockTraining(
+            target, BlockSettings(block=4, anchors=8, next_token=True, markov="gated", rank=4)
+        ),
+        "dflash2": lambda: BlockTraining(target, BlockSettings(block=4, anchors=8, selector=True, rank=4)),
     }
 
 
@@ -354,6 +360,7 @@ def test_what_is_written_drafts(name, target, text, tmp_path):
         "medusa": "medusa:",
         "mtp": "mtp:",
         "assistant": "",
+        **dict.fromkeys(("dflash", "dspark", "dflash2"), "dflash:"),
     }.get(name, "eagle:")
     model = AssistedModelForCausalLM.from_models(
         verifier, draft=kind if name == "early-exit" else f"{kind}{tmp_path}", tokenizer=tiny_tokenizer()

@@ -47,6 +47,8 @@ def call(school, method, out, *more):
         ("eagle", ["--parallel", "2", "--format", "speculators"], 2),
         ("mtp", ["--unroll", "2", "--positions", "4"], 4),
         ("assistant", ["--layers", "2", "--unroll", "2", "--positions", "4", "--optimizer", "muon"], 4),
+        ("dflash", ["--block", "4", "--window", "5", "--optimizer", "muon"], 3),
+        ("dflash", ["--block", "4", "--next-token", "--markov", "rnn", "--taps", "1", "2"], 4),
     ],
 )
 def test_every_method(school, tmp_path, capsys, method, options, places):
@@ -76,6 +78,7 @@ def test_every_method(school, tmp_path, capsys, method, options, places):
         ("eagle", ["--format", "speculators"]),
         ("mtp", []),
         ("assistant", []),
+        ("dflash", ["--block", "4", "--selector"]),
     ],
 )
 def test_stored_in_half_precision(school, tmp_path, method, options):
@@ -110,7 +113,7 @@ def test_what_is_refused(school, tmp_path, capsys):
     assert "heads: the checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["distill", "pard", "early-exit", "medusa", "eagle", "mtp", "assistant"])
+@pytest.mark.parametrize("method", ["distill", "pard", "early-exit", "medusa", "eagle", "mtp", "dflash", "assistant"])
 def test_help_says_what_everything_is(method, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", method, "--help"])
@@ -119,7 +122,7 @@ def test_help_says_what_everything_is(method, capsys):
     assert "--checkpoint-every N" in shown
     assert "(default: 1000)" in shown
     assert "_" not in shown.replace("hidden_states", "")  # one spelling of each option
-    assert f"(default: {'0.0001' if method == 'early-exit' else '0.001'})" in shown
+    assert f"(default: { {'early-exit': '0.0001', 'dflash': '0.0006'}.get(method, '0.001') })" in shown
 
 
 def test_a_methods_parser_is_made_when_it_runs(capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""`assisted train distill | pard | early-exit | medusa | eagle | mtp | assistant`: the arguments, and what they start.
+"""`assisted train distill | pard | early-exit | medusa | eagle | mtp | dflash | assistant`: the arguments, and what they start.
 
 A method's options are the fields of its settings and of the plan. Reading them imports torch, so a method's parser is made
 when it runs.
@@ -29,6 +29,7 @@ TRAININGS = {
     "medusa": "train heads on the last hidden state, each for one token further ahead",
     "eagle": "train one layer that continues from the target's hidden states",
     "mtp": "train a multi-token-prediction head, a layer of the target's own kind",
+    "dflash": "train a block drafter: DFlash, DSpark (--markov) or DFlash2 (--selector)",
     "assistant": "train small layers that read the target's keys and values",
 }
 

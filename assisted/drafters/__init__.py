@@ -24,6 +24,7 @@ from .draft_model import DraftModel, DraftTree, Pard
 from .medusa import Medusa
 from .eagle import Eagle
 from .mtp import MTP
+from .block import DFlash
 from .assistant import Assistant
 from .candidate_generator import Candidates
 from .combined import Combined
@@ -39,6 +40,7 @@ __all__ = [
     "Call",
     "Candidates",
     "Combined",
+    "DFlash",
     "DraftModel",
     "DraftTree",
     "Drafter",

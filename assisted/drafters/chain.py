@@ -31,6 +31,10 @@ class ChainDrafting(Drafting):
         """[B, V'] logits of the model -> [B, V] in the target's vocabulary, on the text's device."""
         return logits.to(text.ids.device)
 
+    def runs_again(self, position: int) -> bool:
+        """Whether to run the model for one more token, at `position`. Asked before its forward pass."""
+        return self.call.length.run_again(position)
+
     def draft_chain(
         self, text: Text, budget: int, logits: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> Draft:
@@ -66,7 +70,7 @@ class ChainDrafting(Drafting):
                 distributions.append(q)
             tokens.append(token)
             wanted_of = [count + goes for count, goes in zip(wanted_of, going, strict=True)]
-            if position + 1 == budget or not length.run_again(position + 1):
+            if position + 1 == budget or not self.runs_again(position + 1):
                 break
             logits = read(token)
         found = torch.cat(best, 1)

@@ -27,7 +27,7 @@ from ..engine.trust import Trust
 from ..fast.fused import prepare
 from ..fast.graphs import Graphs
 from ..fast.sources import Source
-from ..heads.base import Head
+from ..heads.base import StateHead
 from ..heads.eagle import EagleHead
 from ..heads.eagle_formats import is_eagle, load_eagle, require_eagle, save_eagle
 from ..heads.fused import fused_head, source_of
@@ -72,13 +72,13 @@ class EagleOptions(HeadSpec):
         model = unwrapped(target.model)
         require_verifiable_cache(model)
         head = self.path
-        if not isinstance(head, Head):
+        if not isinstance(head, StateHead):
             head = self.read_head(target, model, **kwargs)
             output = model.get_output_embeddings()
             head.to(device_of(model if output is None else output), model.dtype)
         return self.drafter(head, needs_of(head, model))
 
-    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> Head:
+    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> StateHead:
         """The head at `path`. model: the target's, without an adapter's wrapper."""
         raise NotImplementedError
 
@@ -121,7 +121,7 @@ class Eagle(EagleOptions):
     def reads(cls, fields: dict[str, Any], folder: Path) -> bool:
         return is_eagle(fields, folder)
 
-    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> Head:
+    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> StateHead:
         assert isinstance(self.path, str)
         return load_eagle(self.path, model, **kwargs)
 
@@ -136,7 +136,7 @@ class EagleDrafter(Drafter):
 
     head: Any
 
-    def __init__(self, spec: EagleOptions, head: Head, needs: Needs):
+    def __init__(self, spec: EagleOptions, head: StateHead, needs: Needs):
         self.spec, self.head, self.needs = spec, head, needs
         self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
@@ -197,19 +197,26 @@ class HeadDrafting(ChainDrafting):
 
         logits: [B, 1, Vd], after the committed text.
         """
-        length, top_k, most = self.call.length, self.drafter.top_k, self.drafter.most
-        limits = Limits(depth, top_k, top_k, most, depth * top_k, by_level=True)
+        top_k, most = self.drafter.top_k, self.drafter.most
+        return self.best_tree(reader, logits, text, Limits(depth, top_k, top_k, most, depth * top_k, by_level=True))
+
+    def best_tree(self, reader: NodeReader, logits: torch.Tensor, text: Text, limits: Limits) -> Draft:
+        """A tree within limits. Otherwise as `draft_tree`."""
 
         def goes_on(grown: Growing) -> bool:
-            return length.run_again(grown.forwards + 1)
+            return self.runs_again(grown.forwards + 1)
 
         grown = self.grown = grow(reader, self.call, text, logits, self.rates, limits, goes_on)
-        worth = grown.worth()
+        worth, most = grown.worth(), limits.nodes
         if self.drafter.spec.nodes is None:
-            costs = length.costs or UNMEASURED
-            drafting = (grown.forwards + 1) * costs.draft
+            costs = self.call.length.costs or UNMEASURED
+            drafting = self.forwards(grown) * costs.draft
             most, _ = best_size(worth, lambda nodes: drafting + costs.verify_seconds(nodes + 1))
         return grown.draft(most, worth)
+
+    def forwards(self, grown: Growing) -> int:
+        """The head's forward passes for a tree."""
+        return grown.forwards + 1
 
     def watch(self, round: Round) -> None:
         """Note the suspicion if hardly any draft's first token was accepted."""
@@ -235,6 +242,8 @@ class EagleDrafting(HeadDrafting):
     Invariant before each round: the slots of row b hold its first `cache.lengths[b]` columns, all from true features; the
     features of its remaining columns are in `unread`. In a session, both are taken over from the call before.
     """
+
+    runner_type: type[HeadRunner] = HeadRunner
 
     def __init__(self, drafter: EagleDrafter, call: Call):
         super().__init__(drafter, call)
@@ -320,7 +329,7 @@ class EagleDrafting(HeadDrafting):
             settings, limit = call.settings.of_heads, call.limit + drafter.most
             head = prepare(drafter.head, settings, drafter.fused)
             slots = SlotCache(rows, limit) if self.slots is None else self.slots
-            runner = HeadRunner(head, call.target.model, slots, first, mask)
+            runner = self.runner_type(head, call.target.model, slots, first, mask)
             self.runner = drafter.graphs.serve(runner, drafter.head, settings)
             if self.runner.cache.visible is not None:  # the target's states of padding may be NaN
                 features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)
@@ -380,7 +389,7 @@ def _joined(blocks: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor,
     return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
 
 
-def needs_of(head: Head, model: PreTrainedModel) -> Needs:
+def needs_of(head: StateHead, model: PreTrainedModel) -> Needs:
     """The hidden states that a head reads of a target, tested on a few tokens.
 
     Raises ValueError if the hidden states that the head reads are not available or do not have its sizes.

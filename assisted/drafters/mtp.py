@@ -14,7 +14,7 @@ from ..drafts import Draft, Round
 from ..engine.needs import Needs
 from ..engine.prepared import PreparedModule
 from ..engine.trust import Trust
-from ..heads.base import Head
+from ..heads.base import StateHead
 from ..heads.mtp import MTPHead, load_mtp, save_mtp
 from ..heads.mtp_formats import is_mtp
 from ..text import Text
@@ -60,7 +60,7 @@ class MTP(EagleOptions):
     def reads(cls, fields: dict[str, Any], folder: Path) -> bool:
         return is_mtp(fields, folder)
 
-    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> Head:
+    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> StateHead:
         path = self.path or target.path
         if not isinstance(path, str):
             raise ValueError(
@@ -76,8 +76,6 @@ class MTP(EagleOptions):
 
 class MTPDrafter(EagleDrafter):
     """A loaded head, which is not changed."""
-
-    head: MTPHead
 
     def fused(self, head: Any, trusted: Trust) -> PreparedModule:
         """The head unchanged: its layer is the target's, of any kind."""

@@ -1,4 +1,5 @@
-"""What all heads share that continue from the target's hidden states, and then from their own (`EagleHead`, `MTPHead`)."""
+"""What heads share that read the target's hidden states (`BlockHead`), and those among them that then continue from their own
+states (`EagleHead`, `MTPHead`)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from transformers import Cache, PreTrainedModel
 from ..engine.parts import device_of
 
 
-class Head(nn.Module):
-    """Column i combines the target's feature of token i with token i + 1, and predicts token i + 2.
+class StateHead(nn.Module):
+    """A head that reads hidden states of the target.
 
     Attributes:
         config: its taps, vocab_size, hidden_size, target_hidden_size and max_position_embeddings, as in `EagleConfig`.
@@ -33,24 +34,6 @@ class Head(nn.Module):
     d2t: torch.Tensor | None
     fc: nn.Linear
     rotary_emb: nn.Module
-
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        states: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        last_only: bool = False,
-    ) -> torch.Tensor:
-        """One step for every column. Returns the new states, [B, n, H], which are the next step's `states`.
-
-        embeddings: [B, n, H], of token i + 1. states: [B, n, H], of feature i (`fuse`) or from the last step.
-        position_ids: [B or 1, n] int64, of feature i, ascending from 0 by default. attention_mask: [B or 1, 1, n, m] bool,
-        true where a column may attend; None is causal, and allowed only without a cache. cache: transformers', with one entry
-        per layer. last_only: return only the last column's states, [B, 1, H].
-        """
-        raise NotImplementedError
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,7 +90,7 @@ class Head(nn.Module):
         full[..., self.draft_tokens] = logits
         return full
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Head:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> StateHead:
         """Move and cast; buffers stay float32: the frequencies of rotary embeddings, and what routers add to their scores."""
         kept = {name: buffer for name, buffer in self.named_buffers() if buffer.is_floating_point()}
         super()._apply(fn, recurse)
@@ -116,3 +99,25 @@ class Head(nn.Module):
             module = self.get_submodule(place)
             setattr(module, own, buffer.to(getattr(module, own).device))
         return self
+
+
+class Head(StateHead):
+    """Column i combines the target's feature of token i with token i + 1, and predicts token i + 2."""
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        states: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """One step for every column. Returns the new states, [B, n, H], which are the next step's `states`.
+
+        embeddings: [B, n, H], of token i + 1. states: [B, n, H], of feature i (`fuse`) or from the last step.
+        position_ids: [B or 1, n] int64, of feature i, ascending from 0 by default. attention_mask: [B or 1, 1, n, m] bool,
+        true where a column may attend; None is causal, and allowed only without a cache. cache: transformers', with one entry
+        per layer. last_only: return only the last column's states, [B, 1, H].
+        """
+        raise NotImplementedError

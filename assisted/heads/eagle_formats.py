@@ -16,6 +16,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.activations import ACT2FN
 
 from ..loading.files import fields_of, loading, require_sizes, shapes_of
+from .base import StateHead
 from .eagle import EagleHead
 from .eagle_config import LAYER_FIELDS, EagleConfig, default_taps
 from .files import find_file, find_folder, public_name, read_tensors, require_tensors
@@ -27,7 +28,7 @@ _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _PARALLEL = ("mask_token_id", "parallel_tokens")
 _KINDS = ("eagle3", "peagle")  # of speculators
 _TAPS = "eagle_aux_hidden_state_layer_ids"
-_VERSION = "0.9.0"  # of speculators, for the format written here
+VERSION = "0.9.0"  # of speculators, for the format written here
 
 Format = Literal["eagle", "speculators"]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -54,7 +55,7 @@ def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHe
             )
         head.to(tensors["fc.weight"].dtype)
         head.load_state_dict(tensors)
-        if known is not None and not torch.equal(known.bool(), _mask(head)):
+        if known is not None and not torch.equal(known.bool(), draft_mask(head)):
             raise ValueError(f"draft: {folder} holds t2d and d2t that name different tokens")
         return head.eval()
 
@@ -77,7 +78,11 @@ def is_eagle(fields: dict[str, Any], folder: Path) -> bool:
     """
     if "speculators_model_type" in fields:
         return fields["speculators_model_type"] in _KINDS
-    if "draft_vocab_size" in fields or "Eagle" in str(fields.get("architectures")):
+    if "Eagle" in str(fields.get("architectures")):
+        return True
+    if "dflash_config" in fields or "target_layer_ids" in fields:  # a block drafter
+        return False
+    if "draft_vocab_size" in fields:
         return True
     file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     return fields.get("num_hidden_layers") == 1 and file is not None and "fc.weight" in shapes_of(file)
@@ -97,8 +102,8 @@ def _checked(folder: Path, target: PreTrainedModel) -> tuple[Path, EagleConfig, 
         raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}; only {' and '.join(_KINDS)} can be read")
     if fields.get("mask_token_id") is None and ("mask_hidden" in shapes or kind == "peagle"):
         raise ValueError(f"draft: {folder / 'config.json'} lacks mask_token_id, the mask token of a P-EAGLE head")
-    _require_fields(fields, shapes, folder / "config.json")
-    _require_fields(fields.get("transformer_layer_config") or {}, shapes, folder / "config.json")
+    require_fields(fields, shapes, folder / "config.json")
+    require_fields(fields.get("transformer_layer_config") or {}, shapes, folder / "config.json")
     config = _config_of(fields, shapes, target)
     wanted = target.config.get_text_config(decoder=True)
     if config.vocab_size != wanted.vocab_size:
@@ -127,7 +132,7 @@ def _checked(folder: Path, target: PreTrainedModel) -> tuple[Path, EagleConfig, 
     return weights, config, own
 
 
-def _require_fields(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: Path) -> None:
+def require_fields(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: Path) -> None:
     """Check the values of a layer in config.json. Raises ValueError with the file and the field."""
 
     def refuse(name: str, expected: str) -> None:
@@ -171,7 +176,7 @@ def save_eagle(
     folder = Path(folder)
     tensors = dict(head.state_dict())
     if head.d2t is not None:
-        tensors["t2d"] = _mask(head)
+        tensors["t2d"] = draft_mask(head)
     if format == "eagle":
         fields = _as_eagle(head)
         if head.config.version == 3:
@@ -248,16 +253,16 @@ def _of_layer(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "o_bias": attention_bias,
         "mlp_bias": bool(fields.get("mlp_bias", False)),
         "num_hidden_layers": fields.get("num_hidden_layers", 1),
-        "rope": _rope(fields),
+        "rope": rope_of(fields),
     }
 
 
-def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters in transformers' nested form, from either form. A missing theta is 10000."""
+def rope_of(fields: Mapping[str, Any], default: float = 10000.0) -> dict[str, Any]:
+    """Rotary parameters in transformers' nested form, from either form. default: a missing theta."""
     values = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
     kind = values.pop("type", "default")
     theta = values.get("rope_theta", fields.get("rope_theta"))
-    return {"rope_type": kind, **values, "rope_theta": 10000.0 if theta is None else float(theta)}
+    return {"rope_type": kind, **values, "rope_theta": default if theta is None else float(theta)}
 
 
 def _layer_fields(config: EagleConfig) -> dict[str, Any]:
@@ -298,16 +303,12 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
     config = head.config
     if config.qkv_bias != config.o_bias:
         raise ValueError("format: 'speculators' supports no biases for queries, keys and values only; use 'eagle'")
-    verifier: dict[str, Any] = {"name_or_path": None, "architectures": []}
-    if target is not None:
-        architectures = target.config.architectures or [type(target).__name__]
-        verifier = {"name_or_path": public_name(target), "architectures": list(architectures)}
     parallel = config.mask_token_id is not None
     kind = "peagle" if parallel else "eagle3"
     return {
         "architectures": ["PEagleSpeculator" if parallel else "Eagle3DraftModel"],
         "speculators_model_type": kind,
-        "speculators_version": _VERSION,
+        "speculators_version": VERSION,
         "draft_vocab_size": config.draft_vocab_size,
         **{name: getattr(config, name) for name in _SWITCHES},
         "target_hidden_size": config.target_hidden_size,
@@ -317,19 +318,7 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
         "dtype": str(head.dtype).removeprefix("torch."),
         **({"mask_token_id": config.mask_token_id} if parallel else {}),
         "transformer_layer_config": {**_layer_fields(config), "rope_parameters": dict(config.rope)},
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": config.parallel_tokens if parallel else 3,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "verifier": verifier,
-        },
+        "speculators_config": speculators_config(kind, config.parallel_tokens if parallel else 3, target),
     }
 
 
@@ -342,7 +331,27 @@ def _parallel_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"mask_token_id": fields["mask_token_id"]} | ({} if tokens is None else {"parallel_tokens": tokens})
 
 
-def _mask(head: EagleHead) -> torch.Tensor:
+def speculators_config(algorithm: str, tokens: int, target: PreTrainedModel | None) -> dict[str, Any]:
+    """How engines that read speculators' format are to draft. tokens: of a draft. target: whose name is stored."""
+    verifier: dict[str, Any] = {"name_or_path": None, "architectures": []}
+    if target is not None:
+        architectures = target.config.architectures or [type(target).__name__]
+        verifier = {"name_or_path": public_name(target), "architectures": list(architectures)}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": verifier,
+    }
+
+
+def draft_mask(head: StateHead) -> torch.Tensor:
     """[V] bool: which of the target's tokens the head can draft. Raises ValueError for a d2t with ids out of range."""
     tokens, size = head.draft_tokens.cpu(), head.config.vocab_size
     if int(tokens.min()) < 0 or int(tokens.max()) >= size or len(tokens.unique()) != len(tokens):

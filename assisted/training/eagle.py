@@ -14,20 +14,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..engine.libraries import set_attention
-from ..engine.needs import find_final_norm
-from ..engine.parts import find_layers
 from ..engine.traits import Traits
 from ..heads.eagle import EagleConfig, EagleHead
 from ..heads.eagle_formats import save_eagle
 from .features import Seen
-from .heads import HeadTraining, causal_mask
+from .heads import HeadTraining, causal_mask, start_norm
 from .losses import Agreement, Loss, agreement, log_probabilities, require_known
 from .method import Method, Start
 from .pard import rows_of, seen_by
 from .plan import require_positive, setting
 
 LARGE, REDUCED = 65_536, 32_768  # a vocabulary, and how many of a larger one's tokens a head proposes
-SPREAD = 2.0  # standard deviation of the logits of a head that has learned nothing, at most
 KEEP, LEAST = 0.7, 0.2  # P-EAGLE: depth j has a row at KEEP**j of the positions, but at the share LEAST or more
 TOKEN_WEIGHT = 0.1  # of the token loss in EAGLE-1, relative to that of the features
 
@@ -215,10 +212,4 @@ class EagleTraining(HeadTraining):
         if head.config.version == 1 or output.shape[1] != head.config.hidden_size:
             return
         head.lm_head.weight.copy_(output if self._tokens is None else output[self._tokens.to(output.device)])
-        norm = target.get_submodule(".".join(find_final_norm(target, find_layers(target))))
-        scale = norm(torch.ones(1, 1, head.config.hidden_size, dtype=output.dtype, device=output.device))[0, 0]
-        if bool((scale > 0).all()):  # an RMS norm, however it stores its weight
-            head.norm.weight.copy_(scale)
-        # the states are random at first, and such logits would be far from every distribution: the loss of the first steps
-        spread = float(((head.lm_head.weight * head.norm.weight) ** 2).sum(1).mean().sqrt())
-        head.norm.weight.mul_(min(1.0, SPREAD / spread))
+        start_norm(head.norm.weight, head.lm_head.weight, target)

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ..engine.needs import find_final_norm
+from ..engine.parts import find_layers
 from ..heads.base import Head
 from ..heads.eagle import unrolled_mask
 from .features import Features, Seen
 from .losses import Agreement, agreement, divergence, log_probabilities, summed
 from .method import Method
+
+SPREAD = 2.0  # standard deviation of the logits of a head that has learned nothing, at most
 
 
 class HeadTraining(Method):
@@ -93,3 +97,17 @@ def causal_mask(columns: int, step: int, like: Tensor) -> Tensor:
     """`unrolled_mask` as an additive mask, which every attention implementation takes: [1, 1, n, (step + 1) * n]."""
     seen = unrolled_mask(columns, step, like.device)
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, float("-inf"))
+
+
+@torch.no_grad()
+def start_norm(weight: Tensor, output: Tensor, target: PreTrainedModel) -> None:
+    """Initialize the weight [H] of a head's last norm from the target's, where that fits. output: [Vd, H], the output embedding
+    that follows."""
+    norm = target.get_submodule(".".join(find_final_norm(target, find_layers(target))))
+    like = target.get_output_embeddings().weight
+    scale = norm(torch.ones(1, 1, len(weight), dtype=like.dtype, device=like.device))[0, 0]
+    if bool((scale > 0).all()):  # an RMS norm, however it stores its weight
+        weight.copy_(scale)
+    # the states are random at first, and such logits would be far from every distribution: the loss of the first steps
+    spread = float(((output * weight) ** 2).sum(1).mean().sqrt())
+    weight.mul_(min(1.0, SPREAD / spread))

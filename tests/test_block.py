@@ -21,7 +21,7 @@ from transformers import DynamicCache, MuseGlimmerAssistantConfig
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
 
 from assisted import AssistedModelForCausalLM, DFlash, Eagle, Merged
-from assisted.drafters import METHODS, mtp, parse
+from assisted.drafters import METHODS, eagle, parse
 from assisted.drafters.base import Room
 from assisted.drafters.block import BlockDrafter, BlockDrafting
 from assisted.drafts import Draft
@@ -549,7 +549,7 @@ def test_classic_mistakes_cost_acceptance(mistake):
 
 
 def test_a_drafter_that_is_never_right_is_reported(monkeypatch):
-    monkeypatch.setattr(mtp, "ENOUGH", 10)
+    monkeypatch.setattr(eagle, "ENOUGH", 10)
     target = llama()
     right = trained_block(target)
     wrong = with_config(right, next_token=True)

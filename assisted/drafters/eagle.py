@@ -248,7 +248,7 @@ class EagleDrafting(HeadDrafting):
     def __init__(self, drafter: EagleDrafter, call: Call):
         super().__init__(drafter, call)
         # P-EAGLE: the head drafts a chain in one forward pass
-        self.parallel = getattr(drafter.head.config, "mask_token_id", None) is not None
+        self.parallel = getattr(drafter.head, "mask_hidden", None) is not None
         self.trees = self.trees and not self.parallel
         self.runner: HeadRunner | None = None
         self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F], and their number per row

@@ -13,7 +13,8 @@ from architectures import made_once
 from eagle_heads import features_of, written
 from transformers import PreTrainedModel
 
-from assisted.heads.block import SLIDING, BlockConfig, BlockHead
+from assisted.heads.block import BlockHead
+from assisted.heads.block_config import SLIDING, BlockConfig
 from assisted.training.block import after, draft_blocks, teacher_forced
 
 __all__ = ["Reference", "random_block", "trained_block"]

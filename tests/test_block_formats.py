@@ -16,7 +16,8 @@ from test_block import VARIANTS
 
 from assisted.drafters import DFlash, parse
 from assisted.drafters.registry import kind_of
-from assisted.heads.block import FULL, SLIDING, BlockHead
+from assisted.heads.block import BlockHead
+from assisted.heads.block_config import FULL, SLIDING
 from assisted.heads.block_formats import load_block, require_block, save_block
 
 SIZES: dict[str, Any] = {

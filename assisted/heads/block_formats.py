@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 from ..loading.files import fields_of, loading, write_json
-from .block import FULL, SLIDING, BlockConfig, BlockHead
+from .block import BlockHead
+from .block_config import FULL, SLIDING, BlockConfig
 from .eagle_config import LAYER_FIELDS
 from .eagle_formats import VERSION, draft_mask, require_fields, rope_of, speculators_config
 from .files import find_file, find_folder, read_tensors, require_tensors

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ..heads.block import FULL, SLIDING, BlockConfig, BlockHead
+from ..heads.block import BlockHead
+from ..heads.block_config import FULL, SLIDING, BlockConfig
 from ..heads.block_formats import save_block
 from .features import Features, Seen
 from .heads import start_norm

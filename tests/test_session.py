@@ -76,6 +76,7 @@ DRAFTS: dict[str, Any] = {
     "eagle-3, chains": lambda target: Eagle(head(3), tree=False),
     "mtp": lambda target: MTP(trained_mtp(target, steps=30)),
     "mtp, chains": lambda target: MTP(trained_mtp(target, steps=30), tree=False),
+    "assistant": lambda target: HEADS["assistant"](target),
     "suffix and a head": lambda target: ["suffix", Eagle(head(3))],
     "two heads": lambda target: [Eagle(head(1)), Eagle(head(3))],
     "model": lambda target: DraftModel(half_right(target)),

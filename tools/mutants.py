@@ -154,7 +154,7 @@ MUTANTS = [
     ("drafters/assistant.py", "(above + 1)[:, :, None]", "above.clamp(min=0)[:, :, None]"),
     ("drafters/assistant.py", "states[torch.arange(len(last), device=states.device), last]", "states[:, 0]"),
     ("heads/assistant.py", "kept = config.num_hidden_layers - (getattr(", "kept = config.num_hidden_layers - 0 * (getattr("),
-    ("heads/assistant.py", "hidden + self.post_feedforward_layernorm(inner)) * self.layer_scalar", "hidden + self.post_feedforward_layernorm(inner))"),
+    ("heads/assistant.py", "inner)) * self.layer_scalar", "inner))"),
     ("heads/assistant.py", "topk(self.chosen)", "topk(self.count)"),
     ("drafters/candidate_generator.py", "[:, None]) > 0).all()", "[:, None]) >= 0).all()"),
     ("drafters/candidate_generator.py", "if not torch.equal(given[:, :count], ids):", "if False:"),

@@ -79,6 +79,7 @@ DRAFTS: dict[str, Any] = {
     "mtp, chains": lambda target: MTP(trained_mtp(target, steps=30), tree=False),
     "dflash": lambda target: DFlash(trained_block(target, steps=30)),
     "dflash, chains": lambda target: DFlash(trained_block(target, steps=30), tree=False),
+    "assistant": lambda target: HEADS["assistant"](target),
     "suffix and a head": lambda target: ["suffix", Eagle(head(3))],
     "two heads": lambda target: [Eagle(head(1)), Eagle(head(3))],
     "model": lambda target: DraftModel(half_right(target)),

@@ -141,7 +141,7 @@ MUTANTS = [
     ("drafters/pard.py", "cache.commit(unread)", "cache.commit([read + count - 1 for read in unread])"),
     ("drafters/pard.py", "> first, self.drafter.mask", ">= first, self.drafter.mask"),
     ("heads/runner.py", ">= ends", "> ends"),
-    ("heads/runner.py", "unknown = self.head.fuse(self.head.mask_hidden)", "unknown = self.head.fuse(self.head.mask_hidden * 0)"),
+    ("heads/runner.py", "self.head.fuse(self.head.mask_hidden)", "self.head.fuse(self.head.mask_hidden * 0)"),
     ("training/pard.py", "[:, anchors + depths]", "[:, anchors]"),
     ("training/eagle.py", "there = anchors + depths + 1", "there = anchors + depths"),
     ("drafters/combined.py", "observe(of_continued(round) if number == chosen else round)", "observe(round)"),

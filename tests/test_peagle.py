@@ -109,6 +109,21 @@ def test_processors_and_turns(processors: dict[str, Any]) -> None:
         plain = torch.cat([ours, random_ids(target, 1, 3, seed=9)], 1)
 
 
+@pytest.mark.parametrize("size", [100, 90])
+@pytest.mark.parametrize("fields", [{}, {"mask_token_id": MASK}, {"draft_vocab_size": 40}], ids=str)
+def test_sampling_after_the_target_was_resized(fields: dict[str, Any], size: int) -> None:
+    """Tokens that only the head has are never drafted, and it never drafts those that only the target has."""
+    target = build(BY_NAME["llama"])
+    draft = Eagle(random_head(target, 3, **fields), tree=False)
+    model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=4)
+    target.resize_token_embeddings(size, mean_resizing=False)
+    ids = random_ids(target, 2, 8, seed=1).clamp(max=80)
+    for do_sample in (False, True):
+        with no_fallback():
+            model.generate(ids, **CALL | {"do_sample": do_sample})
+        assert model.report is not None and model.report.drafted > 0
+
+
 # ---- training
 
 

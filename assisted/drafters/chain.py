@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -28,8 +29,14 @@ class ChainDrafting(Drafting):
         return ids
 
     def fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
-        """[B, V'] logits of the model -> [B, V] in the target's vocabulary, on the text's device."""
-        return logits.to(text.ids.device)
+        """[..., V'] logits of the model -> [..., V], on the text's device. What one of the two lacks is never drafted."""
+        logits, missing = logits.to(text.ids.device), self.size - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits  # may truncate
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Vocabulary size of the target, which may be resized between calls."""
+        return self.call.vocab_size
 
     def runs_again(self, position: int) -> bool:
         """Whether to run the model for one more token, at `position`. Asked before its forward pass."""

@@ -357,7 +357,7 @@ class EagleDrafting(HeadDrafting):
     def _ahead(self, runner: HeadRunner, text: Text, budget: int) -> Draft:
         """A chain by one forward pass over the committed tokens and masks after them (2602.01469)."""
         states = self._read_committed(runner, text, budget - 1)
-        logits = iter(runner.head.over_all(runner.logits(states)).to(text.ids.device).unbind(1))
+        logits = iter(self.fitted(runner.head.over_all(runner.logits(states)), text).unbind(1))
         return self.draft_chain(text, budget, next(logits), lambda tokens: next(logits))
 
     def _tree(self, runner: HeadRunner, text: Text, state: torch.Tensor, depth: int) -> Draft:
@@ -365,10 +365,8 @@ class EagleDrafting(HeadDrafting):
         return self.draft_tree(reader, reader.logits(), text, depth)
 
     def _chain(self, runner: HeadRunner, text: Text, state: torch.Tensor, budget: int) -> Draft:
-        device = text.ids.device
-
         def logits() -> torch.Tensor:
-            return runner.head.over_all(runner.logits(state)).to(device)
+            return self.fitted(runner.head.over_all(runner.logits(state)), text)
 
         def read(tokens: torch.Tensor) -> torch.Tensor:
             nonlocal state

@@ -70,7 +70,6 @@ class ModelDrafting(ChainDrafting):
         super().__init__(call)
         self.drafter = drafter
         self.own_size: int = Traits.of(drafter.model).vocabulary  # size of its embedding
-        self.size = call.vocab_size
         self.runner: CachedModel | None = None
         self.proposed: Draft | None = None  # until it is verified
         self.committed: list[int] = []  # slots of committed tokens, per row; later slots hold the draft
@@ -141,13 +140,6 @@ class ModelDrafting(ChainDrafting):
             return self.fitted(logits[:, -1], text)
         last = on_device(unread, logits.device) - 1
         return self.fitted(logits[torch.arange(text.rows, device=logits.device), last], text)
-
-    def fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
-        """Truncated, or padded with -inf: tokens that one of the two models lacks are never drafted."""
-        logits, missing = logits.to(text.ids.device), self.size - logits.shape[-1]
-        if missing > 0:
-            return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-        return logits[..., : self.size] if missing else logits
 
     def readable(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids within the draft's embedding: ids beyond it (padding of the target's vocabulary) become its last entry."""

@@ -25,6 +25,9 @@ NAMES: dict[str, int] = {  # and how often each is drawn; those that are trained
     "suffix": 8,
     "recycle": 6,
     "combined": 5,
+    "pard": 3,
+    "pard, continued": 2,
+    "p-eagle": 1,
     "combined texts": 4,
     "failing member": 2,
     "self:int8-torchao": 3,
@@ -77,6 +80,8 @@ def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> A
         return build(ARCHITECTURES[0])
     if name == "combined":
         return Combined((Suffix(corpus=_corpus(target)), DraftModel(half_right(target))))
+    if name == "pard, continued":
+        return Combined((_BY_NAME["pard"](target), Suffix(corpus=_corpus(target))))
     if name == "failing member":
         return Combined((_Failing(3, 1), Suffix(corpus=_corpus(target))))
     if name.endswith("heads"):

@@ -227,3 +227,11 @@ class Text:
 
     def _scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
         return self.stacked(self.scores) if self.keep_scores and self.scores[0] else None
+
+
+def tokens_from(text: Text, starts: list[int], width: int) -> torch.Tensor:
+    """`width` tokens of each row from the column `starts[b]` on, [B, width] int64; after the end of a row, any tokens."""
+    if text.rows == 1:
+        return text.ids[:, starts[0] : starts[0] + width]
+    columns = on_device(starts, text.ids.device)[:, None] + torch.arange(width, device=text.ids.device)
+    return text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))

@@ -117,14 +117,6 @@ class ChainDrafting(Drafting):
             raise FloatingPointError("the draft's logits are not a number")
 
 
-def tokens_from(text: Text, starts: list[int], width: int) -> torch.Tensor:
-    """`width` tokens of each row from the column `starts[b]` on, [B, width] int64; after the end of a row, any tokens."""
-    if text.rows == 1:
-        return text.ids[:, starts[0] : starts[0] + width]
-    columns = on_device(starts, text.ids.device)[:, None] + torch.arange(width, device=text.ids.device)
-    return text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
-
-
 def _chain(text: Text, tokens: list[torch.Tensor]) -> Draft:
     """The chain so far, for processors that depend on the prefix. tokens: [B, 1] each."""
     if not tokens:

@@ -34,9 +34,9 @@ from ..heads.fused import fused_head, source_of
 from ..heads.runner import HeadRunner, LevelReader
 from ..lengths.cost_model import UNMEASURED, best_size
 from ..lengths.rates import Rates
-from ..text import Text
+from ..text import Text, tokens_from
 from .base import Call, Drafter, HeadSpec, Room, Target, require_positive
-from .chain import ChainDrafting, tokens_from
+from .chain import ChainDrafting
 from .registry import register
 from .tree_growth import Growing, Limits, grow, learn
 

@@ -22,9 +22,8 @@ from ..engine.runner import CachedModel
 from ..engine.sublayers import Sublayer, find_sublayers, without
 from ..engine.traits import require_rewindable
 from ..lengths.cost_model import ENOUGH, KEEP, PRIOR, DecayedMean, best_speedup
-from ..text import Text
+from ..text import Text, tokens_from
 from .base import Call, Spec, Target
-from .chain import tokens_from
 from .part import PartDrafter, PartDrafting
 from .registry import register
 

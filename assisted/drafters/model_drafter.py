@@ -18,9 +18,9 @@ from ..engine.traits import Traits
 from ..engine.trust import Trust
 from ..fast.fused import fused, is_sum_of_parts, prepare
 from ..fast.graphs import Graphs
-from ..text import Text
+from ..text import Text, tokens_from
 from .base import Call, Drafter, Drafting
-from .chain import ChainDrafting, tokens_from
+from .chain import ChainDrafting
 
 
 class ModelDrafter(Drafter):

@@ -14,9 +14,8 @@ from ..drafts import Draft, Round
 from ..engine.host import on_device
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
-from ..text import Text
+from ..text import Text, tokens_from
 from .base import Call, Drafting
-from .chain import tokens_from
 from .model_drafter import ModelDrafter, ModelDrafting
 
 TOKENS = 8

@@ -15,9 +15,8 @@ from ..engine.runner import CachedModel
 from ..engine.trust import trust
 from ..engine.verifiable import masks_of
 from ..fast.fused import prepare
-from ..text import Text
+from ..text import Text, tokens_from
 from .base import Call, Drafting
-from .chain import tokens_from
 from .model_drafter import ModelDrafter, ModelDrafting
 
 

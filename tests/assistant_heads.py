@@ -91,13 +91,13 @@ def trained_assistant(
         seen = slots < columns[:, None]
         if window is not None:
             seen &= slots > columns[:, None] - window
-        flat = (one[:, None].expand(-1, len(columns), -1, -1, -1).flatten(0, 1) for one in (key, value))
+        flat = (one.to(head.dtype)[:, None].expand(-1, len(columns), -1, -1, -1).flatten(0, 1) for one in (key, value))
         keys[kind] = Keys(*flat, seen.repeat(rows, 1)[:, None, None])
     wanted = ids.masked_fill(slots >= lengths[:, None], -100)
     positions = columns.repeat(rows)[:, None]
     optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
     for _ in range(steps):
-        state, loss = states[:, :-1].flatten(0, 1)[:, None].clone(), torch.zeros(())
+        state, loss = states[:, :-1].to(head.dtype).flatten(0, 1)[:, None].clone(), torch.zeros(())
         for step in range(unrolled):
             read = embeddings.roll(-step, 1)[:, 1:].flatten(0, 1)[:, None]
             ended, state = head(read, state, positions, keys)

@@ -601,7 +601,7 @@ def test_tensors_are_checked_by_name(stored, change, said):
         ({"backbone_hidden_size": None}, "backbone_hidden_size"),
         ({"num_centroids": 7}, "num_centroids: 7"),
         ({"model_type": "llama"}, "'llama'"),
-        ({"model_type": "muse_glimmer_assistant"}, "DFlash drafter.*method 'dflash'"),
+        ({"model_type": "muse_glimmer_assistant"}, "block drafter.*'dflash:DIR'"),
     ],
 )
 def test_configs_are_checked(stored, change, said):

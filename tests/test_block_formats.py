@@ -268,7 +268,7 @@ def inner(**fields: Any) -> dict[str, Any]:
         (ZLAB | {"dspark_block_size": 7}, "DSpark drafter of DeepSeek-V4-Flash"),
         (inner(mask_token_id=None), "mask_token_id is missing"),
         (inner(mask_token_id=VOCABULARY), "the target has no embedding of token 96"),
-        (inner(target_layer_ids=None), "the list of the target's layers is None"),
+        (inner(target_layer_ids=None), "target_layer_ids is None, but it has to list"),
         (inner(target_layer_ids=[-1, 1]), r"reads the hidden states \(0, 2\); those of the target are 1 .. 2"),
         (inner(target_layer_ids=[0, 2]), r"reads the hidden states \(1, 3\)"),
         (ZLAB | {"vocab_size": 90}, "a vocabulary of 90; the target's: 96"),

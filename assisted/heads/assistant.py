@@ -32,9 +32,7 @@ __all__ = ["AssistantHead", "Keys", "Source", "is_assistant", "load_assistant", 
 
 KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
 """The model types that are read."""
-_REFUSED = {
-    "muse_glimmer_assistant": "it is a DFlash drafter, which fills in a block of tokens at once (method 'dflash')"
-}
+_REFUSED = {"muse_glimmer_assistant": "it is a block drafter; write draft='dflash:DIR' with its folder or Hub id"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = (
     "vocab_size",
@@ -382,7 +380,7 @@ def require_kind(fields: Mapping[str, Any], where: str | Path) -> None:
     kind = str(fields.get("model_type"))
     if kind not in KINDS:
         raise ValueError(
-            f"draft: {where} holds a model of type {kind!r}: {_REFUSED.get(kind, f'expected one of {chr(44).join(KINDS)}')}"
+            f"draft: {where} holds a model of type {kind!r}: {_REFUSED.get(kind, f'expected {KINDS[0]} or {KINDS[1]}')}"
         )
 
 

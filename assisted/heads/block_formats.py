@@ -212,10 +212,11 @@ def _config_of(
     of_speculators, is_muse = "speculators_model_type" in fields, fields.get("model_type") == _MUSE
     own, kind = _settings(fields), fields.get("speculators_model_type")
     layer = (fields.get("transformer_layer_config") or {}) if of_speculators else fields
-    ids = own.get("aux_hidden_state_layer_ids" if of_speculators else "target_layer_ids")
+    ids = own.get(key := "aux_hidden_state_layer_ids" if of_speculators else "target_layer_ids")
     if not (isinstance(ids, list) and ids and all(type(tap) is int for tap in ids)):
         raise ValueError(
-            f"draft: {folder}: the list of the target's layers is {ids!r}; the drafter cannot be read without it"
+            f"draft: {folder} is no block drafter, or its config.json is incomplete: {key} is {ids!r}, but it has to list the "
+            "target's layers that the drafter reads"
         )
     taps = tuple(ids if of_speculators else (tap + 1 for tap in ids))  # others count layers from 0
     # raw DeepSpec files predict the next token and do not say so; all others say so, or do not

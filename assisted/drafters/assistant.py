@@ -127,13 +127,7 @@ class AssistantDrafting(HeadDrafting):
         (self.tap,) = drafter.head.config.taps
         self.state = call.states[self.tap][:, -1].clone()
 
-    def propose(self, text: Text, budget: int) -> Draft:
-        self.proposed = draft = self._draft(text, budget)
-        return draft
-
     def _draft(self, text: Text, budget: int) -> Draft:
-        self.require_numbers()
-        self.grown = None
         step = Step(self.drafter.head, self.call.target, self.drafter.spec.position)
         reader = AssistantReader(step, self.state.to(step.device))
         logits = reader.first(text.last_tokens())
@@ -155,8 +149,7 @@ class AssistantDrafting(HeadDrafting):
             [[*round.columns(row), 0][max(count - 1, 0)] for row, count in enumerate(round.kept)], states.device
         )
         self.state = states[torch.arange(len(last), device=states.device), last]
-        self.learn(round.kept)
-        self.watch(round)
+        self.learn(round)
 
 
 class Step:

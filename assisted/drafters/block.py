@@ -13,14 +13,15 @@ from transformers import PreTrainedModel
 
 from ..drafts import Draft
 from ..engine.needs import Needs
+from ..engine.prepared import PreparedModule
+from ..engine.trust import Trust
 from ..heads.base import StateHead
 from ..heads.block import BlockHead
 from ..heads.block_formats import is_block, load_block, require_block, save_block
 from ..heads.block_runner import Block, BlockRunner
 from ..text import Text
 from .base import Call, HeadSpec, Room, Target
-from .eagle import EagleDrafter, EagleOptions
-from .mtp import MTPDrafter, MTPDrafting
+from .eagle import EagleDrafter, EagleDrafting, EagleOptions
 from .registry import register
 from .tree_growth import Growing, Limits
 
@@ -80,10 +81,14 @@ class DFlash(EagleOptions):
         return BlockDrafter(self, head, needs)
 
 
-class BlockDrafter(MTPDrafter):
-    """A loaded block drafter, watched as MTP heads are."""
+class BlockDrafter(EagleDrafter):
+    """A loaded block drafter, which is not changed."""
 
     spec: DFlash
+
+    def fused(self, head: Any, trusted: Trust) -> PreparedModule:
+        """The drafter unchanged."""
+        return PreparedModule(head)
 
     def save(self, folder: Path) -> None:
         save_block(self.head, folder)
@@ -92,7 +97,7 @@ class BlockDrafter(MTPDrafter):
         return BlockDrafting(self, call)
 
 
-class BlockDrafting(MTPDrafting):
+class BlockDrafting(EagleDrafting):
     """As that of an EAGLE or MTP head, but column s holds the target's feature of token s alone, and the whole draft comes from
     one forward pass over the block after the text.
     """

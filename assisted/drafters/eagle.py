@@ -181,8 +181,8 @@ class EagleDrafter(Drafter):
 class HeadDrafting(ChainDrafting):
     """Chains, or trees of a worthwhile size."""
 
-    suspicion = ""  # what the report says of a head that is hardly ever right
-    proposed: Draft | None = None  # of a subclass that calls `watch`
+    suspicion = ""  # what the report says of a head that is hardly ever right; nothing by default
+    proposed: Draft | None = None  # until it is verified
 
     def __init__(self, drafter: EagleDrafter, call: Call):
         super().__init__(call)
@@ -218,21 +218,28 @@ class HeadDrafting(ChainDrafting):
         """The head's forward passes for a tree."""
         return grown.forwards + 1
 
-    def watch(self, round: Round) -> None:
-        """Note the suspicion if hardly any draft's first token was accepted."""
+    def propose(self, text: Text, budget: int) -> Draft:
+        self.require_numbers()
+        self.grown = None
+        self.proposed = draft = self._draft(text, budget)
+        return draft
+
+    def _draft(self, text: Text, budget: int) -> Draft:
+        """As `propose`."""
+        raise NotImplementedError
+
+    def learn(self, round: Round) -> None:
+        """Learn how often the head is right, and note the suspicion if hardly any draft's first token was accepted."""
+        if self.grown is not None:
+            learn(self.rates, self.grown.offers, self.grown.text, round.kept)
+            self.grown = None
         drafter = self.drafter
         if not round.draft.is_that_of(self.proposed):
             return
         drafter.drafts += sum(count > 0 for count in round.drafted)
         drafter.accepted += sum(count > 0 for count in round.accepted)
-        if drafter.drafts >= ENOUGH and drafter.accepted < FEW * drafter.drafts:
+        if self.suspicion and drafter.drafts >= ENOUGH and drafter.accepted < FEW * drafter.drafts:
             self.call.settings.note(self.suspicion)
-
-    def learn(self, counts: list[int]) -> None:
-        """Learn how often the head is right. counts: committed tokens, per row."""
-        if self.grown is not None:
-            learn(self.rates, self.grown.offers, self.grown.text, counts)
-            self.grown = None
 
 
 class EagleDrafting(HeadDrafting):
@@ -288,9 +295,7 @@ class EagleDrafting(HeadDrafting):
         rows, width = self.prompt[0].shape[:2]
         return [*self.taken, (torch.cat(self.prompt, -1), [width] * rows), *self.unread]
 
-    def propose(self, text: Text, budget: int) -> Draft:
-        self.require_numbers()
-        self.grown = None
+    def _draft(self, text: Text, budget: int) -> Draft:
         runner = self._begun(text)
         runner.cache.run_only(text.unfinished)
         if self.parallel:
@@ -307,7 +312,7 @@ class EagleDrafting(HeadDrafting):
             kept = padded([columns[:width] for columns in path], features.device)[:, :, None]
             features = features.gather(1, kept.expand(-1, -1, features.shape[-1]))
         self.unread.append((features[:, :width], counts))
-        self.learn(counts)
+        self.learn(round)
 
     def _read(self, states: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """The hidden states that the head reads, [B, n, Ht] each, on its device."""

@@ -10,14 +10,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..drafts import Draft, Round
 from ..engine.needs import Needs
 from ..engine.prepared import PreparedModule
 from ..engine.trust import Trust
 from ..heads.base import StateHead
 from ..heads.mtp import MTPHead, load_mtp, save_mtp
 from ..heads.mtp_formats import is_mtp
-from ..text import Text
 from .base import Call, Room, Spec, Target
 from .eagle import EagleDrafter, EagleDrafting, EagleOptions
 from .registry import register
@@ -95,14 +93,6 @@ class MTPDrafting(EagleDrafting):
         "the first token that the MTP head drafts is hardly ever accepted: the head may be of another checkpoint, or "
         "its norms may have been shifted twice when it was converted"
     )
-
-    def propose(self, text: Text, budget: int) -> Draft:
-        self.proposed = draft = super().propose(text, budget)
-        return draft
-
-    def observe(self, round: Round) -> None:
-        super().observe(round)
-        self.watch(round)
 
 
 def _numbers(target: PreTrainedModel) -> int:

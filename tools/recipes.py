@@ -162,7 +162,8 @@ def _rows(data: Mapping[str, Any], target: Mapping[str, Any], sizes: Sizes) -> l
 def _sizes(models: Mapping[str, Any], name: str, draft: Mapping[str, Any] | None, sizes: Sizes) -> list[str]:
     """The cells: weights in 16 bits (or as published) and in nf4, keys and values, the smallest card for CONTEXTS[-1]."""
     own = models[name]
-    other = models[draft["id"]]["fields"] if draft is not None and draft["kind"] == "draft-model" else None
+    shapes = None if draft is None else models.get(draft.get("like", draft["id"]))  # `like`: tuned from that model
+    other = shapes["fields"] if shapes is not None and draft is not None and draft["id"] != name else None
     unknown = " + head" if draft is not None and other is None else ""
     stored = own.get("stored")
     options = {"expert_bits": stored["expert_bits"]} if stored else {}

@@ -15,7 +15,7 @@ from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
-from assisted.fast import fused, products
+from assisted.fast import fused, native, products
 
 FAMILY = ["llama", "mistral", "mistral-window", "qwen2", "qwen3"]
 ROUNDING = 1e-4  # the random models' logits have a spread of some units
@@ -152,11 +152,16 @@ def test_large_models_run_from_their_own_weights(monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("in_c", [False, True])
 @pytest.mark.parametrize("name", FAMILY)
-def test_bfloat16_is_rounded_where_the_model_rounds(name, monkeypatch):
+def test_bfloat16_is_rounded_where_the_model_rounds(name, in_c, monkeypatch):
     """Over the model's own products every number is the same; packed ones add in another order."""
     if not products.packs(torch.bfloat16):
         pytest.skip("this processor does not multiply bfloat16")
+    if not in_c:
+        monkeypatch.setattr(native, "loaded", lambda: (None, "of the test"))
+    elif not native.is_available():
+        pytest.skip(native.loaded()[1])
     model = build(BY_NAME[name])
     ids = random_ids(model, 2, 12)
     exact = model(ids).logits
@@ -166,7 +171,8 @@ def test_bfloat16_is_rounded_where_the_model_rounds(name, monkeypatch):
         context.setattr(fused, "may_copy", lambda parameters: False)
         assert torch.equal(fused.fused(model).module(ids).logits, own)
     other = fused.fused(model).module
-    assert other.model.layers[0].heads.packed is not None
+    product = other.model.layers[0].heads
+    assert (product.native if in_c else product.packed) is not None
     assert (other(ids).logits - exact).std() < 1.2 * (own - exact).std()
 
 

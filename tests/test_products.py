@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from assisted import AssistedModelForCausalLM
 from assisted.engine import trust
-from assisted.fast import products
+from assisted.fast import native, products
 from assisted.fast.products import PackedLinear, Product, may_copy, packs
 
 TYPES = [torch.float32, torch.bfloat16]
@@ -87,6 +87,7 @@ def test_kernels_are_few_whatever_is_multiplied(dtype, monkeypatch):
     if not packs(dtype):
         pytest.skip("this processor does not multiply the type")
     monkeypatch.setattr(products, "_WIDE", 1)
+    monkeypatch.setattr(native, "loaded", lambda: (None, "of the test"))
     modules = [linear(32, 64, dtype=dtype), linear(32, 16, dtype=dtype)]
     together, packed = Product(modules, True), PackedLinear.of(modules[0])
     with Widths() as widths:

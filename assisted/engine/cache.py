@@ -173,6 +173,15 @@ class SlotCache(Cache):
             self.layers.append(SlotLayer(self))
         return self.layers[layer_idx].update(key_states, value_states)
 
+    def writable(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of a layer, [R or more, H, S, D] on a CPU, for code that writes the pass's columns from `start` on
+        itself. None while a prompt is read."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if self.start is None or not isinstance(layer, SlotLayer) or not layer.is_initialized or not layer.keys.is_cpu:
+            return None
+        layer._make_room(self.top, layer.keys, layer.values)
+        return layer.keys, layer.values
+
     def hide(self, attention_mask: torch.Tensor | None) -> None:
         """Hide the slots of a prompt's padding. attention_mask: [B, prompt], 0 at padding."""
         if attention_mask is None or bool(attention_mask.all()):

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 
 from ..engine.agreement import agree
 from ..engine.cache import SlotCache
@@ -29,6 +30,7 @@ from ..engine.runner import CachedModel
 from ..engine.sublayers import Path, Skippable
 from ..engine.traits import Traits
 from ..engine.trust import Trust, trust
+from . import native
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, size_of_copies
 from .sources import Modules, Source, Weights
@@ -218,7 +220,7 @@ def _low_bit_weights(modules: list[LowBitLinear]) -> Weights:
     """Their tensors, with addresses of packed weights, which joined ones share, and checksums of scales, which these copy."""
     addresses = torch.tensor([module.packed.data_ptr() for module in modules], dtype=torch.int64)
     # of rows as long as they can be, which are summed faster
-    scales = [module.scales.flatten(1) if module.bits == 4 else module.scales for module in modules]
+    scales = [module.scales.flatten(1) if module.scales.dim() == 3 else module.scales for module in modules]
     copied = Weights.of((scale for scale in scales if scale.is_cpu), True).checksums or ()
     return Weights(tuple(tensor for m in modules for tensor in (m.packed, m.scales)), (addresses, *copied))
 
@@ -258,7 +260,20 @@ class FusedLayer(Skippable):
         self.query_norm = Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.before_mlp = Norm(layer.post_attention_layernorm)
-        self.heads, self.output, self.gate_up, self.down = (Product(modules, copied) for modules in _joined(layer))
+        products = self.heads, self.output, self.gate_up, self.down = [Product(m, copied) for m in _joined(layer)]
+        self.native = self._native(products) if isinstance(mlp.act_fn, nn.SiLU | SiLUActivation) else None
+
+    def _native(self, products: list[Product]) -> native.NativeLayer | None:
+        """The layer in C; None if it has not the shapes or the dtype for that."""
+        found = [product.native for product in products if product.native is not None]
+        norms = (self.before_attention, self.before_mlp, self.query_norm, self.key_norm)
+        weights = [None if norm is None else norm.weight for norm in norms]
+        fits = len(found) == len(products) and all(p.outputs == n.outputs for p, n in zip(products, found, strict=True))
+        fits = fits and {weight.dtype for weight in weights if weight is not None} == {torch.bfloat16}
+        if not fits or self.head_size % 32 or found[0].inputs != self.before_attention.weight.shape[0]:
+            return None
+        epsilon = self.before_attention.epsilon
+        return native.NativeLayer(found, weights, self.key_heads, self.head_size, epsilon, self.scaling)
 
     def without(self, paths: Collection[Path]) -> nn.Module:
         return _Called(self._attention_alone if ("mlp",) in paths else self._mlp_alone)
@@ -275,6 +290,12 @@ class FusedLayer(Skippable):
         last_only: only the last column of the model's output is used, so the last layer computes just keys and values of the
         others. kwargs: the cache, under the name of `CACHE`. Returns [B, n, D], or [B, 1, D] without the other columns.
         """
+        if (
+            self.native is not None
+            and (slots := native_slots(hidden_states, kwargs.get(CACHE), self.index)) is not None
+        ):
+            around = self.shared.around(hidden_states, attention_mask, position_embeddings, kwargs[CACHE])
+            return self.native(hidden_states.contiguous(), *slots, around)
         normed = self.before_attention(hidden_states)
         attended = self.attend(hidden_states, normed, attention_mask, position_embeddings, last_only, **kwargs)
         return self.transform(attended)
@@ -392,6 +413,27 @@ class Shared:
 
     def __init__(self) -> None:
         self.mask: tuple[Any, torch.Tensor] | None = None
+        self.passed: tuple[Any, Any, native.NativePass] | None = None
+
+    def around(
+        self,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        cache: SlotCache,
+    ) -> native.NativePass:
+        """What the native layers of this forward pass share."""
+        known = self.passed
+        if known is None or known[0] is not mask or known[1] is not angles[0]:
+            rows, width, _ = hidden.shape
+            places, top = (
+                cache.start + torch.arange(width)[None] if isinstance(cache.start, int) else cache.start,
+                cache.top,
+            )
+            assert places is not None
+            seen = torch.ones(1, width, top, dtype=torch.bool).tril(top - width) if mask is None else mask[:, 0]
+            known = self.passed = mask, angles[0], native.NativePass(*angles, places, seen, rows)
+        return known[2]
 
     def additive(self, mask: torch.Tensor | None, dtype: torch.dtype, beside: int) -> torch.Tensor | None:
         """The additive mask that sdpa would compute in every layer, repeated for `beside` joined heads, [.., beside * n, m]."""
@@ -403,6 +445,14 @@ class Shared:
         if known is None or known[0] is not mask:
             known = self.mask = mask, _additive(mask, dtype, beside)
         return known[1]
+
+
+def native_slots(hidden: torch.Tensor, cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The slots of a layer in C, which writes to them itself; None if it cannot run this forward pass."""
+    few = hidden.shape[0] * hidden.shape[1] <= native.most_columns()
+    if not few or torch.compiler.is_compiling() or hidden.dtype != torch.bfloat16 or not isinstance(cache, SlotCache):
+        return None
+    return cache.writable(index)
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype, beside: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Linear modules with weights of 8 or 4 bits that are fast on a CPU, from products that torch itself brings.
+"""Linear modules with weights of 8 or 4 bits that are fast on a CPU, from products in C or from those that torch itself brings.
 
 A matrix-vector product takes as long as reading the matrix, so half the bytes of bfloat16 take about half the time. Deals
 with linear modules only; `loading.quantization` chooses the modules of a model.
@@ -15,6 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..engine.libraries import four_bit_product, int8_product, pack_four_bits
+from . import native
 
 FOUR_BIT_GROUP = 32  # weights that share a scale and a zero point
 LOW_BIT_DTYPE = torch.bfloat16  # the only dtype with vectorized kernels
@@ -33,9 +34,16 @@ def low_bit(module: nn.Linear | Conv1D, bits: int) -> LowBitLinear:
     weight = module.weight.detach().float()
     weight = weight.t().contiguous() if isinstance(module, Conv1D) else weight
     outputs, inputs = weight.shape
+    if native.is_available() and weight.device.type == "cpu":
+        levels, scales = _eight_bits(weight) if bits == 8 else _four_bits(F.pad(weight, (0, -inputs % FOUR_BIT_GROUP)))
+        packed = native.packed(levels) if bits == 8 else native.packed_4(levels, *scales.unbind(-1))
+        beside = scales.float() if bits == 8 else scales.new_empty(0)
+        return NativeLinear(packed, beside, module.bias, inputs, outputs, bits)
     weight = F.pad(weight, (0, -inputs % _INPUTS[bits], 0, -outputs % _OUTPUTS[bits]))
-    packed, scales = (_eight_bits if bits == 8 else _four_bits)(weight)
-    return LowBitLinear(packed, scales, module.bias, inputs, outputs, bits)
+    levels, scales = (_eight_bits if bits == 8 else _four_bits)(weight)
+    if bits == 4:
+        levels, scales = pack_four_bits(levels.contiguous(), 1), scales.transpose(0, 1).contiguous()
+    return LowBitLinear(levels, scales, module.bias, inputs, outputs, bits)
 
 
 class LowBitLinear(nn.Module):
@@ -67,7 +75,12 @@ class LowBitLinear(nn.Module):
         self.register_buffer("scales", scales)
         self.bias = bias
         self.in_features, self.out_features, self.bits = in_features, out_features, bits
-        self.padded = -in_features % _INPUTS[bits]
+        self.padded = -in_features % self._multiples[0]
+
+    @property
+    def _multiples(self) -> tuple[int, int, int]:
+        """What inputs and outputs are padded to, and how many outputs lie together."""
+        return _INPUTS[self.bits], _OUTPUTS[self.bits], _TILE[self.bits]
 
     def _apply(self, fn: Any, recurse: bool = True) -> LowBitLinear:
         """Move with the model; a cast of the model does not cast the scales, whose dtype the kernels prescribe."""
@@ -94,7 +107,7 @@ class LowBitLinear(nn.Module):
     @property
     def is_product(self) -> bool:
         """Whether the product alone is the result, without padding and bias."""
-        return self.bias is None and not self.padded and self.out_features % _OUTPUTS[self.bits] == 0
+        return self.bias is None and not self.padded and self.out_features % self._multiples[1] == 0
 
     def _product(self, given: torch.Tensor) -> torch.Tensor:
         """[n, padded in] bfloat16 -> [n, padded out] bfloat16."""
@@ -106,17 +119,46 @@ class LowBitLinear(nn.Module):
                 made = int8_product(given, self.packed, self.scales)
                 return made
             return F.linear(given, self.packed.to(LOW_BIT_DTYPE)) * self.scales
-        if not given.is_cpu:
-            raise RuntimeError(
-                f"these 4-bit weights are packed for a CPU and cannot run on {given.device}; load the model there instead"
-            )
-        if columns > inputs:  # the weight itself is the product with as many columns as it has inputs
-            return given @ self._product(torch.eye(inputs, dtype=LOW_BIT_DTYPE))
+        self._require_cpu(given)
+        if columns > inputs:
+            return given @ self._transposed(inputs)
         made = four_bit_product(given, self.packed, FOUR_BIT_GROUP, self.scales)
         return made
 
+    def _require_cpu(self, given: torch.Tensor) -> None:
+        if not given.is_cpu:
+            weights = f"these {self.bits}-bit weights are packed for a CPU and cannot run on {given.device}"
+            raise RuntimeError(f"{weights}; load the model there instead")
+
+    def _transposed(self, inputs: int) -> torch.Tensor:
+        """The weight, [padded in, padded out]: the product with as many columns as it has inputs."""
+        return self._product(torch.eye(inputs, dtype=LOW_BIT_DTYPE))
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+class NativeLinear(LowBitLinear):
+    """The same with weights in the layout of `native`: packed [tiles, any] uint8; scales [out] float32 of 8 bits, none of 4."""
+
+    @property
+    def _multiples(self) -> tuple[int, int, int]:
+        return native.GROUP, native.OUTPUTS, native.OUTPUTS
+
+    def _product(self, given: torch.Tensor) -> torch.Tensor:
+        self._require_cpu(given)
+        columns, inputs = given.shape
+        if torch.compiler.is_compiling():
+            return native.multiply(given, self.packed, self.scales, self.bits)
+        if columns > inputs:
+            return given @ self._transposed(inputs)
+        return self.native_product(given.contiguous())
+
+    @property
+    def native_product(self) -> native.NativeProduct:
+        """The product with the current weights."""
+        scales = self.scales if self.bits == 8 else None
+        return native.NativeProduct(self.packed, self.in_features + self.padded, self.bits, scales)
 
 
 @torch.inference_mode(False)
@@ -130,18 +172,18 @@ def joined(modules: Sequence[nn.Module]) -> LowBitLinear | None:
     low = [module for module in modules if isinstance(module, LowBitLinear)]
     if len(modules) == len(low) == 1:
         return low[0]
-    if not len(modules) == len(low) > 1 or len({(module.bits, module.in_features) for module in low}) > 1:
+    if not len(modules) == len(low) > 1 or len({(type(module), module.bits, module.in_features) for module in low}) > 1:
         return None
-    if any(module.bias is not None or module.out_features % _TILE[module.bits] for module in low):
+    if any(module.bias is not None or module.out_features % module._multiples[2] for module in low):
         return None
     if not all(module.packed.is_cpu for module in low):
         return None
-    bits, inputs, outputs = low[0].bits, low[0].in_features, [module.out_features for module in low]
+    kind, bits, inputs = type(low[0]), low[0].bits, low[0].in_features
     packed = _together([module.packed for module in low])
-    for module, own in zip(low, packed.split(outputs), strict=True):
+    for module, own in zip(low, packed.split([len(module.packed) for module in low]), strict=True):
         module.packed = own
-    scales = torch.cat([module.scales for module in low], 0 if bits == 8 else 1)
-    return LowBitLinear(packed, scales, None, inputs, sum(outputs), bits)
+    scales = torch.cat([module.scales for module in low], 1 if low[0].scales.dim() == 3 else 0)
+    return kind(packed, scales, None, inputs, sum(module.out_features for module in low), bits)
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -162,10 +204,10 @@ def _eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps 0 to 15, [out, in] int32; scales and zero points, [out, groups, 2] bfloat16."""
     groups = weight.view(len(weight), -1, FOUR_BIT_GROUP)
     low, high = groups.amin(-1), groups.amax(-1)
     scales = ((high - low) / 15).clamp(min=1e-30).to(LOW_BIT_DTYPE)
     zeros = (low + 8 * scales.float()).to(LOW_BIT_DTYPE)
     steps = ((groups - zeros.float()[..., None]) / scales.float()[..., None] + 8).round_().clamp_(0, 15)
-    packed = pack_four_bits(steps.to(torch.int32).view(weight.shape).contiguous(), 1)
-    return packed, torch.stack([scales.t(), zeros.t()], -1).contiguous()
+    return steps.to(torch.int32).view(weight.shape), torch.stack([scales, zeros], -1)

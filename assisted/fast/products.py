@@ -25,7 +25,8 @@ from ..engine.libraries import (
     packed_product,
     packs_for_onednn,
 )
-from .low_bit import LowBitLinear, joined
+from . import native
+from .low_bit import LowBitLinear, NativeLinear, joined
 
 _WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout is faster at any number of columns
 _LARGE = 2**20  # entries from which a product costs more than padding its columns
@@ -152,10 +153,13 @@ class Product:
         self.bias: torch.Tensor | None = None
         self.packed: torch.Tensor | None = None
         self.low: LowBitLinear | None = None
+        self.native: native.NativeProduct | None = None
         whole = joined(modules)
         if whole is not None:
             self.modules = [whole]
             self.low = whole if whole.is_product else None
+            if isinstance(self.low, NativeLinear):
+                self.native, self.outputs = self.low.native_product, self.low.out_features
             return
         linear = [module for module in modules if type(module) is nn.Linear]
         biases = [module.bias for module in linear if module.bias is not None]
@@ -166,6 +170,10 @@ class Product:
         if biases:
             self.bias = biases[0] if len(biases) == 1 else torch.cat([bias.detach() for bias in biases])
         self.entries, self.large, self.outputs = weight.numel(), weight.numel() >= _LARGE, len(weight)
+        if weight.dtype == torch.bfloat16 and weight.shape[1] % native.GROUP == 0 and native.is_available():
+            bias = None if self.bias is None else self.bias.float()
+            self.native = native.NativeProduct(native.packed(weight), weight.shape[1], 16, bias=bias)
+            return
         if packs(weight.dtype):
             self.packed = _packed(weight)
         if _keeps(self.entries, weight.dtype) or self.packed is None:
@@ -179,9 +187,13 @@ class Product:
 
     def raw(self, inputs: torch.Tensor) -> torch.Tensor:
         """The same, in the dtype that the product was computed in if that is another one."""
+        columns = inputs.shape[:-1].numel()
+        if self.native is not None and not torch.compiler.is_compiling() and columns <= native.most_columns():
+            made = self.native(inputs.reshape(columns, -1).to(torch.bfloat16))
+            return made[:, : self.outputs].view(*inputs.shape[:-1], self.outputs)
         if self.low is not None:
             return self.low.raw(inputs)
-        if self.packed is not None and torch.compiler.is_compiling():
+        if (self.packed is not None or self.native is not None) and torch.compiler.is_compiling():
             return self._for_compiler(inputs)
         if self.packed is not None and _is_faster(inputs, self.entries):
             return _times(inputs, self.packed, self.bias, self.large, self.outputs)

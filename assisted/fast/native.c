@@ -1,0 +1,404 @@
+/* Forward passes over few columns on a processor with AVX512-BF16: products with weights of 16, 8 or 4 bits, and the layers of
+   the Llama family made of them.
+
+   Every column is computed by the same operations in the same order, however many columns come along, wherever it stands among
+   them, and whatever the slots hold that it does not see. So a pass over a draft has the bits of passes over single columns.
+   Weights are read once for up to eight columns. Numbers are bfloat16 and sums float32; results are rounded where transformers
+   rounds them. */
+
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 16")
+
+typedef uint16_t bf16;
+
+enum { AHEAD = 4096 }; /* bytes that are fetched ahead */
+enum { TILE = 16, TILES = 4, MOST = 8, GROUP = 32 };
+enum { BLOCK4 = TILE * GROUP / 2, BYTES4 = BLOCK4 + 2 * TILE * sizeof(bf16) };
+
+INLINE __m512 load(const bf16 *from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
+}
+
+INLINE void store(bf16 *to, __m512 value) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(value)); }
+
+INLINE __m512 rounded(__m512 value) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(value)), 16));
+}
+
+INLINE __m512bh two_of(const bf16 *from) {
+    int32_t both;
+    memcpy(&both, from, sizeof both);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+
+/* Weights are read once and in order, but faster if they are asked for early. */
+INLINE void fetch(const uint8_t *weights) { _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T0); }
+
+/* ---- Products ---- */
+
+typedef struct {
+    const uint8_t *weights; /* [outputs / 16] tiles, see `products.py` */
+    const float *scales;    /* [outputs], of 8 bits only */
+    const float *bias;      /* [outputs], or NULL */
+    int64_t outputs;        /* a multiple of 64 */
+    int64_t inputs;         /* a multiple of 32 */
+    int64_t bits;           /* 16, 8 or 4 */
+} Product;
+
+/* The levels -8 to 7 of four bits; twice, because a permutation looks at five bits of its indices. */
+static const bf16 LEVELS[32] = {
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+};
+
+/* Of the unit in which four tiles alternate. */
+INLINE int64_t bytes_of_unit(const Product *p) { return p->bits == 4 ? BYTES4 : 2 * TILE * p->bits / 8; }
+
+/* Adds to sums[tile][column] the products of `tiles` tiles with the columns x, [columns, inputs]; weights of 4 bits also take
+   the sums of each column's groups of inputs. */
+INLINE void accumulate4(
+    __m512 sums[TILES][MOST], const Product *p, const uint8_t *weights, const bf16 *x, const float *of_groups, int columns, int tiles) {
+    const __m512i levels = _mm512_loadu_si512(LEVELS);
+    const int64_t groups = p->inputs / GROUP;
+    for (int64_t g = 0; g < groups; g++) {
+        __m512 part[TILES][MOST];
+        UNROLLED for (int t = 0; t < tiles; t++) UNROLLED for (int c = 0; c < columns; c++) part[t][c] = _mm512_setzero_ps();
+        UNROLLED for (int j = 0; j < 4; j++) {
+            __m512i packed[TILES];
+            UNROLLED for (int t = 0; t < tiles; t++) {
+                fetch(weights + (g * TILES + t) * BYTES4 + 64 * j);
+                packed[t] = _mm512_loadu_si512(weights + (g * TILES + t) * BYTES4 + 64 * j);
+            }
+            UNROLLED for (int n = 0; n < 4; n++) {
+                __m512bh level[TILES];
+                UNROLLED for (int t = 0; t < tiles; t++) {
+                    level[t] = (__m512bh)_mm512_permutexvar_epi16(packed[t], levels);
+                    packed[t] = _mm512_srli_epi16(packed[t], 4);
+                }
+                UNROLLED for (int c = 0; c < columns; c++) {
+                    const __m512bh both = two_of(x + c * p->inputs + g * GROUP + 8 * j + 2 * n);
+                    UNROLLED for (int t = 0; t < tiles; t++) part[t][c] = _mm512_dpbf16_ps(part[t][c], level[t], both);
+                }
+            }
+        }
+        UNROLLED for (int t = 0; t < tiles; t++) {
+            fetch(weights + (g * TILES + t) * BYTES4 + BLOCK4);
+            const bf16 *of_group = (const bf16 *)(weights + (g * TILES + t) * BYTES4 + BLOCK4);
+            const __m512 scale = load(of_group), zero = load(of_group + TILE);
+            UNROLLED for (int c = 0; c < columns; c++) {
+                sums[t][c] = _mm512_fmadd_ps(part[t][c], scale, sums[t][c]);
+                sums[t][c] = _mm512_fmadd_ps(_mm512_set1_ps(of_groups[c * groups + g]), zero, sums[t][c]);
+            }
+        }
+    }
+}
+
+INLINE void accumulate8(
+    __m512 sums[TILES][MOST], const Product *p, const uint8_t *weights, const bf16 *x, int columns, int tiles) {
+    const int64_t pairs = p->inputs / 2;
+    for (int64_t k = 0; k < pairs; k++) {
+        __m512bh level[TILES];
+        UNROLLED for (int t = 0; t < tiles; t += 2) fetch(weights + (k * TILES + t) * 2 * TILE);
+        UNROLLED for (int t = 0; t < tiles; t++) {
+            const __m128i *packed = (const __m128i *)(weights + (k * TILES + t) * 2 * TILE);
+            level[t] = _mm512_cvtne2ps_pbh(
+                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(packed + 1))),
+                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(packed))));
+        }
+        UNROLLED for (int c = 0; c < columns; c++) {
+            const __m512bh both = two_of(x + c * p->inputs + 2 * k);
+            UNROLLED for (int t = 0; t < tiles; t++) sums[t][c] = _mm512_dpbf16_ps(sums[t][c], level[t], both);
+        }
+    }
+}
+
+INLINE void accumulate16(
+    __m512 sums[TILES][MOST], const Product *p, const uint8_t *weights, const bf16 *x, int columns, int tiles) {
+    const int64_t pairs = p->inputs / 2;
+    for (int64_t k = 0; k < pairs; k++) {
+        __m512bh weight[TILES];
+        UNROLLED for (int t = 0; t < tiles; t++) fetch(weights + (k * TILES + t) * 4 * TILE);
+        UNROLLED for (int t = 0; t < tiles; t++)
+            weight[t] = (__m512bh)_mm512_loadu_si512(weights + (k * TILES + t) * 4 * TILE);
+        UNROLLED for (int c = 0; c < columns; c++) {
+            const __m512bh both = two_of(x + c * p->inputs + 2 * k);
+            UNROLLED for (int t = 0; t < tiles; t++) sums[t][c] = _mm512_dpbf16_ps(sums[t][c], weight[t], both);
+        }
+    }
+}
+
+/* `tiles` tiles from output `first` on, of at most eight columns. residual: added to the rounded result, or NULL. */
+INLINE void tiles_of(
+    const Product *p, int64_t first, const bf16 *x, const float *of_groups, const bf16 *residual, bf16 *y, int columns, int tiles) {
+    __m512 sums[TILES][MOST];
+    const int64_t units = p->bits == 4 ? p->inputs / GROUP : p->inputs / 2, quad = first / TILE / TILES;
+    const uint8_t *weights = p->weights + (quad * units * TILES + first / TILE % TILES) * bytes_of_unit(p);
+    UNROLLED for (int t = 0; t < tiles; t++) UNROLLED for (int c = 0; c < columns; c++) sums[t][c] = _mm512_setzero_ps();
+    if (p->bits == 4)
+        accumulate4(sums, p, weights, x, of_groups, columns, tiles);
+    else if (p->bits == 8)
+        accumulate8(sums, p, weights, x, columns, tiles);
+    else
+        accumulate16(sums, p, weights, x, columns, tiles);
+    UNROLLED for (int t = 0; t < tiles; t++) {
+        const int64_t at = first + TILE * t;
+        UNROLLED for (int c = 0; c < columns; c++) {
+            __m512 sum = sums[t][c];
+            if (p->bits == 8) sum = _mm512_mul_ps(sum, _mm512_loadu_ps(p->scales + at));
+            if (p->bias) sum = _mm512_add_ps(sum, _mm512_loadu_ps(p->bias + at));
+            if (residual) sum = _mm512_add_ps(rounded(sum), load(residual + c * p->outputs + at));
+            store(y + c * p->outputs + at, sum);
+        }
+    }
+}
+
+/* As many tiles at a time as there are registers for. */
+#define COLUMNS(columns, tiles)                                                             \
+    case columns:                                                                           \
+        for (int t = 0; t < TILES; t += tiles)                                              \
+            tiles_of(p, first + TILE * t, x, of_groups, residual, y, columns, tiles);       \
+        break;
+
+static void four_tiles(
+    const Product *p, int64_t first, const bf16 *x, const float *of_groups, const bf16 *residual, bf16 *y, int columns) {
+    if (p->bits == 4) switch (columns) {
+            COLUMNS(1, 4) COLUMNS(2, 4) COLUMNS(3, 2) COLUMNS(4, 2) COLUMNS(5, 2) COLUMNS(6, 1) COLUMNS(7, 1) COLUMNS(8, 1)
+        }
+    else switch (columns) {
+            COLUMNS(1, 4) COLUMNS(2, 4) COLUMNS(3, 4) COLUMNS(4, 4) COLUMNS(5, 4) COLUMNS(6, 2) COLUMNS(7, 2) COLUMNS(8, 2)
+        }
+}
+
+/* y [n, outputs] = x [n, inputs] times the weights, within a parallel region. scratch: n * inputs / 32 numbers a thread. */
+static void product(const Product *p, const bf16 *x, int64_t n, const bf16 *residual, bf16 *y, float *scratch) {
+    const int64_t groups = p->inputs / GROUP;
+    if (p->bits == 4) {
+        const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+        for (int64_t g = 0; g < n * groups; g++)
+            scratch[g] = _mm512_reduce_add_ps(
+                _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)_mm512_loadu_si512(x + g * GROUP), ones));
+    }
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < p->outputs / (TILE * TILES); t++)
+        for (int64_t c = 0; c < n; c += MOST) {
+            const int64_t to = c * p->outputs;
+            four_tiles(
+                p, t * TILE * TILES, x + c * p->inputs, scratch + c * groups, residual ? residual + to : NULL, y + to,
+                n - c < MOST ? (int)(n - c) : MOST);
+        }
+}
+
+/* The same on its own. scratch: n * inputs / 32 numbers for each thread. */
+void multiply(const Product *p, const bf16 *x, int64_t n, bf16 *y, float *scratch, int threads) {
+#pragma omp parallel num_threads(threads)
+    product(p, x, n, NULL, y, scratch + omp_get_thread_num() * n * (p->inputs / GROUP));
+}
+
+/* ---- Layers ---- */
+
+typedef struct {
+    Product heads, output, gate_up, down;
+    const bf16 *before_attention, *before_mlp; /* weights of the norms, [hidden] */
+    const bf16 *query_norm, *key_norm;         /* [head size], or NULL */
+    int64_t hidden, inner, query_heads, key_heads, head_size;
+    float epsilon, scaling;
+} Layer;
+
+typedef struct {
+    int64_t rows, width;   /* a pass runs over rows * width columns */
+    const bf16 *cos, *sin; /* [angles, width, head size] */
+    int64_t angles;        /* rows, or 1 */
+    const int64_t *places; /* [rows * width]: the slot that each column is written to */
+    const int64_t *slots;  /* the slots that the first column sees, in order, then those of the second, ... */
+    const int64_t *starts; /* [rows * width + 1]: where a column's slots begin */
+    int64_t threads;
+    bf16 *buffer;      /* columns * (4 * hidden + outputs of heads + query heads * head size + 3 * inner) numbers */
+    float *scratch;    /* for each thread, the groups of all columns' inputs, or four times the slots of a column */
+    int64_t of_thread; /* numbers of that for one thread */
+} Pass;
+
+/* RMSNorm of a vector whose size is a multiple of 16. */
+INLINE void norm(const bf16 *x, const bf16 *weight, int64_t size, float epsilon, bf16 *y) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += 16) {
+        const __m512 v = load(x + i);
+        squares = _mm512_fmadd_ps(v, v, squares);
+    }
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)size + epsilon));
+    for (int64_t i = 0; i < size; i += 16)
+        store(y + i, _mm512_mul_ps(rounded(_mm512_mul_ps(load(x + i), scale)), load(weight + i)));
+}
+
+/* Turns a head by the angles of its position; sin is negative in the first half. */
+INLINE void turn(bf16 *head, const bf16 *cos, const bf16 *sin, int64_t size) {
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i += 16) {
+        const __m512 one = load(head + i), two = load(head + half + i);
+        const __m512 first = rounded(_mm512_mul_ps(one, load(cos + i)));
+        const __m512 second = rounded(_mm512_mul_ps(two, load(cos + half + i)));
+        store(head + i, _mm512_add_ps(first, rounded(_mm512_mul_ps(two, load(sin + i)))));
+        store(head + half + i, _mm512_add_ps(second, rounded(_mm512_mul_ps(one, load(sin + half + i)))));
+    }
+}
+
+/* The sums of sixteen vectors, each in the same order. */
+INLINE __m512 sums_of(__m512 v[16]) {
+    __m512 a[8], b[4];
+    UNROLLED for (int i = 0; i < 8; i++)
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    UNROLLED for (int i = 0; i < 4; i++) {
+        const __m512d one = _mm512_castps_pd(a[2 * i]), two = _mm512_castps_pd(a[2 * i + 1]);
+        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(one, two)), _mm512_castpd_ps(_mm512_unpackhi_pd(one, two)));
+    }
+    const __m512 c = _mm512_add_ps(_mm512_shuffle_f32x4(b[0], b[1], 0x88), _mm512_shuffle_f32x4(b[0], b[1], 0xdd));
+    const __m512 d = _mm512_add_ps(_mm512_shuffle_f32x4(b[2], b[3], 0x88), _mm512_shuffle_f32x4(b[2], b[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+}
+
+/* exp(x) for x <= 0, to about one unit in the last place. */
+INLINE __m512 exponential(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
+    __m512 e = _mm512_set1_ps(1.0f / 720);
+    const float terms[6] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1, 1};
+    UNROLLED for (int i = 0; i < 6; i++) e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(terms[i]));
+    return _mm512_scalef_ps(e, n);
+}
+
+/* weights [count, rounded up to sixteen]: the softmax of a query with the keys of these slots. Returns one over their sum. */
+INLINE float attention_weights(
+    const bf16 *query, const bf16 *keys, const int64_t *slots, int64_t count, int64_t size, float scaling, float *weights) {
+    __m512 most = _mm512_set1_ps(-INFINITY);
+    for (int64_t j = 0; j < count; j += 16) {
+        __m512 dots[16];
+        UNROLLED for (int i = 0; i < 16; i++) {
+            const bf16 *key = keys + slots[j + i < count ? j + i : count - 1] * size;
+            dots[i] = _mm512_setzero_ps();
+            for (int64_t k = 0; k < size; k += 32)
+                dots[i] = _mm512_dpbf16_ps(
+                    dots[i], (__m512bh)_mm512_loadu_si512(query + k), (__m512bh)_mm512_loadu_si512(key + k));
+        }
+        const __m512 scores = _mm512_mul_ps(sums_of(dots), _mm512_set1_ps(scaling));
+        most = _mm512_max_ps(most, scores);
+        _mm512_storeu_ps(weights + j, scores);
+    }
+    most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t j = 0; j < count; j += 16) {
+        const __mmask16 seen = count - j < 16 ? (__mmask16)((1 << (count - j)) - 1) : 0xffff;
+        const __m512 found = _mm512_maskz_mov_ps(seen, exponential(_mm512_sub_ps(_mm512_loadu_ps(weights + j), most)));
+        sum = _mm512_add_ps(sum, found);
+        _mm512_storeu_ps(weights + j, found);
+    }
+    return count ? 1.0f / _mm512_reduce_add_ps(sum) : 0.0f;
+}
+
+/* 16 * parts numbers of the mean of values, for `heads` heads with weights [heads, stride]. */
+INLINE void mean(
+    const float *weights, int64_t stride, const float *shares, const bf16 *values, const int64_t *slots, int64_t count, int64_t size,
+    bf16 *y, int heads, int parts) {
+    __m512 sums[4][4];
+    UNROLLED for (int h = 0; h < heads; h++) UNROLLED for (int i = 0; i < parts; i++) sums[h][i] = _mm512_setzero_ps();
+    for (int64_t j = 0; j < count; j++) {
+        __m512 value[4];
+        UNROLLED for (int i = 0; i < parts; i++) value[i] = load(values + slots[j] * size + 16 * i);
+        UNROLLED for (int h = 0; h < heads; h++) {
+            const __m512 weight = _mm512_set1_ps(weights[h * stride + j]);
+            UNROLLED for (int i = 0; i < parts; i++) sums[h][i] = _mm512_fmadd_ps(weight, value[i], sums[h][i]);
+        }
+    }
+    UNROLLED for (int h = 0; h < heads; h++) UNROLLED for (int i = 0; i < parts; i++)
+        store(y + h * size + 16 * i, _mm512_mul_ps(sums[h][i], _mm512_set1_ps(shares[h])));
+}
+
+/* seen [query heads of the key head, head size]: attention of a column's queries to the slots that it sees. */
+static void attend(
+    const Layer *l, const bf16 *queries, const bf16 *keys, const bf16 *values, const int64_t *slots, int64_t count, float *weights,
+    bf16 *seen) {
+    const int64_t size = l->head_size, group = l->query_heads / l->key_heads, stride = (count + 15) / 16 * 16;
+    for (int64_t h = 0; h < group; h += 4) {
+        const int heads = group - h < 4 ? (int)(group - h) : 4;
+        float shares[4];
+        for (int i = 0; i < heads; i++)
+            shares[i] = attention_weights(
+                queries + (h + i) * size, keys, slots, count, size, l->scaling, weights + i * stride);
+        for (int64_t at = 0; at < size;) {
+            const int parts = size - at < 64 ? 2 : 4;
+#define MEAN(heads, parts)                                                                                                \
+    case 8 * heads + parts:                                                                                               \
+        mean(weights, stride, shares, values + at, slots, count, size, seen + h * size + at, heads, parts); \
+        break;
+            switch (8 * heads + parts) {
+                MEAN(1, 2) MEAN(2, 2) MEAN(3, 2) MEAN(4, 2) MEAN(1, 4) MEAN(2, 4) MEAN(3, 4) MEAN(4, 4)
+            }
+            at += 16 * parts;
+        }
+    }
+}
+
+INLINE __m512 silu(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1), small = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
+    /* x / (1 + exp(-x)), with an exponent that is never positive */
+    const __m512 above = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), one, small);
+    return _mm512_div_ps(_mm512_mul_ps(x, above), _mm512_add_ps(one, small));
+}
+
+/* Norms and turns a column's queries and keys, and writes its keys and values to its slot, [rows, key heads, capacity, size]. */
+static void finish_heads(const Layer *l, const Pass *s, int64_t c, bf16 *heads, bf16 *keys, bf16 *values, int64_t capacity) {
+    const int64_t size = l->head_size, at = (s->angles == 1 ? c % s->width : c) * size, turned = l->query_heads + l->key_heads;
+    for (int64_t h = 0; h < turned; h++) {
+        const bf16 *weight = h < l->query_heads ? l->query_norm : l->key_norm;
+        if (weight) norm(heads + h * size, weight, size, l->epsilon, heads + h * size);
+        turn(heads + h * size, s->cos + at, s->sin + at, size);
+    }
+    for (int64_t h = 0; h < l->key_heads; h++) {
+        const int64_t to = ((c / s->width * l->key_heads + h) * capacity + s->places[c]) * size;
+        memcpy(keys + to, heads + (l->query_heads + h) * size, size * sizeof(bf16));
+        memcpy(values + to, heads + (turned + h) * size, size * sizeof(bf16));
+    }
+}
+
+/* out [columns, hidden]: the layer's output for hidden [columns, hidden]. keys, values [rows, key heads, capacity, head size]. */
+void layer(const Layer *l, const Pass *s, const bf16 *hidden, bf16 *keys, bf16 *values, int64_t capacity, bf16 *out) {
+    const int64_t columns = s->rows * s->width, group = l->query_heads / l->key_heads, size = l->head_size;
+    bf16 *normed = s->buffer, *heads = normed + columns * l->hidden, *seen = heads + columns * l->heads.outputs;
+    bf16 *middle = seen + columns * l->output.inputs, *again = middle + columns * l->hidden;
+    bf16 *wide = again + columns * l->hidden, *narrow = wide + columns * 2 * l->inner;
+#pragma omp parallel num_threads(s->threads)
+    {
+        float *own = s->scratch + omp_get_thread_num() * s->of_thread;
+#pragma omp for schedule(static)
+        for (int64_t c = 0; c < columns; c++)
+            norm(hidden + c * l->hidden, l->before_attention, l->hidden, l->epsilon, normed + c * l->hidden);
+        product(&l->heads, normed, columns, NULL, heads, own);
+#pragma omp for schedule(static)
+        for (int64_t c = 0; c < columns; c++) finish_heads(l, s, c, heads + c * l->heads.outputs, keys, values, capacity);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < columns * l->key_heads; i++) {
+            const int64_t c = i / l->key_heads, h = i % l->key_heads, of = (c / s->width * l->key_heads + h) * capacity * size;
+            attend(
+                l, heads + c * l->heads.outputs + h * group * size, keys + of, values + of, s->slots + s->starts[c],
+                s->starts[c + 1] - s->starts[c], own, seen + c * l->output.inputs + h * group * size);
+        }
+        product(&l->output, seen, columns, hidden, middle, own);
+#pragma omp for schedule(static)
+        for (int64_t c = 0; c < columns; c++)
+            norm(middle + c * l->hidden, l->before_mlp, l->hidden, l->epsilon, again + c * l->hidden);
+        product(&l->gate_up, again, columns, NULL, wide, own);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < columns * l->inner / 16; i++) {
+            const int64_t c = 16 * i / l->inner, at = 16 * i % l->inner;
+            const bf16 *gate = wide + c * 2 * l->inner + at;
+            store(narrow + c * l->inner + at, _mm512_mul_ps(rounded(silu(load(gate))), load(gate + l->inner)));
+        }
+        product(&l->down, narrow, columns, middle, out, own);
+    }
+}

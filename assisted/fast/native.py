@@ -1,0 +1,280 @@
+"""Products and layers in C for processors with AVX512-BF16, compiled once by the system's C compiler.
+
+torch's own products with 8 or 4 bits take twice as long for five columns as for one. These take little longer, and a column's
+bits do not depend on the other columns. Knows tensors and the compiler; `products` and `fused` decide where they are used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import c_float, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+VARIABLE = "ASSISTED_KERNELS"
+"""The environment variable with the folder that keeps the compiled library; "0": compile nothing. By default, a folder in the
+user's cache folder."""
+GROUP = 32  # inputs that share a scale and a zero point; inputs are padded to a multiple
+OUTPUTS = 64  # outputs are padded to a multiple
+_TILE = 16  # outputs that lie together
+_FLAGS = (
+    "-O3",
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512bf16",
+    "-mfma",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+)
+_SECONDS = 120  # for the compiler
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        ("weights", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("bits", c_int64),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Product) for name in ("heads", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("before_attention", "before_mlp", "query_norm", "key_norm")),
+        *((name, c_int64) for name in ("hidden", "inner", "query_heads", "key_heads", "head_size")),
+        ("epsilon", c_float),
+        ("scaling", c_float),
+    )
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "width")),
+        *((name, c_void_p) for name in ("cos", "sin")),
+        ("angles", c_int64),
+        *((name, c_void_p) for name in ("places", "slots", "starts")),
+        ("threads", c_int64),
+        *((name, c_void_p) for name in ("buffer", "scratch")),
+        ("of_thread", c_int64),
+    )
+
+
+@functools.cache
+def loaded() -> tuple[Any, str]:
+    """The compiled library and an empty string, or None and why there is none."""
+    where = os.environ.get(VARIABLE, "")
+    if where == "0":
+        return None, f"{VARIABLE} is 0"
+    if platform.system() != "Linux" or platform.machine().lower() not in ("x86_64", "amd64"):
+        return None, "it is for Linux on x86-64"
+    flags = Path("/proc/cpuinfo")
+    if not flags.is_file() or " avx512_bf16" not in flags.read_text():
+        return None, "this processor has no AVX512-BF16"
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None, "no C compiler was found"
+    source = Path(__file__).with_name("native.c")
+    key = hashlib.sha256(source.read_bytes() + " ".join((compiler, *_FLAGS)).encode()).hexdigest()[:16]
+    try:
+        folder = Path(where) if where else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "assisted"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = folder / f"native-{key}.so"
+        if not file.is_file() or file.stat().st_uid != os.getuid():
+            _compile([*compiler.split(), *_FLAGS, str(source), "-lm"], file)
+        library = ctypes.CDLL(str(file))
+    except subprocess.CalledProcessError as error:
+        return None, f"{compiler} failed: {error.stderr.strip().splitlines()[-1] if error.stderr.strip() else error}"
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        return None, f"{type(error).__name__}: {error}"
+    library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
+    library.layer.argtypes = [*[c_void_p] * 5, c_int64, c_void_p]
+    library.multiply.restype = library.layer.restype = None
+    return library, ""
+
+
+def _compile(command: list[str], file: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix=f"{file.name}.", dir=file.parent) as folder:
+        partial = Path(folder, file.name)
+        subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True, timeout=_SECONDS)
+        partial.replace(file)  # another process loads the whole file or none
+
+
+@functools.cache
+def most_columns() -> int:
+    """The most columns for which these are the fastest products; with AMX, more columns have faster ones."""
+    return 64 if " amx_bf16" in Path("/proc/cpuinfo").read_text() else 1024
+
+
+def is_available() -> bool:
+    """Whether products and layers in C run here; compiles them if that has not been done."""
+    return loaded()[0] is not None
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """A weight of bfloat16, or its levels in int8, [out, in], in the kernels' layout, [out / 64, any] uint8."""
+    weight = _padded(weight.detach())
+    pairs = weight.view(-1, OUTPUTS, weight.shape[1] // 2, 2)
+    return pairs.transpose(1, 2).contiguous().view(torch.uint8).flatten(1)
+
+
+def packed_4(steps: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """The same of steps 0 to 15, [out, in], with bfloat16 scales and zero points of groups, [out, in / 32].
+
+    A tile's group is 256 bytes of steps, then its scales and zero points. Four pairs of inputs share the words of a vector.
+    """
+    steps = _padded(steps.to(torch.int32))
+    groups = steps.shape[1] // GROUP
+    words = steps.view(-1, 4, _TILE, groups, 4, 4, 2).permute(0, 3, 1, 4, 2, 6, 5)
+    # shape: [out / 64, groups, tiles, 4, outputs of a tile, 2, pairs of a word]
+    shifted = (words << torch.arange(0, 16, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    nibbles = shifted.to(torch.int16).flatten(3).view(torch.uint8)  # wraps around
+    beside = torch.stack([F.pad(part, (0, 0, 0, len(steps) - len(part))) for part in (scales, zeros)], 1)
+    beside = beside.view(-1, 4, _TILE, 2, groups).permute(0, 4, 1, 3, 2).flatten(3).contiguous().view(torch.uint8)
+    return torch.cat([nibbles, beside], -1).flatten(1)
+
+
+def _padded(weight: torch.Tensor) -> torch.Tensor:
+    outputs, inputs = weight.shape
+    return F.pad(weight, (0, -inputs % GROUP, 0, -outputs % OUTPUTS))
+
+
+class NativeProduct:
+    """A product with a weight in the kernels' layout.
+
+    Args:
+        weights: of `packed` and the like, with 16, 8 or 4 bits.
+        inputs: padded to a multiple of `GROUP`.
+        bits: 16, 8 or 4.
+        scales: of 8 bits, [out] float32.
+        bias: [out], or None.
+    """
+
+    def __init__(
+        self,
+        weights: torch.Tensor,
+        inputs: int,
+        bits: int,
+        scales: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ):
+        self.inputs, self.outputs = inputs, OUTPUTS * len(weights)
+        full = [None if part is None else F.pad(part.float(), (0, self.outputs - len(part))) for part in (scales, bias)]
+        self.held = weights, *full
+        addresses = (0 if part is None else part.data_ptr() for part in self.held)
+        self.struct = _Product(*addresses, self.outputs, inputs, bits)
+
+    def __call__(self, columns: torch.Tensor) -> torch.Tensor:
+        """[n, inputs] bfloat16, contiguous -> [n, outputs] bfloat16."""
+        n, threads = len(columns), torch.get_num_threads()
+        made = columns.new_empty(n, self.outputs)
+        scratch = torch.empty(threads * n * (self.inputs // GROUP))
+        own = ctypes.addressof(self.struct)
+        loaded()[0].multiply(own, columns.data_ptr(), n, made.data_ptr(), scratch.data_ptr(), threads)
+        return made
+
+
+class NativeLayer:
+    """A layer of the Llama family, of products and weights of norms. It uses the model's own weights of norms.
+
+    Args:
+        products: of queries, keys and values together; of the attention's output; of gate and up together; of down.
+        norms: weights of the norms before attention and MLP, [hidden], and of queries and keys, [head size] or None.
+        key_heads, head_size, epsilon, scaling: of the layer.
+    """
+
+    def __init__(
+        self,
+        products: Sequence[NativeProduct],
+        norms: Sequence[torch.Tensor | None],
+        key_heads: int,
+        head_size: int,
+        epsilon: float,
+        scaling: float,
+    ):
+        heads, output, _, down = self.products = products
+        self.norms = norms
+        hidden, inner = heads.inputs, down.inputs
+        # of the buffer for a column, and the widest input
+        self.sizes = 3 * hidden + heads.outputs + output.inputs + 3 * inner, max(hidden, inner, output.inputs)
+        self.struct = _Layer(
+            *(product.struct for product in products),
+            *(0 if norm is None else norm.data_ptr() for norm in norms),
+            *(hidden, inner, output.inputs // head_size, key_heads, head_size),
+            epsilon,
+            scaling,
+        )
+
+    def __call__(
+        self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, around: NativePass
+    ) -> torch.Tensor:
+        """[R, n, hidden] -> [R, n, hidden], all contiguous. keys, values: [R or more, key heads, slots, head size], where the
+        columns' own are written."""
+        made = torch.empty_like(hidden)
+        buffer = around.buffer(self)
+        pointers = (hidden.data_ptr(), keys.data_ptr(), values.data_ptr())
+        loaded()[0].layer(ctypes.addressof(self.struct), buffer, *pointers, keys.shape[2], made.data_ptr())
+        return made
+
+
+class NativePass:
+    """What the layers of a forward pass share.
+
+    Args:
+        cos, sin: of `Angles`, [R or 1, n, 1, head size].
+        places: [R or 1, n], the slot that each column is written to.
+        seen: [R or 1, n, slots] bool, the slots that each column sees.
+        rows: R.
+    """
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, places: torch.Tensor, seen: torch.Tensor, rows: int):
+        width, threads = seen.shape[1], torch.get_num_threads()
+        seen = seen.expand(rows, -1, -1)
+        starts = F.pad(seen.sum(-1).flatten().cumsum(0), (1, 0))
+        slots = seen.nonzero()[:, 2].contiguous()
+        self.held = cos.contiguous(), sin.contiguous(), places.expand(rows, -1).contiguous(), slots, starts
+        self.most = seen.shape[2] + _TILE  # numbers for a query's weights
+        self.made_for: NativeLayer | None = None
+        of_cos, of_sin, *others = (part.data_ptr() for part in self.held)
+        self.struct = _Pass(rows, width, of_cos, of_sin, len(cos), *others, threads)
+
+    def buffer(self, layer: NativeLayer) -> int:
+        """The address of the pass with buffers that suffice for a layer."""
+        like = self.made_for
+        if like is None or like.sizes != layer.sizes:
+            columns, struct = self.struct.rows * self.struct.width, self.struct
+            struct.of_thread = max(columns * layer.sizes[1] // GROUP, 4 * self.most)
+            self.buffers = (
+                torch.empty(columns * layer.sizes[0], dtype=torch.bfloat16),
+                torch.empty(struct.threads * struct.of_thread),
+            )
+            struct.buffer, struct.scratch = (part.data_ptr() for part in self.buffers)
+            self.made_for = layer
+        return ctypes.addressof(self.struct)
+
+
+@torch.library.custom_op("assisted::low_bit_product", mutates_args=(), device_types="cpu")
+def multiply(columns: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """A `NativeProduct` as an operator, for compilers. scales: empty for 4 bits."""
+    return NativeProduct(weights, columns.shape[1], bits, scales if bits == 8 else None)(columns.contiguous())
+
+
+@multiply.register_fake
+def _(columns: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    return columns.new_empty(columns.shape[0], OUTPUTS * weights.shape[0])

@@ -1,0 +1,206 @@
+"""The kernels in C: products and layers are the model's own, and a column has the same bits whatever else is computed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from assisted import AssistedModelForCausalLM
+from assisted.drafts import Draft
+from assisted.engine.agreement import agree
+from assisted.engine.cache import SlotCache
+from assisted.engine.runner import CachedModel
+from assisted.engine.traits import Traits
+from assisted.fast import fused, native
+from assisted.fast.low_bit import NativeLinear, low_bit
+from assisted.loading.quantization import quantize_copy
+
+needed = pytest.mark.skipif(not native.is_available(), reason=native.loaded()[1])
+SIZES = {"vocab_size": 320, "num_hidden_layers": 2, "max_position_embeddings": 512}
+LLAMA = LlamaConfig(
+    hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, head_dim=32, **SIZES
+)
+CONFIGS: dict[str, Any] = {
+    "grouped": LLAMA,
+    "one key head of five": LlamaConfig(
+        hidden_size=320, intermediate_size=128, num_attention_heads=5, num_key_value_heads=1, head_dim=64, **SIZES
+    ),
+    "wide heads, biases": Qwen2Config(
+        hidden_size=256, intermediate_size=320, num_attention_heads=2, num_key_value_heads=2, **SIZES
+    ),
+    "norms of heads": Qwen3Config(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=96, **SIZES
+    ),
+}
+KINDS = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
+# of a row that has read seven tokens: the last of them, and five nodes
+PARENTS = torch.tensor([[-1, 0, 0, -1, 3]])
+
+
+def built(name: str, bits: int = 16) -> Any:
+    config = copy.deepcopy(CONFIGS[name])
+    torch.manual_seed(0)
+    model = KINDS[config.model_type](config).eval()
+    for name_, parameter in model.named_parameters():  # norms and biases that matter
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 1.0 if "norm" in name_ else 0.0, 0.2)
+    model = model.to(torch.bfloat16)
+    return model if bits == 16 else quantize_copy(model, f"int{bits}")
+
+
+def ids_of(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 300, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+def runner(model: Any, rows: int = 1) -> CachedModel:
+    return CachedModel(
+        model, SlotCache(rows, 256), Traits.of(model.module if hasattr(model, "module") else model).masks
+    )
+
+
+@needed
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (70, 40), (192, 576), (576, 192), (320, 96)])
+@torch.no_grad()
+def test_products(bits: int, outputs: int, inputs: int) -> None:
+    """Compared in float64 with the weight that the product's own columns of the unit matrix show."""
+    torch.manual_seed(1)
+    module = nn.Linear(inputs, outputs, bias=False).to(torch.bfloat16)
+    columns = F.pad(torch.randn(21, inputs), (0, -inputs % 32)).to(torch.bfloat16)
+    if bits == 16:
+        product, weight = native.NativeProduct(native.packed(module.weight), columns.shape[1], 16), module.weight
+    else:
+        low = low_bit(module, bits)
+        assert isinstance(low, NativeLinear)
+        product, weight = low.native_product, low(torch.eye(inputs, dtype=torch.bfloat16)).t()
+        assert (weight.double() - module.weight.double()).norm() < (
+            0.01 if bits == 8 else 0.1
+        ) * module.weight.double().norm()
+    made = product(columns)[:, :outputs].double()
+    expected = columns[:, :inputs].double() @ weight.double().t()
+    # a weight of 4 bits that is shown has been rounded to bfloat16
+    assert (made - expected).abs().max() < 2**-6 * expected.abs().max()
+    for some in range(1, 21):
+        assert torch.equal(product(columns[:some].contiguous())[:, :outputs].double(), made[:some])
+        assert torch.equal(product(columns[some:].contiguous())[:, :outputs].double(), made[some:])
+
+
+@needed
+@torch.no_grad()
+def test_a_products_bias_is_added_before_rounding() -> None:
+    module = nn.Linear(64, 64).to(torch.bfloat16)
+    columns = torch.randn(3, 64).to(torch.bfloat16)
+    made = native.NativeProduct(native.packed(module.weight), 64, 16, bias=module.bias)(columns)
+    expected = (columns.double() @ module.weight.double().t() + module.bias.double()).to(torch.bfloat16)
+    assert (made == expected).float().mean() > 0.95  # the others lie between two numbers
+
+
+@needed
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_layers_are_the_models(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(name, bits)
+    other = fused.fused(model)
+    layers = other.module.model.layers
+    in_c = [layer.native is not None for layer in layers]
+    assert in_c == [bits == 16 or "biases" not in name] * 2
+    calls = []
+    run = native.NativeLayer.__call__
+    monkeypatch.setattr(native.NativeLayer, "__call__", lambda *args: calls.append(0) or run(*args))
+    ids, mask = ids_of(9, 2), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :4] = 0
+    columns, tree = ids_of(6, 2, seed=1), PARENTS.repeat(2, 1)
+    found = []
+    for one in (fused.PreparedModule(model), other):
+        run_ = runner(one, 2)
+        logits = [run_.prefill(ids, mask), run_(columns, Draft(columns[:, 1:], torch.tensor([9, 9]), parents=tree))]
+        run_.commit([3, 2], [[0, 1, 2], [0, 4]])
+        logits.append(run_(ids_of(1, 2, seed=2)))
+        run_.commit([1, 1])
+        logits.append(run_(ids_of(4, 2, seed=3)))
+        found.append(torch.cat(logits, 1))
+    assert len(calls) == (6 if in_c[0] else 0)
+    assert agree(found[1], found[0], torch.bfloat16)
+
+
+def _bits(run_: CachedModel, columns: torch.Tensor, draft: Draft | None = None) -> torch.Tensor:
+    found = run_(columns, draft)
+    run_.commit([0] * len(columns))
+    return found
+
+
+@needed
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "biases" not in name])
+@torch.no_grad()
+def test_a_column_has_the_same_bits_alone_in_a_draft_in_a_tree_and_beside_other_rows(name: str, bits: int) -> None:
+    model = fused.fused(built(name, bits))
+    ids, path = ids_of(37), ids_of(6, seed=1)
+    one = runner(model)
+    one.prefill(ids, None)
+    alone = []
+    for column in path.split(1, 1):
+        alone.append(one(column))
+        one.commit([1])
+    expected = torch.cat(alone, 1)
+
+    several = runner(model)
+    several.prefill(ids, None)
+    for width in range(1, 7):  # a draft of any length
+        assert torch.equal(_bits(several, path[:, :width]), expected[:, :width])
+    # the same path among nodes of others, whose slots lie between
+    others = ids_of(4, seed=5)[0].tolist()
+    nodes = [path[0, 0], others[0], path[0, 1], others[1], others[2], path[0, 2], others[3], path[0, 3]]
+    parents = torch.tensor([[-1, -1, 1, -1, 1, 4, 4]])
+    found = _bits(several, torch.tensor([nodes]), Draft(torch.tensor([nodes[1:]]), torch.tensor([37]), parents=parents))
+    assert torch.equal(found[:, [0, 2, 5, 7]], expected[:, :4])
+
+    batch = runner(model, 3)  # rows of other lengths beside it
+    mask = torch.ones(3, 37, dtype=torch.int64)
+    mask[0, :20] = mask[2, :3] = 0
+    batch.prefill(torch.cat([ids_of(37, seed=7), ids, ids_of(37, seed=8)]), mask)
+    rows = torch.cat([ids_of(6, seed=9), path, ids_of(6, seed=10)])
+    lone = runner(model)
+    lone.prefill(ids, None)
+    same_prompt = torch.equal(*(run.cache.layers[1].keys[-2 if run is batch else 0, :, :37] for run in (batch, lone)))
+    if same_prompt:  # prompts are read by torch's attention
+        assert torch.equal(_bits(batch, rows)[1:2], expected)
+
+
+@pytest.mark.parametrize("setting", ["off", "no compiler", "a broken compiler", "a folder that cannot be written"])
+def test_without_kernels_everything_runs_and_says_why(setting: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "ASSISTED_KERNELS": str(tmp_path)}
+    if setting == "off":
+        environment["ASSISTED_KERNELS"] = "0"
+    elif setting == "no compiler":
+        environment |= {"PATH": str(tmp_path), "CC": ""}
+    elif setting == "a broken compiler":
+        environment["CC"] = "false"
+    else:
+        (tmp_path / "file").write_text("")
+        environment["ASSISTED_KERNELS"] = str(tmp_path / "file" / "folder")
+    program = "from assisted.fast import native; import torch; print(native.is_available(), native.loaded()[1])"
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    available, reason = found.stdout.strip().split(" ", 1)
+    assert available == "False" and reason
+
+
+@needed
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_text_of_a_pair(bits: int) -> None:
+    target = built("grouped", bits)
+    pair = AssistedModelForCausalLM.from_models(target, draft="suffix")
+    ids = ids_of(20, 2)
+    made = [pair.generate(ids, max_new_tokens=24, do_sample=False, draft_length=length) for length in (1, 3, 7)]
+    assert all(torch.equal(made[0], other) for other in made)

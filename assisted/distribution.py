@@ -15,6 +15,7 @@ import torch
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
 from .drafts import Draft
+from .draws import Draws
 from .engine.host import on_device
 from .engine.libraries import processors
 from .engine.trust import blamed
@@ -60,11 +61,13 @@ class Distribution:
         processors: the logits processors that `generate` prepared, in order.
         do_sample: draw from the distribution; otherwise take its argmax.
         lossy: the inexact acceptance rule, if the caller has explicitly asked for it.
+        draws: the numbers that tokens are drawn with, if these must not depend on drafts.
     """
 
     processors: LogitsProcessorList
     do_sample: bool
     lossy: LossyTypical | None = None
+    draws: Draws | None = None
 
     @functools.cached_property
     def in_order(self) -> bool:

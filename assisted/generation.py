@@ -30,6 +30,7 @@ from .decoding import decode
 from .distribution import Distribution
 from .drafters import Call, Drafting
 from .drafters.guarded import guard
+from .draws import Draws
 from .engine.cache import SlotCache
 from .engine.libraries import (
     CACHE,
@@ -50,7 +51,7 @@ from .engine.runner import CachedModel
 from .engine.session import Session
 from .engine.states import held
 from .engine.verifiable import masks_of, obstacle_to
-from .fast.fused import prepare
+from .fast.fused import prepare, require_bits
 from .lengths.base import Length
 from .lossy import LossyTypical
 from .report import Recorder
@@ -104,6 +105,7 @@ class Generation:
         start_length: creates the draft length policy's state, given the number of rows and whether the call samples.
         ignored: called with name and value of each setting in the target's config that is ignored.
         recorder, settings, lossy: those of this call.
+        drafts: whether to draft at all.
     """
 
     pair: Any
@@ -112,6 +114,7 @@ class Generation:
     recorder: Recorder
     settings: CallSettings
     lossy: LossyTypical | None = None
+    drafts: bool = True
     _streamer: Any = field(default=None, init=False)
     _tokenizer: Any = field(default=None, init=False)  # that heals the prompt's last token
     _reached: bool = field(default=False, init=False)
@@ -236,7 +239,9 @@ class Generation:
         model, input_ids, config, settings = call.model, call.input_ids, call.config, self.settings
         trusted = settings.trust_in(model)
         attention_mask = call.kwargs.get("attention_mask")
-        distribution = Distribution(call.processors, config.do_sample, self.lossy)
+        draws = Draws(input_ids.shape[0]) if settings.bits and config.do_sample else None
+        state = torch.get_rng_state()  # a drafter's own draws must not change those of the next call
+        distribution = Distribution(call.processors, config.do_sample, self.lossy, draws)
         criteria, ranks = call.criteria, settings.ranks
         if ranks.several:
             criteria = _shared_call(ranks, input_ids, criteria, distribution.do_sample)
@@ -283,7 +288,10 @@ class Generation:
         cache.hide(attention_mask)
         length = self.start_length(text.rows, distribution.do_sample)
         drafter = self.pair.drafter
-        target = target_runner(prepare(model, settings), cache, masks, drafter.needs)
+        prepared = prepare(model, settings)
+        if settings.bits:
+            require_bits(prepared)
+        target = target_runner(prepared, cache, masks, drafter.needs)
         self.pair.graphs.serve(target, model, settings)
         target.constants = further
         # the KV that a caller gets includes the padding of rows that end early, and states can't go back to read it
@@ -312,8 +320,11 @@ class Generation:
             shared=shared,
             states=target.states,
         )
-        drafting = guard(drafter.start(started_by), settings, logits.shape[-1], text, distribution.do_sample)
+        of_call = drafter.start(started_by) if self.drafts else None
+        drafting = guard(of_call, settings, logits.shape[-1], text, distribution.do_sample)
         decode(target, drafting, text, distribution, length, logits, self.recorder)
+        if settings.bits:
+            torch.set_rng_state(state)
         self.recorder.predicted_speedup, self.recorder.state_bytes = length.predicted_speedup, cache.state_bytes
         return text, target, drafting.drafting
 

@@ -80,7 +80,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         report: counts and times of the last `generate`, None before the first.
         totals: the same over all calls since `reset_totals`.
         length: the draft length of the last `generate`; `length.costs` are its measured costs.
-        fast: how forward passes run, see `from_pretrained`; may be set at any time.
+        fast, exact: how forward passes run and how exactly, see `from_pretrained`; may be set at any time.
         graphs: the captured forward passes of the target.
     """
 
@@ -110,6 +110,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         self._warned: set[str] = set()  # what was warned of once
         self.watch: Callable[[Round], None] | None = None
         self.fast = "auto"
+        self.exact: str | None = None
         self.graphs = Graphs()
         self.made()
 
@@ -136,6 +137,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         tokenizer: PreTrainedTokenizerBase | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
         fast: str = "auto",
+        exact: str | None = None,
         **kwargs: Any,
     ) -> AssistedModelForCausalLM:
         """Load a target and a draft, or a folder that `save_pretrained` wrote.
@@ -156,6 +158,9 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 layers and keeps wide weights in a second, faster layout. "eager" runs the models as transformers wrote them,
                 and copies nothing. "compile" also compiles them, which takes up to minutes before the first tokens. All give
                 the same tokens in float32. See the page "How a pass is run".
+            exact: None (default): drafts change text in half precision only where rounding decides. "bits": they change no bit
+                of tokens and logits, and drawn text is that of the same seed without drafts. For models of the Llama family in
+                bfloat16 or with packed weights, on processors with AVX512-BF16.
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
                 arguments but `revision` and `subfolder` are used for the draft as well. `gguf_file` names the target's GGUF
                 file in a folder or Hub repository; its weights are unpacked.
@@ -168,7 +173,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         of the field; OSError if nothing is found.
         """
         _require_known(kwargs, cls.from_pretrained)
-        require_mode(fast)
+        require_mode(fast, exact)
         if not isinstance(pretrained_model_name_or_path, (str, os.PathLike)) or not str(pretrained_model_name_or_path):
             raise ValueError(
                 f"pretrained_model_name_or_path: {pretrained_model_name_or_path!r} is not a path; give a Hub id or a folder, "
@@ -218,9 +223,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             found = find_tokenizer(base, **trusting(path, base, **hub))
         for_draft = _only(hub, *(name for name in hub if name != "revision"))
         if is_named:
-            return cls._assemble(target, spec, policy, found, path, for_draft, fast)
+            return cls._assemble(target, spec, policy, found, path, for_draft, fast, exact)
         with loading("draft", folder):
-            return cls._assemble(target, spec, policy, found, path, for_draft | {"trust_remote_code": False}, fast)
+            return cls._assemble(
+                target, spec, policy, found, path, for_draft | {"trust_remote_code": False}, fast, exact
+            )
 
     @classmethod
     def from_models(
@@ -232,6 +239,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
         draft_quantization: Any = None,
         fast: str = "auto",
+        exact: str | None = None,
     ) -> AssistedModelForCausalLM:
         """Wrap models that are already loaded. Neither is changed.
 
@@ -244,7 +252,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 translates tokens between different ones.
             draft_tokenizer: the draft's.
             draft_quantization: as for `from_pretrained`.
-            fast: as for `from_pretrained`.
+            fast, exact: as for `from_pretrained`.
 
         Raises ValueError for models that do not fit together.
         """
@@ -261,15 +269,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             )
         spec = _with_tokenizer(drafters.parse(draft, draft_quantization), tokenizer, draft_tokenizer)
         folder = target.name_or_path if Path(target.name_or_path or "-").is_dir() else None
-        return cls._assemble(
-            target,
-            spec,
-            lengths.resolve(draft_length),
-            tokenizer or find_tokenizer(folder),
-            folder,
-            {},
-            require_mode(fast),
-        )
+        policy, tokenizer = lengths.resolve(draft_length), tokenizer or find_tokenizer(folder)
+        return cls._assemble(target, spec, policy, tokenizer, folder, {}, require_mode(fast, exact), exact)
 
     @classmethod
     def _assemble(
@@ -281,6 +282,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         path: str | None,
         hub: dict[str, Any],
         fast: str,
+        exact: str | None,
     ) -> AssistedModelForCausalLM:
         require_in_layers(target, "target")
         require_verifiable(target)
@@ -297,7 +299,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             dtype=target.dtype,
         )
         model = cls(config, target, spec, drafter, policy, tokenizer)
-        model.fast = fast
+        model.fast, model.exact = fast, exact
         return model
 
     @torch.no_grad()
@@ -316,7 +318,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         Args:
             inputs, generation_config, **kwargs: the arguments of transformers' `generate`.
             draft_length: for this call, instead of the model's.
-            assisted: False runs the target's own `generate`, without drafts.
+            assisted: False runs the target's own `generate`, without drafts; with `exact="bits"`, the same forward passes as
+                with drafts.
             lossy_typical: when sampling, accept tokens that are typical of the target (Medusa's rule). Faster, and NOT exact:
                 the text no longer follows the target's distribution.
 
@@ -339,7 +342,12 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if lossy_typical is not None and not assisted:
             raise ValueError("lossy_typical: has no effect without drafts; leave it out, or pass assisted=True")
         recorder = Recorder(self.watch, started=time.perf_counter())
-        settings = CallSettings(require_mode(self.fast), ranks=ranks_of(self.target, *self.drafter.modules))
+        mode, bits = require_mode(self.fast, self.exact), self.exact is not None
+        if bits and lossy_typical is not None:
+            raise ValueError("lossy_typical: is not possible with exact='bits'")
+        settings = CallSettings(mode, bits, ranks=ranks_of(self.target, *self.drafter.modules))
+        drafts = assisted
+        assisted = assisted or bits  # without drafts, too, bits are those of the same forward passes
         if not assisted:
             recorder.ran("plain", "assisted=False")
         elif (reason := self._must_be_plain(settings, {"inputs": inputs, **kwargs})) is not None:
@@ -352,7 +360,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         with using(kwargs.get(CACHE), of_tokens, kwargs.get("attention_mask")):
             if assisted:
                 start_length = functools.partial(self._start_length, policy, started, settings.ranks)
-                call = Generation(self, start_length, self._warn_ignored, recorder, settings, lossy_typical)
+                call = Generation(self, start_length, self._warn_ignored, recorder, settings, lossy_typical, drafts)
                 self._running = recorder
                 try:
                     output = call.run(inputs, generation_config, kwargs)

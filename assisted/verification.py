@@ -40,6 +40,9 @@ def judge(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: 
         p, invalid = _drawable(scores)
         if distribution.lossy is not None:
             nodes, verdict = distribution.lossy.judge(draft, p)
+        elif distribution.draws is not None:
+            ahead = torch.nn.functional.pad(draft.depths().cpu(), (1, 0))
+            choice = distribution.draws.sample(p, torch.tensor(text.lengths)[:, None] + ahead)
         elif draft.q is None:
             choice = acceptance.sample(p)
         elif parents is None:
@@ -111,7 +114,7 @@ def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribu
         ids = text.ids[:, : text.lengths[0]]
         after = logits[every, column]
         scores = distribution.ordered_scores(ids, after)
-        token, child, invalid = _choose(scores, draft, column, distribution.do_sample)
+        token, child, invalid = _choose(scores, draft, column, distribution, text)
         if padded is not None:
             child = child.masked_fill(padded, step + 1)
         children, not_drawable = torch.stack([child, invalid]).tolist()
@@ -134,7 +137,7 @@ def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribu
 
 
 def _choose(
-    scores: torch.Tensor, draft: Draft, column: torch.Tensor, do_sample: bool
+    scores: torch.Tensor, draft: Draft, column: torch.Tensor, distribution: Distribution, text: Text
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The next token, [B] int64, the column of the drafted node with that token, [B] int64, 0 if there is none, and whether
     there was nothing to draw from, [B] bool.
@@ -145,10 +148,14 @@ def _choose(
     above = torch.arange(width, device=column.device) if draft.parents is None else draft.parents + 1
     is_next = above == column[:, None]
     invalid = torch.zeros_like(column, dtype=torch.bool)
+    do_sample, draws = distribution.do_sample, distribution.draws
     if do_sample:
         p, invalid = _drawable(scores)
-    if not do_sample or draft.q is None:
-        choice = acceptance.sample(p) if do_sample else acceptance.top1(scores)
+    if not do_sample or draws is not None or draft.q is None:
+        if draws is not None and do_sample:
+            choice = draws.sample(p[:, None], torch.tensor(text.lengths)[:, None])[:, 0]
+        else:
+            choice = acceptance.sample(p) if do_sample else acceptance.top1(scores)
         drafted = torch.arange(width, device=column.device) < draft.lengths[:, None]
         held = is_next & drafted & (draft.tokens == choice[:, None])
         # the first of siblings with equal tokens; column 0 if no node has the token

@@ -14,8 +14,11 @@ from .base import Drafting
 _PACKAGE = __name__.split(".")[0]
 
 
-def guard(drafting: Drafting, settings: CallSettings, vocabulary: int, text: Text, do_sample: bool) -> Guarded:
-    """The drafting of a call, as the loop uses it. vocabulary: number of the target's logits. text: the prompt."""
+def guard(drafting: Drafting | None, settings: CallSettings, vocabulary: int, text: Text, do_sample: bool) -> Guarded:
+    """The drafting of a call, as the loop uses it; None proposes nothing.
+
+    vocabulary: number of the target's logits. text: the prompt.
+    """
     if settings.ranks.several:
         return Agreed(drafting, settings, vocabulary, text, do_sample)
     return Guarded(drafting, settings, vocabulary)
@@ -36,8 +39,8 @@ class Guarded(Drafting):
         drafting: None once it has failed.
     """
 
-    def __init__(self, drafting: Drafting, settings: CallSettings, vocabulary: int):
-        self.drafting: Drafting | None = drafting
+    def __init__(self, drafting: Drafting | None, settings: CallSettings, vocabulary: int):
+        self.drafting = drafting
         self.settings, self.vocabulary = settings, vocabulary
 
     def propose(self, text: Text, budget: int) -> Draft:
@@ -82,7 +85,7 @@ class Agreed(Guarded):
         do_sample: whether tokens are drawn, for which all processes need the same random numbers.
     """
 
-    def __init__(self, drafting: Drafting, settings: CallSettings, vocabulary: int, text: Text, do_sample: bool):
+    def __init__(self, drafting: Drafting | None, settings: CallSettings, vocabulary: int, text: Text, do_sample: bool):
         super().__init__(drafting, settings, vocabulary)
         self.do_sample = do_sample
         self.agreed = list(text.lengths)  # tokens of each row that all processes have

@@ -90,4 +90,5 @@ class Runner:
     def by_groups(self, width: int, read: Callable[[list[int], int], torch.Tensor]) -> torch.Tensor:
         """Read a prompt of `width` columns; see `prefill.by_groups`. Rows are read apart only if `is_capturable`. Returns the
         output of all rows, [B, 1, ...]."""
-        return by_groups(self.cache, self.prepared.taps.values(), width, self.device, read, self.is_capturable)
+        taps, alike = self.prepared.taps.values(), self.settings.bits
+        return by_groups(self.cache, taps, width, self.device, read, self.is_capturable, alike)

@@ -26,16 +26,17 @@ def by_groups(
     device: torch.device,
     read: Callable[[list[int], int], torch.Tensor],
     apart: bool,
+    alike: bool = False,
 ) -> torch.Tensor:
     """Read a prompt of `width` columns, in the groups of rows that take the least work. Taps then hold all rows' states.
 
     read: a forward pass over given rows, starting at a given column, that returns the output at the last column,
-    [rows, 1, ...]. apart: whether rows may be read apart; otherwise all are read at once. Returns the output of all rows,
-    [B, 1, ...].
+    [rows, 1, ...]. apart: whether rows may be read apart; otherwise all are read at once. alike: read each
+    row as if it were alone. Returns the output of all rows, [B, 1, ...].
     """
     taps, rows = list(taps), sorted(cache.running)
     apart = apart and not cache.layers and cache.visible is not None and cache.visible.shape[1] <= width
-    parts: list[Group] = groups(cache.visible, rows, device) if apart else [(rows, 0)]
+    parts: list[Group] = groups(cache.visible, rows, device, alike) if apart else [(rows, 0)]
     if parts == [(cache.order, 0)]:
         return read(rows, 0)
     last: torch.Tensor | None = None
@@ -55,14 +56,15 @@ def by_groups(
     return last
 
 
-def groups(visible: torch.Tensor | None, rows: Sequence[int], device: torch.device) -> list[Group]:
+def groups(visible: torch.Tensor | None, rows: Sequence[int], device: torch.device, alike: bool = False) -> list[Group]:
     """The forward passes that read these rows of a batch with the least work, each from its own first column to the end.
 
-    visible: [B, n] bool, False at padding; None without padding. Padding after a row's first token is read.
+    visible: [B, n] bool, False at padding; None without padding. alike: without any padding before a row's first token.
+    Padding after it is read.
     """
     if visible is None or len(rows) == 1:
         return [(list(rows), 0 if visible is None else _first(visible, rows)[0])]
-    price = _PRICE_CPU if device.type == "cpu" else _PRICE
+    price = 0 if alike else _PRICE_CPU if device.type == "cpu" else _PRICE
     width = visible.shape[1]
     ordered = sorted(zip(_first(visible, rows), rows, strict=True), reverse=True)  # the shortest row first
     # for the first i rows: the least work, and the start of their last group

@@ -26,6 +26,7 @@ class CallSettings:
 
     Args:
         mode: one of `fast.graphs.MODES`.
+        bits: a column's bits must not depend on what else a forward pass computes.
         over: the call has returned, so the next one may use the captured forward passes.
         outlives: a session keeps the slots of the target and of the drafter after the call.
         spent_once: seconds that the call has spent so far on one-time work, mainly captures.
@@ -34,6 +35,7 @@ class CallSettings:
     """
 
     mode: str = "eager"
+    bits: bool = False
     over: bool = False
     outlives: bool = False
     spent_once: float = 0.0

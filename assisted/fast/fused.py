@@ -84,6 +84,24 @@ def prepare(
     return made
 
 
+def require_bits(prepared: PreparedModule) -> None:
+    """Raise ValueError unless a column of a forward pass has the same bits whatever else the pass computes. Tried once for each
+    form of a model."""
+    layers = getattr(getattr(prepared.module, "model", None), "layers", ())
+    if not layers or not all(isinstance(layer, FusedLayer) and layer.native is not None for layer in layers):
+        reason = (
+            native.loaded()[1]
+            or "the model is not of the Llama family in bfloat16, with layers of fitting sizes, on a CPU"
+        )
+        raise ValueError(f"exact: 'bits' needs layers that run in C, see the page \"How a pass is run\"; {reason}")
+    if layers not in _SAME_BITS:
+        _SAME_BITS[layers] = _has_same_bits(prepared)
+    if not _SAME_BITS[layers]:
+        raise ValueError(
+            "exact: 'bits' is not possible here, because the logits of several columns differ from those of each"
+        )
+
+
 @torch.no_grad()
 def is_sum_of_parts(model: PreTrainedModel) -> bool:
     """Whether a model consists only of its embedding, layers, norm and head, tested on a few tokens."""
@@ -129,6 +147,7 @@ def fused_product(module: nn.Linear) -> nn.Module:
     return _Called(Product([module], True)) if may_copy(module.parameters()) and not is_touched(module) else module
 
 
+_SAME_BITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # by the layers
 _Children = dict[tuple[str, ...], nn.Module]
 
 
@@ -226,9 +245,9 @@ def _low_bit_weights(modules: list[LowBitLinear]) -> Weights:
 
 
 def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Children:
-    head = _Called(
-        Product([model.lm_head], copied)
-    )  # first: converting it takes as much again, which the layers use later
+    of_head = Product([model.lm_head], copied)  # first: converting it takes as much again, which the layers use later
+    of_head.most = sys.maxsize  # it computes no prompts
+    head = _Called(of_head)
     shared = Shared()
     own = [FusedLayer(layer, shared, copied) for layer in layers]
     own[-1].is_last = True
@@ -449,8 +468,7 @@ class Shared:
 
 def native_slots(hidden: torch.Tensor, cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The slots of a layer in C, which writes to them itself; None if it cannot run this forward pass."""
-    few = hidden.shape[0] * hidden.shape[1] <= native.most_columns()
-    if not few or torch.compiler.is_compiling() or hidden.dtype != torch.bfloat16 or not isinstance(cache, SlotCache):
+    if torch.compiler.is_compiling() or hidden.dtype != torch.bfloat16 or not isinstance(cache, SlotCache):
         return None
     return cache.writable(index)
 
@@ -524,6 +542,21 @@ def _low_bit_bytes(model: nn.Module) -> int:
     return sum(
         module.packed.nbytes + module.scales.nbytes for module in model.modules() if isinstance(module, LowBitLinear)
     )
+
+
+@torch.no_grad()
+def _has_same_bits(prepared: PreparedModule) -> bool:
+    """Whether the columns of a pass over a batch equal those of passes over single ones."""
+    ids, masks = few_ids(prepared.module, 12), Traits.of(prepared.module).masks
+    runs = [CachedModel(prepared, SlotCache(rows, 16), masks) for rows in (1, 2)]
+    for run in runs:
+        run.prefill(ids[:, :5].repeat(run.cache.rows, 1), None)
+    whole = runs[1](torch.cat([ids[:, 5:], ids[:, 5:].flip(1)]))[:1]
+    single = []
+    for column in ids[:, 5:].split(1, 1):
+        single.append(runs[0](column))
+        runs[0].commit([1])
+    return torch.equal(whole, torch.cat(single, 1))
 
 
 @torch.no_grad()

@@ -208,8 +208,12 @@ class Graphs(Passes):
             self._captures.clear()
 
 
-def require_mode(fast: str) -> str:
-    """Return `fast`, a caller's argument. Raises ValueError unless it is one of `MODES`."""
+def require_mode(fast: str, exact: str | None = None) -> str:
+    """Return `fast`, a caller's argument. Raises ValueError unless it is one of `MODES`, and `exact` is possible with it."""
+    if exact not in (None, "bits"):
+        raise ValueError(f"exact: {exact!r} is not known; give 'bits' or None")
+    if exact is not None and fast != "auto":
+        raise ValueError(f"exact: {exact!r} needs fast='auto', and fast is {fast!r}")
     if fast not in MODES:
         raise ValueError(f"fast: {fast!r} is not known; give one of {', '.join(map(repr, MODES))}")
     return fast

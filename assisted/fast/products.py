@@ -154,6 +154,7 @@ class Product:
         self.packed: torch.Tensor | None = None
         self.low: LowBitLinear | None = None
         self.native: native.NativeProduct | None = None
+        self.most = native.most_columns()
         whole = joined(modules)
         if whole is not None:
             self.modules = [whole]
@@ -188,7 +189,7 @@ class Product:
     def raw(self, inputs: torch.Tensor) -> torch.Tensor:
         """The same, in the dtype that the product was computed in if that is another one."""
         columns = inputs.shape[:-1].numel()
-        if self.native is not None and not torch.compiler.is_compiling() and columns <= native.most_columns():
+        if self.native is not None and not torch.compiler.is_compiling() and columns <= self.most:
             made = self.native(inputs.reshape(columns, -1).to(torch.bfloat16))
             return made[:, : self.outputs].view(*inputs.shape[:-1], self.outputs)
         if self.low is not None:

@@ -1,0 +1,152 @@
+"""`exact="bits"`: no draft changes a bit of tokens and logits, greedy or drawn, in any row of a batch."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from assisted import AssistedModelForCausalLM, zoo
+from assisted.draws import Draws
+from assisted.fast import native
+from assisted.loading.quantization import quantize_copy
+
+needed = pytest.mark.skipif(not native.is_available(), reason=native.loaded()[1])
+TEXTS = [
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total\n\n\ndef",
+    "import os\n\n\nclass Reader:\n",
+]
+DRAFTS: dict[str, Any] = {
+    name: name
+    for name in (
+        *("suffix", "ngram", "recycle", "zoo:draft", "zoo:eagle3", "zoo:medusa", "self:int8", "self:int4"),
+        *("early-exit:6", "layer-skip", "zoo:draft-other-tokenizer"),
+    )
+} | {"a tree of two": ["suffix", "zoo:draft"]}
+
+
+@pytest.fixture(scope="module", params=[16, 8, 4])
+def target(request: pytest.FixtureRequest) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.bfloat16)
+    return model if request.param == 16 else quantize_copy(model, f"int{request.param}")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"), padding_side="left")
+    return tokenizer(TEXTS, return_tensors="pt", padding=True)
+
+
+def sha(pair: Any, prompts: Any, **options: Any) -> tuple[str, str]:
+    torch.manual_seed(3)
+    call = {"max_new_tokens": 40, "return_dict_in_generate": True, "output_logits": True, "do_sample": False} | options
+    made = pair.generate(**prompts, **call)
+    logits = torch.stack(made.logits).float()
+    return tuple(hashlib.sha256(t.numpy().tobytes()).hexdigest() for t in (made.sequences, logits))
+
+
+@needed
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_every_draft_and_length_and_plain_decoding(target: Any, draft: str, prompts: Any) -> None:
+    if draft.startswith("self:") and not hasattr(target.lm_head, "weight"):
+        pytest.skip("copies are made of targets that are not quantized")
+    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
+    pair = AssistedModelForCausalLM.from_models(target, draft=DRAFTS[draft], tokenizer=tokenizer, exact="bits")
+    for options in ({}, {"do_sample": True, "temperature": 0.9, "top_p": 0.95}):
+        plain = sha(pair, prompts, assisted=False, **options)
+        assert pair.report.drafted == 0
+        for length in (1, 4, "adaptive"):
+            assert sha(pair, prompts, draft_length=length, **options) == plain
+            assert pair.report.drafted > 0 or length == "adaptive"
+
+
+@needed
+def test_rows_of_a_batch_are_those_of_single_prompts(target: Any, prompts: Any) -> None:
+    pair = AssistedModelForCausalLM.from_models(target, draft="suffix", exact="bits")
+    call = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    both = pair.generate(**prompts, **call)
+    for row in range(2):
+        shown = prompts["attention_mask"][row].bool()
+        one = pair.generate(prompts["input_ids"][row, shown][None], **call)
+        new = one.sequences[0, int(shown.sum()) :]
+        assert torch.equal(both.sequences[row, len(shown) :][: len(new)], new)
+        for ours, alone in zip(both.logits, one.logits, strict=False):
+            assert torch.equal(ours[row], alone[0])
+
+
+@needed
+def test_a_seed_makes_the_same_texts_call_after_call(target: Any, prompts: Any) -> None:
+    found = []
+    for draft in ("zoo:draft", "suffix"):
+        pair = AssistedModelForCausalLM.from_models(target, draft=draft, exact="bits")
+        torch.manual_seed(0)
+        found.append([pair.generate(**prompts, max_new_tokens=12, do_sample=True).tolist() for _ in range(3)])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+@needed
+def test_a_session_goes_on_with_the_same_bits(target: Any, prompts: Any) -> None:
+    ids = prompts["input_ids"][:1]
+    texts = []
+    for assisted in (True, False):
+        pair = AssistedModelForCausalLM.from_models(target, draft="suffix", exact="bits", draft_length=4)
+        session, text = pair.session(), ids
+        for _ in range(3):
+            call = {"max_new_tokens": 20, "do_sample": False, "assisted": assisted}
+            text = pair.generate(text, past_key_values=session, **call)
+            text = torch.cat([text, ids[:, :7]], 1)
+        texts.append(text)
+    assert torch.equal(*texts)
+
+
+@needed
+def test_ordinary_passes_do_have_other_bits(prompts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this guards against: a kernel whose sums depend on the number of columns."""
+    model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.bfloat16)
+    run = native.NativeLayer.__call__
+
+    def wrong(self: Any, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        made = run(self, hidden, *args)
+        return made if hidden.shape[0] * hidden.shape[1] == 1 else made * (1 + 2**-7)
+
+    monkeypatch.setattr(native.NativeLayer, "__call__", wrong)
+    pair = AssistedModelForCausalLM.from_models(model, draft="suffix", exact="bits")
+    with pytest.raises(ValueError, match="differ from those of each"):
+        pair.generate(**prompts, max_new_tokens=4)
+
+
+def test_what_cannot_be_exact_to_the_bit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    other = GPT2LMHeadModel(GPT2Config(**small)).to(torch.bfloat16)
+    ids = torch.arange(5)[None]
+    with pytest.raises(ValueError, match="exact: 'bits' needs layers that run in C"):
+        AssistedModelForCausalLM.from_models(other, draft="suffix", exact="bits").generate(ids, max_new_tokens=4)
+    with pytest.raises(ValueError, match="exact: 'digits' is not known"):
+        AssistedModelForCausalLM.from_models(other, draft="suffix", exact="digits")
+    with pytest.raises(ValueError, match="needs fast='auto', and fast is 'compile'"):
+        AssistedModelForCausalLM.from_models(other, draft="suffix", exact="bits", fast="compile")
+    monkeypatch.setattr(native, "loaded", lambda: (None, "no C compiler was found"))
+    model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="no C compiler was found"):
+        AssistedModelForCausalLM.from_models(model, draft="suffix", exact="bits").generate(ids, max_new_tokens=4)
+
+
+def test_draws_follow_the_distribution_and_depend_on_the_position_alone() -> None:
+    torch.manual_seed(1)
+    p = torch.tensor([0.5, 0.2, 0.0, 0.3])
+    draws = Draws(2)
+    positions = torch.arange(20_000).repeat(2, 1)
+    found = draws.sample(p.expand(2, 20_000, 4), positions)
+    for row in found:
+        counts = torch.bincount(row, minlength=4)
+        assert counts[2] == 0
+        expected = 20_000 * p[[0, 1, 3]]
+        assert ((counts[[0, 1, 3]] - expected).square() / expected).sum() < 13.8  # chi-square, 2 degrees, 1 of 1000
+    assert not torch.equal(found[0], found[1])
+    torch.manual_seed(1)
+    again = Draws(2)
+    assert torch.equal(again.sample(p.expand(2, 3, 4), positions[:, 5:8]), found[:, 5:8])

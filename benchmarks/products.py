@@ -1,4 +1,4 @@
-"""The time of a matrix product over a few columns on this CPU: torch's own, without oneDNN, and with a packed weight.
+"""The time of a matrix product over a few columns on this CPU: torch's own, without oneDNN, with a packed weight, and in C.
 
     python benchmarks/products.py --threads 1 --out benchmarks/products.json --docs docs/concepts/fast-path.md
 
@@ -8,7 +8,9 @@ All ways run in turns, over more weights than caches hold. The minimum over repe
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tables import arguments, figures, publish
@@ -17,6 +19,8 @@ from torch import nn
 from assisted.bench import machine
 from assisted.bench.clock import turns
 from assisted.bench.table import markdown_table
+from assisted.fast import native
+from assisted.fast.low_bit import low_bit
 from assisted.fast.products import PackedLinear, packs
 
 COLUMNS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
@@ -29,8 +33,30 @@ def least(dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of one product, by way and columns."""
     weight_bytes = OUTER * INNER * torch.finfo(dtype).bits // 8
     modules = [nn.Linear(INNER, OUTER, bias=False).to(dtype) for _ in range(_BYTES // weight_bytes)]
-    packed = [PackedLinear.of(module) for module in modules]
-    ways = {"torch": (True, modules), "torch, oneDNN off": (False, modules), "packed": (True, packed)}
+    ways: dict[str, tuple[bool, list[Any]]] = {"torch": (True, modules), "torch, oneDNN off": (False, modules)}
+    ways["packed"] = True, without_kernels(lambda: [PackedLinear.of(module) for module in modules])
+    if dtype == torch.bfloat16 and native.is_available():
+        ways["in C"] = True, [PackedLinear.of(module) for module in modules]
+    return timed(ways, dtype, rounds)
+
+
+@torch.no_grad()
+def least_of_low_bits(bits: int, rounds: int) -> dict[str, dict[str, float]]:
+    """The same of weights of 8 or 4 bits."""
+    modules = [nn.Linear(INNER, OUTER, bias=False) for _ in range(4)]
+    copies = _BYTES // (OUTER * INNER * bits // 8) // len(modules)
+    ways = {"torch": (True, without_kernels(lambda: [low_bit(m, bits) for m in modules * copies]))}
+    if native.is_available():
+        ways["in C"] = True, [low_bit(module, bits) for module in modules * copies]
+    return timed(ways, torch.bfloat16, rounds)
+
+
+def without_kernels(make: Callable[[], list[Any]]) -> list[Any]:
+    with patch.object(native, "loaded", lambda: (None, "of this benchmark")):
+        return make()
+
+
+def timed(ways: dict[str, tuple[bool, list[Any]]], dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     inputs = [torch.randn(columns, INNER).to(dtype) for columns in COLUMNS]
     for way, number, _ in turns(list(ways), len(COLUMNS), rounds):
@@ -48,10 +74,9 @@ def least(dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
 def measure(args: Any) -> dict[str, Any]:
     types = [dtype for dtype in (torch.bfloat16, torch.float32) if packs(dtype)]
     about = machine(torch.device("cpu"), torch.float32) | {"rounds": args.repeats}
-    return {
-        "about": about,
-        "milliseconds": {str(dtype).removeprefix("torch."): least(dtype, args.repeats) for dtype in types},
-    }
+    milliseconds = {str(dtype).removeprefix("torch."): least(dtype, args.repeats) for dtype in types}
+    milliseconds |= {f"{bits} bits": least_of_low_bits(bits, args.repeats) for bits in (8, 4)}
+    return {"about": about, "milliseconds": milliseconds}
 
 
 def markdown(found: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from ..drafters.other_tokenizer import TranslatedDrafter
 from ..engine.libraries import lost
 from ..engine.traits import Traits
 from ..engine.trust import trust
+from ..fast import native
 from ..lengths.base import Costs
 from ..modeling import AssistedModelForCausalLM
 from ..training.data import read_files
@@ -106,7 +107,11 @@ def examine(
             else _diagnosis(draft, found[draft], plain, runs, settings)
             for draft in drafts
         ),
-        lacking=tuple(f"{name} ({cost})" for name, cost in lost().items() if not cost.startswith("nothing")),
+        lacking=tuple(
+            f"{name} ({cost})"
+            for name, cost in {**lost(), **_kernels(target)}.items()
+            if not cost.startswith("nothing")
+        ),
     )
 
 
@@ -115,6 +120,12 @@ def _way(target: PreTrainedModel) -> str | None:
     if trusted.between is not None:
         return f"plain: {trusted.between}"
     return None if trusted.is_own else f"own forward: {trusted.forward}"
+
+
+def _kernels(target: PreTrainedModel) -> dict[str, str]:
+    """What the kernels in C cost that a target in bfloat16 on a CPU could use, but that are not here."""
+    why = native.loaded()[1] if target.device.type == "cpu" and target.dtype == torch.bfloat16 else ""
+    return {"kernels in C": f"{why}: forward passes over several tokens take longer"} if why else {}
 
 
 def read_prompts(text: str | None, tokenizer: Any, settings: Settings) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The command line: `assisted demo | generate | chat | train | bench | doctor | plan | handover | zoo`.
+"""The command line: `assisted demo | generate | chat | train | bench | doctor | audit | plan | handover | zoo`.
 
 Knows arguments, standard streams and exit codes. The work is done elsewhere, in modules that a command imports when it runs.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from . import bench, doctor, handover, plan
+from . import audit, bench, doctor, handover, plan
 from . import train as training
 from .arguments import (
     DEFAULT,
@@ -49,6 +49,10 @@ _EXAMPLES = {
     ),
     "bench": ("assisted bench --prompts code", "assisted bench DIR --draft DIR --html bench.html"),
     "doctor": ("assisted doctor --quick", "assisted doctor DIR --draft DIR --draft suffix --text FILES"),
+    "audit": (
+        "assisted audit zoo:target --draft zoo:draft",
+        "assisted audit http://localhost:8000/v1 --reference Qwen/Qwen3-0.6B --prompts chat --json audit.json",
+    ),
     "plan": (
         "assisted plan Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --vram 12GB",
         'assisted plan Qwen/Qwen3-8B --card "RTX 4070" --context 4096',
@@ -324,6 +328,7 @@ def _parser() -> argparse.ArgumentParser:
     training.add(commands, command)
     bench.add(command)
     doctor.add(command)
+    audit.add(command)
     plan.add(command)
     handover.add(command)
 

@@ -15,7 +15,6 @@ import torch
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
 from .drafts import Draft
-from .draws import Draws
 from .engine.host import on_device
 from .engine.libraries import processors
 from .engine.trust import blamed
@@ -50,7 +49,33 @@ _PREFIX_READING = processors(
 )
 
 _TOP_K = (32, 256)  # numbers of most probable tokens among which the nucleus is searched, in this order
+_DRAWN = 1024  # positions for which numbers are drawn at a time
 _ROUNDING = 2**-31  # of a sum, for each summand: ten times the largest seen in sums over 49k and 262k tokens
+
+
+class Draws:
+    """A uniform number for each row and position of a call: what is drawn at a position then depends on its distribution alone.
+    Takes one number of torch's default generator. rows: batch size B."""
+
+    def __init__(self, rows: int):
+        self.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        self.numbers = torch.empty(rows, 0, dtype=torch.float64)
+
+    def sample(self, p: torch.Tensor, lengths: Sequence[int], depths: torch.Tensor | None = None) -> torch.Tensor:
+        """The first token of each distribution p, [B, k, V], whose cumulative probability is above the number of its position.
+
+        lengths: tokens of each row. depths: [B, k - 1], how many tokens further the columns after the first are. Returns
+        [B, k] int64.
+        """
+        positions = torch.tensor(lengths)[:, None]
+        if depths is not None:
+            positions = positions + torch.nn.functional.pad(depths.cpu(), (1, 0))
+        while self.numbers.shape[1] <= int(positions.max()):
+            more = torch.rand(len(self.numbers), _DRAWN, dtype=torch.float64, generator=self.generator)
+            self.numbers = torch.cat([self.numbers, more], 1)
+        sums = p.double().cumsum(-1)
+        found = self.numbers.gather(1, positions).to(p.device)[..., None]
+        return (sums > found * sums[..., -1:]).int().argmax(-1)
 
 
 @dataclass(frozen=True)

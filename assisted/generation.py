@@ -27,10 +27,9 @@ from transformers.generation.stopping_criteria import (
 
 from .admission import cache_name, constants, must_be_plain, require_prompt, require_rows, set_in, warn_plain
 from .decoding import decode
-from .distribution import Distribution
+from .distribution import Distribution, Draws
 from .drafters import Call, Drafting
 from .drafters.guarded import guard
-from .draws import Draws
 from .engine.cache import SlotCache
 from .engine.libraries import (
     CACHE,

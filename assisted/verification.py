@@ -41,8 +41,7 @@ def judge(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: 
         if distribution.lossy is not None:
             nodes, verdict = distribution.lossy.judge(draft, p)
         elif distribution.draws is not None:
-            ahead = torch.nn.functional.pad(draft.depths().cpu(), (1, 0))
-            choice = distribution.draws.sample(p, torch.tensor(text.lengths)[:, None] + ahead)
+            choice = distribution.draws.sample(p, text.lengths, draft.depths())
         elif draft.q is None:
             choice = acceptance.sample(p)
         elif parents is None:
@@ -153,7 +152,7 @@ def _choose(
         p, invalid = _drawable(scores)
     if not do_sample or draws is not None or draft.q is None:
         if draws is not None and do_sample:
-            choice = draws.sample(p[:, None], torch.tensor(text.lengths)[:, None])[:, 0]
+            choice = draws.sample(p[:, None], text.lengths)[:, 0]
         else:
             choice = acceptance.sample(p) if do_sample else acceptance.top1(scores)
         drafted = torch.arange(width, device=column.device) < draft.lengths[:, None]

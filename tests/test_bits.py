@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.draws import Draws
+from assisted.distribution import Draws
 from assisted.fast import native
 from assisted.loading.quantization import quantize_copy
 
@@ -139,8 +139,7 @@ def test_draws_follow_the_distribution_and_depend_on_the_position_alone() -> Non
     torch.manual_seed(1)
     p = torch.tensor([0.5, 0.2, 0.0, 0.3])
     draws = Draws(2)
-    positions = torch.arange(20_000).repeat(2, 1)
-    found = draws.sample(p.expand(2, 20_000, 4), positions)
+    found = draws.sample(p.expand(2, 20_000, 4), [0, 0], torch.arange(1, 20_000).repeat(2, 1))
     for row in found:
         counts = torch.bincount(row, minlength=4)
         assert counts[2] == 0
@@ -149,4 +148,4 @@ def test_draws_follow_the_distribution_and_depend_on_the_position_alone() -> Non
     assert not torch.equal(found[0], found[1])
     torch.manual_seed(1)
     again = Draws(2)
-    assert torch.equal(again.sample(p.expand(2, 3, 4), positions[:, 5:8]), found[:, 5:8])
+    assert torch.equal(again.sample(p.expand(2, 3, 4), [5, 5], torch.tensor([[1, 2]] * 2)), found[:, 5:8])

@@ -65,7 +65,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """The result of an audit."""
+    """The result of an audit.
+
+    Args:
+        subject, reference: their names.
+        prompts: how many there were.
+        settings: how much was tested.
+        findings: of the checks, in order.
+    """
 
     subject: str
     reference: str
@@ -79,6 +86,7 @@ class Audit:
         return all(finding.verdict != FAILED or finding.check == SEEDS for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
         return asdict(self) | {"is_lossless": self.is_lossless}
 
 
@@ -98,6 +106,7 @@ def audit(
         reference: a causal LM. Differences of rounding are judged by its dtype.
         tokenizer: of both.
         prompts: token ids. Short ones test more of the drafts, since exact probabilities are computed for every token.
+        settings: how much is tested.
         name: of the reference, for the report.
         progress: called with the current check and the share of it that is done.
 

@@ -76,6 +76,8 @@ class Model:
         stop: str | None = None,
         logprobs: bool = False,
     ) -> Sampled:
+        """As `Subject.write`: continue a prompt by at most `count` tokens, with a temperature, a seed, a string to stop at, and
+        logprobs if these are wanted."""
         if seed is not None:
             torch.manual_seed(seed)
         ids = torch.tensor([prompt], device=self.model.device)
@@ -101,6 +103,7 @@ class Model:
         return Sampled(decoded(self.tokenizer, tokens), tokens, found)
 
     def json_object(self, request: str, schema: Mapping[str, Any], seed: int) -> str:
+        """As `Subject.json_object`: the answer to a request, by a schema, with a seed."""
         raise NotOffered("generate takes no JSON schema")
 
 
@@ -136,6 +139,8 @@ class Server:
         stop: str | None = None,
         logprobs: bool = False,
     ) -> Sampled:
+        """As `Subject.write`: continue a prompt by at most `count` tokens, with a temperature, a seed, a string to stop at, and
+        logprobs if these are wanted."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": count, "temperature": temperature}
         # top-k of 0 and -1 means all tokens to llama.cpp and vLLM; "return_tokens_as_token_ids" is vLLM's
         body |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 1, "return_tokens_as_token_ids": True}
@@ -151,6 +156,7 @@ class Server:
         return Sampled(text, tokens, found, named)
 
     def json_object(self, request: str, schema: Mapping[str, Any], seed: int) -> str:
+        """As `Subject.json_object`: the answer to a request, by a schema, with a seed."""
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
         body = {"model": self.model, "messages": [{"role": "user", "content": request}], "response_format": form}
         body |= {"max_tokens": 200, "temperature": 1.0, "seed": seed}

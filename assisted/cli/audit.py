@@ -35,6 +35,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="X",
         help="logit difference of a near-tie (default: 0.25 in half precision, else 0.001)",
     )
+    audit.add_argument(
+        "--logprob", type=float, metavar="X", help="largest difference of log probabilities (default: 0.15 or 0.001)"
+    )
     audit.add_argument("--html", metavar="FILE", help="write the report as a page")
     add_loading(audit, "adaptive")
 
@@ -65,7 +68,7 @@ def _audit(args: argparse.Namespace) -> None:
         subject = Model(pair, tokenizer, name=f"{args.subject} with {args.draft or 'its default draft'}")
     plain = getattr(plain, "target", plain)
     prompts = [prompt.ids[0].tolist() for prompt in read([args.prompts], tokenizer, args.count)]
-    settings = Settings(args.max_new_tokens, args.samples, args.temperature, args.gap)
+    settings = Settings(args.max_new_tokens, args.samples, args.temperature, args.gap, args.logprob)
     with Bars() as bars:
         found = audit(subject, plain, tokenizer, prompts, settings, name, progress=bars)
     if args.html is not None:

@@ -57,7 +57,7 @@ class SlotLayer(UnboundedLayer):
         slots, start = self.slots, self.slots.start
         if start is None:
             return self._read(key_states, value_states)
-        self._make_room(slots.top, key_states, value_states)
+        self.make_room(slots.top, key_states, value_states)
         for store, states in ((self.keys, key_states), (self.values, value_states)):
             if isinstance(start, int):
                 store[: len(states), :, start : start + states.shape[2]] = states
@@ -72,14 +72,14 @@ class SlotLayer(UnboundedLayer):
         places, first = self.slots.places, self.slots.first
         start, self.filled = first + self.filled, self.filled + key_states.shape[2]
         top = first + self.filled
-        self._make_room(top, key_states, value_states)
+        self.make_room(top, key_states, value_states)
         self.keys[places, :, start:top] = key_states
         self.values[places, :, start:top] = value_states
         if start == first:
             return key_states, value_states
         return self.keys[places, :, first:top], self.values[places, :, first:top]
 
-    def _make_room(self, top: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def make_room(self, top: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.slots.reserve(top)
         capacity = self.slots.capacity
         if not self.is_initialized:
@@ -172,15 +172,6 @@ class SlotCache(Cache):
         while len(self.layers) <= layer_idx:
             self.layers.append(SlotLayer(self))
         return self.layers[layer_idx].update(key_states, value_states)
-
-    def writable(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of a layer, [R or more, H, S, D] on a CPU, for code that writes the pass's columns from `start` on
-        itself. None while a prompt is read."""
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if self.start is None or not isinstance(layer, SlotLayer) or not layer.is_initialized or not layer.keys.is_cpu:
-            return None
-        layer._make_room(self.top, layer.keys, layer.values)
-        return layer.keys, layer.values
 
     def hide(self, attention_mask: torch.Tensor | None) -> None:
         """Hide the slots of a prompt's padding. attention_mask: [B, prompt], 0 at padding."""

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from ..engine.agreement import agree
-from ..engine.cache import SlotCache
+from ..engine.cache import SlotCache, SlotLayer
 from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.libraries import CACHE, is_wrapper_subclass
 from ..engine.parts import few_ids, with_children
@@ -470,7 +470,11 @@ def native_slots(hidden: torch.Tensor, cache: Any, index: int) -> tuple[torch.Te
     """The slots of a layer in C, which writes to them itself; None if it cannot run this forward pass."""
     if torch.compiler.is_compiling() or hidden.dtype != torch.bfloat16 or not isinstance(cache, SlotCache):
         return None
-    return cache.writable(index)
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if cache.start is None or type(layer) is not SlotLayer or not layer.is_initialized or not layer.keys.is_cpu:
+        return None  # while a prompt is read, for one
+    layer.make_room(cache.top, layer.keys, layer.values)
+    return layer.keys, layer.values
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype, beside: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ METHOD = "assisted_packed"
 
 @register_quantization_config(METHOD)
 class PackedConfig(QuantizationConfigMixin):
-    """Weights of 8 or 4 bits for a CPU, with products that torch brings; also for a target's `quantization_config`.
+    """Weights of 8 or 4 bits for a CPU, with products in C or of torch; also for a target's `quantization_config`.
 
     Every linear module is quantized. The output head always has 8 bits, since its errors go into the logits without a layer
     that could make up for them; if it is tied to the embedding, the embedding stays as it is. Activations are not quantized,

@@ -313,7 +313,8 @@ class Generation:
             states=target.states,
         )
         drafting = guard(drafter.start(started_by), settings, logits.shape[-1], text, distribution.do_sample)
-        decode(target, drafting, text, distribution, length, logits, self.recorder)
+        with distribution.matching(text):
+            decode(target, drafting, text, distribution, length, logits, self.recorder)
         self.recorder.predicted_speedup, self.recorder.state_bytes = length.predicted_speedup, cache.state_bytes
         return text, target, drafting.drafting
 

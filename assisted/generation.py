@@ -29,6 +29,7 @@ from .admission import cache_name, constants, must_be_plain, require_prompt, req
 from .decoding import decode
 from .distribution import Distribution
 from .drafters import Call, Drafting
+from .drafters.grammar import guided
 from .drafters.guarded import guard
 from .engine.cache import SlotCache
 from .engine.libraries import (
@@ -312,11 +313,13 @@ class Generation:
             shared=shared,
             states=target.states,
         )
-        drafting = guard(drafter.start(started_by), settings, logits.shape[-1], text, distribution.do_sample)
+        started_drafting = drafter.start(started_by)
+        around, length = guided(started_drafting, length, distribution, getattr(self.pair, "tokenizer", None))
+        drafting = guard(around, settings, logits.shape[-1], text, distribution.do_sample)
         with distribution.matching(text):
             decode(target, drafting, text, distribution, length, logits, self.recorder)
         self.recorder.predicted_speedup, self.recorder.state_bytes = length.predicted_speedup, cache.state_bytes
-        return text, target, drafting.drafting
+        return text, target, None if drafting.drafting is None else started_drafting
 
 
 class _AfterThePrompt(BaseStreamer):

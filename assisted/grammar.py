@@ -311,6 +311,10 @@ class Grammar:
         grammar. strict: raise ValueError if the committed text is not, or if nothing may follow it."""
         return self.rows[row].mask(path, self.size, strict)
 
+    def known(self, row: int, path: tuple[int, ...]) -> torch.Tensor | None:
+        """As `mask`, if it has been computed since the committed text was last read; otherwise None."""
+        return self.rows[row].masks.get(path)
+
     def masked(
         self,
         scores: torch.Tensor,

@@ -76,7 +76,9 @@ class Distribution:
     def __post_init__(self) -> None:
         if not self.drafts:
             found = {id(processor): grammar_of(processor) for processor in self.processors}
-            object.__setattr__(self, "grammars", {key: grammar for key, grammar in found.items() if grammar is not None})
+            object.__setattr__(
+                self, "grammars", {key: grammar for key, grammar in found.items() if grammar is not None}
+            )
 
     def _is_known(self, processor: LogitsProcessor) -> bool:
         return id(processor) in self.grammars or _is_known(processor)
@@ -123,8 +125,7 @@ class Distribution:
             nodes = range(-1, draft.width)
         for grammar in self.grammars.values():
             grammar.begin(ids[:, : lengths[0]], logits.shape[-1])
-        every = rows is None or len(rows) == len(logits)
-        if every:
+        if rows is None or len(rows) == len(logits):
             return self._scores(ids, lengths, logits.float(), draft, nodes, range(len(logits)))
         scores = logits.to(torch.float32, copy=True)
         own_lengths = [lengths[row] for row in rows]

@@ -314,7 +314,8 @@ class Generation:
             states=target.states,
         )
         started_drafting = drafter.start(started_by)
-        around, length = guided(started_drafting, length, distribution, getattr(self.pair, "tokenizer", None))
+        tokenizer, splits = getattr(self.pair, "tokenizer", None), drafter.needs.split
+        around, length = guided(started_drafting, length, distribution, tokenizer, splits)
         drafting = guard(around, settings, logits.shape[-1], text, distribution.do_sample)
         with distribution.matching(text):
             decode(target, drafting, text, distribution, length, logits, self.recorder)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers.generation.logits_process import LogitsProcessor
 
-__all__ = ["Grammar", "GrammarProcessor", "Matcher", "PrefixProcessor", "grammar_of"]
+__all__ = ["GrammarProcessor", "Matcher", "PrefixProcessor"]
 
 
 class PrefixProcessor(LogitsProcessor):
@@ -39,7 +39,8 @@ class Matcher:
     def allowed(self, size: int) -> torch.Tensor:
         """The tokens that may come next: [at most size] bool, or a bit mask, [at most ceil(size / 32)] int32, on the CPU.
 
-        size: vocabulary size of the logits. Tokens after the end of the mask are forbidden. No token at all is an error.
+        size: vocabulary size of the logits. Tokens after the end of the mask are forbidden. No token at all is an error. Also
+            asked once the text has ended, where `generate` has no end token or another one.
         """
         raise NotImplementedError
 
@@ -137,13 +138,11 @@ class _XGrammar(Matcher):
 class _LLGuidance(Matcher):
     """llguidance.LLMatcher. What it takes back does not always include an end token, so those are read by a copy."""
 
+    ended = False  # type: ignore[assignment]
+
     def __init__(self, matcher: Any):
         self.matcher = matcher
-        self.before: list[Any] = []  # for each accepted token, the matcher before it if that was copied
-
-    @property
-    def ended(self) -> bool:
-        return bool(self.matcher.is_stopped()) and not self.matcher.is_error()  # only end tokens can follow
+        self.before: list[Any] = []  # for each accepted token, the matcher before it if it was put aside
 
     def allowed(self, size: int) -> torch.Tensor:
         if self.matcher.is_error():
@@ -151,15 +150,23 @@ class _LLGuidance(Matcher):
         return torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32)
 
     def advance(self, token: int) -> bool:
-        before = self.matcher if self.matcher.is_accepting() else None
-        matcher = self.matcher.deep_copy() if before is not None else self.matcher
-        if matcher.is_error() or matcher.try_consume_tokens([token]) != 1:
+        before, matcher = None, self.matcher
+        if matcher.is_error():
+            return False
+        if matcher.is_accepting():
+            before, matcher = matcher, matcher.deep_copy()
+        if matcher.is_stopped():  # an end token is all that may follow, and changes nothing
+            if token not in _unpacked(self.allowed(0)).nonzero():
+                return False
+            self.ended = True  # type: ignore[misc]
+        elif matcher.try_consume_tokens([token]) != 1:
             return False
         self.matcher = matcher
         self.before.append(before)
         return True
 
     def rollback(self, count: int) -> None:
+        self.ended = False  # type: ignore[misc]
         for _ in range(count):
             before = self.before.pop()
             if before is None:
@@ -310,6 +317,11 @@ class Grammar:
         """The tokens that may follow a row's committed text and drafted tokens, [at most V] bool; None if these are not in the
         grammar. strict: raise ValueError if the committed text is not, or if nothing may follow it."""
         return self.rows[row].mask(path, self.size, strict)
+
+    def is_over(self, row: int, path: tuple[int, ...]) -> bool:
+        """Whether a row's text ends with these drafted tokens."""
+        place = self.rows[row]
+        return place.go(path) == len(path) and place.matcher.ended
 
     def known(self, row: int, path: tuple[int, ...]) -> torch.Tensor | None:
         """As `mask`, if it has been computed since the committed text was last read; otherwise None."""

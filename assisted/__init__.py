@@ -32,12 +32,12 @@ if TYPE_CHECKING:
         Suffix,
         TokenRecycling,
     )
-    from .grammar import GrammarProcessor, PrefixProcessor
+    from .grammars import GrammarProcessor, PrefixProcessor
     from .lossy import LossyTypical
     from .modeling import AssistedModelForCausalLM
 else:
     _HOMES = {"AssistedConfig": "configuration", "AssistedModelForCausalLM": "modeling", "LossyTypical": "lossy"}
-    _HOMES |= {"GrammarProcessor": "grammar", "PrefixProcessor": "grammar"}
+    _HOMES |= {"GrammarProcessor": "grammars", "PrefixProcessor": "grammars"}
 
     def __getattr__(name: str) -> Any:
         """A class of `__all__`, or a submodule, which is imported now."""

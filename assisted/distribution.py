@@ -19,7 +19,7 @@ from .drafts import Draft
 from .engine.host import on_device
 from .engine.libraries import processors
 from .engine.trust import blamed
-from .grammar import Grammar, PrefixProcessor, grammar_of
+from .grammars.processor import Grammar, PrefixProcessor, grammar_of
 from .lossy import LossyTypical
 from .text import Text
 

@@ -20,7 +20,7 @@ from transformers import LogitsProcessor
 
 from assisted import AssistedModelForCausalLM
 from assisted.bench.table import percent
-from assisted.grammar import GrammarProcessor
+from assisted.grammars import GrammarProcessor
 
 WORD = {"type": "string", "maxLength": 24}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}

@@ -18,7 +18,8 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from assisted import AssistedModelForCausalLM, Combined, DraftTree, Suffix
 from assisted.distribution import Distribution
 from assisted.drafters.grammar import FEW, Guesses
-from assisted.grammar import Grammar, GrammarProcessor, Matcher, PrefixProcessor, grammar_of
+from assisted.grammars import GrammarProcessor, Matcher, PrefixProcessor
+from assisted.grammars.processor import Grammar, grammar_of
 from assisted.lengths.policies import Never
 
 pytestmark = pytest.mark.usefixtures("invariants")

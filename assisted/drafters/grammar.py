@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ..distribution import Distribution
 from ..drafts import Draft, Round
-from ..grammar import Grammar
+from ..grammars.processor import Grammar
 from ..lengths.base import Length
 from ..text import Text
 from .base import Drafting

@@ -151,22 +151,25 @@ class Distribution:
                 scores = grammar.masked(scores, ids, lengths, rows, paths, strict=not self.drafts)
         return scores
 
-    def ordered_scores(self, ids: torch.Tensor, logits: torch.Tensor, unfinished: Sequence[int]) -> torch.Tensor:
+    def ordered_scores(
+        self, ids: torch.Tensor, logits: torch.Tensor, unfinished: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """Scores after the committed text of equally long rows, processed exactly as in autoregressive decoding.
 
-        ids: [B, L] int64, logits: [B, V] -> [B, V] float32. unfinished: rows to which grammars apply.
+        ids: [B, L] int64, logits: [B, V] -> [B, V] float32. unfinished: rows to which grammars apply;
+        None for all.
         """
         scores = logits.to(dtype=torch.float32, copy=True)
         if not self.grammars:
             return self.processors(ids, scores)
-        lengths, nothing = [ids.shape[1]] * len(unfinished), [[()] for _ in unfinished]
+        own = list(range(len(ids)) if unfinished is None else unfinished)
+        lengths, nothing = [ids.shape[1]] * len(own), [[()] for _ in own]
         for processor in self.processors:
             grammar = self.grammars.get(id(processor))
             if grammar is None:
                 scores = processor(ids, scores)
                 continue
             grammar.begin(ids, scores.shape[-1])
-            own = list(unfinished)
             scores[own] = grammar.masked(scores[own, None], ids[own], lengths, own, nothing, strict=True)[:, 0]
         return scores
 

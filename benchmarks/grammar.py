@@ -247,8 +247,8 @@ def markdown(found: dict[str, Any]) -> str:
     head = (
         f"`python benchmarks/grammar.py`: {about['target']}, {about['prompts']} prompts, at most {about['new_tokens']} new "
         f"tokens, greedy, {about['dtype']}, {libraries}, torch {about['torch']}, transformers {about['transformers']}. Valid "
-        "counts the texts that ended within that limit and fit their schema. Draft lengths are adaptive: they depend on measured "
-        "times, so that the counts vary by some percent from run to run."
+        "counts the texts that ended within that limit and fit their schema. Draft lengths are adaptive: they depend on "
+        "measured times, so that the counts vary by some percent from run to run."
     )
     titles = [
         "library",

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
         Suffix,
         TokenRecycling,
     )
+    from .grammars import GrammarProcessor, PrefixProcessor
     from .lossy import LossyTypical
     from .modeling import AssistedModelForCausalLM
 else:
     _HOMES = {"AssistedConfig": "configuration", "AssistedModelForCausalLM": "modeling", "LossyTypical": "lossy"}
+    _HOMES |= {"GrammarProcessor": "grammars", "PrefixProcessor": "grammars"}
 
     def __getattr__(name: str) -> Any:
         """A class of `__all__`, or a submodule, which is imported now."""
@@ -65,12 +67,14 @@ __all__ = [
     "DraftTree",
     "Eagle",
     "EarlyExit",
+    "GrammarProcessor",
     "LayerSkip",
     "LossyTypical",
     "Medusa",
     "Merged",
     "NGram",
     "Pard",
+    "PrefixProcessor",
     "QuantizedSelf",
     "Suffix",
     "TokenRecycling",

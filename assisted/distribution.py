@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
@@ -18,7 +19,9 @@ from .drafts import Draft
 from .engine.host import on_device
 from .engine.libraries import processors
 from .engine.trust import blamed
+from .grammars.processor import Grammar, PrefixProcessor, grammar_of
 from .lossy import LossyTypical
+from .text import Text
 
 # These depend on the scores alone, not on the prefix: one call processes all positions of a draft.
 _PREFIX_FREE = processors(
@@ -87,21 +90,48 @@ class Distribution:
         do_sample: draw from the distribution; otherwise take its argmax.
         lossy: the inexact acceptance rule, if the caller has explicitly asked for it.
         draws: the numbers that tokens are drawn with, if these must not depend on drafts.
+        grammars: those of the processors that have one, by id of the processor. They are in use once scores were computed.
+        drafts: for drafts, where text outside a grammar is no error.
     """
 
     processors: LogitsProcessorList
     do_sample: bool
     lossy: LossyTypical | None = None
     draws: Draws | None = None
+    grammars: Mapping[int, Grammar] = field(default_factory=dict)
+    drafts: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.drafts:
+            found = {id(processor): grammar_of(processor) for processor in self.processors}
+            object.__setattr__(
+                self, "grammars", {key: grammar for key, grammar in found.items() if grammar is not None}
+            )
+
+    def _is_known(self, processor: LogitsProcessor) -> bool:
+        return id(processor) in self.grammars or _is_known(processor)
 
     @functools.cached_property
     def in_order(self) -> bool:
         """Whether every committed prefix must be processed once, in order: a processor may depend on more than its prefix."""
-        return not all(map(_is_known, self.processors))
+        return not all(map(self._is_known, self.processors))
 
     def for_draft(self) -> Distribution:
         """The distribution for drafts: without processors that must see committed prefixes only."""
-        return Distribution(LogitsProcessorList(filter(_is_known, self.processors)), self.do_sample)
+        known = LogitsProcessorList(filter(self._is_known, self.processors))
+        return Distribution(known, self.do_sample, grammars=self.grammars, drafts=True)
+
+    @contextmanager
+    def matching(self, text: Text) -> Iterator[None]:
+        """Leave the grammars as plain `generate` does. Raises ValueError if one allowed no token."""
+        try:
+            yield
+        except RuntimeError:  # there may have been nothing to draw from
+            for grammar in self.grammars.values():
+                grammar.finish(text.ids, [length + 1 for length in text.lengths])
+            raise
+        for grammar in self.grammars.values():
+            grammar.finish(text.ids, text.lengths)
 
     def scores(
         self,
@@ -121,22 +151,55 @@ class Distribution:
         """
         if nodes is None:
             nodes = range(-1, draft.width)
-        if rows is not None and len(rows) < len(logits):
-            scores = logits.to(torch.float32, copy=True)
-            own_lengths = [lengths[row] for row in rows]
-            scores[rows] = self.scores(ids[rows], own_lengths, logits[rows], draft.of_rows(rows), nodes=nodes)
-            return scores
-        scores = logits.float()
-        for processor in self.processors:
-            scores = self._apply(processor, ids, lengths, scores, draft, nodes)
+        for grammar in self.grammars.values():
+            grammar.begin(ids[:, : lengths[0]], logits.shape[-1])
+        if rows is None or len(rows) == len(logits):
+            return self._scores(ids, lengths, logits.float(), draft, nodes, range(len(logits)))
+        scores = logits.to(torch.float32, copy=True)
+        own_lengths = [lengths[row] for row in rows]
+        scores[rows] = self._scores(ids[rows], own_lengths, scores[rows], draft.of_rows(rows), nodes, rows)
         return scores
 
-    def ordered_scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def _scores(
+        self,
+        ids: torch.Tensor,
+        lengths: list[int],
+        scores: torch.Tensor,
+        draft: Draft,
+        nodes: Sequence[int],
+        rows: Sequence[int],
+    ) -> torch.Tensor:
+        """Processed scores of these rows of the batch; everything else is of these rows alone."""
+        for processor in self.processors:
+            grammar = self.grammars.get(id(processor))
+            if grammar is None:
+                scores = self._apply(processor, ids, lengths, scores, draft, nodes)
+            else:
+                paths = _paths(draft, nodes)
+                scores = grammar.masked(scores, ids, lengths, rows, paths, strict=not self.drafts)
+        return scores
+
+    def ordered_scores(
+        self, ids: torch.Tensor, logits: torch.Tensor, unfinished: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """Scores after the committed text of equally long rows, processed exactly as in autoregressive decoding.
 
-        ids: [B, L] int64, logits: [B, V] -> [B, V] float32.
+        ids: [B, L] int64, logits: [B, V] -> [B, V] float32. unfinished: rows to which grammars apply;
+        None for all.
         """
-        return self.processors(ids, logits.to(dtype=torch.float32, copy=True))
+        scores = logits.to(dtype=torch.float32, copy=True)
+        if not self.grammars:
+            return self.processors(ids, scores)
+        own = list(range(len(ids)) if unfinished is None else unfinished)
+        lengths, nothing = [ids.shape[1]] * len(own), [[()] for _ in own]
+        for processor in self.processors:
+            grammar = self.grammars.get(id(processor))
+            if grammar is None:
+                scores = processor(ids, scores)
+                continue
+            grammar.begin(ids, scores.shape[-1])
+            scores[own] = grammar.masked(scores[own, None], ids[own], lengths, own, nothing, strict=True)[:, 0]
+        return scores
 
     def _apply(
         self,
@@ -223,6 +286,8 @@ def _nucleus(processor: TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tenso
 def _is_known(processor: LogitsProcessor) -> bool:
     """Whether a processor treats each row by itself. A repetition penalty with a tensor `prompt_ignore_length` does not. A
     class that somebody has patched may not."""
+    if isinstance(processor, PrefixProcessor):
+        return True
     of_the_batch = isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
     kind = type(processor)
     return kind in _PREFIX_FREE | _NOT_YET | _PREFIX_READING and not of_the_batch and blamed([kind]) is None
@@ -234,6 +299,20 @@ def _prefixes(ids: torch.Tensor, lengths: list[int], draft: Draft, nodes: Sequen
         [torch.cat([ids[row, :length], ids.new_tensor(draft.prefix(row, node))]) for node in nodes]
         for row, length in enumerate(lengths)
     ]
+
+
+def _paths(draft: Draft, nodes: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """The drafted tokens on the path to each of `nodes`, by row and node."""
+    if not draft.width:
+        return [[()] * len(nodes) for _ in range(len(draft.lengths))]
+    parents = [range(-1, draft.width - 1)] * len(draft.lengths) if draft.parents is None else draft.parents.tolist()
+    found = []
+    for tokens, above in zip(draft.tokens.tolist(), parents, strict=True):
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens, above, strict=True):
+            paths.append((*paths[parent + 1], token))
+        found.append([paths[node + 1] for node in nodes])
+    return found
 
 
 def _by_length(processor: LogitsProcessor, prefixes: list[list[torch.Tensor]], scores: torch.Tensor) -> torch.Tensor:

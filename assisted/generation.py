@@ -29,6 +29,7 @@ from .admission import cache_name, constants, must_be_plain, require_prompt, req
 from .decoding import decode
 from .distribution import Distribution, Draws
 from .drafters import Call, Drafting
+from .drafters.grammar import guided
 from .drafters.guarded import guard
 from .engine.cache import SlotCache
 from .engine.libraries import (
@@ -319,13 +320,17 @@ class Generation:
             shared=shared,
             states=target.states,
         )
-        of_call = drafter.start(started_by) if self.drafts else None
-        drafting = guard(of_call, settings, logits.shape[-1], text, distribution.do_sample)
-        decode(target, drafting, text, distribution, length, logits, self.recorder)
+        own = around = None
+        if self.drafts:
+            own, tokenizer = drafter.start(started_by), getattr(self.pair, "tokenizer", None)
+            around, length = guided(own, length, distribution, tokenizer, drafter.needs.split)
+        drafting = guard(around, settings, logits.shape[-1], text, distribution.do_sample)
+        with distribution.matching(text):
+            decode(target, drafting, text, distribution, length, logits, self.recorder)
         if settings.bits:
             torch.set_rng_state(state)
         self.recorder.predicted_speedup, self.recorder.state_bytes = length.predicted_speedup, cache.state_bytes
-        return text, target, drafting.drafting
+        return text, target, None if drafting.drafting is None else own
 
 
 class _AfterThePrompt(BaseStreamer):

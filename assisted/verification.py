@@ -112,7 +112,7 @@ def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribu
     for step in range(draft.width + 1):
         ids = text.ids[:, : text.lengths[0]]
         after = logits[every, column]
-        scores = distribution.ordered_scores(ids, after)
+        scores = distribution.ordered_scores(ids, after, text.unfinished)
         token, child, invalid = _choose(scores, draft, column, distribution, text)
         if padded is not None:
             child = child.masked_fill(padded, step + 1)

@@ -23,6 +23,7 @@ WITH_FIGURES = (
     "drafters",
     "engines",
     "exit_layers",
+    "grammar",
     "grown",
     "handover",
     "heads",

@@ -189,6 +189,10 @@ class CombinedLength(Length):
     def predicted_speedup(self) -> float | None:  # type: ignore[override]
         return max((m.length.predicted_speedup for m in self.members if m.length.predicted_speedup), default=None)
 
+    @property
+    def is_limit(self) -> bool:  # type: ignore[override]
+        return any(member.length.is_limit for member in self.members)
+
     def budget(self, unfinished: Sequence[int]) -> int:
         for member in self.members:
             member.budget = member.length.budget(unfinished)

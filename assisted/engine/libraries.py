@@ -419,3 +419,15 @@ def without_gradients(*models: nn.Module) -> AbstractContextManager[Any]:
     if layer is not None and any(isinstance(module, layer) for model in models for module in model.modules()):
         return torch.no_grad()
     return torch.inference_mode()
+
+
+# ---- Logits processors with a grammar
+
+GRAMMARS: dict[tuple[str, str], tuple[str, str, bool]] = {
+    ("xgrammar.contrib.hf", "LogitsProcessor"): ("matchers", "prefilled", False),
+    ("outlines.backends.xgrammar", "XGrammarLogitsProcessor"): ("_matchers", "is_first_token", True),
+    ("outlines.backends.llguidance", "LLGuidanceLogitsProcessor"): ("ll_matchers", "is_first_token", True),
+    ("outlines.backends.outlines_core", "OutlinesCoreLogitsProcessor"): ("_guides", "is_first_token", True),
+}
+"""By module and class: the attribute with the matchers of all rows, which the first call makes, and the attribute that shows
+whether there was one, with its value before. A version without these has its calls run in lockstep."""

@@ -151,6 +151,10 @@ class _Adaptive(Length):
         self.expected = 0.0  # accepted tokens of all rows
 
     @property
+    def is_limit(self) -> bool:  # type: ignore[override]
+        return self.policy.maximum is not None
+
+    @property
     def costs(self) -> Costs | None:  # type: ignore[override]
         known = self.known
         if not known.verify.knots or not known.draft.knots:

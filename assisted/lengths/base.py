@@ -22,6 +22,9 @@ class Length:
     needs_q = False
     """Whether `go_on` reads the distribution. Otherwise the draft is spared a softmax and a synchronisation."""
 
+    is_limit = False
+    """Whether `budget` is a number of the caller's, which tokens that a grammar forces may not exceed either."""
+
     predicted_speedup: float | None = None
     """Over the autoregressive baseline, at the draft lengths it chooses; None where nothing is predicted."""
 

@@ -70,6 +70,8 @@ class Confidence:
 
 
 class _Fixed(Length):
+    is_limit = True
+
     def __init__(self, tokens: int):
         self.tokens = tokens
 
@@ -78,7 +80,7 @@ class _Fixed(Length):
 
 
 class _Confidence(Length):
-    needs_q = True
+    needs_q = is_limit = True
 
     def __init__(self, policy: Confidence):
         self.policy = policy

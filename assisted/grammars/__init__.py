@@ -1,0 +1,6 @@
+"""Grammars: logits processors that forbid tokens by what a row has written so far, with masks for every node of a draft."""
+
+from .matcher import Matcher
+from .processor import GrammarProcessor, PrefixProcessor
+
+__all__ = ["GrammarProcessor", "Matcher", "PrefixProcessor"]

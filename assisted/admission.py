@@ -60,6 +60,12 @@ _LAYERS = {  # what slots can stand for
     LinearAttentionAndSlidingWindowAttentionLayer,
 }
 _TEXT_INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "logits_to_keep", "use_cache", "position_ids", *_CACHES}
+_OF_PICTURES = {  # without effect after the prompt: they describe pictures, and which of the prompt's tokens are theirs
+    "image_grid_thw",
+    "mm_token_type_ids",
+    "second_per_grid_ts",
+    "video_grid_thw",
+}
 
 
 def _set_by(given: GenerationConfig | None, own: GenerationConfig | None) -> dict[str, Any]:
@@ -114,20 +120,52 @@ def must_be_plain(
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(generation_config, name):
                 return f"{name}=True returns the states of one-token forward passes"
-    for name, value in model_kwargs.items():
-        # {}: for a model that reads images too, generate prepares their features, and finds none in text
-        nothing = value is None or isinstance(value, _CONSTANTS) or (isinstance(value, dict) and not value)
-        if name not in _TEXT_INPUTS and not nothing:
-            return f"{name} is not text, and drafting supports text only"
+    if (lasting := _lasting(model, input_ids, model_kwargs)) is not None:
+        return f"{lasting} is not text, and would go into every forward pass"
     positions = model_kwargs.get("position_ids")
-    if positions is not None and positions.ndim != 2:
-        return f"position_ids with {positions.ndim} dimensions are not positions in one text"
-    if positions is not None and bool((positions < 0).any()):
-        return "position_ids below zero are not positions in a text"
+    if positions is not None:
+        if bool((positions < 0).any()):
+            return "position_ids below zero are not positions in a text"
+        # four rows: those of the text, which only masks are made of, and three for rotary embeddings
+        last = positions[1:, :, -1] if positions.ndim == 3 and len(positions) == 4 else positions[..., -1:]
+        if positions.ndim > 3 or (positions.ndim == 3 and bool((last != last[:1]).any())):
+            return "position_ids whose dimensions differ at the end of the prompt do not continue as in a text"
     name = cache_name(model_kwargs)
     by_masks = Traits.of(model).masks.trees
     reason = _cannot_rewind(model_kwargs.get(name), name, bool(generation_config.return_dict_in_generate), by_masks)
     return reason or _reads_anew(model, input_ids, generation_config, model_kwargs)
+
+
+def beside_text(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` that are neither text nor constants: pictures, sounds and what describes them."""
+
+    def is_nothing(value: Any) -> bool:
+        # {}: for a model that reads images too, generate prepares their features, and finds none in text
+        return value is None or isinstance(value, _CONSTANTS) or (isinstance(value, dict) and not value)
+
+    return {name: value for name, value in model_kwargs.items() if name not in _TEXT_INPUTS and not is_nothing(value)}
+
+
+def _lasting(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
+    """An argument beside the text that matters after the prompt; None if there is none.
+
+    The model's own `prepare_inputs_for_generation` shows which ones reach the forward pass over the next token. All others
+    reach the prompt only, which is read as `generate` reads it.
+    """
+    others = beside_text(model_kwargs)
+    if not others:
+        return None
+    if not Traits.of(model).reads:
+        return min(others)
+    cache = cache_name(model_kwargs)
+    try:
+        given = model.prepare_inputs_for_generation(
+            input_ids[:, -1:], use_cache=True, is_first_iteration=False, **{cache: model_kwargs.get(cache)}, **others
+        )
+    except (AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError):  # it needs more than a text model
+        return min(others)
+    lasting = {name for name in others if given.get(name) is not None} - _OF_PICTURES
+    return min(lasting, default=None)
 
 
 def constants(model_kwargs: dict[str, Any]) -> dict[str, Any]:

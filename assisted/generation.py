@@ -25,7 +25,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from .admission import cache_name, constants, must_be_plain, require_prompt, require_rows, set_in, warn_plain
+from .admission import beside_text, cache_name, constants, must_be_plain, require_prompt, require_rows, set_in, warn_plain
 from .decoding import decode
 from .distribution import Distribution
 from .drafters import Call, Drafting
@@ -216,7 +216,7 @@ class Generation:
         if self._streamer is not None:
             self._streamer.end()
         if wanted:
-            ids = None if "inputs_embeds" in call.kwargs else text.output()
+            ids = None if "inputs_embeds" in call.kwargs or beside_text(call.kwargs) else text.output()
             if isinstance(given, Session) and target.cache.can_go_on and ids is not None and _holds_all_of(target, ids):
                 given.keep(target.cache, ids, (drafter, drafting))
             else:
@@ -414,8 +414,8 @@ class _OverSlots:
 
 
 def _last_positions(positions: torch.Tensor, rows: int) -> list[int]:
-    """Position of each row's last column. positions: [B or 1, any] int64."""
-    return positions[:, -1].expand(rows).tolist()
+    """Position of each row's last column. positions: [B or 1, any] int64, or [any, B or 1, any] with equal last columns."""
+    return positions.view(-1, *positions.shape[-2:])[-1, :, -1].expand(rows).tolist()
 
 
 def _require_possible(distribution: Distribution, text: Text, target: CachedModel) -> None:

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import drafters, lengths, zoo
-from .admission import MIXED, OTHER_MODES, require_own_drafting, warn_plain
+from .admission import MIXED, OTHER_MODES, beside_text, require_own_drafting, warn_plain
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
 from .drafts import Round
@@ -348,7 +348,10 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             assisted = False
         started: list[tuple[Any, lengths.Length]] = []  # by the kind of call, if it was assisted
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        of_tokens = None if kwargs.get("inputs_embeds") is not None else prompt
+        others = Traits.of(self.target).reads and any(
+            isinstance(value, torch.Tensor) for value in beside_text(kwargs).values()
+        )
+        of_tokens = None if others or kwargs.get("inputs_embeds") is not None else prompt
         with using(kwargs.get(CACHE), of_tokens, kwargs.get("attention_mask")):
             if assisted:
                 start_length = functools.partial(self._start_length, policy, started, settings.ranks)

@@ -61,6 +61,7 @@ class Traits:
         takes_positions: its forward takes positions.
         is_given_positions: `generate` gives it positions. Otherwise it counts them itself, including padding.
         takes_logits_to_keep: its forward can compute the last logits only.
+        reads: what its prompts may hold beside text: "image", "video", "audio".
     """
 
     vocabulary: int
@@ -75,6 +76,7 @@ class Traits:
     takes_positions: bool
     is_given_positions: bool
     takes_logits_to_keep: bool
+    reads: frozenset[str]
 
     @property
     def is_rewindable(self) -> bool:
@@ -117,6 +119,7 @@ class Traits:
                 keeps=keeps,
                 is_recurrent=is_recurrent,
                 experts=experts_of(config),
+                reads=_reads(model),
                 **forward,
             )
         return found
@@ -179,6 +182,11 @@ def _keeps(model: Any, config: Any) -> tuple[tuple[str, ...], bool]:
     is_recurrent = kinds <= _STATES and not STATE_LAYERS.isdisjoint(_kinds(config))
     names = ["a recurrent state"] if is_stateful(model) else sorted(kind.__name__ for kind in kinds)
     return tuple(names), is_recurrent
+
+
+def _reads(model: Any) -> frozenset[str]:
+    modalities = getattr(model, "input_modalities", "text")
+    return frozenset([modalities] if isinstance(modalities, str) else modalities) - {"text"}
 
 
 def _mixers(model: Any, config: Any) -> set[type] | None:

@@ -155,14 +155,21 @@ def _lasting(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) 
     others = beside_text(model_kwargs)
     if not others:
         return None
-    if not Traits.of(model).reads:
+    if not Traits.of(model).reads or Traits.of(model).crosses:
         return min(others)
     cache = cache_name(model_kwargs)
     try:
         given = model.prepare_inputs_for_generation(
             input_ids[:, -1:], use_cache=True, is_first_iteration=False, **{cache: model_kwargs.get(cache)}, **others
         )
-    except (AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError):  # it needs more than a text model
+    except (
+        AttributeError,
+        KeyError,
+        IndexError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # it needs more than a text model
         return min(others)
     lasting = {name for name in others if given.get(name) is not None} - _OF_PICTURES
     return min(lasting, default=None)

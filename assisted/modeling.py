@@ -40,7 +40,7 @@ from .engine.parts import device_of, uncompiled, unwrapped
 from .engine.prepared import CallSettings
 from .engine.ranks import Ranks, ranks_of
 from .engine.session import Session, using
-from .engine.traits import Traits, require_decoder_config
+from .engine.traits import Traits
 from .engine.trust import blamed
 from .engine.verifiable import require_verifiable
 from .fast.graphs import Graphs, require_mode
@@ -49,6 +49,7 @@ from .generation import Generation
 from .lengths import remembered
 from .loading.adapters import base_path, has_adapter, outside_layers, require_in_layers, save_adapter, trusting
 from .loading.backends.quanto import copy_shells
+from .loading.classes import auto_class
 from .loading.files import inside, loading, require_sound, write_index
 from .loading.gguf import load_gguf, named_in, read_config, reading_once, unmarked
 from .loading.names import DTYPES, closest
@@ -189,7 +190,6 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 config = read_config(base, gguf_file, config, **own)
             elif config is None:
                 config = AutoConfig.from_pretrained(base, **own)
-        require_decoder_config(config, "target")
         saved = isinstance(config, AssistedConfig)
         policy, is_named = lengths.resolve(draft_length), True
         if saved:
@@ -212,7 +212,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             of_file = {"gguf_file": gguf_file, **_only(kwargs, "subfolder")}
         else:
             with loading("target", path):
-                target = AutoModelForCausalLM.from_pretrained(path, *model_args, **kwargs)
+                kind = auto_class(config.target if saved else config)
+                target = kind.from_pretrained(path, *model_args, **kwargs)
         found = tokenizer or find_tokenizer(path, **hub, **of_file)
         if found is None and base != path:
             found = find_tokenizer(base, **trusting(path, base, **hub))
@@ -288,6 +289,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         placed = {} if device.type == "cpu" else {"device_map": {"": device}}
         about = Target(target, tokenizer, path)
         spec = spec.chosen(about)
+        drafters.require_fitting(spec, target)
         drafter = spec.load(about, dtype=target.dtype, **placed, **hub)
         config = AssistedConfig(
             target=target.config,
@@ -365,8 +367,12 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                     for _, length in started:
                         length.end()
             else:
-                output = self.target.generate(inputs, generation_config, **kwargs)
+                first = () if inputs is None else (inputs,)  # its name differs between models
+                output = self.target.generate(*first, generation_config=generation_config, **kwargs)
         if not recorder.row_tokens:
+            if Traits.of(self.target).crosses:  # what went into the encoder is not in the text
+                prompt = kwargs.get("decoder_input_ids")
+                prompt = torch.ones(1, 1) if prompt is None else prompt
             _count_plain(recorder, output, 0 if prompt is None else prompt.shape[1])
         recorder.stop()
         with _BOOKS:
@@ -416,6 +422,10 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         Pass it as `past_key_values`, with the whole text so far as the prompt. Neither the target nor the drafter reads again
         what it has read.
         """
+        if Traits.of(self.target).crosses:
+            raise ValueError(
+                "session: an encoder-decoder reads every input anew, so its texts do not go on; leave it out"
+            )
         return Session(unwrapped(self.target).config.get_text_config(decoder=True))
 
     @property
@@ -601,7 +611,7 @@ def _with_tokenizer(spec: Spec, tokenizer: Any, draft_tokenizer: Any) -> Spec:
 
 def _count_plain(recorder: Recorder, output: Any, prompt_length: int) -> None:
     """Counts of a run without drafts: one forward pass per token, where the first token comes from the pass over the prompt."""
-    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    sequences = output if isinstance(output, torch.Tensor) else output["sequences"]
     rows, new = sequences.shape[0], sequences.shape[1] - prompt_length
     recorder.row_tokens = [new] * rows
     recorder.target_passes = rows * (new - 1)

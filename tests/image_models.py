@@ -109,9 +109,12 @@ FAMILIES = [
     Family(
         "gemma4",
         {
-            "text_config": TEXT | WINDOWS | {"hidden_size_per_layer_input": 0, "global_head_dim": 16}
+            "text_config": TEXT
+            | WINDOWS
+            | {"hidden_size_per_layer_input": 0, "global_head_dim": 16}
             | {"use_bidirectional_attention": "vision"},
-            "vision_config": VISION | {"head_dim": 8, "num_key_value_heads": 2, "pooling_kernel_size": 2, "patch_size": 4},
+            "vision_config": VISION
+            | {"head_dim": 8, "num_key_value_heads": 2, "pooling_kernel_size": 2, "patch_size": 4},
             "audio_config": None,
             "image_token_id": IMAGE,
         }

@@ -12,7 +12,7 @@
 # ruff: noqa: I001
 from __future__ import annotations
 
-from .base import Call, Drafter, Drafting, Spec, Target
+from .base import Call, Drafter, Drafting, Spec, Target, require_fitting
 from .registry import METHODS, parse, read, register
 from .suffix import Suffix
 from .ngram import NGram
@@ -61,4 +61,5 @@ __all__ = [
     "parse",
     "read",
     "register",
+    "require_fitting",
 ]

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distribution import Distribution
 from ..drafts import Draft, Round
+from ..engine.cross import Encoded
 from ..engine.needs import NOTHING, Needs
 from ..engine.prepared import CallSettings
 from ..engine.runner import CachedModel
@@ -24,7 +25,7 @@ from ..lengths.base import DraftLength, Length
 from ..loading.files import inside
 from ..text import Text
 
-__all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Room", "Spec", "Target", "require_positive"]
+__all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Room", "Spec", "Target", "require_fitting", "require_positive"]
 
 _Kind = TypeVar("_Kind")
 
@@ -82,6 +83,7 @@ class Call:
         states: [B, P', D] each, the prompt's hidden states that the drafter needs (`Drafter.needs`), by index. P' is below P
             if the caller passed past keys and values, or read the prompt in chunks. Valid until the target's next forward
             pass: take what you keep in `Drafter.start`. It may be kept without copying.
+        encoded: of an encoder-decoder, what its encoder has read in this call.
     """
 
     attention_mask: torch.Tensor | None
@@ -93,6 +95,7 @@ class Call:
     earlier: weakref.ref[Drafting] | None = None
     shared: int = 0
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    encoded: Encoded | None = None
 
     def before(self, kind: type[_Kind]) -> _Kind | None:
         """The earlier drafting, if there is one and it is of this kind."""
@@ -198,6 +201,8 @@ class Spec:
     """Which method of serving engines it is (`handover.engines`), if any."""
     not_served: ClassVar[str] = ""
     """Why no engine has it, for the message."""
+    crosses: ClassVar[bool] = False
+    """It can also draft for the decoder of an encoder-decoder, whose cross-attention reads an encoder's output."""
     training: ClassVar[str | None] = None
     """Where its `training.method.Method` is, as "module:class"."""
     stored: ClassVar[tuple[str, str] | None] = None
@@ -257,6 +262,20 @@ class Spec:
 
         drafter: that `load` returned. path: the folder. tokenizer: the target's, None if there is none.
         """
+
+
+def require_fitting(spec: Spec, target: PreTrainedModel) -> None:
+    """Raise ValueError for a method that can't draft for an encoder-decoder, if the target is one."""
+    if not Traits.of(target).crosses:
+        return
+    for part in spec.parts():
+        if part is not spec:
+            require_fitting(part, target)
+        elif not part.crosses:
+            raise ValueError(
+                f"draft: {type(part).__name__} reads or runs parts of a causal LM, and {type(target).__name__} is an "
+                'encoder-decoder; use "suffix", "ngram", "self:int8" or a smaller model with the same tokenizer'
+            )
 
 
 def require_positive(spec: Spec, *names: str) -> None:

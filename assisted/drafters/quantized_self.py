@@ -34,6 +34,7 @@ class QuantizedSelf(Spec):
     """
 
     title = "Quantized copy of the target"
+    crosses = True
     has_q = True
     acceptance = (0.85, 0.97)
     quantizes = "target"

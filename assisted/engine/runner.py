@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..drafts import Draft
 from .cache import Paths, SlotCache
+from .cross import Decoder
 from .host import on_device
 from .libraries import CACHE
 from .masks import Masks, column_depths
@@ -81,7 +82,7 @@ class CachedModel(Runner):
             mask = None if attention_mask is None else attention_mask[rows, first:]
             kwargs: dict[str, Any] = {"attention_mask": mask}
             if self.traits.takes_positions:
-                if mask is None:
+                if mask is None or self.traits.counts_padding:
                     kwargs["position_ids"] = past + torch.arange(first, ids.shape[1], device=self.device)[None]
                 else:
                     kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0).to(self.device)
@@ -162,6 +163,8 @@ class CachedModel(Runner):
         kind: identifies the part. states: the hidden states that it keeps. inject: the module that holds its input states.
         """
         prepared = model if isinstance(model, PreparedModule) else replace(self.bare, module=model)
+        if isinstance(self.model, Decoder):
+            prepared = self.model.around(prepared)
         needs = replace(self.needs, states=frozenset(states))
         part = type(self)(replace(prepared, kind=kind, inject=inject), self.cache, self.masks, needs)
         part.passes, part.settings, part.constants = self.passes, self.settings, self.constants
@@ -173,6 +176,7 @@ class CachedModel(Runner):
         unused columns would change the others."""
         return (
             self.masks.trees
+            and not self.traits.crosses  # the encoder's output has a size of its own
             and not self.cache.right_aligned
             and not self.in_lockstep
             and not self.traits.counts_padding

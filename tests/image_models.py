@@ -121,7 +121,7 @@ FAMILIES = [
         | UNTIED,
         _gemma4_patches,
         types="mm_token_type_ids",
-    ),  # fmt: skip
+    ),
     _qwen("qwen2_vl", {"embed_dim": 16, "mlp_ratio": 1, "hidden_size": 32}),
     _qwen("qwen2_5_vl", {"window_size": 16, "fullatt_block_indexes": [0]}),
     _qwen("qwen3_vl", {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}),

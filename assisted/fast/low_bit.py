@@ -69,6 +69,8 @@ class LowBitLinear(nn.Module):
         self.in_features, self.out_features, self.bits = in_features, out_features, bits
         self.padded = -in_features % _INPUTS[bits]
 
+    weight = None  # T5 looks at its dtype, if there is one, before it runs
+
     def _apply(self, fn: Any, recurse: bool = True) -> LowBitLinear:
         """Move with the model; a cast of the model does not cast the scales, whose dtype the kernels prescribe."""
         scales = self.scales

@@ -22,9 +22,11 @@ from .engine.libraries import (
     LinearAttentionLayer,
     is_of_caller,
 )
+from .engine.parts import unwrapped
 from .engine.ranks import waits_for_others
-from .engine.rope import change_of, reads_anew_at
+from .engine.rope import change_of, reads_anew_at, turns_by_section
 from .engine.session import Session
+from .engine.signatures import takes
 from .engine.states import has_uncounted_states
 from .engine.traits import Traits
 from .loading.adapters import mixes_adapters
@@ -66,6 +68,10 @@ _OF_PICTURES = {  # without effect after the prompt: they describe pictures, and
     "second_per_grid_ts",
     "video_grid_thw",
 }
+
+
+_RAW = {"audio", "audios", "image", "images", "video", "videos"}
+_READ = {"image_grid_thw", "image_sizes", "input_features", "pixel_values", "pixel_values_videos", "video_grid_thw"}
 
 
 def _set_by(given: GenerationConfig | None, own: GenerationConfig | None) -> dict[str, Any]:
@@ -123,8 +129,14 @@ def must_be_plain(
     if (lasting := _lasting(model, input_ids, model_kwargs)) is not None:
         return f"{lasting} is not text, and would go into every forward pass"
     positions = model_kwargs.get("position_ids")
+    if positions is None and turns_by_section(model) and beside_text(model_kwargs):
+        return (
+            "pictures move the positions of the text after them, and this version of transformers does not say how far"
+        )
     if positions is not None:
-        if bool((positions < 0).any()):
+        past = model_kwargs.get(cache_name(model_kwargs))
+        read = 0 if past is None else past.get_seq_length()
+        if bool((positions[..., read if read < positions.shape[-1] else 0 :] < 0).any()):
             return "position_ids below zero are not positions in a text"
         # four rows: those of the text, which only masks are made of, and three for rotary embeddings
         last = positions[1:, :, -1] if positions.ndim == 3 and len(positions) == 4 else positions[..., -1:]
@@ -173,6 +185,28 @@ def _lasting(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) 
         return min(others)
     lasting = {name for name in others if given.get(name) is not None} - _OF_PICTURES
     return min(lasting, default=None)
+
+
+def require_tensors(model: Any, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for pictures and sounds that no processor has made tensors of, and for those that a model can't read.
+
+    kwargs: of a call of `generate`.
+    """
+    for name in sorted(kwargs.keys() & _RAW):
+        raise ValueError(
+            f"{name}: generate takes the tensors that a processor makes of it; write processor = "
+            'AutoProcessor.from_pretrained(...) and model.generate(**processor(text=..., images=..., return_tensors="pt"))'
+        )
+    for name in sorted(kwargs.keys() & _READ):
+        value, kind = kwargs[name], type(unwrapped(model)).__name__
+        if value is not None and not takes(unwrapped(model), name):
+            raise ValueError(
+                f"{name}: {kind} does not read it; load a checkpoint whose config names a class that does, or leave it out"
+            )
+        if not isinstance(value, (torch.Tensor, list, tuple, type(None))):
+            raise ValueError(
+                f"{name}: {type(value).__name__} is not a tensor; AutoProcessor makes one of a picture or a sound"
+            )
 
 
 def constants(model_kwargs: dict[str, Any]) -> dict[str, Any]:

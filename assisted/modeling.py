@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import drafters, lengths, zoo
-from .admission import MIXED, OTHER_MODES, beside_text, require_own_drafting, warn_plain
+from .admission import MIXED, OTHER_MODES, beside_text, require_own_drafting, require_tensors, warn_plain
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
 from .drafts import Round
@@ -50,7 +50,7 @@ from .lengths import remembered
 from .loading.adapters import base_path, has_adapter, outside_layers, require_in_layers, save_adapter, trusting
 from .loading.backends.quanto import copy_shells
 from .loading.classes import auto_class
-from .loading.files import inside, loading, require_sound, write_index
+from .loading.files import copy_processor, inside, loading, require_sound, write_index
 from .loading.gguf import load_gguf, named_in, read_config, reading_once, unmarked
 from .loading.names import DTYPES, closest
 from .loading.quantization import memory_bytes
@@ -335,6 +335,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 f"inputs: a tensor of token ids is expected, got {type(inputs).__name__}; write "
                 'model.generate(**tokenizer(text, return_tensors="pt"))'
             )
+        require_tensors(self.target, kwargs)
         policy = self.draft_length if draft_length is None else lengths.resolve(draft_length)
         if assisted:
             require_own_drafting(generation_config, self.generation_config, kwargs)
@@ -476,6 +477,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder / "target")
+        if Traits.of(self.target).reads:
+            copy_processor(self.target.name_or_path, folder, folder / "target")
         self.spec.save(self.drafter, folder / "draft", self.tokenizer)
         self.config.draft_length = lengths.to_dict(self.draft_length)
         config = copy.copy(self.config)

@@ -89,7 +89,7 @@ class Encoded:
         encoder = model.get_encoder()
         if encoder is self.encoder:
             return replace(self, cache=None, crosses={})
-        if self.source is None:
+        if self.source is None or (int(self.source.min()) < 0 and not self.source.is_floating_point()):
             raise ValueError("the call gives the encoder's output instead of its input, which the draft's own needs")
         of_input: dict[str, Any] = {encoder.main_input_name: self.source.to(device_of(model))}
         if self.source.is_floating_point():

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .cross import is_encoder_decoder, position_embedding
+from .cross import Decoder, is_encoder_decoder, position_embedding
 from .delta import DeltaMixer
 from .libraries import (
     STATE_LAYERS,
@@ -96,6 +96,7 @@ class Traits:
         """The traits of a model as it is now; of an adapter's wrapper, those of the model inside. The same object while neither
         its config nor its forward's signature changes."""
         model = unwrapped(model)
+        model = model.whole if isinstance(model, Decoder) else model
         config = model.config.get_text_config(decoder=True)
         crosses = is_encoder_decoder(model)
         own_positions = "decoder_position_ids" if crosses else "position_ids"

@@ -64,7 +64,10 @@ _LAYERS = {  # what slots can stand for
 _TEXT_INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "logits_to_keep", "use_cache", "position_ids", *_CACHES}
 _OF_PICTURES = {  # without effect after the prompt: they describe pictures, and which of the prompt's tokens are theirs
     "image_grid_thw",
+    "image_position_ids",
+    "image_sizes",
     "mm_token_type_ids",
+    "pixel_attention_mask",
     "second_per_grid_ts",
     "video_grid_thw",
 }

@@ -104,7 +104,8 @@ class Prepared:
     @property
     def returns_cache(self) -> bool:
         """Whether the caller gets the KV, including that of the prompt's padding."""
-        return bool(self.config.return_dict_in_generate) or is_of_caller(self.cache)
+        given = self.cache if self.encoded is None else self.encoded.cache
+        return bool(self.config.return_dict_in_generate) or is_of_caller(given)
 
 
 @dataclass
@@ -236,6 +237,8 @@ class Generation:
                 given.keep(target.cache, ids, (drafter, drafting))
             else:
                 _hand_back(target, given, model.config.get_text_config(decoder=True))
+            if call.encoded is not None:
+                call.encoded.hand_back()
         if not call.config.return_dict_in_generate:
             return text.output()
         output: Any = GenerateDecoderOnlyOutput if call.encoded is None else GenerateEncoderDecoderOutput
@@ -243,7 +246,7 @@ class Generation:
             sequences=text.output(),
             scores=text.stacked(text.scores) if text.keep_scores else None,
             logits=text.stacked(text.logits) if text.keep_logits else None,
-            **{CACHE: given if call.encoded is None else call.encoded.handed_back()},
+            **{CACHE: given if call.encoded is None else call.encoded.cache},
         )
 
     def _extend(self, call: Prepared) -> tuple[Text, CachedModel, Drafting | None]:

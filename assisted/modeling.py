@@ -71,7 +71,7 @@ _HUB_ARGUMENTS = (*_SNAPSHOT, "proxies", "trust_remote_code")
 
 
 class AssistedModelForCausalLM(ForwardsToTarget):
-    """A causal LM with a draft: the same output as the target alone, in fewer forward passes of the target.
+    """A causal LM or an encoder-decoder, with a draft: the output of the target alone, in fewer forward passes of it.
 
     In everything else it is the target: this object reads and changes the target's modules, weights, hooks and methods.
 
@@ -237,8 +237,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """Wrap models that are already loaded. Neither is changed.
 
         Args:
-            target: a decoder-only causal LM. A result of `torch.compile` is unwrapped: `fast="compile"` compiles the forward
-                passes that run here.
+            target: a causal LM, also one that reads images, or an encoder-decoder. A result of `torch.compile` is unwrapped:
+                `fast="compile"` compiles the forward passes that run here.
             draft: a causal LM, with a PEFT adapter or without, or anything that `from_pretrained` takes as draft.
             draft_length: as for `from_pretrained`.
             tokenizer: the target's. With both tokenizers, the pair distinguishes a padded vocabulary from a different one, and

@@ -20,7 +20,14 @@ from pairs import CALL, ENDS, ROUNDING, no_fallback, pair
 from test_continued import Guided
 from test_other_inputs import kept
 from test_sampling import ALPHA, p_value
-from transformers import AutoModelForCausalLM, M2M100Config, M2M100ForConditionalGeneration, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from assisted import AssistedModelForCausalLM, Medusa
 from assisted.drafts import DraftingStopped
@@ -189,6 +196,23 @@ def test_output_and_cache_are_those_of_plain_generate(name: str, rows: int) -> N
     for mine, theirs in zip(*caches, strict=True):
         assert mine.shape == theirs.shape
         assert (mine - theirs).abs().max() < 10 * ROUNDING
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_a_callers_cache_is_filled(name: str) -> None:
+    target, model = target_of(name)
+    call = CALL | BY_NAME[name].inputs(2)
+    caches = [EncoderDecoderCache(DynamicCache(), DynamicCache()) for _ in range(2)]
+    with no_fallback():
+        ours = model.generate(past_key_values=caches[0], **call)
+    assert ours.tolist() == target.generate(past_key_values=caches[1], **call).tolist()
+    halves = [[*kept(cache.self_attention_cache), *kept(cache.cross_attention_cache)] for cache in caches]
+    assert len(halves[0]) == len(halves[1]) > 0
+    for mine, theirs in zip(*halves, strict=True):
+        assert (mine - theirs).abs().max() < 10 * ROUNDING
+    with pytest.warns(DraftingStopped, match="EncoderDecoderCache cannot be rewound"):
+        again = model.generate(past_key_values=caches[0], **call)  # it holds something now
+    assert again.tolist() == target.generate(past_key_values=caches[1], **call).tolist()
 
 
 @pytest.mark.parametrize("name", ["bart", "t5", "whisper"])

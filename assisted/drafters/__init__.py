@@ -12,8 +12,8 @@
 # ruff: noqa: I001
 from __future__ import annotations
 
-from .base import Call, Drafter, Drafting, Spec, Target, require_fitting
-from .registry import METHODS, parse, read, register
+from .base import Call, Drafter, Drafting, Spec, Target
+from .registry import METHODS, parse, read, register, require_fitting
 from .suffix import Suffix
 from .ngram import NGram
 from .recycle import TokenRecycling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -24,8 +24,9 @@ from ..heads.files import stored_numbers
 from ..lengths.base import DraftLength, Length
 from ..loading.files import inside
 from ..text import Text
+from .room import Room
 
-__all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Room", "Spec", "Target", "require_fitting", "require_positive"]
+__all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Room", "Spec", "Target", "require_positive"]
 
 _Kind = TypeVar("_Kind")
 
@@ -43,25 +44,6 @@ class Target:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None = None
     path: str | None = None
-
-
-@dataclass(frozen=True)
-class Room:
-    """A call whose memory is counted, from shapes alone (`assisted plan`).
-
-    Args:
-        target: on the meta device.
-        dtype: that the models compute in.
-        tokens: for which keys and values are kept, of all rows together.
-        per_token: numbers that the target's layers keep for a token, each of them.
-        of_model: counts a causal LM of the draft's own, loaded in this quantization: bytes by part.
-    """
-
-    target: PreTrainedModel
-    dtype: torch.dtype
-    tokens: int
-    per_token: tuple[int, ...]
-    of_model: Callable[[Any], dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -262,20 +244,6 @@ class Spec:
 
         drafter: that `load` returned. path: the folder. tokenizer: the target's, None if there is none.
         """
-
-
-def require_fitting(spec: Spec, target: PreTrainedModel) -> None:
-    """Raise ValueError for a method that can't draft for an encoder-decoder, if the target is one."""
-    if not Traits.of(target).crosses:
-        return
-    for part in spec.parts():
-        if part is not spec:
-            require_fitting(part, target)
-        elif not part.crosses:
-            raise ValueError(
-                f"draft: {type(part).__name__} reads or runs parts of a causal LM, and {type(target).__name__} is an "
-                'encoder-decoder; use "suffix", "ngram", "self:int8" or a smaller model with the same tokenizer'
-            )
 
 
 def require_positive(spec: Spec, *names: str) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
-from ..engine.cross import Encoded, is_encoder_decoder
+from ..engine.cross import Encoded, read_by
 from ..engine.hooks import is_untouched
 from ..engine.host import on_device
 from ..engine.prepared import CallSettings, PreparedModule
@@ -45,14 +45,8 @@ class ModelDrafter(Drafter):
         return is_sum_of_parts(self.model)
 
     def runner(self, cache: SlotCache, settings: CallSettings, encoded: Encoded | None = None) -> CachedModel:
-        """A runner of the draft over these slots, in the form that the call settings ask for.
-
-        encoded: what the target's encoder has read; the draft's reads the same.
-        """
-        prepared = prepare(self.model, settings, self.fused)
-        if encoded is not None and is_encoder_decoder(self.model):
-            prepared = encoded.again(self.model).around(prepared)
-        runner = CachedModel(prepared, cache, self.masks)
+        """A runner of the draft over these slots, in the form that the call settings ask for. encoded: as in `Call`."""
+        runner = CachedModel(read_by(prepare(self.model, settings, self.fused), encoded), cache, self.masks)
         return self.graphs.serve(runner, self.model, settings)
 
     def fused(self, model: PreTrainedModel, trusted: Trust) -> PreparedModule:

@@ -161,13 +161,6 @@ class SlotCache(Cache):
             layer.filled = length
 
     @property
-    def read_rows(self) -> list[int]:
-        """The rows that the next forward pass runs over, in storage order."""
-        if self.start is not None:
-            return self.running
-        return self.order[self.places] if isinstance(self.places, slice) else [self.order[at] for at in self.places]
-
-    @property
     def can_go_on(self) -> bool:
         """Whether `go_on` is possible: slots are columns of the text, in all rows."""
         return type(self) is SlotCache and not self.right_aligned and self.visible is None and not any(self.padding)

@@ -16,7 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import SlotCache
-from .libraries import CACHE, is_of_caller
+from .libraries import CACHE
 from .parts import device_of, with_children
 from .prepared import PreparedModule
 from .signatures import takes
@@ -67,7 +67,8 @@ class Encoded:
         others = {name: value for name, value in kwargs.items() if name not in ("encoder_outputs", "attention_mask")}
         own = {names.get(name, name): value for name, value in others.items()}
         cache = own.get(CACHE)
-        if isinstance(cache, EncoderDecoderCache) and not is_of_caller(cache):
+        # one that holds something already is left as it is: slots cannot stand for it
+        if isinstance(cache, EncoderDecoderCache) and not cache.get_seq_length():
             own[CACHE] = cache.self_attention_cache
         encoder = model.get_encoder()
         return cls(kwargs["encoder_outputs"][0], kwargs.get("attention_mask"), source, encoder, cache), own
@@ -122,14 +123,13 @@ class Encoded:
         """A model's decoder, reading this."""
         return replace(prepared, module=Decoder(prepared.module, self), through_parts=False, last_only=False)
 
-    def handed_back(self) -> EncoderDecoderCache:
-        """The cache that a caller of `generate` gets, with the cross-attention's keys and values in it."""
-        cache: EncoderDecoderCache = self.cache
+    def hand_back(self) -> None:
+        """Put the cross-attention's keys and values into the cache that a caller of `generate` passed or gets."""
+        cache = self.cache
         found = self.crosses.get(tuple(range(len(self.states))))
         if found is not None:
             cache.cross_attention_cache.layers = found.layers
             cache.is_updated = dict.fromkeys(range(len(found.layers)), True)
-        return cache
 
     def cross(self, rows: list[int]) -> DynamicCache:
         """The cross-attention's keys and values of these rows; empty, to be filled, if they are read for the first time."""
@@ -196,10 +196,6 @@ class Decoder(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("whole"), name)
 
-    def around(self, prepared: PreparedModule) -> PreparedModule:
-        """A copy of the model over the same slots: its cross-attention reads the keys and values of the original."""
-        return self.encoded.around(prepared)
-
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -209,7 +205,7 @@ class Decoder(nn.Module):
     ) -> Any:
         """The model's output for the decoder's tokens, [R, n] int64, of the rows that the slots are about to read."""
         cache: SlotCache = kwargs.pop(CACHE)
-        rows = cache.read_rows
+        rows = _rows_read(cache)
         encoded, every = self.encoded, rows == list(range(cache.rows))
         if self.positions is not None:
             self.positions.ids = position_ids
@@ -223,6 +219,21 @@ class Decoder(nn.Module):
             **{CACHE: EncoderDecoderCache(cache, encoded.cross(rows))},
             **kwargs,
         )
+
+
+def _rows_read(cache: SlotCache) -> list[int]:
+    """The rows that the next forward pass runs over, in storage order."""
+    if cache.start is not None:
+        return cache.running
+    places = cache.places
+    return cache.order[places] if isinstance(places, slice) else [cache.order[at] for at in places]
+
+
+def read_by(prepared: PreparedModule, encoded: Encoded | None) -> PreparedModule:
+    """A draft whose encoder, if it has one, reads what the target's has read."""
+    if encoded is None or not is_encoder_decoder(prepared.module):
+        return prepared
+    return encoded.again(prepared.module).around(prepared)
 
 
 def alone(model: Any, encoded: Encoded, rows: list[int], ids: torch.Tensor, cache: Any, **kwargs: Any) -> Any:

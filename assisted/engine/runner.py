@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from ..drafts import Draft
 from .cache import Paths, SlotCache
-from .cross import Decoder
 from .host import on_device
 from .libraries import CACHE
 from .masks import Masks, column_depths
@@ -33,7 +32,7 @@ class CachedModel(Runner):
     """A causal LM with its slots.
 
     Args:
-        model: any decoder-only causal LM, or its `PreparedModule`; it is not changed.
+        model: any causal LM, the `Decoder` of an encoder-decoder, or a `PreparedModule` of one; it is not changed.
         cache: its slots.
         masks: `Traits.of(model).masks`, or 2-D ones for somebody's code (`masks_of`).
         needs: what drafters need of it.
@@ -61,9 +60,8 @@ class CachedModel(Runner):
         self.states = States(prepared.taps, cache)
         self.last_only = prepared.last_only
         self.masks = masks
-        self.reads_on = (
-            traits.takes_logits_to_keep
-        )  # whether `prefill` can read after a past: through the whole forward
+        # whether `prefill` can read after a past: through the whole forward
+        self.reads_on = traits.takes_logits_to_keep
         change = change_of(self.model)
         if not prepared.is_own and change is None:  # its angles may change beyond the context, as dynamic ones do
             change = Change(self.context, once=False)
@@ -163,8 +161,6 @@ class CachedModel(Runner):
         kind: identifies the part. states: the hidden states that it keeps. inject: the module that holds its input states.
         """
         prepared = model if isinstance(model, PreparedModule) else replace(self.bare, module=model)
-        if isinstance(self.model, Decoder):
-            prepared = self.model.around(prepared)
         needs = replace(self.needs, states=frozenset(states))
         part = type(self)(replace(prepared, kind=kind, inject=inject), self.cache, self.masks, needs)
         part.passes, part.settings, part.constants = self.passes, self.settings, self.constants
@@ -172,11 +168,11 @@ class CachedModel(Runner):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether forward passes can run through `static_forward`. Not with 2-D masks or recurrent states, and not where
-        unused columns would change the others."""
+        """Whether forward passes can run through `static_forward`. Not with 2-D masks, recurrent states or an encoder, and not
+        where unused columns would change the others."""
         return (
             self.masks.trees
-            and not self.traits.crosses  # the encoder's output has a size of its own
+            and not self.traits.crosses
             and not self.cache.right_aligned
             and not self.in_lockstep
             and not self.traits.counts_padding

@@ -172,10 +172,9 @@ def _lasting(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) 
         return None
     if not Traits.of(model).reads or Traits.of(model).crosses:
         return min(others)
-    cache = cache_name(model_kwargs)
     try:
         given = model.prepare_inputs_for_generation(
-            input_ids[:, -1:], use_cache=True, is_first_iteration=False, **{cache: model_kwargs.get(cache)}, **others
+            input_ids[:, -1:], use_cache=True, is_first_iteration=False, **others
         )
     except (
         AttributeError,

@@ -193,6 +193,9 @@ def test_several_answers_scores_and_a_plain_call() -> None:
     assert ours.sequences.tolist() == plain.sequences.tolist()
     for mine, theirs in zip(ours.logits, plain.logits, strict=True):
         assert (mine - theirs).abs().max() < 1e-3
+    more = {"cache_implementation": "static"}
+    with no_fallback():
+        assert model.generate(**call, **more).tolist() == target.generate(**call, **more).tolist()
     assert model.generate(**call, assisted=False).tolist() == plain.sequences.tolist()
     assert model.report.way == "plain"
 

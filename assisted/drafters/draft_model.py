@@ -116,10 +116,10 @@ class DraftModel(Spec):
             )
         same = same_tokens(target.model, model, target.tokenizer, tokenizer)
         if same or tokenizer is None or target.tokenizer is None:
-            if is_encoder_decoder(unwrapped(target.model)):
-                return ModelDrafter(model, tokenizer)
             if Traits.of(model).is_recurrent:
                 return RecurrentDrafter(model, tokenizer)
+            if is_encoder_decoder(unwrapped(target.model)):
+                return ModelDrafter(model, tokenizer)
             if is_pard(model):
                 return PardDrafter(model, tokenizer)
             offloaded = is_offloaded(unwrapped(target.model))

@@ -22,9 +22,11 @@ from .engine.libraries import (
     LinearAttentionLayer,
     is_of_caller,
 )
+from .engine.parts import unwrapped
 from .engine.ranks import waits_for_others
-from .engine.rope import change_of, reads_anew_at
+from .engine.rope import change_of, reads_anew_at, turns_by_section
 from .engine.session import Session
+from .engine.signatures import takes
 from .engine.states import has_uncounted_states
 from .engine.traits import Traits
 from .loading.adapters import mixes_adapters
@@ -60,6 +62,19 @@ _LAYERS = {  # what slots can stand for
     LinearAttentionAndSlidingWindowAttentionLayer,
 }
 _TEXT_INPUTS = {"input_ids", "inputs_embeds", "attention_mask", "logits_to_keep", "use_cache", "position_ids", *_CACHES}
+_OF_PICTURES = {  # without effect after the prompt: they describe pictures, and which of the prompt's tokens are theirs
+    "image_grid_thw",
+    "image_position_ids",
+    "image_sizes",
+    "mm_token_type_ids",
+    "pixel_attention_mask",
+    "second_per_grid_ts",
+    "video_grid_thw",
+}
+
+
+_RAW = {"audio", "audios", "image", "images", "video", "videos"}
+_READ = {"image_grid_thw", "image_sizes", "input_features", "pixel_values", "pixel_values_videos", "video_grid_thw"}
 
 
 def _set_by(given: GenerationConfig | None, own: GenerationConfig | None) -> dict[str, Any]:
@@ -114,20 +129,86 @@ def must_be_plain(
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(generation_config, name):
                 return f"{name}=True returns the states of one-token forward passes"
-    for name, value in model_kwargs.items():
-        # {}: for a model that reads images too, generate prepares their features, and finds none in text
-        nothing = value is None or isinstance(value, _CONSTANTS) or (isinstance(value, dict) and not value)
-        if name not in _TEXT_INPUTS and not nothing:
-            return f"{name} is not text, and drafting supports text only"
+    if (lasting := _lasting(model, input_ids, model_kwargs)) is not None:
+        return f"{lasting} is not text, and would go into every forward pass"
     positions = model_kwargs.get("position_ids")
-    if positions is not None and positions.ndim != 2:
-        return f"position_ids with {positions.ndim} dimensions are not positions in one text"
-    if positions is not None and bool((positions < 0).any()):
-        return "position_ids below zero are not positions in a text"
+    if positions is None and turns_by_section(model) and beside_text(model_kwargs):
+        return (
+            "pictures move the positions of the text after them, and this version of transformers does not say how far"
+        )
+    if positions is not None:
+        past = model_kwargs.get(cache_name(model_kwargs))
+        read = 0 if past is None else past.get_seq_length()
+        if bool((positions[..., read if read < positions.shape[-1] else 0 :] < 0).any()):
+            return "position_ids below zero are not positions in a text"
+        # four rows: those of the text, which only masks are made of, and three for rotary embeddings
+        last = positions[1:, :, -1] if positions.ndim == 3 and len(positions) == 4 else positions[..., -1:]
+        if positions.ndim > 3 or (positions.ndim == 3 and bool((last != last[:1]).any())):
+            return "position_ids whose dimensions differ at the end of the prompt do not continue as in a text"
     name = cache_name(model_kwargs)
     by_masks = Traits.of(model).masks.trees
     reason = _cannot_rewind(model_kwargs.get(name), name, bool(generation_config.return_dict_in_generate), by_masks)
     return reason or _reads_anew(model, input_ids, generation_config, model_kwargs)
+
+
+def beside_text(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` that are neither text nor constants: pictures, sounds and what describes them."""
+
+    def is_nothing(value: Any) -> bool:
+        # {}: for a model that reads images too, generate prepares their features, and finds none in text
+        return value is None or isinstance(value, _CONSTANTS) or (isinstance(value, dict) and not value)
+
+    return {name: value for name, value in model_kwargs.items() if name not in _TEXT_INPUTS and not is_nothing(value)}
+
+
+def _lasting(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
+    """An argument beside the text that matters after the prompt; None if there is none.
+
+    The model's own `prepare_inputs_for_generation` shows which ones reach the forward pass over the next token. All others
+    reach the prompt only, which is read as `generate` reads it.
+    """
+    others = beside_text(model_kwargs)
+    if not others:
+        return None
+    if not Traits.of(model).reads or Traits.of(model).crosses:
+        return min(others)
+    try:
+        given = model.prepare_inputs_for_generation(
+            input_ids[:, -1:], use_cache=True, is_first_iteration=False, **others
+        )
+    except (
+        AttributeError,
+        KeyError,
+        IndexError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # it needs more than a text model
+        return min(others)
+    lasting = {name for name in others if given.get(name) is not None} - _OF_PICTURES
+    return min(lasting, default=None)
+
+
+def require_tensors(model: Any, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for pictures and sounds that no processor has made tensors of, and for those that a model can't read.
+
+    kwargs: of a call of `generate`.
+    """
+    for name in sorted(kwargs.keys() & _RAW):
+        raise ValueError(
+            f"{name}: generate takes the tensors that a processor makes of it; write processor = "
+            'AutoProcessor.from_pretrained(...) and model.generate(**processor(text=..., images=..., return_tensors="pt"))'
+        )
+    for name in sorted(kwargs.keys() & _READ):
+        value, kind = kwargs[name], type(unwrapped(model)).__name__
+        if value is not None and not takes(unwrapped(model), name):
+            raise ValueError(
+                f"{name}: {kind} does not read it; load a checkpoint whose config names a class that does, or leave it out"
+            )
+        if not isinstance(value, (torch.Tensor, list, tuple, type(None))):
+            raise ValueError(
+                f"{name}: {type(value).__name__} is not a tensor; AutoProcessor makes one of a picture or a sound"
+            )
 
 
 def constants(model_kwargs: dict[str, Any]) -> dict[str, Any]:

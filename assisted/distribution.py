@@ -49,6 +49,7 @@ _PREFIX_READING = processors(
     "RepetitionPenaltyLogitsProcessor",
     "SequenceBiasLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
 )
 
 _TOP_K = (32, 256)  # numbers of most probable tokens among which the nucleus is searched, in this order

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
-from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -25,13 +25,23 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from .admission import cache_name, constants, must_be_plain, require_prompt, require_rows, set_in, warn_plain
+from .admission import (
+    beside_text,
+    cache_name,
+    constants,
+    must_be_plain,
+    require_prompt,
+    require_rows,
+    set_in,
+    warn_plain,
+)
 from .decoding import decode
 from .distribution import Distribution, Draws
 from .drafters import Call, Drafting
 from .drafters.grammar import guided
 from .drafters.guarded import guard
 from .engine.cache import SlotCache
+from .engine.cross import Encoded
 from .engine.libraries import (
     CACHE,
     forget_prepared,
@@ -74,7 +84,8 @@ class Prepared:
         input_ids: [B, P] int64, the prompt, which is empty beside `inputs_embeds`.
         processors, criteria: lists of transformers' logits processors and stopping criteria.
         config: the settings of the call.
-        kwargs: arguments of the model's forward, with the cache.
+        kwargs: arguments of the model's forward, with the cache. Of an encoder-decoder, those of its decoder.
+        encoded: of an encoder-decoder, what its encoder has read.
     """
 
     model: Any
@@ -83,17 +94,19 @@ class Prepared:
     criteria: Any
     config: GenerationConfig
     kwargs: dict[str, Any]
+    encoded: Encoded | None = None
 
     @property
     def cache(self) -> DynamicCache | StaticCache:
-        """The caller's cache, or the one that transformers made."""
+        """The caller's cache, or the one that transformers made. Of an encoder-decoder, that of its self-attention."""
         found: DynamicCache | StaticCache = self.kwargs[cache_name(self.kwargs)]
         return found
 
     @property
     def returns_cache(self) -> bool:
         """Whether the caller gets the KV, including that of the prompt's padding."""
-        return bool(self.config.return_dict_in_generate) or is_of_caller(self.cache)
+        given = self.cache if self.encoded is None else self.encoded.cache
+        return bool(self.config.return_dict_in_generate) or is_of_caller(given)
 
 
 @dataclass
@@ -125,6 +138,7 @@ class Generation:
         generation_config, kwargs = self._as_the_pair(model, generation_config, kwargs)
         given, for_loop = self._for_the_loop(generation_config, kwargs)
         self._streamer = kwargs.get("streamer")
+        first = () if inputs is None else (inputs,)  # its name differs between models
 
         def loop(
             model: Any,
@@ -132,17 +146,19 @@ class Generation:
             logits_processor: Any,
             stopping_criteria: Any,
             generation_config: GenerationConfig,
-            **model_kwargs: Any,
+            inputs_tensor: Any = None,
+            **kwargs: Any,
         ) -> Any:
             self._reached = True
             if self._tokenizer is not None:
                 input_ids = model.heal_tokens(input_ids, self._tokenizer)
+            encoded, kwargs = Encoded.split(model, kwargs, inputs_tensor)
             return self._loop(
-                Prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+                Prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, encoded)
             )
 
         try:
-            output = model.generate(inputs, given, custom_generate=loop, **for_loop)
+            output = model.generate(*first, generation_config=given, custom_generate=loop, **for_loop)
         except _Plainly as plainly:
             reason = str(plainly)
         else:
@@ -156,7 +172,7 @@ class Generation:
         if self._streamer is not None:
             kwargs = {**kwargs, "streamer": _AfterThePrompt(self._streamer)}
         forget_prepared(model)
-        return model.generate(inputs, generation_config, **kwargs)
+        return model.generate(*first, generation_config=generation_config, **kwargs)
 
     def _as_the_pair(
         self, model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]
@@ -219,18 +235,21 @@ class Generation:
         if self._streamer is not None:
             self._streamer.end()
         if wanted:
-            ids = None if "inputs_embeds" in call.kwargs else text.output()
+            ids = None if "inputs_embeds" in call.kwargs or beside_text(call.kwargs) else text.output()
             if isinstance(given, Session) and target.cache.can_go_on and ids is not None and _holds_all_of(target, ids):
                 given.keep(target.cache, ids, (drafter, drafting))
             else:
                 _hand_back(target, given, model.config.get_text_config(decoder=True))
+            if call.encoded is not None:
+                call.encoded.hand_back()
         if not call.config.return_dict_in_generate:
             return text.output()
-        return GenerateDecoderOnlyOutput(
+        output: Any = GenerateDecoderOnlyOutput if call.encoded is None else GenerateEncoderDecoderOutput
+        return output(
             sequences=text.output(),
             scores=text.stacked(text.scores) if text.keep_scores else None,
             logits=text.stacked(text.logits) if text.keep_logits else None,
-            **{CACHE: given},
+            **{CACHE: given if call.encoded is None else call.encoded.cache},
         )
 
     def _extend(self, call: Prepared) -> tuple[Text, CachedModel, Drafting | None]:
@@ -255,7 +274,7 @@ class Generation:
             keep_logits=bool(details and config.output_logits),
         )
         # both grow: the report of a running call reads them
-        self.recorder.row_tokens, self.recorder.warnings = text.row_tokens, settings.warnings
+        self.recorder.follow(text.row_tokens, settings.warnings)
         embeddings = call.kwargs.get("inputs_embeds")  # of a prompt whose ids may also be in the text
         further = constants(call.kwargs)
         because = trusted.forward
@@ -291,6 +310,7 @@ class Generation:
         prepared = prepare(model, settings)
         if settings.bits:
             require_bits(prepared)
+        prepared = prepared if call.encoded is None else call.encoded.around(prepared)
         target = target_runner(prepared, cache, masks, drafter.needs)
         self.pair.graphs.serve(target, model, settings)
         target.constants = further
@@ -299,12 +319,12 @@ class Generation:
         if distribution.lossy is not None:
             _require_possible(distribution, text, target)
         started = time.perf_counter()
-        logits = _read_prompt(target, call)
+        logits = _read_prompt(target, call) if call.encoded is None else target.prefill(input_ids, attention_mask)
         positions = call.kwargs.get("position_ids")  # autoregressive decoding continues from the last ones
         cache.begin_rounds(width, None if positions is None else _last_positions(positions, text.rows))
         if max(cache.unpadded) > target.context:
             warn_plain(f"the prompt is longer than the target's context of {target.context} tokens")
-        self.recorder.verify_seconds = self.recorder.prompt_seconds = time.perf_counter() - started
+        self.recorder.read_prompt(time.perf_counter() - started)
         own_mask = None
         if attention_mask is not None and input_ids.shape[1] <= attention_mask.shape[1]:
             own_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]
@@ -319,6 +339,7 @@ class Generation:
             earlier=earlier,
             shared=shared,
             states=target.states,
+            encoded=call.encoded,
         )
         own = around = None
         if self.drafts:
@@ -429,8 +450,8 @@ class _OverSlots:
 
 
 def _last_positions(positions: torch.Tensor, rows: int) -> list[int]:
-    """Position of each row's last column. positions: [B or 1, any] int64."""
-    return positions[:, -1].expand(rows).tolist()
+    """Position of each row's last column. positions: [B or 1, any] int64, or [any, B or 1, any] with equal last columns."""
+    return positions.view(-1, *positions.shape[-2:])[-1, :, -1].expand(rows).tolist()
 
 
 def _require_possible(distribution: Distribution, text: Text, target: CachedModel) -> None:

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import drafters, lengths, zoo
-from .admission import MIXED, OTHER_MODES, require_own_drafting, warn_plain
+from .admission import MIXED, OTHER_MODES, beside_text, require_own_drafting, require_tensors, warn_plain
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
 from .drafts import Round
@@ -40,7 +40,7 @@ from .engine.parts import device_of, uncompiled, unwrapped
 from .engine.prepared import CallSettings
 from .engine.ranks import Ranks, ranks_of
 from .engine.session import Session, using
-from .engine.traits import Traits, require_decoder_config
+from .engine.traits import Traits
 from .engine.trust import blamed
 from .engine.verifiable import require_verifiable
 from .fast.graphs import Graphs, require_mode
@@ -49,7 +49,8 @@ from .generation import Generation
 from .lengths import remembered
 from .loading.adapters import base_path, has_adapter, outside_layers, require_in_layers, save_adapter, trusting
 from .loading.backends.quanto import copy_shells
-from .loading.files import inside, loading, require_sound, write_index
+from .loading.classes import auto_class
+from .loading.files import copy_processor, inside, loading, require_sound, write_index
 from .loading.gguf import load_gguf, named_in, read_config, reading_once, unmarked
 from .loading.names import DTYPES, closest
 from .loading.quantization import memory_bytes
@@ -70,7 +71,7 @@ _HUB_ARGUMENTS = (*_SNAPSHOT, "proxies", "trust_remote_code")
 
 
 class AssistedModelForCausalLM(ForwardsToTarget):
-    """A causal LM with a draft: the same output as the target alone, in fewer forward passes of the target.
+    """A causal LM or an encoder-decoder, with a draft: the output of the target alone, in fewer forward passes of it.
 
     In everything else it is the target: this object reads and changes the target's modules, weights, hooks and methods.
 
@@ -194,7 +195,6 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 config = read_config(base, gguf_file, config, **own)
             elif config is None:
                 config = AutoConfig.from_pretrained(base, **own)
-        require_decoder_config(config, "target")
         saved = isinstance(config, AssistedConfig)
         policy, is_named = lengths.resolve(draft_length), True
         if saved:
@@ -217,7 +217,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             of_file = {"gguf_file": gguf_file, **_only(kwargs, "subfolder")}
         else:
             with loading("target", path):
-                target = AutoModelForCausalLM.from_pretrained(path, *model_args, **kwargs)
+                kind = auto_class(config.target if saved else config)
+                target = kind.from_pretrained(path, *model_args, **kwargs)
         found = tokenizer or find_tokenizer(path, **hub, **of_file)
         if found is None and base != path:
             found = find_tokenizer(base, **trusting(path, base, **hub))
@@ -244,8 +245,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """Wrap models that are already loaded. Neither is changed.
 
         Args:
-            target: a decoder-only causal LM. A result of `torch.compile` is unwrapped: `fast="compile"` compiles the forward
-                passes that run here.
+            target: a causal LM, also one that reads images, or an encoder-decoder. A result of `torch.compile` is unwrapped:
+                `fast="compile"` compiles the forward passes that run here.
             draft: a causal LM, with a PEFT adapter or without, or anything that `from_pretrained` takes as draft.
             draft_length: as for `from_pretrained`.
             tokenizer: the target's. With both tokenizers, the pair distinguishes a padded vocabulary from a different one, and
@@ -290,6 +291,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         placed = {} if device.type == "cpu" else {"device_map": {"": device}}
         about = Target(target, tokenizer, path)
         spec = spec.chosen(about)
+        drafters.require_fitting(spec, target)
         drafter = spec.load(about, dtype=target.dtype, **placed, **hub)
         config = AssistedConfig(
             target=target.config,
@@ -336,6 +338,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 f"inputs: a tensor of token ids is expected, got {type(inputs).__name__}; write "
                 'model.generate(**tokenizer(text, return_tensors="pt"))'
             )
+        require_tensors(self.target, kwargs)
         policy = self.draft_length if draft_length is None else lengths.resolve(draft_length)
         if assisted:
             require_own_drafting(generation_config, self.generation_config, kwargs)
@@ -356,7 +359,10 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             assisted = False
         started: list[tuple[Any, lengths.Length]] = []  # by the kind of call, if it was assisted
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        of_tokens = None if kwargs.get("inputs_embeds") is not None else prompt
+        others = Traits.of(self.target).reads and any(
+            isinstance(value, torch.Tensor) for value in beside_text(kwargs).values()
+        )
+        of_tokens = None if others or kwargs.get("inputs_embeds") is not None else prompt
         with using(kwargs.get(CACHE), of_tokens, kwargs.get("attention_mask")):
             if assisted:
                 start_length = functools.partial(self._start_length, policy, started, settings.ranks)
@@ -370,8 +376,12 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                     for _, length in started:
                         length.end()
             else:
-                output = self.target.generate(inputs, generation_config, **kwargs)
+                first = () if inputs is None else (inputs,)  # its name differs between models
+                output = self.target.generate(*first, generation_config=generation_config, **kwargs)
         if not recorder.row_tokens:
+            if Traits.of(self.target).crosses:  # what went into the encoder is not in the text
+                prompt = kwargs.get("decoder_input_ids")
+                prompt = torch.ones(1, 1) if prompt is None else prompt
             _count_plain(recorder, output, 0 if prompt is None else prompt.shape[1])
         recorder.stop()
         with _BOOKS:
@@ -421,6 +431,10 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         Pass it as `past_key_values`, with the whole text so far as the prompt. Neither the target nor the drafter reads again
         what it has read.
         """
+        if Traits.of(self.target).crosses:
+            raise ValueError(
+                "session: an encoder-decoder reads every input anew, so its texts do not go on; leave it out"
+            )
         return Session(unwrapped(self.target).config.get_text_config(decoder=True))
 
     @property
@@ -471,6 +485,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder / "target")
+        if Traits.of(self.target).reads:
+            copy_processor(self.target.name_or_path, folder, folder / "target")
         self.spec.save(self.drafter, folder / "draft", self.tokenizer)
         self.config.draft_length = lengths.to_dict(self.draft_length)
         config = copy.copy(self.config)
@@ -606,7 +622,7 @@ def _with_tokenizer(spec: Spec, tokenizer: Any, draft_tokenizer: Any) -> Spec:
 
 def _count_plain(recorder: Recorder, output: Any, prompt_length: int) -> None:
     """Counts of a run without drafts: one forward pass per token, where the first token comes from the pass over the prompt."""
-    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    sequences = output if isinstance(output, torch.Tensor) else output["sequences"]
     rows, new = sequences.shape[0], sequences.shape[1] - prompt_length
     recorder.row_tokens = [new] * rows
     recorder.target_passes = rows * (new - 1)

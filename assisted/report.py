@@ -144,6 +144,7 @@ class Recorder:
     accepted: int = 0
     predicted_speedup: float | None = None
     row_tokens: list[int] = field(default_factory=list)
+    ended_rows: list[int] = field(default_factory=list)  # tokens of the rows of the call's earlier texts
     state_bytes: int = 0
     way: str = "shortcuts"
     because: str | None = None
@@ -154,6 +155,16 @@ class Recorder:
     def ran(self, way: str, because: str | None) -> None:
         """Record how the call runs; see `Report`."""
         self.way, self.because = way, because
+
+    def follow(self, row_tokens: list[int], warnings: list[str]) -> None:
+        """Begin another text of the call, a segment of speech for example. The lists grow, and a running call reports them."""
+        self.ended_rows += self.row_tokens
+        self.row_tokens, self.warnings = row_tokens, warnings
+
+    def read_prompt(self, seconds: float) -> None:
+        """Record the forward pass over a prompt."""
+        self.verify_seconds += seconds
+        self.prompt_seconds += seconds
 
     def see(self, round: Round) -> None:
         """Count a round."""
@@ -186,7 +197,7 @@ class Recorder:
         seconds = ("seconds", "draft_seconds", "verify_seconds", "prompt_seconds", "plain_seconds")
         for name in (*seconds, "tokens", "plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.row_tokens += other.row_tokens
+        self.row_tokens += other.ended_rows + other.row_tokens
         self.state_bytes = max(self.state_bytes, other.state_bytes)
         self.way, self.because = other.way, other.because
         self.warnings += [reason for reason in other.warnings if reason not in self.warnings]
@@ -199,7 +210,7 @@ class Recorder:
         accepted_at, drafted_at = list(self.accepted_at), list(self.drafted_at)
         accepted_at += [0] * (len(drafted_at) - len(accepted_at))
         return Report(
-            new_tokens=sum(self.row_tokens),
+            new_tokens=sum(self.ended_rows + self.row_tokens),
             target_passes=self.target_passes,
             drafted=self.drafted,
             accepted=self.accepted,
@@ -211,7 +222,7 @@ class Recorder:
             plain_seconds_per_token=self.plain_seconds / self.plain_tokens if self.plain_tokens else None,
             predicted_speedup=self.predicted_speedup,
             assisted_share=self.assisted_tokens / self.tokens if self.tokens else 0.0,
-            row_tokens=tuple(self.row_tokens),
+            row_tokens=tuple(self.ended_rows + self.row_tokens),
             state_bytes=self.state_bytes,
             way=self.way,
             because=self.because,

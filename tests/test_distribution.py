@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessorList
 
@@ -40,6 +41,9 @@ KNOWN = {
     hf.TopKLogitsWarper: lambda: hf.TopKLogitsWarper(3),
     hf.TopPLogitsWarper: lambda: hf.TopPLogitsWarper(0.7),
     hf.TypicalLogitsWarper: lambda: hf.TypicalLogitsWarper(0.6),
+    hf.WhisperTimeStampLogitsProcessor: lambda: hf.WhisperTimeStampLogitsProcessor(
+        GenerationConfig(eos_token_id=EOS, no_timestamps_token_id=7, max_initial_timestamp_index=2), 2
+    ),
 }
 SEVERAL = (
     hf.RepetitionPenaltyLogitsProcessor,

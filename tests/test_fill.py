@@ -40,7 +40,7 @@ def chain(*rows, q=None):
 
 @pytest.fixture(params=LOOKUPS)
 def lookup(request):
-    call = SimpleNamespace(attention_mask=None, target=SimpleNamespace(masks=SimpleNamespace(trees=True)))
+    call = SimpleNamespace(attention_mask=None, encoded=None, target=SimpleNamespace(masks=SimpleNamespace(trees=True)))
     return LOOKUPS[request.param](call)
 
 

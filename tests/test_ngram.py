@@ -21,7 +21,8 @@ texts = st.lists(st.integers(0, 3), max_size=40)
 
 
 def call(mask=None):
-    return SimpleNamespace(attention_mask=mask, target=SimpleNamespace(masks=SimpleNamespace(trees=True)))
+    target = SimpleNamespace(masks=SimpleNamespace(trees=True))
+    return SimpleNamespace(attention_mask=mask, target=target, encoded=None)
 
 
 def text_of(*rows, limit=64):

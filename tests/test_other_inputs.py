@@ -247,13 +247,3 @@ def test_a_model_that_reads_images_is_assisted_on_text(name: str, rows: int) -> 
         assert model.generate(**call).tolist() == plain.tolist()
     assert model.report is not None
     assert model.report.accepted > 0
-
-
-def test_images_are_decoded_plainly() -> None:
-    target = image_model("gemma3")
-    ids = torch.tensor([[5, 95, 95, 95, 95, 6, 7]])
-    call = CALL | {"input_ids": ids, "pixel_values": torch.zeros(1, 3, 8, 8), "token_type_ids": (ids == 95).long()}
-    plain = target.generate(**call)
-    model = AssistedModelForCausalLM.from_models(target, "suffix", 4)
-    with pytest.warns(DraftingStopped, match="is not text"):
-        assert model.generate(**call).tolist() == plain.tolist()

@@ -19,8 +19,6 @@ from transformers import (
     GenerationConfig,
     LlamaModel,
     PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
     TextStreamer,
 )
 
@@ -576,14 +574,13 @@ def test_states_that_cannot_take_tokens_back_are_refused(architecture: Any) -> N
         AssistedModelForCausalLM.from_models(target, draft=recurrent)
 
 
-def test_models_that_are_no_decoder_with_a_head_are_refused() -> None:
+def test_models_without_a_head_are_refused() -> None:
     target, _ = pair()
-    config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    for other, reason in ((T5ForConditionalGeneration(config), "encoder-decoder"), (LlamaModel(target.config), "head")):
-        with pytest.raises(ValueError, match=f"target: .*{reason}"):
-            AssistedModelForCausalLM.from_models(other, draft=target)
-        with pytest.raises(ValueError, match=f"draft: .*{reason}"):
-            AssistedModelForCausalLM.from_models(target, draft=other)
+    other = LlamaModel(target.config)
+    with pytest.raises(ValueError, match=r"target: .*head"):
+        AssistedModelForCausalLM.from_models(other, draft=target)
+    with pytest.raises(ValueError, match=r"draft: .*head"):
+        AssistedModelForCausalLM.from_models(target, draft=other)
 
 
 def resized(entries: int) -> PreTrainedModel:

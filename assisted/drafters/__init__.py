@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from .base import Call, Drafter, Drafting, Spec, Target
-from .registry import METHODS, parse, read, register
+from .registry import METHODS, parse, read, register, require_fitting
 from .suffix import Suffix
 from .ngram import NGram
 from .recycle import TokenRecycling
@@ -61,4 +61,5 @@ __all__ = [
     "parse",
     "read",
     "register",
+    "require_fitting",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..distribution import Distribution
 from ..drafts import Draft, Round
+from ..engine.cross import Encoded
 from ..engine.needs import NOTHING, Needs
 from ..engine.prepared import CallSettings
 from ..engine.runner import CachedModel
@@ -23,6 +24,7 @@ from ..heads.files import stored_numbers
 from ..lengths.base import DraftLength, Length
 from ..loading.files import inside
 from ..text import Text
+from .room import Room
 
 __all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Room", "Spec", "Target", "require_positive"]
 
@@ -45,25 +47,6 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Room:
-    """A call whose memory is counted, from shapes alone (`assisted plan`).
-
-    Args:
-        target: on the meta device.
-        dtype: that the models compute in.
-        tokens: for which keys and values are kept, of all rows together.
-        per_token: numbers that the target's layers keep for a token, each of them.
-        of_model: counts a causal LM of the draft's own, loaded in this quantization: bytes by part.
-    """
-
-    target: PreTrainedModel
-    dtype: torch.dtype
-    tokens: int
-    per_token: tuple[int, ...]
-    of_model: Callable[[Any], dict[str, int]]
-
-
-@dataclass(frozen=True)
 class Call:
     """One `generate` as a drafter sees it.
 
@@ -82,6 +65,7 @@ class Call:
         states: [B, P', D] each, the prompt's hidden states that the drafter needs (`Drafter.needs`), by index. P' is below P
             if the caller passed past keys and values, or read the prompt in chunks. Valid until the target's next forward
             pass: take what you keep in `Drafter.start`. It may be kept without copying.
+        encoded: of an encoder-decoder, what its encoder has read in this call.
     """
 
     attention_mask: torch.Tensor | None
@@ -93,6 +77,7 @@ class Call:
     earlier: weakref.ref[Drafting] | None = None
     shared: int = 0
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    encoded: Encoded | None = None
 
     def before(self, kind: type[_Kind]) -> _Kind | None:
         """The earlier drafting, if there is one and it is of this kind."""
@@ -198,6 +183,8 @@ class Spec:
     """Which method of serving engines it is (`handover.engines`), if any."""
     not_served: ClassVar[str] = ""
     """Why no engine has it, for the message."""
+    crosses: ClassVar[bool] = False
+    """It can also draft for the decoder of an encoder-decoder, whose cross-attention reads an encoder's output."""
     training: ClassVar[str | None] = None
     """Where its `training.method.Method` is, as "module:class"."""
     stored: ClassVar[tuple[str, str] | None] = None

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import zoo
+from ..engine.cross import is_encoder_decoder
 from ..engine.hooks import is_offloaded
 from ..engine.parts import uncompiled, unwrapped
 from ..engine.traits import Traits, require_rewindable
@@ -49,6 +50,7 @@ class DraftModel(Spec):
     """
 
     title = "Draft model"
+    crosses = True
     has_q = True
     acceptance = (0.5, 0.85)
     quantizes = "model"
@@ -107,14 +109,25 @@ class DraftModel(Spec):
             folder = model.name_or_path
             tokenizer = self.tokenizer or (find_tokenizer(folder) if Path(folder).is_dir() else None)
         _require_usable(model)
+        if is_encoder_decoder(model) and not is_encoder_decoder(unwrapped(target.model)):
+            raise ValueError(
+                f"draft: {type(model).__name__} is an encoder-decoder, and this target has nothing for its encoder to read; "
+                "choose a causal LM"
+            )
         same = same_tokens(target.model, model, target.tokenizer, tokenizer)
         if same or tokenizer is None or target.tokenizer is None:
             if Traits.of(model).is_recurrent:
                 return RecurrentDrafter(model, tokenizer)
+            if is_encoder_decoder(unwrapped(target.model)):
+                return ModelDrafter(model, tokenizer)
             if is_pard(model):
                 return PardDrafter(model, tokenizer)
             offloaded = is_offloaded(unwrapped(target.model))
             return TreeDrafter(model, tokenizer, target.model) if offloaded else ModelDrafter(model, tokenizer)
+        if is_encoder_decoder(unwrapped(target.model)):
+            raise ValueError(
+                "draft: it has another tokenizer than the target, an encoder-decoder; choose one with the same"
+            )
         require_rewindable(model, "draft")  # a translation goes back to earlier prefixes
         size = Traits.of(target.model).vocabulary
         return TranslatedDrafter(model, size, tokenizer, target.tokenizer)
@@ -138,6 +151,7 @@ class DraftTree(DraftModel):
     """
 
     title = "Draft model, large trees"
+    crosses = False
     trees = True
     has_q = False
     served_as = None
@@ -187,6 +201,7 @@ class Pard(DraftModel):
     """
 
     title = "PARD drafts"
+    crosses = False
     acceptance = (0.4, 0.8)
     served_as = None
     not_served = "hand the folder over as a draft model (DraftModel): engines that can draft in parallel recognize it"

@@ -124,8 +124,10 @@ class Lookup(Drafting):
         """Read what was committed since the last call, with one transfer to the host."""
         if self.seen is None:
             self.seen = [text.prompt_length] * text.rows
+            encoded = self.call.encoded  # whose text is copied from as well
+            before = [[]] * text.rows if encoded is None else encoded.tokens(self.call.vocab_size)
             for row, tokens in enumerate(text.prompts(self.call.attention_mask)):
-                self.read(row, tokens)
+                self.read(row, before[row] + tokens)
         for row, tokens in enumerate(text.since(self.seen)):
             if tokens:
                 self.read(row, tokens)

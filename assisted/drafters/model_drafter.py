@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
+from ..engine.cross import Encoded, read_by
 from ..engine.hooks import is_untouched
 from ..engine.host import on_device
 from ..engine.prepared import CallSettings, PreparedModule
@@ -43,9 +44,9 @@ class ModelDrafter(Drafter):
     def _is_sum_of_parts(self) -> bool:
         return is_sum_of_parts(self.model)
 
-    def runner(self, cache: SlotCache, settings: CallSettings) -> CachedModel:
-        """A runner of the draft over these slots, in the form that the call settings ask for."""
-        runner = CachedModel(prepare(self.model, settings, self.fused), cache, self.masks)
+    def runner(self, cache: SlotCache, settings: CallSettings, encoded: Encoded | None = None) -> CachedModel:
+        """A runner of the draft over these slots, in the form that the call settings ask for. encoded: as in `Call`."""
+        runner = CachedModel(read_by(prepare(self.model, settings, self.fused), encoded), cache, self.masks)
         return self.graphs.serve(runner, self.model, settings)
 
     def fused(self, model: PreTrainedModel, trusted: Trust) -> PreparedModule:
@@ -101,7 +102,8 @@ class ModelDrafting(ChainDrafting):
         if self.runner is None:
             slots = self._earlier_slots(text)
             known = 0 if slots is None else slots.get_seq_length()
-            self.runner = self.drafter.runner(self._slots(text.rows) if slots is None else slots, self.call.settings)
+            slots = self._slots(text.rows) if slots is None else slots
+            self.runner = self.drafter.runner(slots, self.call.settings, self.call.encoded)
             if text.prompt_length:
                 prompt = text.ids[:, known : text.prompt_length]
                 self.runner.prefill(self.readable(prompt), self.call.attention_mask)

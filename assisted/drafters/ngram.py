@@ -29,6 +29,7 @@ class NGram(Spec):
     """
 
     title = "n-gram"
+    crosses = True
     acceptance = (0.05, 0.6)
     sample = served_as = "ngram"
 

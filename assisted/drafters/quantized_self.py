@@ -34,6 +34,7 @@ class QuantizedSelf(Spec):
     """
 
     title = "Quantized copy of the target"
+    crosses = True
     has_q = True
     acceptance = (0.85, 0.97)
     quantizes = "target"
@@ -89,5 +90,6 @@ class CopyDrafting(PartDrafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         if self.runner is None:
-            self.runner = self.call.target.part(prepare(self.drafter.model, self.call.settings), "copy")
+            copied, encoded = prepare(self.drafter.model, self.call.settings), self.call.encoded
+            self.runner = self.call.target.part(copied if encoded is None else encoded.around(copied), "copy")
         return self.draft_with(self.runner, text, budget)

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
+from ..engine.cross import Encoded
 from ..engine.host import on_device
 from ..engine.needs import Needs
 from ..engine.prepared import CallSettings
@@ -29,7 +30,7 @@ class RecurrentDrafter(ModelDrafter):
         self.masks = masks_of(model, trust(model))
         self.needs = Needs(lockstep=not self.masks.trees)
 
-    def runner(self, cache: SlotCache, settings: CallSettings) -> CachedModel:
+    def runner(self, cache: SlotCache, settings: CallSettings, encoded: Encoded | None = None) -> CachedModel:
         kind = CachedModel if self.needs.lockstep else target_runner
         return kind(prepare(self.model, settings, self.fused), cache, self.masks)
 

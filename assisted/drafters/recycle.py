@@ -41,6 +41,7 @@ class TokenRecycling(Spec):
     """
 
     title = "Token recycling"
+    crosses = True
     trees = True
     acceptance = (0.1, 0.4)
     sample = "recycle"

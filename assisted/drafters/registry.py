@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .. import zoo
 from ..engine.parts import unwrapped
+from ..engine.traits import Traits
 from ..extras import Registry
 from ..loading.files import fields_of, loading, local_folder
 from ..loading.names import did_you_mean
@@ -155,3 +156,17 @@ def read(fields: dict[str, Any] | None, pair: Path) -> Spec:
         if method is None:
             raise ValueError(f"draft: this version does not know the saved method {fields!r}; pass draft=")
         return method.read(values, pair)
+
+
+def require_fitting(spec: Spec, target: PreTrainedModel) -> None:
+    """Raise ValueError for a method that can't draft for an encoder-decoder, if the target is one."""
+    if not Traits.of(target).crosses:
+        return
+    for part in spec.parts():
+        if part is not spec:
+            require_fitting(part, target)
+        elif not part.crosses:
+            raise ValueError(
+                f"draft: {type(part).__name__} reads or runs parts of a causal LM, and {type(target).__name__} is an "
+                'encoder-decoder; use "suffix", "ngram", "self:int8" or a smaller model with the same tokenizer'
+            )

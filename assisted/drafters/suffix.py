@@ -48,6 +48,7 @@ class Suffix(Spec):
     """
 
     title = "Suffix"
+    crosses = True
     trees = True
     acceptance = (0.05, 0.7)
     sample = served_as = "suffix"

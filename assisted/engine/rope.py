@@ -51,6 +51,12 @@ def change_of(model: PreTrainedModel) -> Change | None:
     return Change(min(change.position for change in found), len(found) == 1 and found[0].once)
 
 
+def turns_by_section(model: PreTrainedModel) -> bool:
+    """Whether a model's angles come from three positions (m-rope): time, height and width, which are equal in text."""
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return "mrope_section" in parameters
+
+
 def reads_anew_at(model: PreTrainedModel) -> int | None:
     """The text length at which `generate` drops the cache and reads the whole text again (Phi-3, when its angles change);
     None for models where it never does."""

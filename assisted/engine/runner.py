@@ -32,7 +32,7 @@ class CachedModel(Runner):
     """A causal LM with its slots.
 
     Args:
-        model: any decoder-only causal LM, or its `PreparedModule`; it is not changed.
+        model: any causal LM, the `Decoder` of an encoder-decoder, or a `PreparedModule` of one; it is not changed.
         cache: its slots.
         masks: `Traits.of(model).masks`, or 2-D ones for somebody's code (`masks_of`).
         needs: what drafters need of it.
@@ -60,9 +60,8 @@ class CachedModel(Runner):
         self.states = States(prepared.taps, cache)
         self.last_only = prepared.last_only
         self.masks = masks
-        self.reads_on = (
-            traits.takes_logits_to_keep
-        )  # whether `prefill` can read after a past: through the whole forward
+        # whether `prefill` can read after a past: through the whole forward
+        self.reads_on = traits.takes_logits_to_keep
         change = change_of(self.model)
         if not prepared.is_own and change is None:  # its angles may change beyond the context, as dynamic ones do
             change = Change(self.context, once=False)
@@ -81,7 +80,7 @@ class CachedModel(Runner):
             mask = None if attention_mask is None else attention_mask[rows, first:]
             kwargs: dict[str, Any] = {"attention_mask": mask}
             if self.traits.takes_positions:
-                if mask is None:
+                if mask is None or self.traits.counts_padding:
                     kwargs["position_ids"] = past + torch.arange(first, ids.shape[1], device=self.device)[None]
                 else:
                     kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0).to(self.device)
@@ -169,10 +168,11 @@ class CachedModel(Runner):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether forward passes can run through `static_forward`. Not with 2-D masks or recurrent states, and not where
-        unused columns would change the others."""
+        """Whether forward passes can run through `static_forward`. Not with 2-D masks, recurrent states or an encoder, and not
+        where unused columns would change the others."""
         return (
             self.masks.trees
+            and not self.traits.crosses
             and not self.cache.right_aligned
             and not self.in_lockstep
             and not self.traits.counts_padding

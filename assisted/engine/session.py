@@ -25,8 +25,8 @@ class Session(DynamicCache):
     drafter; where the text was changed, it is read again from there on. Other code can use a session as a DynamicCache: the
     first such use copies the keys and values out of the slots.
 
-    A session is no more than a DynamicCache after padded prompts and embeddings, and for targets with recurrent layers or 2-D
-    masks.
+    A session is no more than a DynamicCache after padded prompts, embeddings and pictures, and for targets with recurrent
+    layers or 2-D masks.
 
     Args:
         config: the target's.

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .cross import Decoder, is_encoder_decoder, position_embedding
 from .delta import DeltaMixer
 from .libraries import (
     STATE_LAYERS,
@@ -61,6 +62,8 @@ class Traits:
         takes_positions: its forward takes positions.
         is_given_positions: `generate` gives it positions. Otherwise it counts them itself, including padding.
         takes_logits_to_keep: its forward can compute the last logits only.
+        reads: what its prompts may hold beside text: "image", "video", "audio".
+        crosses: it is an encoder-decoder. Everything else is then about its decoder.
     """
 
     vocabulary: int
@@ -75,6 +78,8 @@ class Traits:
     takes_positions: bool
     is_given_positions: bool
     takes_logits_to_keep: bool
+    reads: frozenset[str]
+    crosses: bool
 
     @property
     def is_rewindable(self) -> bool:
@@ -91,12 +96,15 @@ class Traits:
         """The traits of a model as it is now; of an adapter's wrapper, those of the model inside. The same object while neither
         its config nor its forward's signature changes."""
         model = unwrapped(model)
+        model = model.whole if isinstance(model, Decoder) else model
         config = model.config.get_text_config(decoder=True)
+        crosses = is_encoder_decoder(model)
+        own_positions = "decoder_position_ids" if crosses else "position_ids"
         forward: dict[str, Any] = {
             "cache_argument": cache_argument(model),
-            "takes_positions": takes(model, "position_ids"),
-            "is_given_positions": generate_passes(model, "position_ids"),
-            "takes_logits_to_keep": takes(model, "logits_to_keep"),
+            "takes_positions": takes(model, own_positions) or (crosses and position_embedding(model) is not None),
+            "is_given_positions": generate_passes(model, own_positions),
+            "takes_logits_to_keep": not crosses and takes(model, "logits_to_keep"),
         }
         key: Any = (type(model), attention_of(config), *forward.values(), *_values(config))
         found = _KNOWN.get(key)
@@ -111,12 +119,15 @@ class Traits:
                 layers=getattr(config, "num_hidden_layers", 0),
                 context=getattr(config, "max_position_embeddings", None)
                 or getattr(config, "max_seq_len", None)  # MPT's
+                or getattr(config, "max_target_positions", None)  # Whisper's
                 or sys.maxsize,
                 masks=masks if mixers is None or mixers <= {DeltaMixer} else replace(masks, trees=False),
                 column_masks=None if mixers is None or not masks.trees else masks,
                 keeps=keeps,
                 is_recurrent=is_recurrent,
                 experts=experts_of(config),
+                reads=_reads(model),
+                crosses=crosses,
                 **forward,
             )
         return found
@@ -131,29 +142,20 @@ def experts_of(config: Any) -> tuple[int, int] | None:
     return (counts[0], choices[0]) if counts and choices and choices[0] < counts[0] else None
 
 
-def require_decoder(model: Any, role: str) -> None:
-    """Raise ValueError unless a model is a decoder-only causal LM. role: "target" or "draft", for the message."""
-    require_decoder_config(model.config, role)
+def require_head(model: Any, role: str) -> None:
+    """Raise ValueError unless a model can generate text. role: "target" or "draft", for the message."""
     if not model.can_generate():
         raise ValueError(
             f"{role}: {type(model).__name__} has no language-model head to generate with; load it with AutoModelForCausalLM"
         )
 
 
-def require_decoder_config(config: Any, role: str) -> None:
-    """The same from a config, before weights are loaded: AutoModelForCausalLM takes the decoder of some encoder-decoders."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{role}: {config.model_type} is an encoder-decoder; only decoder-only causal LMs can be assisted"
-        )
-
-
 def require_verifiable_cache(model: Any) -> None:
     """Check that a target's cache holds keys and values, which slots can replace, and states of transformers' own kinds.
 
-    Raises ValueError for encoder-decoders and other kinds of caches.
+    Raises ValueError for other kinds of caches.
     """
-    require_decoder(model, "target")
+    require_head(model, "target")
     if not Traits.of(model).is_recurrent:
         require_rewindable(model, "target")
 
@@ -161,9 +163,9 @@ def require_verifiable_cache(model: Any) -> None:
 def require_rewindable(model: Any, role: str) -> None:
     """Check that a model can discard tokens from its cache. role: "target" or "draft", for the message.
 
-    Raises ValueError for encoder-decoders, recurrent states (Mamba, linear attention, hybrids) and other kinds of caches.
+    Raises ValueError for recurrent states (Mamba, linear attention, hybrids) and other kinds of caches.
     """
-    require_decoder(model, role)
+    require_head(model, role)
     if keeps := Traits.of(model).keeps:
         raise ValueError(
             f"{role}: {type(model).__name__} keeps {', '.join(keeps)}, which cannot take back rejected tokens. A {role} of "
@@ -179,6 +181,11 @@ def _keeps(model: Any, config: Any) -> tuple[tuple[str, ...], bool]:
     is_recurrent = kinds <= _STATES and not STATE_LAYERS.isdisjoint(_kinds(config))
     names = ["a recurrent state"] if is_stateful(model) else sorted(kind.__name__ for kind in kinds)
     return tuple(names), is_recurrent
+
+
+def _reads(model: Any) -> frozenset[str]:
+    modalities = getattr(model, "input_modalities", "text")
+    return frozenset([modalities] if isinstance(modalities, str) else modalities) - {"text"}
 
 
 def _mixers(model: Any, config: Any) -> set[type] | None:

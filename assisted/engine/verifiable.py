@@ -9,21 +9,23 @@ states, all other classes and all models that run somebody's code are checked.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..drafts import Draft
 from .agreement import apart, rounding_of
+from .cross import Encoded, alone
 from .libraries import CACHE, RESETS_ANGLES, cannot_draft, without_gradients
 from .masks import Masks
 from .needs import NOTHING, Needs
 from .parts import device_of, unwrapped
+from .prepared import PreparedModule
 from .recurrent import RecurrentCache, RecurrentModel, slots_for, target_runner
 from .rope import change_of
 from .traits import Traits, require_verifiable_cache
@@ -159,11 +161,13 @@ def _compared(
     model: PreTrainedModel, masks: Masks, needs: Needs, prompt: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Logits of the runner, and those of the model one token at a time, [2, n, V] each."""
-    size = Traits.of(model).vocabulary
+    size, module = Traits.of(model).vocabulary, PreparedModule(model)
+    if Traits.of(model).crosses:
+        module = Encoded.trial(model, 2).around(module)
     longest = prompt + 3 + max(map(sum, zip(*_KEEPS, strict=True)))
     ids = (torch.arange(7, 7 + 2 * longest, device=device_of(model)).view(2, longest) * 7919) % size
     expected = _one_by_one(model, ids, prompt)
-    runner = target_runner(model, slots_for(model, None, 2, longest + 3, masks), masks, needs)
+    runner = target_runner(module, slots_for(model, None, 2, longest + 3, masks), masks, needs)
     yield runner.prefill(ids[:, :prompt], None), expected[:, :1]
     here = [0, 0]  # tokens of each row that the slots hold, after the prompt
 
@@ -181,24 +185,32 @@ def _compared(
         beside = []
         for row, at in enumerate(here):
             path = torch.cat([ids[row, : prompt + at + 1], ids[row, prompt + at + 2 : prompt + at + 3]])
-            beside.append(_one_by_one(model, path[None], prompt)[:, -1:])
+            beside.append(_one_by_one(model, path[None], prompt, [row])[:, -1:])
         yield runner(columns(ids, prompt), tree), torch.cat([wanted[:, :2], torch.cat(beside)], 1)
     else:
         yield runner(columns(ids, prompt)), wanted
 
 
-def _one_by_one(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
-    """The logits after a prompt and after every further token, as `generate` computes them, [B, 1 + n - prompt, V] float32."""
+def _one_by_one(model: PreTrainedModel, ids: torch.Tensor, prompt: int, rows: Sequence[int] = (0, 1)) -> torch.Tensor:
+    """The logits after a prompt and after every further token, as `generate` computes them, [B, 1 + n - prompt, V] float32.
+
+    rows: of the trial that these are, which matters for the input of an encoder.
+    """
     cache, traits = DynamicCache(config=model.config.get_text_config(decoder=True)), Traits.of(model)
+    both = EncoderDecoderCache(cache, DynamicCache()) if traits.crosses else None
     found = []
     for start, end in [(0, prompt), *((at, at + 1) for at in range(prompt, ids.shape[1]))]:
         kwargs: dict[str, Any] = {}
+        if both is not None:
+            output: Any = alone(model, Encoded.trial(model, 2), [*rows], ids[:, start:end], both)
+            found.append(output.logits[:, -1:].float())
+            continue
         if start == 0 or traits.cache_argument == CACHE:  # others get a mask for the prompt only
             kwargs["attention_mask"] = torch.ones_like(ids[:, :end])
         if traits.is_given_positions:
             kwargs["position_ids"] = torch.arange(start, end, device=ids.device)[None]
         kwargs[traits.cache_argument] = cache
-        output: Any = model(input_ids=ids[:, start:end], use_cache=True, return_dict=True, **kwargs)
+        output = model(input_ids=ids[:, start:end], use_cache=True, return_dict=True, **kwargs)
         found.append(output.logits[:, -1:].float())
     return torch.cat(found, 1)
 

@@ -183,7 +183,13 @@ _MADE: weakref.WeakKeyDictionary[nn.Module, tuple[Source, _Children | None]] = w
 
 def _fusion(model: PreTrainedModel, trusted: Trust) -> _Fusion | None:
     """How this model can be run faster; None if it can't, or if other code has changed its modules."""
-    if not trusted.is_own or model.training or not is_untouched(model) or torch.is_autocast_enabled(model.device.type):
+    if (
+        Traits.of(model).crosses
+        or not trusted.is_own
+        or model.training
+        or not is_untouched(model)
+        or torch.is_autocast_enabled(model.device.type)
+    ):
         return None
     # packed products in half precision round differently, as other widths do; accepted only where they are faster
     if model.dtype != torch.float32 and not (

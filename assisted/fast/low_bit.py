@@ -82,6 +82,8 @@ class LowBitLinear(nn.Module):
         """What inputs and outputs are padded to, and how many outputs lie together."""
         return _INPUTS[self.bits], _OUTPUTS[self.bits], _TILE[self.bits]
 
+    weight = None  # T5 looks at its dtype, if there is one, before it runs
+
     def _apply(self, fn: Any, recurse: bool = True) -> LowBitLinear:
         """Move with the model; a cast of the model does not cast the scales, whose dtype the kernels prescribe."""
         scales = self.scales

@@ -68,6 +68,14 @@ def copy_files(path: str, folder: Path, *patterns: str) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
+def copy_processor(path: str, *folders: Path) -> None:
+    """Copy what a checkpoint holds of a processor for pictures or sounds, if it can be found. path: a folder or a Hub id."""
+    found = local_folder(path) if path else None  # a model in memory may have any name
+    for folder in folders:
+        if found is not None and found.resolve() != folder.resolve():
+            copy_files(str(found), folder, "*processor_config.json", "chat_template.*")
+
+
 def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor in a checkpoint file; tensors are not read. Raises ValueError that names a broken file."""
     try:

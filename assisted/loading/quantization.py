@@ -14,17 +14,19 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..engine.cross import Encoded, alone, is_encoder_decoder
 from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key
 from ..engine.parts import few_ids, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .backends import BACKENDS, NAMES, Backend, find, names, placed
+from .classes import auto_class
 from .files import copy_files
 from .gguf import unmarked
 
@@ -95,7 +97,7 @@ def load_quantized(
     device_map: Any = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained(path)`, quantized except for layers that the backend would compute incorrectly.
+    """`auto_class(config).from_pretrained(path)`, quantized except for layers that the backend would compute incorrectly.
 
     If `path` is a PEFT adapter, its base model is quantized.
 
@@ -115,9 +117,9 @@ def load_quantized(
     method = resolve(quantization, _computed_in(dtype, config), packed)
     if method is not None:
         with torch.device("meta"):  # _guarded needs shapes only
-            shapes = AutoModelForCausalLM.from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))
+            shapes = auto_class(config).from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))
         kwargs["quantization_config"] = _guarded(method, shapes)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **kwargs)
+    model = auto_class(config).from_pretrained(path, dtype=dtype, device_map=device_map, **kwargs)
     model.config.__dict__.pop(RECORD, None)
     return _settled(model)
 
@@ -199,7 +201,11 @@ def require_runs(model: PreTrainedModel, quantization: Any) -> None:
     quantization: as the caller gave it, for the message. Raises ValueError.
     """
     try:
-        model(input_ids=few_ids(model), use_cache=False)
+        ids = few_ids(model)
+        if is_encoder_decoder(model):
+            alone(model, Encoded.trial(model, 1), [0], ids, None)
+        else:
+            model(input_ids=ids, use_cache=False)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

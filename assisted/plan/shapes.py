@@ -13,11 +13,11 @@ import torch
 from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 from huggingface_hub.utils import TensorInfo
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from .. import zoo
 from ..engine.libraries import CACHE, chooses_experts
-from ..engine.traits import require_decoder_config
+from ..loading.classes import auto_class
 from ..loading.files import stored_in
 from ..loading.gguf import named_in, read_config
 
@@ -64,7 +64,8 @@ class Shapes:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **hub)
         except (OSError, ValueError) as error:
             raise type(error)(f"{role}: {path!r} has no config that can be read: {_first_line(error)}") from error
-        require_decoder_config(config, role)
+        if config.is_encoder_decoder:
+            raise ValueError(f"{role}: {config.model_type} is an encoder-decoder; only causal LMs can be planned")
         if config.model_type == "assisted":
             folder, config = str(Path(folder) / "target"), config.target
         tensors = _headers(folder, path, role, hub).values()
@@ -155,7 +156,7 @@ def _on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTr
     stored = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
     dtype = getattr(torch, stored) if isinstance(stored, str) else stored
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if chooses_experts(model):
         model.set_experts_implementation("batched_mm")  # the only one that reads no values
     return model.eval()

@@ -16,6 +16,7 @@ from ..engine.prepared import CallSettings, PreparedModule
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
 from ..engine.trust import Trust
+from ..engine.window import keep_last, went_on
 from ..fast.fused import fused, is_sum_of_parts, prepare
 from ..fast.graphs import Graphs
 from ..text import Text, tokens_from
@@ -32,6 +33,7 @@ class ModelDrafter(Drafter):
     """
 
     model: PreTrainedModel
+    window: int | None = None  # `DraftModel.draft_window`
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         self.model = model
@@ -52,8 +54,7 @@ class ModelDrafter(Drafter):
         """The draft in fewer operations; the outer forward is skipped if it does nothing but call the submodules."""
         prepared = fused(model, trusted)
         skips = trusted.is_own and is_untouched(model) and self._is_sum_of_parts
-        through_parts = prepared.through_parts or skips
-        return replace(prepared, through_parts=through_parts)
+        return replace(prepared, through_parts=prepared.through_parts or skips)
 
     def start(self, call: Call) -> Drafting:
         return ModelDrafting(self, call)
@@ -78,6 +79,7 @@ class ModelDrafting(ChainDrafting):
         runner = self._catch_up_prompt(text)
         rows = text.unfinished
         runner.run_only(rows)
+        keep_last(runner.cache, self.drafter.window)
         budget = min(budget, runner.room([text.lengths[row] for row in rows]) - 1)
         return self._draft(runner, text, budget) if budget > 0 else Draft.empty(text.rows, text.ids.device)
 
@@ -100,10 +102,9 @@ class ModelDrafting(ChainDrafting):
     def _catch_up_prompt(self, text: Text) -> CachedModel:
         if self.runner is None:
             slots = self._earlier_slots(text)
-            known = 0 if slots is None else slots.get_seq_length()
             self.runner = self.drafter.runner(self._slots(text.rows) if slots is None else slots, self.call.settings)
             if text.prompt_length:
-                prompt = text.ids[:, known : text.prompt_length]
+                prompt = text.ids[:, self.runner.cache.known[0] : text.prompt_length]
                 self.runner.prefill(self.readable(prompt), self.call.attention_mask)
             else:  # the prompt consists of embeddings, which only the target can read
                 self.runner.cache.begin_rounds()
@@ -117,8 +118,8 @@ class ModelDrafting(ChainDrafting):
         slots = earlier.runner.cache
         if not (slots.can_go_on and earlier.runner.reads_on and slots.rows == text.rows) or not text.prompt_length:
             return None
-        slots.go_on(min(*slots.known, call.shared, text.prompt_length - 1), call.limit)
-        return slots if call.attention_mask is None else None
+        known = min(*slots.known, call.shared, text.prompt_length - 1)
+        return slots if call.attention_mask is None and went_on(slots, known, call.limit) else None
 
     def _slots(self, rows: int) -> SlotCache:
         return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)

@@ -60,9 +60,8 @@ class CachedModel(Runner):
         self.states = States(prepared.taps, cache)
         self.last_only = prepared.last_only
         self.masks = masks
-        self.reads_on = (
-            traits.takes_logits_to_keep
-        )  # whether `prefill` can read after a past: through the whole forward
+        # whether `prefill` can read after a past: through the whole forward
+        self.reads_on = traits.takes_logits_to_keep
         change = change_of(self.model)
         if not prepared.is_own and change is None:  # its angles may change beyond the context, as dynamic ones do
             change = Change(self.context, once=False)
@@ -75,7 +74,7 @@ class CachedModel(Runner):
         After `SlotCache.go_on`, the prompt's further columns, without a mask.
         """
         self.cache.hide(attention_mask)
-        past = max((layer.filled for layer in self.cache.slot_layers), default=0)
+        past = max((layer.filled for layer in self.cache.slot_layers), default=0) - min(0, *self.cache.padding)
 
         def read(rows: list[int], first: int) -> torch.Tensor:
             mask = None if attention_mask is None else attention_mask[rows, first:]
@@ -200,7 +199,7 @@ class CachedModel(Runner):
         """Positions left after the longest of these texts until the model's context ends or its rotary angles change."""
         # aligned rows all end at the same slot, finished rows too
         aligned = 0 if self.masks.trees else max(self.cache.lengths) + 1
-        ahead = max(0, -min(self.cache.padding))  # positions ahead of slots, if the caller's began later
+        ahead = max(0, -min(self.cache.prompt_padding))  # positions ahead of columns, if the caller's began later
         room = self.context - max(*lengths, aligned) - ahead
         own = None if self.change is None else self.change.room(max(self.first_positions()))
         return room if own is None else min(room, own)
@@ -213,7 +212,7 @@ class CachedModel(Runner):
     def _positions(self, depths: torch.Tensor, used: list[int] | None) -> torch.Tensor:
         """Positions of the forward pass just placed, [B, n]. Unused columns beyond the context get position 0."""
         positions = on_device(self.first_positions(), self.device)[:, None] + depths
-        if used is None or self.cache.top <= self.context:
+        if used is None or self.cache.top - min(0, *self.cache.padding) <= self.context:
             return positions
         return positions.masked_fill(depths >= on_device(used, self.device)[:, None], 0)
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 from safetensors import safe_open
 from tables import about, arguments, figures, markdown_table, paired, publish, raced
 
-from assisted import MTP, AssistedModelForCausalLM, DFlash, Eagle, Pard
+from assisted import MTP, AssistedModelForCausalLM, DFlash, DraftModel, Eagle, Pard
 from assisted.bench import Result, Rules, read
 from assisted.lengths.policies import Never
 
@@ -37,6 +39,20 @@ TRAININGS: dict[str, tuple[str, ...]] = {
 NO_DRAFT = "no draft"
 TEMPERATURES = (0.0, 0.8)
 VOCABULARY = ("embed_tokens", "lm_head", "markov_w1", "markov_w2")  # weights that grow with the vocabulary
+LENGTHS = (4, 7)
+BUSY = 1.5  # load of other processes and this one, above which times are called rough
+COLUMNS = (
+    "draft",
+    "weights of layers",
+    "over the vocabulary",
+    "1 - TV",
+    "draft length",
+    "tokens per pass, T = 0",
+    "T = 0.8",
+    "draft ms a round, T = 0",
+    "times plain, T = 0",
+    "T = 0.8",
+)
 
 
 def train(args: argparse.Namespace) -> dict[str, Path]:
@@ -50,6 +66,96 @@ def train(args: argparse.Namespace) -> dict[str, Path]:
         own = [*options, "--target", args.model, "--text", *args.text, *plan, "--out", folders[name]]
         subprocess.run([sys.executable, "-m", "assisted", "train", *map(str, own)], check=True)
     return folders
+
+
+def specs(folders: dict[str, Path]) -> dict[str, Any]:
+    """What drafts chains from each folder, by name."""
+    paths = {name: str(folder) for name, folder in folders.items()}
+    return {
+        "MTP": MTP(paths["MTP"], tree=False),
+        "EAGLE-3": Eagle(paths["EAGLE-3"], tree=False),
+        "DFlash": DFlash(paths["DFlash"], tree=False),
+        "DSpark": DFlash(paths["DSpark"], tree=False),
+        "PARD": Pard(paths["PARD"]),
+        "draft model": DraftModel(paths["draft model"]),
+    }
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    """How many numbers a drafter has, and how its training went."""
+    sizes = {False: 0, True: 0}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                grows = any(part in name for part in VOCABULARY)
+                sizes[grows] += math.prod(tensors.get_slice(name).get_shape())
+    lines = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
+    settings = json.loads((folder / "training.json").read_text())
+    return {
+        "layers": sizes[False],
+        "vocabulary": sizes[True],
+        "tokens": settings["steps"] * settings["batch"] * settings["context"],
+        "held_out": [line for line in lines if "greedy" in line][-1],
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    folders = train(args)
+    pair = AssistedModelForCausalLM.from_pretrained(args.model)
+    drafts: dict[str, tuple[Any, Any]] = {NO_DRAFT: ("suffix", Never())}
+    drafts |= {f"{name}, {n}": (spec, n) for name, spec in specs(folders).items() for n in LENGTHS}
+    methods = paired(pair.target, pair.tokenizer, drafts)
+    prompts = read(["code"], pair.tokenizer, args.prompts)
+    races = {}
+    for temperature in TEMPERATURES:
+        rules = Rules(args.new_tokens, temperature=temperature)
+        races[f"{temperature:g}"] = raced(args, pair, methods, prompts, rules, target=args.model).to_dict()
+    return {
+        "about": about(pair, prompts=args.prompts, repeats=args.repeats),
+        "new_tokens": args.new_tokens,
+        "model": args.model,
+        "load": os.getloadavg()[0],
+        "trained": {name: trained(folder) for name, folder in folders.items()},
+        "races": races,
+    }
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The table as it stands in the docs."""
+    its, of_drafts = found["about"], found["trained"]
+    (tokens,) = {one["tokens"] for one in of_drafts.values()}
+    busy = "" if found["load"] < BUSY else f" Other processes ran (load {found['load']:.1f}), so the times are rough."
+    lines = [
+        f"`python benchmarks/drafts.py`: `{found['model']}`, {tokens:,} tokens of training for each drafter, {its['prompts']} "
+        f"prompts of held-out code, {found['new_tokens']} new tokens, chains of a fixed length, {its['dtype']}, CPU threads: "
+        f'{its["threads"]}, {its["processor"]}, torch {its["torch"]}. All methods take turns in one run. "1 - TV" is the share '
+        "of tokens accepted when sampling, at the first and at the fifth drafted position of held-out text. Times plain is the "
+        f"speedup over plain `generate` in its fastest mode, with a 95% interval.{busy}",
+        "",
+    ]
+    rows = [{row.name: row for row in Result.from_dict(race).points[0].ran} for race in found["races"].values()]
+    cells = []
+    for name in rows[0]:
+        drafter, _, length = name.removeprefix("assisted ").rpartition(", ")
+        known, cold = of_drafts.get(drafter), rows[0][name]
+        if known is None and name not in (NO_DRAFT, f"assisted {NO_DRAFT}"):
+            continue
+        sizes = ["", ""] if known is None else [f"{known[key] / 1e6:.2f} M" for key in ("layers", "vocabulary")]
+        sure = [] if known is None else known["held_out"]["sampled"]
+        each = [rows[0][name], rows[1][name]]
+        drafting = (cold.draft or 0.0) * (cold.milliseconds_per_token or 0.0) * (cold.tokens_per_pass or 1.0)
+        cells.append(
+            [
+                drafter or NO_DRAFT,
+                *sizes,
+                f"{sure[0]:.0%}, {sure[4]:.0%}" if len(sure) > 4 else f"{sure[0]:.0%}" if sure else "",
+                length if drafter else "",
+                *(f"{row.tokens_per_pass or 1:.2f}" for row in each),
+                f"{drafting:.2f}" if drafter else "",
+                *("" if row.speedup is None else str(row.speedup) for row in each),
+            ]
+        )
+    return "\n".join([*lines, *markdown_table(COLUMNS, cells)])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,6 +177,8 @@ def main() -> None:
     args = parser().parse_args()
     if args.train_only:
         train(args)
+        return
+    publish(markdown(figures(args, measure)), args.docs, "drafts")
 
 
 if __name__ == "__main__":

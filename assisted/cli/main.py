@@ -1,4 +1,4 @@
-"""The command line: `assisted demo | generate | chat | train | bench | doctor | plan | handover | zoo`.
+"""The command line: `assisted demo | generate | chat | train | bench | doctor | plan | handover | shrink-vocabulary | zoo`.
 
 Knows arguments, standard streams and exit codes. The work is done elsewhere, in modules that a command imports when it runs.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from . import bench, doctor, handover, plan
+from . import bench, doctor, handover, plan, shrink
 from . import train as training
 from .arguments import (
     DEFAULT,
@@ -54,6 +54,9 @@ _EXAMPLES = {
         'assisted plan Qwen/Qwen3-8B --card "RTX 4070" --context 4096',
     ),
     "handover": ("assisted handover vllm PAIR --out DIR",),
+    "shrink-vocabulary": (
+        "assisted shrink-vocabulary zoo:draft --target zoo:target --tokens 1024 --text zoo --out small",
+    ),
 }
 _CHAT_HELP = "/reset starts a new conversation; /quit or Ctrl-D ends; Ctrl-C stops the program."
 
@@ -326,6 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add(command)
     plan.add(command)
     handover.add(command)
+    shrink.add(command)
 
     zoo = commands.add_parser("zoo", help="the models of zoo: names", description="The models of zoo: names.")
     zoo.set_defaults(alone=zoo)

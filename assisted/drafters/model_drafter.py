@@ -12,6 +12,7 @@ from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.hooks import is_untouched
 from ..engine.host import on_device
+from ..engine.kept import Kept
 from ..engine.prepared import CallSettings, PreparedModule
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
@@ -40,6 +41,7 @@ class ModelDrafter(Drafter):
         self.tokenizer = tokenizer
         self.masks = Traits.of(model).masks
         self.graphs = Graphs()
+        self.kept = Kept(model.config)  # the tokens that it predicts
 
     @functools.cached_property
     def _is_sum_of_parts(self) -> bool:
@@ -47,8 +49,8 @@ class ModelDrafter(Drafter):
 
     def runner(self, cache: SlotCache, settings: CallSettings) -> CachedModel:
         """A runner of the draft over these slots, in the form that the call settings ask for."""
-        runner = CachedModel(prepare(self.model, settings, self.fused), cache, self.masks)
-        return self.graphs.serve(runner, self.model, settings)
+        model = self.kept.of(self.model)
+        return self.graphs.serve(CachedModel(prepare(model, settings, self.fused), cache, self.masks), model, settings)
 
     def fused(self, model: PreTrainedModel, trusted: Trust) -> PreparedModule:
         """The draft in fewer operations; the outer forward is skipped if it does nothing but call the submodules."""
@@ -98,6 +100,9 @@ class ModelDrafting(ChainDrafting):
         cache = self.runner.cache
         cache.rewind([base + min(count, read) for base, count in zip(self.committed, round.accepted, strict=True)])
         self.proposed = None
+
+    def fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
+        return super().fitted(self.drafter.kept.over_all(logits, self.own_size), text)
 
     def _catch_up_prompt(self, text: Text) -> CachedModel:
         if self.runner is None:

@@ -156,10 +156,10 @@ class SlotCache(Cache):
                 self._swap(place, self.order.index(place))
         self.running = list(self.order)
         self.limit = max(self.limit, limit, 2 * self.capacity)  # over all prompts, memory grows by doubling
-        length += self.padding[0]  # 0, or below it by the slots that a window has dropped
-        self.lengths, self.start = [length] * self.rows, None
+        # a padding below 0 counts the slots that a window has dropped
+        self.lengths, self.start = [length + self.padding[0]] * self.rows, None
         for layer in self.slot_layers:
-            layer.filled = length
+            layer.filled = self.lengths[0]
 
     @property
     def can_go_on(self) -> bool:

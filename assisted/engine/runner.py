@@ -170,12 +170,7 @@ class CachedModel(Runner):
     def is_capturable(self) -> bool:
         """Whether forward passes can run through `static_forward`. Not with 2-D masks or recurrent states, and not where
         unused columns would change the others."""
-        return (
-            self.masks.trees
-            and not self.cache.right_aligned
-            and not self.in_lockstep
-            and not self.traits.counts_padding
-        )
+        return self.masks.trees and not (self.cache.right_aligned or self.in_lockstep or self.traits.counts_padding)
 
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
         """Keep `counts[b]` columns of the last forward pass: the first ones, or those of a tree's accepted `path`."""

@@ -2,8 +2,8 @@
 
     python benchmarks/draft_vocabulary.py --out benchmarks/draft_vocabulary.json --docs docs/howto/train.md
 
-The shipped draft and EAGLE-3 head, reduced by `assisted shrink-vocabulary`; held-out code; chains of 4 tokens; forward passes are
-counted. Then one row through an output layer of SmolLM2-135M's shape, in CPU time of one thread, with the step that fills the
+The shipped draft and EAGLE-3 head, reduced by `assisted shrink-vocabulary`; held-out code; chains of 4 tokens; forward passes
+are counted. Then one row through an output layer of SmolLM2-135M's shape, in CPU time of one thread, with the step that fills the
 logits of the other tokens.
 """
 
@@ -36,7 +36,7 @@ def measure(args: Any) -> dict[str, Any]:
     pair = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft")
     target, tokenizer = pair.target, pair.tokenizer
     text = read_text(tokenizer, ["zoo"])
-    prompts = [tokenizer(p.text, return_tensors="pt").input_ids for p in read(["code"], tokenizer, args.prompts)]
+    prompts = [prompt.ids for prompt in read(["code"], tokenizer, args.prompts)]
     points = []
     with tempfile.TemporaryDirectory() as folder:
         for name, path in (("draft model", "zoo:draft"), ("EAGLE-3", "zoo:eagle3")):
@@ -86,8 +86,8 @@ def markdown(found: dict[str, Any]) -> str:
     """The tables as they stand in the docs."""
     its = found["about"]
     lines = [
-        f"`python benchmarks/draft_vocabulary.py`: {its['prompts']} prompts of held-out code, {found['new_tokens']} new tokens, "
-        f"chains of {DRAFTED} tokens, {its['dtype']}. Coverage is the share of the held-out text's tokens that can be drafted.",
+        f"`python benchmarks/draft_vocabulary.py`: {its['prompts']} prompts of held-out code, {found['new_tokens']} new "
+        f"tokens, chains of {DRAFTED} tokens, {its['dtype']}. Coverage is the share of the held-out text's tokens that can be drafted.",
         "",
     ]
     cells = [

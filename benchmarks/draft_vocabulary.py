@@ -3,8 +3,8 @@
     python benchmarks/draft_vocabulary.py --out benchmarks/draft_vocabulary.json --docs docs/howto/train.md
 
 The shipped draft and EAGLE-3 head, reduced by `assisted shrink-vocabulary`; held-out code; chains of 4 tokens; forward passes
-are counted. Then one row through an output layer of SmolLM2-135M's shape, in CPU time of one thread, with the step that fills the
-logits of the other tokens.
+are counted. Then one row through an output layer of SmolLM2-135M's shape, in CPU time of one thread, with the step that fills
+the logits of the other tokens.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def markdown(found: dict[str, Any]) -> str:
     its = found["about"]
     lines = [
         f"`python benchmarks/draft_vocabulary.py`: {its['prompts']} prompts of held-out code, {found['new_tokens']} new "
-        f"tokens, chains of {DRAFTED} tokens, {its['dtype']}. Coverage is the share of the held-out text's tokens that can be drafted.",
+        f"tokens, chains of {DRAFTED} tokens, {its['dtype']}. Coverage is the share of the held-out text's tokens that can be "
+        "drafted.",
         "",
     ]
     cells = [

@@ -28,6 +28,7 @@ from .base import Room, Spec, Target, require_positive
 from .model_drafter import ModelDrafter
 from .other_tokenizer import TranslatedDrafter
 from .pard import PardDrafter, is_pard
+from .pard2 import Pard2Drafter, is_pard2, load_projection
 from .recurrent_drafter import RecurrentDrafter
 from .registry import heads_at, kind_of, register
 from .tree_drafter import BEAM, CANDIDATES, TreeDrafter
@@ -83,6 +84,8 @@ class DraftModel(Spec):
         own = drafter.tokenizer or tokenizer
         if own is not None:
             own.save_pretrained(path)
+        if isinstance(drafter, Pard2Drafter):
+            drafter.save(path)
 
     def chosen(self, target: Target) -> Spec:
         """The spec of another method if a Hub id that was not downloaded yet holds its heads, as config.json shows."""
@@ -133,6 +136,8 @@ class DraftModel(Spec):
         if same or tokenizer is None or target.tokenizer is None:
             if Traits.of(model).is_recurrent:
                 return RecurrentDrafter(model, tokenizer)
+            if is_pard2(model) and (projection := load_projection(model)) is not None:
+                return Pard2Drafter(model, tokenizer, target.model, projection)
             if is_pard(model):
                 return PardDrafter(model, tokenizer)
             offloaded = is_offloaded(unwrapped(target.model))
@@ -234,6 +239,9 @@ class Pard(DraftModel):
         if isinstance(drafter, (RecurrentDrafter, TranslatedDrafter)):
             what = "recurrent states" if isinstance(drafter, RecurrentDrafter) else "another tokenizer than the target"
             raise ValueError(f"draft: this draft has {what}, so it drafts token by token; use DraftModel")
+        if isinstance(drafter, Pard2Drafter):
+            drafter.tokens = self.tokens or drafter.tokens
+            return drafter
         return PardDrafter(drafter.model, drafter.tokenizer, self.tokens)
 
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ NO_DRAFT = "no draft"
 TEMPERATURES = (0.0, 0.8)
 VOCABULARY = ("embed_tokens", "lm_head", "markov_w1", "markov_w2")  # weights that grow with the vocabulary
 LENGTHS = (4, 7)
-BUSY = 1.5  # load of other processes and this one, above which times are called rough
 COLUMNS = (
     "draft",
     "weights of layers",
@@ -60,25 +59,23 @@ def train(args: argparse.Namespace) -> dict[str, Path]:
     plan = ["--batch", args.batch, "--context", args.context, "--steps", args.steps, "--optimizer", "muon"]
     plan += ["--lr", "2e-3", "--matrix-lr", "0.02", "--evaluate-every", max(1, args.steps // 2)]
     folders = {name: args.work / name.lower().replace(" ", "-") for name in TRAININGS}
-    for name, options in TRAININGS.items():
+    folders = {name: folder for name, folder in folders.items() if name in args.only}
+    for name in folders:
         if (folders[name] / "training.json").exists():
             continue
-        own = [*options, "--target", args.model, "--text", *args.text, *plan, "--out", folders[name]]
+        own = [*TRAININGS[name], "--target", args.model, "--text", *args.text, *plan, "--out", folders[name]]
         subprocess.run([sys.executable, "-m", "assisted", "train", *map(str, own)], check=True)
     return folders
 
 
 def specs(folders: dict[str, Path]) -> dict[str, Any]:
     """What drafts chains from each folder, by name."""
-    paths = {name: str(folder) for name, folder in folders.items()}
-    return {
-        "MTP": MTP(paths["MTP"], tree=False),
-        "EAGLE-3": Eagle(paths["EAGLE-3"], tree=False),
-        "DFlash": DFlash(paths["DFlash"], tree=False),
-        "DSpark": DFlash(paths["DSpark"], tree=False),
-        "PARD": Pard(paths["PARD"]),
-        "draft model": DraftModel(paths["draft model"]),
-    }
+    kinds: dict[str, Any] = {"MTP": MTP, "EAGLE-3": Eagle, "DFlash": DFlash, "DSpark": DFlash, "PARD": Pard}
+    found = {}
+    for name, folder in folders.items():
+        kind = kinds.get(name, DraftModel)
+        found[name] = kind(str(folder)) if kind in (Pard, DraftModel) else kind(str(folder), tree=False)
+    return found
 
 
 def trained(folder: Path) -> dict[str, Any]:
@@ -101,6 +98,8 @@ def trained(folder: Path) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     folders = train(args)
+    if args.cpu_time:
+        time.perf_counter = time.process_time
     pair = AssistedModelForCausalLM.from_pretrained(args.model)
     drafts: dict[str, tuple[Any, Any]] = {NO_DRAFT: ("suffix", Never())}
     drafts |= {f"{name}, {n}": (spec, n) for name, spec in specs(folders).items() for n in LENGTHS}
@@ -114,7 +113,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "about": about(pair, prompts=args.prompts, repeats=args.repeats),
         "new_tokens": args.new_tokens,
         "model": args.model,
-        "load": os.getloadavg()[0],
+        "cpu_time": args.cpu_time,
+        "compiled": not args.no_compile,
         "trained": {name: trained(folder) for name, folder in folders.items()},
         "races": races,
     }
@@ -124,13 +124,14 @@ def markdown(found: dict[str, Any]) -> str:
     """The table as it stands in the docs."""
     its, of_drafts = found["about"], found["trained"]
     (tokens,) = {one["tokens"] for one in of_drafts.values()}
-    busy = "" if found["load"] < BUSY else f" Other processes ran (load {found['load']:.1f}), so the times are rough."
+    modes = "its fastest mode" if found["compiled"] else "its fastest mode without a compiler"
+    busy = " Other processes ran meanwhile: times are CPU time of this one, and rough." if found["cpu_time"] else ""
     lines = [
         f"`python benchmarks/drafts.py`: `{found['model']}`, {tokens:,} tokens of training for each drafter, {its['prompts']} "
         f"prompts of held-out code, {found['new_tokens']} new tokens, chains of a fixed length, {its['dtype']}, CPU threads: "
         f'{its["threads"]}, {its["processor"]}, torch {its["torch"]}. All methods take turns in one run. "1 - TV" is the share '
         "of tokens accepted when sampling, at the first and at the fifth drafted position of held-out text. Times plain is the "
-        f"speedup over plain `generate` in its fastest mode, with a 95% interval.{busy}",
+        f"speedup over plain `generate` in {modes}, with a 95% interval.{busy}",
         "",
     ]
     rows = [{row.name: row for row in Result.from_dict(race).points[0].ran} for race in found["races"].values()]
@@ -169,6 +170,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--work", type=Path, default=Path("drafts"), help="holds the trained drafters (default: drafts)")
     found.add_argument("--model", default="zoo:target", help="the target (default: %(default)s)")
     found.add_argument("--text", nargs="+", default=["zoo"], help="to train on, as for `assisted train` (default: zoo)")
+    found.add_argument("--only", nargs="+", default=list(TRAININGS), choices=list(TRAININGS), help="(default: all)")
+    found.add_argument("--cpu-time", action="store_true", help="for a busy machine; with one thread")
     found.add_argument("--train-only", action="store_true", help="train and measure nothing")
     return found
 

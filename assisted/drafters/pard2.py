@@ -150,8 +150,8 @@ class Pard2Drafter(PardDrafter):
 
 
 class Pard2Drafting(PardDrafting):
-    """As PARD's. To the embedding of token i, the projection of the target's state of token i - 1 is added, that of zeros for the
-    first token; to those of masks, the last one that is known.
+    """As PARD's. To the embedding of token i, the projection of the target's state of token i - 1 is added, for the first token
+    that of zeros; to those of masks, the last one that is known.
 
     Invariant between rounds: `features[b]` are those of row b's columns from `begin[b]` on, up to the last but one.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from methods import in_parallel
 from mtp_heads import trained_mtp
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, tokenizer
 from test_session import plain_talk, talked, turns, written
+from transformers import DynamicCache
 
 from assisted import (
     MTP,
@@ -30,6 +32,7 @@ from assisted import (
     Suffix,
 )
 from assisted.drafters import Target, model_drafter, parse, read
+from assisted.drafters.eagle import EagleDrafting
 from assisted.drafters.model_drafter import ModelDrafting
 from assisted.engine.cache import SlotCache
 from assisted.engine.window import AHEAD, SINKS, dropped_from, holds_end_of, keep_last, slots_for_window
@@ -168,6 +171,62 @@ def test_a_draft_comes_from_the_tokens_that_are_kept(parallel: bool, monkeypatch
             kept += range(known, known + proposed.width - 1)
             known += proposed.width - 1
     assert len(kept) <= slots_for_window(WINDOW) + 8 < len(seen[-1][0])
+
+
+@pytest.mark.parametrize("draft", ["eagle-1, chains", "eagle-3, chains", "mtp, chains", "dflash, chains"])
+@torch.no_grad()
+def test_heads_draft_from_what_is_kept(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for the first token of each draft of a head, and for all tokens of a block."""
+    target = build(BY_NAME["llama"])
+    with torch.enable_grad():  # to train it
+        spec = DRAFTS[draft.replace("eagle-3, chains", "eagle-3, trees")](target)
+    spec = replace(spec, tree=False)
+    model = AssistedModelForCausalLM.from_models(target, spec, draft_length=3, draft_window=WINDOW)
+    seen: list[tuple[list[int], Any]] = []
+    propose, head = EagleDrafting.propose, model.drafter.head
+
+    def watched(drafting: EagleDrafting, text: Any, budget: int) -> Any:
+        proposed = propose(drafting, text, budget)
+        seen.append((text.ids[0, : text.lengths[0]].tolist(), proposed))
+        return proposed
+
+    monkeypatch.setattr(EagleDrafting, "propose", watched)
+    with no_fallback():
+        model.generate(prompt(length=20)["ids"], **CALL | {"max_new_tokens": 50})
+    size = len(seen[-1][0])
+    visible, kept, known = torch.zeros(size, size, dtype=torch.bool), [], 0
+    for tokens, proposed in seen:
+        columns = len(tokens) - 1  # the last token has no state
+        if len(kept) > slots_for_window(WINDOW):
+            kept = kept[:SINKS] + kept[-WINDOW:]
+        for column in range(known, columns):
+            visible[column, [*kept, *range(known, column + 1)]] = True
+        kept, known = [*kept, *range(known, columns)], columns
+        ids = torch.tensor([tokens])
+        states = target(ids, output_hidden_states=True).hidden_states
+        fused = head.fuse(torch.cat([states[tap][:, :-1] for tap in head.config.taps], -1))
+        if draft.startswith("dflash"):
+            expected = block_after(head, target, fused, kept, tokens[-1])[: proposed.width]
+        else:
+            mask = visible[None, None, :columns, :columns]
+            made = head(head.embed(ids[:, 1:], target), fused, torch.arange(columns)[None], mask)
+            expected = [int(head.logits(made[:, -1], target).argmax(-1))]
+        assert proposed.tokens[0, : len(expected)].tolist() == expected
+    assert len(kept) <= slots_for_window(WINDOW) + 4 < known
+
+
+def block_after(head: Any, target: Any, states: torch.Tensor, kept: list[int], anchor: int) -> list[int]:
+    """The top-1 tokens of a block after a text of which these columns are kept."""
+    cache, columns = DynamicCache(), torch.tensor([kept])
+    head.remember(states[:, kept], columns, cache)
+    rows = states.shape[1] + torch.arange(head.config.block_size)[None]
+    masks = head.masks(
+        torch.ones(1, 1, len(kept) + rows.shape[1], dtype=torch.bool),
+        torch.cat([columns, rows], 1)[:, None] - rows[:, :, None],
+    )
+    made = head(head.embed_block(head.block_ids(torch.tensor([[anchor]])), target), rows, masks, cache)
+    found: list[int] = head.logits(made[:, head.config.first_row :], target)[0].argmax(-1).tolist()
+    return found
 
 
 @pytest.mark.parametrize("fast", ["auto", "eager"])

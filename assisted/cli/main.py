@@ -54,9 +54,7 @@ _EXAMPLES = {
         'assisted plan Qwen/Qwen3-8B --card "RTX 4070" --context 4096',
     ),
     "handover": ("assisted handover vllm PAIR --out DIR",),
-    "shrink-vocabulary": (
-        "assisted shrink-vocabulary zoo:draft --target zoo:target --tokens 1024 --text zoo --out small",
-    ),
+    "shrink-vocabulary": ("assisted shrink-vocabulary DIR --target DIR --tokens 8192 --text zoo --out DIR",),
 }
 _CHAT_HELP = "/reset starts a new conversation; /quit or Ctrl-D ends; Ctrl-C stops the program."
 

@@ -97,7 +97,7 @@ def test_the_layer_is_made_again_when_the_weights_are_replaced() -> None:
     model = limited(build(BY_NAME["llama"]))
     kept = Kept(model.config)
     first = kept.of(model)
-    assert kept.of(model) is first and copy.deepcopy(kept)._made is None
+    assert kept.of(model) is first and copy.deepcopy(kept).of(model) is not first
     model.double()
     assert kept.of(model) is not first and kept.of(model).lm_head.weight.dtype == torch.float64
     model.lm_head = nn.Sequential(model.lm_head)

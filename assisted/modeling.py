@@ -134,6 +134,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         *model_args: Any,
         draft: Any = None,
         draft_quantization: Any = None,
+        draft_window: int | None = None,
         draft_length: int | str | lengths.DraftLength | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -150,6 +151,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 draft, and any other target drafts from its own text: `"suffix"`.
             draft_quantization: how a draft named by a path is quantized: a name of `assisted.loading.quantization.NAMES` or a
                 transformers quantization config.
+            draft_window: how many of the last tokens the draft keeps keys and values of, which bounds its memory; default: all.
+                See `DraftModel`.
             draft_length: when to stop drafting: "adaptive" (default; measures costs on this machine, and disables drafting
                 whenever it does not pay off), a number of tokens, "confidence", or a policy object
                 (`assisted.lengths`, `assisted.lengths.Adaptive`).
@@ -209,7 +212,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
         else:
             kwargs["config"] = config
-        spec = _with_tokenizer(drafters.parse(draft, draft_quantization), tokenizer, draft_tokenizer)
+        spec = _with_tokenizer(drafters.parse(draft, draft_quantization, draft_window), tokenizer, draft_tokenizer)
         kwargs = trusting(path, base, **_with_dtype(config, kwargs))
         of_file: dict[str, Any] = {}
         if gguf_file is not None:
@@ -241,6 +244,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         draft_quantization: Any = None,
         fast: str = "auto",
         exact: str | None = None,
+        draft_window: int | None = None,
     ) -> AssistedModelForCausalLM:
         """Wrap models that are already loaded. Neither is changed.
 
@@ -252,8 +256,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             tokenizer: the target's. With both tokenizers, the pair distinguishes a padded vocabulary from a different one, and
                 translates tokens between different ones.
             draft_tokenizer: the draft's.
-            draft_quantization: as for `from_pretrained`.
-            fast, exact: as for `from_pretrained`.
+            draft_quantization, fast, exact, draft_window: as for `from_pretrained`.
 
         Raises ValueError for models that do not fit together.
         """
@@ -268,7 +271,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 'Leave that out: fast="compile" compiles the forward passes that run here.',
                 stacklevel=2,
             )
-        spec = _with_tokenizer(drafters.parse(draft, draft_quantization), tokenizer, draft_tokenizer)
+        spec = _with_tokenizer(drafters.parse(draft, draft_quantization, draft_window), tokenizer, draft_tokenizer)
         folder = target.name_or_path if Path(target.name_or_path or "-").is_dir() else None
         policy, tokenizer = lengths.resolve(draft_length), tokenizer or find_tokenizer(folder)
         return cls._assemble(target, spec, policy, tokenizer, folder, {}, require_mode(fast, exact), exact)

@@ -6,11 +6,11 @@ Knows the strings and specs that a caller writes; nothing of what the tests ask 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from architectures import Architecture, half_right, made_once, random_ids
+from architectures import Architecture, build, half_right, made_once, random_ids
 from assistant_heads import trained_assistant
 from block_heads import trained_block
 from eagle_heads import random_head, trained_head
@@ -18,7 +18,8 @@ from medusa_heads import knowing_what_follows
 from mtp_heads import trained_mtp
 from transformers import PreTrainedModel
 
-from assisted import MTP, Assistant, DFlash, DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
+from assisted import MTP, Assistant, DFlash, DraftModel, DraftTree, Eagle, LayerSkip, Medusa, Merged, NGram, Suffix
+from assisted.engine.traits import Traits
 
 __all__ = ["HEADS", "LISTS", "METHODS", "Method"]
 
@@ -76,6 +77,10 @@ def shares_keys(architecture: Architecture) -> bool:
     return architecture.name == "gemma3n"
 
 
+def takes_2d_masks(architecture: Architecture) -> bool:
+    return not Traits.of(build(architecture)).masks.trees
+
+
 def stacks_states(architecture: Architecture) -> bool:
     """Its layers hand on several versions of the hidden states."""
     return architecture.name == "gemma3n"
@@ -87,6 +92,10 @@ def eagle_3(target: PreTrainedModel) -> Eagle:
         return Eagle(trained_head(target, 3, steps=30, unrolled=1), tree=True)
     except ValueError:
         return Eagle(random_head(target, 3), tree=True)
+
+
+def windowed_eagle(target: PreTrainedModel) -> Eagle:
+    return replace(eagle_3(target), draft_window=3)
 
 
 def shares_no_keys(architecture: Architecture) -> bool:
@@ -109,6 +118,9 @@ def has_own_layers(architecture: Architecture) -> bool:
 METHODS = [
     Method("draft-model", half_right),
     Method("pard", lambda target: in_parallel(half_right(target))),
+    Method(
+        "draft-model, window", lambda target: DraftModel(half_right(target), draft_window=3), refuses=takes_2d_masks
+    ),
     Method("draft-tree", lambda target: DraftTree(half_right(target), nodes=24, beam=4, candidates=4), tree=True),
     Method("merged", lambda target: Merged((half_right(target), half_right(target, 2))), tree=True),
     Method("early-exit", lambda target: "early-exit", refuses=shares_keys),
@@ -122,6 +134,7 @@ METHODS = [
     Method("blockwise", lambda target: Medusa(knowing_what_follows(target), tree=False)),
     Method("eagle-1, chains", lambda target: Eagle(trained_head(target, 1, steps=30, unrolled=1), tree=False)),
     Method("eagle-3, trees", eagle_3, refuses=stacks_states, tree=True),
+    Method("eagle-3, window", windowed_eagle, refuses=stacks_states, tree=True),
     Method("p-eagle", parallel, refuses=stacks_states, accepts=False),
     Method("mtp, chains", lambda target: MTP(trained_mtp(target, steps=30), tree=False), refuses=has_own_layers),
     Method("mtp, trees", lambda target: MTP(trained_mtp(target, steps=30)), refuses=has_own_layers, tree=True),

@@ -20,7 +20,10 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 WITH_FIGURES = (
     "contexts",
     "copies",
+    "draft_vocabulary",
+    "draft_window",
     "drafters",
+    "drafts",
     "engines",
     "exit_layers",
     "grammar",

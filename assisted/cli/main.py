@@ -1,4 +1,4 @@
-"""The command line: `assisted demo | generate | chat | train | bench | doctor | audit | plan | handover | zoo`.
+"""The command line: `assisted demo | generate | chat | train | bench | doctor | audit | plan | handover | ...`.
 
 Knows arguments, standard streams and exit codes. The work is done elsewhere, in modules that a command imports when it runs.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from . import audit, bench, doctor, handover, plan
+from . import audit, bench, doctor, handover, plan, shrink
 from . import train as training
 from .arguments import (
     DEFAULT,
@@ -58,6 +58,7 @@ _EXAMPLES = {
         'assisted plan Qwen/Qwen3-8B --card "RTX 4070" --context 4096',
     ),
     "handover": ("assisted handover vllm PAIR --out DIR",),
+    "shrink-vocabulary": ("assisted shrink-vocabulary DIR --target DIR --tokens 8192 --text zoo --out DIR",),
 }
 _CHAT_HELP = "/reset starts a new conversation; /quit or Ctrl-D ends; Ctrl-C stops the program."
 
@@ -331,6 +332,7 @@ def _parser() -> argparse.ArgumentParser:
     audit.add(command)
     plan.add(command)
     handover.add(command)
+    shrink.add(command)
 
     zoo = commands.add_parser("zoo", help="the models of zoo: names", description="The models of zoo: names.")
     zoo.set_defaults(alone=zoo)

@@ -21,14 +21,14 @@ from ..heads.block_formats import is_block, load_block, require_block, save_bloc
 from ..heads.block_runner import Block, BlockRunner
 from ..text import Text
 from .base import Call, HeadSpec, Room, Target
-from .eagle import EagleDrafter, EagleDrafting, EagleOptions
+from .eagle import EagleDrafter, EagleDrafting, WindowOptions
 from .registry import register
 from .tree_growth import Growing, Limits
 
 
 @register("dflash")
 @dataclass(frozen=True)
-class DFlash(EagleOptions):
+class DFlash(WindowOptions):
     """A trained block drafter (DFlash, DSpark or DFlash2) drafts a block in one forward pass: `"dflash:DIR"`.
 
     The draft length policy chooses how many of the block's tokens are verified; none is drafted past the block.
@@ -42,6 +42,7 @@ class DFlash(EagleOptions):
         nodes: a fixed tree size. By default it is chosen by measured cost, at most 60 nodes on an accelerator and 16 on a CPU.
         min_confidence: DSpark: a draft ends before the first token whose predicted acceptance rate is lower, from 0 to 1. 0
             (default) leaves the length to the draft length policy.
+        draft_window: as for `DraftModel`; the context that the block attends to.
     """
 
     title = "Block drafters"

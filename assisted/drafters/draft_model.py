@@ -29,8 +29,9 @@ from .base import Room, Spec, Target, require_positive
 from .model_drafter import ModelDrafter
 from .other_tokenizer import TranslatedDrafter
 from .pard import PardDrafter, is_pard
+from .pard2 import Pard2Drafter, is_pard2, load_projection
 from .recurrent_drafter import RecurrentDrafter
-from .registry import METHODS, kind_of, register
+from .registry import heads_at, kind_of, register
 from .tree_drafter import BEAM, CANDIDATES, TreeDrafter
 
 
@@ -47,6 +48,10 @@ class DraftModel(Spec):
         quantization: one of `assisted.loading.quantization.NAMES`, a transformers quantization config, or None (default).
             Must be None for a GGUF file.
         tokenizer: the draft's tokenizer, if it is not stored beside the model.
+        draft_window: how many of the last tokens the draft keeps keys and values of, besides those of the first 4; at least 1,
+            None (default) for all. It bounds the draft's memory and the cost of its attention in long texts, where it may
+            accept less. The output does not change. Not for drafts with another tokenizer, with recurrent states, or without
+            4-D masks.
     """
 
     title = "Draft model"
@@ -61,8 +66,10 @@ class DraftModel(Spec):
     model: str | PreTrainedModel
     quantization: Any = None
     tokenizer: PreTrainedTokenizerBase | None = field(default=None, metadata={"saved": False})
+    draft_window: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        require_positive(self, "draft_window")
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         object.__setattr__(self, "model", uncompiled(self.model))
@@ -79,6 +86,8 @@ class DraftModel(Spec):
         own = drafter.tokenizer or tokenizer
         if own is not None:
             own.save_pretrained(path)
+        if isinstance(drafter, Pard2Drafter):
+            drafter.save(path)
 
     def chosen(self, target: Target) -> Spec:
         """The spec of another method if a Hub id that was not downloaded yet holds its heads, as config.json shows."""
@@ -87,7 +96,7 @@ class DraftModel(Spec):
             with suppress(OSError, ValueError):  # what is wrong with the path, loading says
                 find_folder(path, ["config.json"])
                 kind = kind_of(path)
-        return self if kind is None else METHODS[kind](path)
+        return self if kind is None else heads_at(kind, self)
 
     def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
         """Load the model. If its tokenizer differs from the target's, drafts are translated.
@@ -114,12 +123,31 @@ class DraftModel(Spec):
                 f"draft: {type(model).__name__} is an encoder-decoder, and this target has nothing for its encoder to read; "
                 "choose a causal LM"
             )
+        drafter = self._drafter(target, model, tokenizer)
+        if self.draft_window is not None:
+            what = None if drafter.masks.trees else "takes no 4-D masks"
+            what = "reads what an encoder made" if is_encoder_decoder(unwrapped(target.model)) else what
+            what = "has recurrent states" if isinstance(drafter, RecurrentDrafter) else what
+            what = "has another tokenizer than the target" if isinstance(drafter, TranslatedDrafter) else what
+            if what is not None:
+                raise ValueError(
+                    f"draft_window: {self.draft_window} is not possible, as this draft {what}; leave it out"
+                )
+            drafter.window = self.draft_window
+        return drafter
+
+    def _drafter(
+        self, target: Target, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    ) -> ModelDrafter:
+        """The drafter of a loaded model, which depends on its kind and its tokenizer."""
         same = same_tokens(target.model, model, target.tokenizer, tokenizer)
         if same or tokenizer is None or target.tokenizer is None:
             if Traits.of(model).is_recurrent:
                 return RecurrentDrafter(model, tokenizer)
             if is_encoder_decoder(unwrapped(target.model)):
                 return ModelDrafter(model, tokenizer)
+            if is_pard2(model) and (projection := load_projection(model)) is not None:
+                return Pard2Drafter(model, tokenizer, target.model, projection)
             if is_pard(model):
                 return PardDrafter(model, tokenizer)
             offloaded = is_offloaded(unwrapped(target.model))
@@ -144,7 +172,7 @@ class DraftTree(DraftModel):
     drafted token. Models without 4-D masks get chains.
 
     Args:
-        model, quantization, tokenizer: as for `DraftModel`. The tokenizer must be the target's.
+        model, quantization, tokenizer, draft_window: as for `DraftModel`. The tokenizer must be the target's.
         nodes: a fixed tree size. None (default) chooses it by measured costs, at most 1024.
         beam: nodes that the draft reads in a forward pass, at least 1.
         candidates: children that a node may have, at least 1.
@@ -174,9 +202,9 @@ class DraftTree(DraftModel):
             )
         return cls(rest)
 
-    def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
+    def _drafter(self, target: Target, *loaded: Any) -> ModelDrafter:
         """As `DraftModel`. Raises ValueError also for a draft with another tokenizer, whose tokens would be translated."""
-        drafter = super().load(target, **kwargs)
+        drafter = super()._drafter(target, *loaded)
         if isinstance(drafter, RecurrentDrafter):
             return drafter
         if isinstance(drafter, TranslatedDrafter):
@@ -194,8 +222,8 @@ class Pard(DraftModel):
     `DraftModel` recognizes such a draft by its config, so that its path alone is enough; this spec sets the options.
 
     Args:
-        model, quantization, tokenizer: as for `DraftModel`. The tokenizer must be the target's. The config names the mask token
-            as `pard_token`, `ptd_token_id` or `mask_token_id`.
+        model, quantization, tokenizer, draft_window: as for `DraftModel`. The tokenizer must be the target's. The config names
+            the mask token as `pard_token`, `ptd_token_id` or `mask_token_id`.
         tokens: the most tokens of a draft. None (default) is the number that the draft was trained for: the config's
             `pard_tokens`, or 8. Further ones are hardly ever right.
     """
@@ -220,13 +248,16 @@ class Pard(DraftModel):
             raise ValueError("draft: 'pard' does not name a model; write 'pard:DIR' with a folder or Hub id")
         return cls(rest)
 
-    def load(self, target: Target, **kwargs: Any) -> ModelDrafter:
+    def _drafter(self, target: Target, *loaded: Any) -> ModelDrafter:
         """As `DraftModel`. Raises ValueError also for a draft without a mask token, with another tokenizer, or with recurrent
         states."""
-        drafter = super().load(target, **kwargs)
+        drafter = super()._drafter(target, *loaded)
         if isinstance(drafter, (RecurrentDrafter, TranslatedDrafter)):
             what = "recurrent states" if isinstance(drafter, RecurrentDrafter) else "another tokenizer than the target"
             raise ValueError(f"draft: this draft has {what}, so it drafts token by token; use DraftModel")
+        if isinstance(drafter, Pard2Drafter):
+            drafter.tokens = self.tokens or drafter.tokens
+            return drafter
         return PardDrafter(drafter.model, drafter.tokenizer, self.tokens)
 
 

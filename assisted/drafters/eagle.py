@@ -5,7 +5,7 @@ For committed tokens these hold the result of true features; what it computes fo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..engine.recurrent import slots_for, target_runner
 from ..engine.traits import Traits, require_verifiable_cache
 from ..engine.tree_reader import NodeReader
 from ..engine.trust import Trust
+from ..engine.window import holds_end_of
 from ..fast.fused import prepare
 from ..fast.graphs import Graphs
 from ..fast.sources import Source
@@ -87,9 +88,20 @@ class EagleOptions(HeadSpec):
         return EagleDrafter(self, head, needs)
 
 
+@dataclass(frozen=True)
+class WindowOptions(EagleOptions):
+    """The options of those that keep keys and values of their own."""
+
+    draft_window: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "draft_window")
+
+
 @register("eagle")
 @dataclass(frozen=True)
-class Eagle(EagleOptions):
+class Eagle(WindowOptions):
     """A trained EAGLE head drafts: `"eagle:DIR"`. The checkpoint determines whether it is EAGLE-1, EAGLE-3 or P-EAGLE, which
     drafts chains in one forward pass.
 
@@ -103,6 +115,7 @@ class Eagle(EagleOptions):
         top_k: nodes of each level that the head reads, and candidates after each. None (default) is 10 on an accelerator, as
             in the paper, and 4 on a CPU. The draft length limits the depth.
         nodes: a fixed tree size. By default it is chosen by measured cost, at most 60 nodes on an accelerator and 16 on a CPU.
+        draft_window: as for `DraftModel`.
     """
 
     title = "EAGLE heads"
@@ -138,6 +151,7 @@ class EagleDrafter(Drafter):
 
     def __init__(self, spec: EagleOptions, head: StateHead, needs: Needs):
         self.spec, self.head, self.needs = spec, head, needs
+        self.window = spec.draft_window if isinstance(spec, WindowOptions) else None
         self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
         self.drafts = self.accepted = 0  # drafts, and those whose first token was accepted
@@ -277,9 +291,8 @@ class EagleDrafting(HeadDrafting):
         slots = earlier.slots if earlier.runner is None else earlier.runner.cache
         features, counts = _joined(earlier._features())
         held = [0] * len(counts) if slots is None else slots.known
-        late = (
-            earlier.skipped > 0 or (slots is not None and not slots.can_go_on) or self.call.attention_mask is not None
-        )
+        lost = slots is not None and not (slots.can_go_on and holds_end_of(slots, min(slots.known[0], past)))
+        late = earlier.skipped > 0 or lost or self.call.attention_mask is not None
         if late or len({*held}) > 1 or len({*counts}) > 1 or held[0] + counts[0] < past or len(held) != len(self.first):
             return
         known = min(held[0], past)
@@ -298,6 +311,7 @@ class EagleDrafting(HeadDrafting):
     def _draft(self, text: Text, budget: int) -> Draft:
         runner = self._begun(text)
         runner.cache.run_only(text.unfinished)
+        runner.keep_last(self.drafter.window)
         if self.parallel:
             return self._ahead(runner, text, min(budget, runner.head.config.parallel_tokens))
         state = self._read_committed(runner, text)

@@ -13,10 +13,12 @@ from ..engine.cache import SlotCache
 from ..engine.cross import Encoded, read_by
 from ..engine.hooks import is_untouched
 from ..engine.host import on_device
+from ..engine.kept import Kept
 from ..engine.prepared import CallSettings, PreparedModule
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
 from ..engine.trust import Trust
+from ..engine.window import keep_last, went_on
 from ..fast.fused import fused, is_sum_of_parts, prepare
 from ..fast.graphs import Graphs
 from ..text import Text, tokens_from
@@ -33,12 +35,14 @@ class ModelDrafter(Drafter):
     """
 
     model: PreTrainedModel
+    window: int | None = None  # `DraftModel.draft_window`
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         self.model = model
         self.tokenizer = tokenizer
         self.masks = Traits.of(model).masks
         self.graphs = Graphs()
+        self.kept = Kept(model.config)  # the tokens that it predicts
 
     @functools.cached_property
     def _is_sum_of_parts(self) -> bool:
@@ -46,15 +50,15 @@ class ModelDrafter(Drafter):
 
     def runner(self, cache: SlotCache, settings: CallSettings, encoded: Encoded | None = None) -> CachedModel:
         """A runner of the draft over these slots, in the form that the call settings ask for. encoded: as in `Call`."""
-        runner = CachedModel(read_by(prepare(self.model, settings, self.fused), encoded), cache, self.masks)
-        return self.graphs.serve(runner, self.model, settings)
+        model = self.kept.of(self.model)
+        prepared = read_by(prepare(model, settings, self.fused), encoded)
+        return self.graphs.serve(CachedModel(prepared, cache, self.masks), model, settings)
 
     def fused(self, model: PreTrainedModel, trusted: Trust) -> PreparedModule:
         """The draft in fewer operations; the outer forward is skipped if it does nothing but call the submodules."""
         prepared = fused(model, trusted)
         skips = trusted.is_own and is_untouched(model) and self._is_sum_of_parts
-        through_parts = prepared.through_parts or skips
-        return replace(prepared, through_parts=through_parts)
+        return replace(prepared, through_parts=prepared.through_parts or skips)
 
     def start(self, call: Call) -> Drafting:
         return ModelDrafting(self, call)
@@ -79,6 +83,7 @@ class ModelDrafting(ChainDrafting):
         runner = self._catch_up_prompt(text)
         rows = text.unfinished
         runner.run_only(rows)
+        keep_last(runner.cache, self.drafter.window)
         budget = min(budget, runner.room([text.lengths[row] for row in rows]) - 1)
         return self._draft(runner, text, budget) if budget > 0 else Draft.empty(text.rows, text.ids.device)
 
@@ -98,14 +103,16 @@ class ModelDrafting(ChainDrafting):
         cache.rewind([base + min(count, read) for base, count in zip(self.committed, round.accepted, strict=True)])
         self.proposed = None
 
+    def fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
+        return super().fitted(self.drafter.kept.over_all(logits, self.own_size), text)
+
     def _catch_up_prompt(self, text: Text) -> CachedModel:
         if self.runner is None:
             slots = self._earlier_slots(text)
-            known = 0 if slots is None else slots.get_seq_length()
             slots = self._slots(text.rows) if slots is None else slots
             self.runner = self.drafter.runner(slots, self.call.settings, self.call.encoded)
             if text.prompt_length:
-                prompt = text.ids[:, known : text.prompt_length]
+                prompt = text.ids[:, self.runner.cache.known[0] : text.prompt_length]
                 self.runner.prefill(self.readable(prompt), self.call.attention_mask)
             else:  # the prompt consists of embeddings, which only the target can read
                 self.runner.cache.begin_rounds()
@@ -119,8 +126,8 @@ class ModelDrafting(ChainDrafting):
         slots = earlier.runner.cache
         if not (slots.can_go_on and earlier.runner.reads_on and slots.rows == text.rows) or not text.prompt_length:
             return None
-        slots.go_on(min(*slots.known, call.shared, text.prompt_length - 1), call.limit)
-        return slots if call.attention_mask is None else None
+        known = min(*slots.known, call.shared, text.prompt_length - 1)
+        return slots if call.attention_mask is None and went_on(slots, known, call.limit) else None
 
     def _slots(self, rows: int) -> SlotCache:
         return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)

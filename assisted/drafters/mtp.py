@@ -17,13 +17,13 @@ from ..heads.base import StateHead
 from ..heads.mtp import MTPHead, load_mtp, save_mtp
 from ..heads.mtp_formats import is_mtp
 from .base import Call, Room, Spec, Target
-from .eagle import EagleDrafter, EagleDrafting, EagleOptions
+from .eagle import EagleDrafter, EagleDrafting, WindowOptions
 from .registry import register
 
 
 @register("mtp")
 @dataclass(frozen=True)
-class MTP(EagleOptions):
+class MTP(WindowOptions):
     """The multi-token-prediction head that was trained with the target drafts: `"mtp"`, or `"mtp:DIR"`.
 
     If a checkpoint has several such layers, the first one drafts all tokens.
@@ -36,6 +36,7 @@ class MTP(EagleOptions):
         top_k: nodes of each level that the head reads, and candidates after each. None (default) is 10 on an accelerator and 4
             on a CPU. The draft length limits the depth.
         nodes: a fixed tree size. By default it is chosen by measured cost, at most 60 nodes on an accelerator and 16 on a CPU.
+        draft_window: as for `DraftModel`.
     """
 
     title = "MTP heads"

@@ -18,6 +18,7 @@ from ..distribution import probabilities
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.host import padded
+from ..engine.kept import Kept
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
 from ..lengths.cost_model import KEEP_LOCAL, DecayedMean
@@ -56,6 +57,7 @@ class TranslatedDrafter(ModelDrafter):
         target_tokenizer: PreTrainedTokenizerBase,
     ):
         super().__init__(model, tokenizer)
+        self.kept = Kept(None)  # translations need all tokens
         own_size = Traits.of(model).vocabulary
         self.translation = Translation(Vocabulary(target_tokenizer, vocab_size), Vocabulary(tokenizer, own_size))
         self.ways: tuple[str, ...] = (TEXT, TOKENS)

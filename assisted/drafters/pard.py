@@ -27,16 +27,12 @@ def is_pard(model: PreTrainedModel) -> bool:
     """Whether a model's config says that it was trained for parallel drafting."""
     config = model.config
     named = any(getattr(config, key, None) is not None for key in _KEYS[:2])  # other models have a mask_token_id, too
-    return named or getattr(config, "spd_type", None) == "pard"
+    return named or getattr(config, "spd_type", None) in ("pard", "pard2")
 
 
 def mask_token(model: PreTrainedModel) -> int:
-    """The id of the mask token. Raises ValueError if the config names none, or none of the draft's tokens, and for PARD-2."""
+    """The id of the mask token. Raises ValueError if the config names none, or none of the draft's tokens."""
     config, size = model.config, Traits.of(model).vocabulary
-    if getattr(config, "pard2", False):
-        raise ValueError(
-            "draft: pard2: a PARD-2 draft reads the target's hidden states, which is not supported; use a PARD draft"
-        )
     key = next((key for key in _KEYS if getattr(config, key, None) is not None), None)
     if key is None:
         raise ValueError(

@@ -32,7 +32,7 @@ class RecurrentDrafter(ModelDrafter):
 
     def runner(self, cache: SlotCache, settings: CallSettings, encoded: Encoded | None = None) -> CachedModel:
         kind = CachedModel if self.needs.lockstep else target_runner
-        return kind(prepare(self.model, settings, self.fused), cache, self.masks)
+        return kind(prepare(self.kept.of(self.model), settings, self.fused), cache, self.masks)
 
     def start(self, call: Call) -> Drafting:
         return RecurrentDrafting(self, call)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,21 +48,46 @@ def register(name: str) -> Callable[[S], S]:
     return add
 
 
-def parse(draft: Any, quantization: Any = None) -> Spec:
+def parse(draft: Any, quantization: Any = None, window: int | None = None) -> Spec:
     """The spec for a caller's `draft`.
 
     draft: a Hub id, a folder, "zoo:NAME", "METHOD" or "METHOD:DETAILS", a spec, a causal LM with or without a PEFT adapter,
         an object that a method takes (`Spec.takes`), or a list of these; "ONE+ANOTHER" is the list of the two. None is
         "suffix", which needs no second model.
     quantization: of a draft model that is given by path.
+    window: the `draft_window` of all drafts that have one.
 
-    Raises ValueError for unknown names and for a quantization that does not apply, TypeError for other types.
+    Raises ValueError for unknown names, and for a quantization or a window that does not apply, TypeError for other types.
     """
     spec = _parse(_DEFAULT if draft is None else draft, quantization)
     if quantization is not None and not any(part.quantizes == "model" for part in spec.parts()):
         what = f"'{_DEFAULT}', the default draft," if draft is None else repr(draft)
         raise ValueError(f"draft_quantization: {what} does not load a model that could be quantized")
-    return spec
+    return spec if window is None else _windowed(spec, window)
+
+
+def _windowed(spec: Any, window: int) -> Spec:
+    """The spec with this `draft_window`, in all its parts that have one. Raises ValueError if none has."""
+    if not _has_window(spec):
+        raise ValueError(
+            f"draft_window: {window} is not possible, as {type(spec).__name__} keeps no keys and values of its own that could "
+            "be dropped; leave it out"
+        )
+    parts = spec.parts()
+    if parts[0] is spec:
+        return replace(spec, draft_window=window)
+    return replace(spec, drafters=tuple(_windowed(part, window) if _has_window(part) else part for part in parts))
+
+
+def _has_window(spec: Spec) -> bool:
+    parts = spec.parts()
+    return hasattr(spec, "draft_window") if parts[0] is spec else any(map(_has_window, parts))
+
+
+def heads_at(kind: str, spec: Any) -> Spec:
+    """The spec of a method whose heads are at the path of a draft model's spec."""
+    made: Spec = METHODS[kind](spec.model)
+    return made if spec.draft_window is None else _windowed(made, spec.draft_window)
 
 
 def _parse(draft: Any, quantization: Any) -> Spec:
@@ -110,7 +136,7 @@ def _at_path(spec: Any) -> Spec:
         raise ValueError(
             f"draft_quantization: {spec.model} holds trained heads, which cannot be quantized; leave draft_quantization out"
         )
-    return METHODS[kind](spec.model)
+    return heads_at(kind, spec)
 
 
 def _require_place(model: Any) -> None:

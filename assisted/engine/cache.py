@@ -156,14 +156,16 @@ class SlotCache(Cache):
                 self._swap(place, self.order.index(place))
         self.running = list(self.order)
         self.limit = max(self.limit, limit, 2 * self.capacity)  # over all prompts, memory grows by doubling
-        self.lengths, self.start = [length] * self.rows, None
+        # a padding below 0 counts the slots that a window has dropped
+        self.lengths, self.start = [length + self.padding[0]] * self.rows, None
         for layer in self.slot_layers:
-            layer.filled = length
+            layer.filled = self.lengths[0]
 
     @property
     def can_go_on(self) -> bool:
-        """Whether `go_on` is possible: slots are columns of the text, in all rows."""
-        return type(self) is SlotCache and not self.right_aligned and self.visible is None and not any(self.padding)
+        """Whether `go_on` is possible: slots are columns of the text, in all rows, or the same ones are missing."""
+        is_text = self.visible is None and not any(self.prompt_padding) and len({*self.padding}) == 1
+        return type(self) is SlotCache and not self.right_aligned and is_text
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -205,8 +207,7 @@ class SlotCache(Cache):
     def save_memory(self) -> None:
         """Grow by few slots at a time from now on, even if the last growth failed halfway."""
         self._is_short = True
-        held = [layer.keys.shape[2] for layer in self.slot_layers if layer.is_initialized]
-        self.capacity = min(held, default=0)
+        self.capacity = min((layer.keys.shape[2] for layer in self.slot_layers if layer.is_initialized), default=0)
 
     def begin_rounds(self, read: int = 0, positions: Sequence[int] | None = None) -> None:
         """End the prompt; from now on each row has its own length.
@@ -279,9 +280,8 @@ class SlotCache(Cache):
 
     def rewind(self, known: list[int]) -> None:
         """Discard all but the first `known[b]` columns of each row's text. Nothing is copied unless rows must be aligned."""
-        self.lengths = [
-            length - have + keep for length, have, keep in zip(self.lengths, self.known, known, strict=True)
-        ]
+        each = zip(self.lengths, self.known, known, strict=True)
+        self.lengths = [length - have + keep for length, have, keep in each]
         self._realign()
 
     @contextmanager

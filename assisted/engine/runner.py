@@ -74,7 +74,7 @@ class CachedModel(Runner):
         After `SlotCache.go_on`, the prompt's further columns, without a mask.
         """
         self.cache.hide(attention_mask)
-        past = max((layer.filled for layer in self.cache.slot_layers), default=0)
+        past = max((layer.filled for layer in self.cache.slot_layers), default=0) - min(0, *self.cache.padding)
 
         def read(rows: list[int], first: int) -> torch.Tensor:
             mask = None if attention_mask is None else attention_mask[rows, first:]
@@ -170,13 +170,8 @@ class CachedModel(Runner):
     def is_capturable(self) -> bool:
         """Whether forward passes can run through `static_forward`. Not with 2-D masks, recurrent states or an encoder, and not
         where unused columns would change the others."""
-        return (
-            self.masks.trees
-            and not self.traits.crosses
-            and not self.cache.right_aligned
-            and not self.in_lockstep
-            and not self.traits.counts_padding
-        )
+        alone = not (self.traits.crosses or self.traits.counts_padding)
+        return alone and self.masks.trees and not (self.cache.right_aligned or self.in_lockstep)
 
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
         """Keep `counts[b]` columns of the last forward pass: the first ones, or those of a tree's accepted `path`."""
@@ -200,7 +195,7 @@ class CachedModel(Runner):
         """Positions left after the longest of these texts until the model's context ends or its rotary angles change."""
         # aligned rows all end at the same slot, finished rows too
         aligned = 0 if self.masks.trees else max(self.cache.lengths) + 1
-        ahead = max(0, -min(self.cache.padding))  # positions ahead of slots, if the caller's began later
+        ahead = max(0, -min(self.cache.prompt_padding))  # positions ahead of columns, if the caller's began later
         room = self.context - max(*lengths, aligned) - ahead
         own = None if self.change is None else self.change.room(max(self.first_positions()))
         return room if own is None else min(room, own)
@@ -213,7 +208,7 @@ class CachedModel(Runner):
     def _positions(self, depths: torch.Tensor, used: list[int] | None) -> torch.Tensor:
         """Positions of the forward pass just placed, [B, n]. Unused columns beyond the context get position 0."""
         positions = on_device(self.first_positions(), self.device)[:, None] + depths
-        if used is None or self.cache.top <= self.context:
+        if used is None or self.cache.top - min(0, *self.cache.padding) <= self.context:
             return positions
         return positions.masked_fill(depths >= on_device(used, self.device)[:, None], 0)
 

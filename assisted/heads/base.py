@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from ..engine.kept import over_all
 from ..engine.parts import device_of
 
 
@@ -86,9 +87,7 @@ class StateHead(nn.Module):
         """[..., Vd] -> [..., V], minus infinity for tokens that the head cannot draft."""
         if self.d2t is None:
             return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
-        full[..., self.draft_tokens] = logits
-        return full
+        return over_all(logits, self.draft_tokens, self.config.vocab_size)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> StateHead:
         """Move and cast; buffers stay float32: the frequencies of rotary embeddings, and what routers add to their scores."""

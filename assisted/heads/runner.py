@@ -19,6 +19,7 @@ from ..engine.parts import Inject
 from ..engine.passes import Inputs, Runner
 from ..engine.prepared import PreparedModule
 from ..engine.tree_reader import NodeReader
+from ..engine.window import dropped_from, keep_last
 from .base import Head
 
 
@@ -60,15 +61,24 @@ class HeadRunner(Runner):
         context = self.head.config.max_position_embeddings
         super().__init__(prepared, slots, self.head.device, context)
         self.target = target
-        self.first = first.to(self.device)
         self.cache.hide(attention_mask)
-        before = (-first[:, 0]).tolist()
-        self.cache.padding, self.cache.prompt_padding = before, list(before)
+        before, dropped = (-first[:, 0]).tolist(), dropped_from(slots)
+        self.cache.prompt_padding = before
+        self.cache.padding = [hidden - count for hidden, count in zip(before, dropped, strict=True)]
+        self.first = first.to(self.device) + on_device(dropped, self.device)[:, None]
         self._has_past = min(before) < 0  # then positions can't be derived from slots
 
     @property
     def is_capturable(self) -> bool:
         return not self._has_past
+
+    def keep_last(self, window: int | None) -> None:
+        """See `window.keep_last`."""
+        before = dropped_from(self.cache)
+        keep_last(self.cache, window)
+        if (after := dropped_from(self.cache)) != before:
+            more = [new - old for new, old in zip(after, before, strict=True)]
+            self.first = self.first + on_device(more, self.device)[:, None]
 
     def read(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Read and keep committed text, `counts[b]` columns of row b. Returns the states after it, [B, H].

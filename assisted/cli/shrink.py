@@ -1,0 +1,47 @@
+"""`assisted shrink-vocabulary`: the arguments, and what is printed. The draft is changed elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from .arguments import print_json, target_and_tokenizer
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Put `shrink-vocabulary` into the parser. command: makes a parser with a function to run and a text."""
+    text = "copy a draft, with an output layer for the most frequent tokens of a text only"
+    shrink = command("shrink-vocabulary", _shrink, text)
+    shrink.description = f"{shrink.description} See docs/howto/train.md."
+    shrink.add_argument(
+        "draft", metavar="DRAFT", help="a draft model, an EAGLE-3 head or a block drafter: folder, Hub id"
+    )
+    shrink.add_argument("--target", required=True, help="Hub id, folder or zoo: name")
+    shrink.add_argument("--tokens", type=int, required=True, metavar="N", help="how many are kept")
+    shrink.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or empty folder")
+    shrink.add_argument("--text", nargs="+", metavar="PATH", help="files, folders, patterns; or zoo")
+    shrink.add_argument("--dataset", metavar="NAME[:CONFIG][:SPLIT]", help="of the datasets library")
+    shrink.add_argument("--documents", type=int, metavar="N", help="take at most N from the dataset")
+    shrink.add_argument(
+        "--written", type=int, metavar="N", help="add N tokens that the target generates, as continuations of the text"
+    )
+
+
+def _shrink(args: argparse.Namespace) -> None:
+    import numpy as np
+
+    from ..training.data import read_text
+    from ..training.shrink import shrink_vocabulary
+    from ..training.written import write
+
+    target, tokenizer = target_and_tokenizer(args.target)
+    text = read_text(tokenizer, args.text or (), args.dataset, args.documents)
+    if args.written:
+        text = replace(text, training=np.concatenate([text.training, write(target, text.training, args.written)]))
+    found = shrink_vocabulary(args.draft, args.tokens, text, args.out, target)
+    if args.json:
+        print_json({"folder": str(args.out), **found})
+        return
+    print(f"{args.out}: {found['tokens']:,} of {found['of']:,} tokens, {found['coverage']:.2%} of the held-out text")

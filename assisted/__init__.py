@@ -32,10 +32,16 @@ if TYPE_CHECKING:
         Suffix,
         TokenRecycling,
     )
+    from .engine.pool import SessionPool
     from .lossy import LossyTypical
     from .modeling import AssistedModelForCausalLM
 else:
-    _HOMES = {"AssistedConfig": "configuration", "AssistedModelForCausalLM": "modeling", "LossyTypical": "lossy"}
+    _HOMES = {
+        "AssistedConfig": "configuration",
+        "AssistedModelForCausalLM": "modeling",
+        "LossyTypical": "lossy",
+        "SessionPool": "engine.pool",
+    }
 
     def __getattr__(name: str) -> Any:
         """A class of `__all__`, or a submodule, which is imported now."""
@@ -72,6 +78,7 @@ __all__ = [
     "NGram",
     "Pard",
     "QuantizedSelf",
+    "SessionPool",
     "Suffix",
     "TokenRecycling",
     "acceptance",

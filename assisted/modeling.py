@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from .engine.hooks import is_offloaded
 from .engine.host import processor
 from .engine.libraries import CACHE, with_cache_renamed
 from .engine.parts import device_of, uncompiled, unwrapped
+from .engine.pool import SessionPool, require_pool
 from .engine.prepared import CallSettings
 from .engine.ranks import Ranks, ranks_of
 from .engine.session import Session, using
@@ -81,6 +83,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         totals: the same over all calls since `reset_totals`.
         length: the draft length of the last `generate`; `length.costs` are its measured costs.
         fast: how forward passes run, see `from_pretrained`; may be set at any time.
+        sessions: what earlier calls have read, see `from_pretrained`; may be set at any time.
         graphs: the captured forward passes of the target.
     """
 
@@ -110,12 +113,21 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         self._warned: set[str] = set()  # what was warned of once
         self.watch: Callable[[Round], None] | None = None
         self.fast = "auto"
+        self.sessions: SessionPool | None = None
         self.graphs = Graphs()
         self.made()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy: everything but the results of calls. A copy measures for itself."""
-        return {**self.__dict__, "length": None, "_lengths": [], "_costs_keys": {}, "watch": None, "_running": None}
+        fresh: dict[str, Any] = {
+            "length": None,
+            "_lengths": [],
+            "_costs_keys": {},
+            "watch": None,
+            "_running": None,
+            "sessions": None,
+        }
+        return self.__dict__ | fresh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AssistedModelForCausalLM:
         """A pair of copies, which share nothing with the originals."""
@@ -136,6 +148,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         tokenizer: PreTrainedTokenizerBase | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
         fast: str = "auto",
+        sessions: SessionPool | None = None,
         **kwargs: Any,
     ) -> AssistedModelForCausalLM:
         """Load a target and a draft, or a folder that `save_pretrained` wrote.
@@ -156,6 +169,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 layers and keeps wide weights in a second, faster layout. "eager" runs the models as transformers wrote them,
                 and copies nothing. "compile" also compiles them, which takes up to minutes before the first tokens. All give
                 the same tokens in float32. See the page "How a pass is run".
+            sessions: a `SessionPool`, in which prompts find what earlier calls have read of the same beginning. By default,
+                every call reads its whole prompt.
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
                 arguments but `revision` and `subfolder` are used for the draft as well. `gguf_file` names the target's GGUF
                 file in a folder or Hub repository; its weights are unpacked.
@@ -169,6 +184,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """
         _require_known(kwargs, cls.from_pretrained)
         require_mode(fast)
+        require_pool(sessions)
         if not isinstance(pretrained_model_name_or_path, (str, os.PathLike)) or not str(pretrained_model_name_or_path):
             raise ValueError(
                 f"pretrained_model_name_or_path: {pretrained_model_name_or_path!r} is not a path; give a Hub id or a folder, "
@@ -217,10 +233,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if found is None and base != path:
             found = find_tokenizer(base, **trusting(path, base, **hub))
         for_draft = _only(hub, *(name for name in hub if name != "revision"))
-        if is_named:
-            return cls._assemble(target, spec, policy, found, path, for_draft, fast)
-        with loading("draft", folder):
-            return cls._assemble(target, spec, policy, found, path, for_draft | {"trust_remote_code": False}, fast)
+        with nullcontext() if is_named else loading("draft", folder):
+            for_draft |= {} if is_named else {"trust_remote_code": False}
+            model = cls._assemble(target, spec, policy, found, path, for_draft, fast)
+        model.sessions = sessions
+        return model
 
     @classmethod
     def from_models(
@@ -232,6 +249,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
         draft_quantization: Any = None,
         fast: str = "auto",
+        sessions: SessionPool | None = None,
     ) -> AssistedModelForCausalLM:
         """Wrap models that are already loaded. Neither is changed.
 
@@ -244,7 +262,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 translates tokens between different ones.
             draft_tokenizer: the draft's.
             draft_quantization: as for `from_pretrained`.
-            fast: as for `from_pretrained`.
+            fast, sessions: as for `from_pretrained`.
 
         Raises ValueError for models that do not fit together.
         """
@@ -261,7 +279,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             )
         spec = _with_tokenizer(drafters.parse(draft, draft_quantization), tokenizer, draft_tokenizer)
         folder = target.name_or_path if Path(target.name_or_path or "-").is_dir() else None
-        return cls._assemble(
+        require_pool(sessions)
+        model = cls._assemble(
             target,
             spec,
             lengths.resolve(draft_length),
@@ -270,6 +289,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             {},
             require_mode(fast),
         )
+        model.sessions = sessions
+        return model
 
     @classmethod
     def _assemble(
@@ -309,6 +330,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         draft_length: int | str | lengths.DraftLength | None = None,
         assisted: bool = True,
         lossy_typical: LossyTypical | None = None,
+        sessions: SessionPool | None = None,
         **kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """The target's `generate`, in fewer forward passes.
@@ -319,6 +341,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             assisted: False runs the target's own `generate`, without drafts.
             lossy_typical: when sampling, accept tokens that are typical of the target (Medusa's rule). Faster, and NOT exact:
                 the text no longer follows the target's distribution.
+            sessions: for this call, instead of the model's. `past_key_values` takes precedence over the model's.
 
         Returns the result of transformers' `generate`; counts and times are in `self.report`.
 
@@ -338,6 +361,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             require_own_drafting(generation_config, self.generation_config, kwargs)
         if lossy_typical is not None and not assisted:
             raise ValueError("lossy_typical: has no effect without drafts; leave it out, or pass assisted=True")
+        pool = require_pool(self.sessions if sessions is None else sessions)
+        if kwargs.get(CACHE) is not None:
+            if sessions is not None:
+                raise ValueError(f"sessions: {CACHE} holds what has been read; pass one of the two")
+            pool = None
         recorder = Recorder(self.watch, started=time.perf_counter())
         settings = CallSettings(require_mode(self.fast), ranks=ranks_of(self.target, *self.drafter.modules))
         if not assisted:
@@ -349,10 +377,10 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         started: list[tuple[Any, lengths.Length]] = []  # by the kind of call, if it was assisted
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         of_tokens = None if kwargs.get("inputs_embeds") is not None else prompt
-        with using(kwargs.get(CACHE), of_tokens, kwargs.get("attention_mask")):
+        with using(kwargs.get(CACHE), unwrapped(self.target), of_tokens, kwargs.get("attention_mask")):
             if assisted:
                 start_length = functools.partial(self._start_length, policy, started, settings.ranks)
-                call = Generation(self, start_length, self._warn_ignored, recorder, settings, lossy_typical)
+                call = Generation(self, start_length, self._warn_ignored, recorder, settings, lossy_typical, pool)
                 self._running = recorder
                 try:
                     output = call.run(inputs, generation_config, kwargs)
@@ -413,7 +441,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         Pass it as `past_key_values`, with the whole text so far as the prompt. Neither the target nor the drafter reads again
         what it has read.
         """
-        return Session(unwrapped(self.target).config.get_text_config(decoder=True))
+        target = unwrapped(self.target)
+        return Session(target.config.get_text_config(decoder=True), target)
 
     @property
     def running(self) -> Report | None:

@@ -79,6 +79,7 @@ class Call:
         earlier: of a text that goes on in a session: the drafting of the call before, by the same drafter. This call may take
             over what it has read. A weak reference, because draftings keep their calls.
         shared: tokens that the two calls' texts have in common at their beginning.
+        forks: the earlier drafting must stay as it is, because other calls may go on from it: take a copy.
         states: [B, P', D] each, the prompt's hidden states that the drafter needs (`Drafter.needs`), by index. P' is below P
             if the caller passed past keys and values, or read the prompt in chunks. Valid until the target's next forward
             pass: take what you keep in `Drafter.start`. It may be kept without copying.
@@ -92,6 +93,7 @@ class Call:
     settings: CallSettings = field(default_factory=CallSettings)
     earlier: weakref.ref[Drafting] | None = None
     shared: int = 0
+    forks: bool = False
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def before(self, kind: type[_Kind]) -> _Kind | None:
@@ -127,6 +129,11 @@ class Drafting:
 
     def observe(self, round: Round) -> None:
         """Learn from a round. Called after every round, even without a draft or with another drafter's."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that a later call can take over (`Call.earlier`); 0 if there is nothing to take over."""
+        return sum(part.nbytes for part in self.parts())
 
 
 class Drafter:

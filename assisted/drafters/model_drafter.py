@@ -14,6 +14,7 @@ from ..engine.hooks import is_untouched
 from ..engine.host import on_device
 from ..engine.prepared import CallSettings, PreparedModule
 from ..engine.runner import CachedModel
+from ..engine.session import can_go_on, go_on
 from ..engine.traits import Traits
 from ..engine.trust import Trust
 from ..fast.fused import fused, is_sum_of_parts, prepare
@@ -114,11 +115,14 @@ class ModelDrafting(ChainDrafting):
         earlier, call = self.call.before(ModelDrafting), self.call
         if earlier is None or earlier.runner is None or earlier.drafter is not self.drafter:
             return None
-        slots = earlier.runner.cache
-        if not (slots.can_go_on and earlier.runner.reads_on and slots.rows == text.rows) or not text.prompt_length:
+        slots, padded = earlier.runner.cache, call.attention_mask is not None or not text.prompt_length
+        if padded or not (can_go_on(slots) and earlier.runner.reads_on and slots.rows == text.rows):
             return None
-        slots.go_on(min(*slots.known, call.shared, text.prompt_length - 1), call.limit)
-        return slots if call.attention_mask is None else None
+        return go_on(slots, min(*slots.known, call.shared, text.prompt_length - 1), call.limit, call.forks)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.runner is None else sum(store.nbytes for store in self.runner.cache.stores)
 
     def _slots(self, rows: int) -> SlotCache:
         return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)

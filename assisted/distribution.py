@@ -47,6 +47,14 @@ _PREFIX_READING = processors(
     "SequenceBiasLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor",
 )
+# Those that are told how long the prompt or the whole text is.
+_FOR_ONE_PROMPT = processors(
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+)
 
 _TOP_K = (32, 256)  # numbers of most probable tokens among which the nucleus is searched, in this order
 _ROUNDING = 2**-31  # of a sum, for each summand: ten times the largest seen in sums over 49k and 262k tokens
@@ -190,6 +198,12 @@ def _nucleus(processor: TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tenso
     if len(rows):
         found[rows] = processor(ids[:, :1], flat[rows])
     return found.view_as(scores)
+
+
+def needs_prompt(processor: LogitsProcessor) -> bool:
+    """Whether a processor was made for one prompt, or may have been."""
+    ignores = getattr(processor, "prompt_ignore_length", None) is not None
+    return not _is_known(processor) or type(processor) in _FOR_ONE_PROMPT or ignores
 
 
 def _is_known(processor: LogitsProcessor) -> bool:

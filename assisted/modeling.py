@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ from .loading.names import DTYPES, closest
 from .loading.quantization import memory_bytes
 from .loading.vocabulary import find_tokenizer
 from .lossy import LossyTypical
+from .many import Answer, Preparation, generate_many
 from .report import Recorder, Report
 
 __all__ = ["AssistedModelForCausalLM"]
@@ -403,6 +404,59 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 remembered.remember(self._costs_key(kind, settings.ranks), length.costs)
         self.report = recorder.report()
         return output
+
+    def generate_many(
+        self,
+        prompts: Iterable[Any],
+        rows: int = 8,
+        *,
+        draft_length: int | str | lengths.DraftLength | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Answer]:
+        """Answers to any number of prompts, of which `rows` are decoded together, with drafts.
+
+        Whenever a text ends, its answer is yielded and the next prompt takes its row. Each answer is that of `generate` for its
+        prompt alone; when sampling, it has the same distribution.
+
+        Args:
+            prompts: token ids of each prompt: a list, a tensor [P] or [1, P], or what a tokenizer returns. Taken from the
+                iterable one at a time, when there is room.
+            rows: maximum number of texts at a time. Answers arrive in the order in which they end.
+            draft_length: for this call, instead of the model's.
+            **kwargs: of `generate`, for all prompts. `max_new_tokens` counts for each of them.
+
+        The target's rows must not advance in lockstep, and drafts must come from text or from a draft model. Counts are in
+        `report` when the iterator ends.
+
+        Raises ValueError with the name of what this does not support.
+        """
+        _require_known(kwargs, self.generate_many)
+        require_own_drafting(kwargs.get("generation_config"), self.generation_config, kwargs)
+        policy = self.draft_length if draft_length is None else lengths.resolve(draft_length)
+        recorder = Recorder(self.watch, started=time.perf_counter())
+        settings = CallSettings(require_mode(self.fast), ranks=ranks_of(self.target, *self.drafter.modules))
+        if (reason := self._must_be_plain(settings, kwargs)) is not None:
+            raise ValueError(f"target: {reason}; generate_many cannot run it, so call generate")
+        started: list[tuple[Any, lengths.Length]] = []
+        start_length = functools.partial(self._start_length, policy, started, settings.ranks)
+        call = Preparation(self, start_length, self._warn_ignored, recorder, settings)
+        answers = generate_many(call, prompts, rows, kwargs)
+        return self._finishing(answers, recorder, settings, started)
+
+    def _finishing(
+        self, answers: Iterator[Answer], recorder: Recorder, settings: CallSettings, started: list[Any]
+    ) -> Iterator[Answer]:
+        """The same answers. At their end, or when nobody wants more, the call is counted."""
+        try:
+            yield from answers
+        finally:
+            settings.over = True
+            recorder.stop()
+            for _, length in started:
+                length.end()
+            with _BOOKS:
+                self._recorded.add(recorder)
+            self.report = recorder.report()
 
     def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The target's own `generate_batch`, which decodes many requests together, without drafts and with one warning."""

@@ -130,6 +130,11 @@ class Drafting:
     def observe(self, round: Round) -> None:
         """Learn from a round. Called after every round, even without a draft or with another drafter's."""
 
+    def renew(self, text: Text, row: int) -> None:
+        """A row has another text, of which the target has read all but the last token; begin with it."""
+        for part in self.parts():
+            part.renew(text, row)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that a later call can take over (`Call.earlier`); 0 if there is nothing to take over."""

@@ -12,6 +12,7 @@ from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.hooks import is_untouched
 from ..engine.host import on_device
+from ..engine.prefill import renew
 from ..engine.prepared import CallSettings, PreparedModule
 from ..engine.runner import CachedModel
 from ..engine.session import can_go_on, go_on
@@ -100,15 +101,18 @@ class ModelDrafting(ChainDrafting):
 
     def _catch_up_prompt(self, text: Text) -> CachedModel:
         if self.runner is None:
-            slots = self._earlier_slots(text)
-            known = 0 if slots is None else slots.get_seq_length()
-            self.runner = self.drafter.runner(self._slots(text.rows) if slots is None else slots, self.call.settings)
+            slots, aligned = self._earlier_slots(text), not self.drafter.masks.trees
+            slots = SlotCache(text.rows, self.call.limit, aligned) if slots is None else slots
+            self.runner = self.drafter.runner(slots, self.call.settings)
             if text.prompt_length:
-                prompt = text.ids[:, known : text.prompt_length]
+                prompt = text.ids[:, slots.get_seq_length() : text.prompt_length]
                 self.runner.prefill(self.readable(prompt), self.call.attention_mask)
             else:  # the prompt consists of embeddings, which only the target can read
                 self.runner.cache.begin_rounds()
         return self.runner
+
+    def renew(self, text: Text, row: int) -> None:
+        renew(self._catch_up_prompt(text), row, self.readable(text.ids[row : row + 1, : text.lengths[row] - 1]))
 
     def _earlier_slots(self, text: Text) -> SlotCache | None:
         """The slots of the call before, if they can be read on."""
@@ -123,9 +127,6 @@ class ModelDrafting(ChainDrafting):
     @property
     def nbytes(self) -> int:
         return 0 if self.runner is None else sum(store.nbytes for store in self.runner.cache.stores)
-
-    def _slots(self, rows: int) -> SlotCache:
-        return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
 
     def _read_committed(self, runner: CachedModel, text: Text) -> torch.Tensor:
         """Read what was committed since the last round, at least one token per row. Returns `fitted` logits after it.

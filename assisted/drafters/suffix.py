@@ -199,6 +199,7 @@ class SuffixDrafting(Lookup):
         self.makes_trees = self.spec.tree and call.target.masks.trees
         self.rows: dict[int, _Row] = {}
         self.waiting: dict[int, Continuation] = {}  # by row, until it is judged
+        self.remembered: set[int] = set()  # rows whose output later calls can look up
         self.kept = DecayedMean()  # accepted tokens, of those that the counts predicted
         self.text: Text | None = None
 
@@ -210,6 +211,12 @@ class SuffixDrafting(Lookup):
         if row in self.waiting:
             proposed = self.waiting.pop(row)
             self.kept.add(proposed.matches(tokens), proposed.expected, KEEP_LOCAL)
+
+    def renew(self, text: Text, row: int) -> None:
+        self.rows.pop(row, None)
+        self.waiting.pop(row, None)
+        self.remembered.discard(row)
+        super().renew(text, row)
 
     def look_up(self, row: int, budget: int) -> Proposal:
         state = self.rows[row]
@@ -242,9 +249,10 @@ class SuffixDrafting(Lookup):
     def observe(self, round: Round) -> None:
         if self.drafter.past is not None and self.text is not None and self.text.done:
             self.catch_up(self.text)
-            counts = self.text.row_tokens
-            rows = self.rows.values()
-            self.drafter.remember([r.own.text[r.prompt : r.prompt + n] for r, n in zip(rows, counts, strict=True) if n])
+            ended = [row for row in self.rows if self.text.ended[row] and row not in self.remembered]
+            outputs = [(self.rows[row], self.text.row_tokens[row]) for row in ended]
+            self.remembered.update(ended)
+            self.drafter.remember([row.own.text[row.prompt : row.prompt + count] for row, count in outputs if count])
 
     def _best(self, tree: SuffixTree, points: list[Point], budget: int, drafted: Sequence[int] = ()) -> Continuation:
         """The continuation with the most expected tokens over all match lengths; of equal ones, that of the longest match.

@@ -168,7 +168,13 @@ def test_a_head_of_a_recurrent_target_goes_on(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(eagle, "learn", lambda *args: None)
     target = build(next(one for one in RECURRENT if one.name == "qwen3_5"))
     model = pooled(target, MTP(trained_mtp(target, steps=30), tree=False), draft_length=3, fast="eager")
-    pool, text = model.sessions, questions(target)[0]
+    pool, (text, other, _) = model.sessions, questions(target)
+    reports = []
+    for sessions in (None, SessionPool()):  # in which the second prompt marks where it parts from the first one
+        for prompt in (text, other):
+            model.generate(prompt, sessions=SessionPool() if sessions is None else sessions, **CALL)
+        reports.append((report_of(model).drafted, report_of(model).accepted))
+    assert reports[0] == reports[1] and reports[0][0] > 0
     for turn in range(3):
         reports = []
         for sessions in (None, pool):
@@ -209,9 +215,12 @@ def test_a_text_without_room_for_two_is_taken_over() -> None:
     first, second, _ = questions(target)
     model.generate(first, **CALL)
     model.sessions = pool = SessionPool(max_bytes=model.sessions.nbytes * 3 // 2)  # type: ignore[union-attr]
+    slots = set()
     for prompt in (first, second, first):
         assert model.generate(prompt, **CALL).tolist() == target.generate(prompt, **CALL).tolist()
         assert len(pool) == 1
+        slots.add(pool._entries[0].session._slots)
+    assert len(slots) == 1  # nothing was copied
     assert report_of(model).cached_tokens == PREFIX - 1
 
 

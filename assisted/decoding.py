@@ -39,10 +39,9 @@ def decode(
     """
     in_lockstep = distribution.in_order or text.in_lockstep or (target.in_lockstep and text.rows > 1)
     rule = judge_in_lockstep if in_lockstep else judge
-    earlier = 0  # columns of a past that the text does not contain
+    earlier = 0 if logits is None else target.cache.known[0] - text.lengths[0]  # columns of a past, not in the text
     stopwatch = Stopwatch(target.settings)
     if logits is not None:
-        earlier = target.cache.known[0] - text.lengths[0]
         rule(Draft.empty(text.rows, text.ids.device), logits, distribution, text)
     while not text.done:
         unfinished = text.unfinished

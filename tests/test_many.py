@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, build, half_right, random_ids
+from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
 from covering import over
 from eagle_heads import random_head
+from methods import in_parallel
 from pairs import BY_NAME, CALL, ENDS, pair, tokenizer
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import StoppingCriteria
 
-from assisted import AssistedModelForCausalLM, Eagle, Merged, NGram, Suffix
+from assisted import AssistedModelForCausalLM, DraftTree, Eagle, Merged, NGram, Suffix
 from assisted.drafters.model_drafter import ModelDrafting
 from assisted.drafters.suffix_tree import END
 from assisted.many import Answer
@@ -47,6 +48,8 @@ DRAFTS: dict[str, Callable[[Any], Any]] = {
     "suffix tree": lambda target: Suffix(tree=True, min_probability=0.01),
     "ngram": lambda target: NGram(3, 1),
     "model": half_right,
+    "draft tree": lambda target: DraftTree(half_right(target), nodes=24, beam=4, candidates=4),
+    "pard": lambda target: in_parallel(half_right(target)),
     "list": lambda target: ["suffix", half_right(target)],
     "merged": lambda target: Merged(("ngram", half_right(target))),
 }
@@ -237,7 +240,8 @@ def test_bad_prompts(bad: Any) -> None:
 def test_pairs_that_it_does_not_run() -> None:
     target = build(BY_NAME["llama"])
     texts = prompts(target)
-    for draft in (Eagle(random_head(target, 3)), "early-exit:1", "recycle"):
+    states = build(next(one for one in RECURRENT if one.name == "mamba2"))
+    for draft in (Eagle(random_head(target, 3)), "early-exit:1", "recycle", states, ["suffix", states]):
         model = AssistedModelForCausalLM.from_models(target, draft)
         with pytest.raises(ValueError, match="draft: "):
             model.generate_many(texts, **EARLY)

@@ -78,8 +78,7 @@ class Call:
         settings: how models run in this call, for drafters that capture CUDA graphs (`graphs.Graphs`).
         earlier: of a text that goes on in a session: the drafting of the call before, by the same drafter. This call may take
             over what it has read. A weak reference, because draftings keep their calls.
-        shared: tokens that the two calls' texts have in common at their beginning.
-        forks: the earlier drafting must stay as it is, because other calls may go on from it: take a copy.
+        shared, forks: how many tokens the two texts begin with; whether the earlier drafting must stay as it is: take a copy.
         states: [B, P', D] each, the prompt's hidden states that the drafter needs (`Drafter.needs`), by index. P' is below P
             if the caller passed past keys and values, or read the prompt in chunks. Valid until the target's next forward
             pass: take what you keep in `Drafter.start`. It may be kept without copying.

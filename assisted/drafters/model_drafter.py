@@ -12,10 +12,9 @@ from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.hooks import is_untouched
 from ..engine.host import on_device
-from ..engine.prefill import renew
 from ..engine.prepared import CallSettings, PreparedModule
 from ..engine.runner import CachedModel
-from ..engine.session import can_go_on, go_on
+from ..engine.session import can_go_on, go_on, renew
 from ..engine.traits import Traits
 from ..engine.trust import Trust
 from ..fast.fused import fused, is_sum_of_parts, prepare
@@ -101,15 +100,18 @@ class ModelDrafting(ChainDrafting):
 
     def _catch_up_prompt(self, text: Text) -> CachedModel:
         if self.runner is None:
-            slots, aligned = self._earlier_slots(text), not self.drafter.masks.trees
-            slots = SlotCache(text.rows, self.call.limit, aligned) if slots is None else slots
+            earlier = self._earlier_slots(text)
+            slots = self._slots(text.rows) if earlier is None else earlier
             self.runner = self.drafter.runner(slots, self.call.settings)
             if text.prompt_length:
-                prompt = text.ids[:, slots.get_seq_length() : text.prompt_length]
+                prompt = text.ids[:, 0 if earlier is None else earlier.get_seq_length() : text.prompt_length]
                 self.runner.prefill(self.readable(prompt), self.call.attention_mask)
             else:  # the prompt consists of embeddings, which only the target can read
                 self.runner.cache.begin_rounds()
         return self.runner
+
+    def _slots(self, rows: int) -> SlotCache:
+        return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
 
     def renew(self, text: Text, row: int) -> None:
         renew(self._catch_up_prompt(text), row, self.readable(text.ids[row : row + 1, : text.lengths[row] - 1]))

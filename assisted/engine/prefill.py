@@ -6,27 +6,11 @@ Depends on slots and on which columns are padding, not on models.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 
 from .cache import SlotCache
 from .parts import Tap
-
-
-class Reads(Protocol):
-    """A model with its slots (`CachedModel`)."""
-
-    cache: SlotCache
-
-    def run_only(self, rows: list[int]) -> None:
-        """Run the next forward passes over these rows only."""
-        ...
-
-    def prefill(self, ids: torch.Tensor, attention_mask: torch.Tensor | None, /) -> torch.Tensor:
-        """Read the prompts of these rows, [B, n] int64."""
-        ...
-
 
 Group = tuple[list[int], int]
 """Rows, ascending, and the first column that is not padding in any of them."""
@@ -69,19 +53,6 @@ def by_groups(
         tap.hidden = of_all
     assert last is not None
     return last
-
-
-def renew(runner: Reads, row: int, ids: torch.Tensor) -> None:
-    """Read another text into the slots of one row, [1, n] int64. No row has padding."""
-    cache, lengths = runner.cache, list(runner.cache.lengths)
-    runner.run_only([row])
-    cache.start = None  # as if it were the prompt
-    for layer in cache.slot_layers:
-        layer.filled = 0
-    if ids.shape[1]:
-        runner.prefill(ids.expand(cache.rows, -1), None)
-    cache.lengths = [ids.shape[1] if other == row else length for other, length in enumerate(lengths)]
-    cache.start = max(cache.lengths)
 
 
 def groups(visible: torch.Tensor | None, rows: Sequence[int], device: torch.device) -> list[Group]:

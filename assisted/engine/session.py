@@ -18,6 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from .cache import SlotCache, SlotLayer
+from .runner import CachedModel
 
 
 class Session(DynamicCache):
@@ -213,6 +214,19 @@ def go_on(slots: SlotCache, length: int, limit: int, forks: bool = False) -> Slo
     for layer in slots.slot_layers:
         layer.filled = length
     return slots
+
+
+def renew(runner: CachedModel, row: int, ids: torch.Tensor) -> None:
+    """Read another text into the slots of one row, [1, n] int64, while other rows keep theirs. No row has padding."""
+    cache, lengths = runner.cache, list(runner.cache.lengths)
+    runner.run_only([row])
+    cache.start = None  # as if it were the prompt
+    for layer in cache.slot_layers:
+        layer.filled = 0
+    if ids.shape[1]:
+        runner.prefill(ids.expand(cache.rows, -1), None)
+    cache.lengths = [ids.shape[1] if other == row else length for other, length in enumerate(lengths)]
+    cache.start = max(cache.lengths)
 
 
 def _copy(slots: SlotCache, length: int, limit: int) -> SlotCache:

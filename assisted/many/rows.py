@@ -26,9 +26,9 @@ from ..distribution import Distribution, needs_prompt
 from ..drafters import Call, Drafting
 from ..drafters.guarded import Guarded
 from ..engine.libraries import optimized_for_decode, pad_token, without_gradients
-from ..engine.prefill import renew
 from ..engine.recurrent import slots_for, target_runner
 from ..engine.rope import change_of
+from ..engine.session import renew
 from ..engine.traits import Traits
 from ..engine.verifiable import masks_of, obstacle_to
 from ..fast.fused import prepare

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
         Suffix,
         TokenRecycling,
     )
+    from .engine.pool import SessionPool
     from .grammars import GrammarProcessor, PrefixProcessor
     from .lossy import LossyTypical
     from .modeling import AssistedModelForCausalLM
 else:
     _HOMES = {"AssistedConfig": "configuration", "AssistedModelForCausalLM": "modeling", "LossyTypical": "lossy"}
-    _HOMES |= {"GrammarProcessor": "grammars", "PrefixProcessor": "grammars"}
+    _HOMES |= {"GrammarProcessor": "grammars", "PrefixProcessor": "grammars", "SessionPool": "engine.pool"}
 
     def __getattr__(name: str) -> Any:
         """A class of `__all__`, or a submodule, which is imported now."""
@@ -76,6 +77,7 @@ __all__ = [
     "Pard",
     "PrefixProcessor",
     "QuantizedSelf",
+    "SessionPool",
     "Suffix",
     "TokenRecycling",
     "acceptance",

@@ -6,6 +6,7 @@ Knows transformers' arguments, caches and configs; knows nothing of how a call r
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .drafts import DraftingStopped
+from .engine.hooks import is_offloaded
 from .engine.libraries import CACHE_NAMES as _CACHES
 from .engine.libraries import (
     DummyLayer,
@@ -23,12 +25,17 @@ from .engine.libraries import (
     is_of_caller,
 )
 from .engine.parts import unwrapped
+from .engine.pool import Lent, SessionPool
+from .engine.prepared import CallSettings
 from .engine.ranks import waits_for_others
 from .engine.rope import change_of, reads_anew_at, turns_by_section
-from .engine.session import Session
+from .engine.session import Session, is_plain
 from .engine.signatures import takes
 from .engine.states import has_uncounted_states
 from .engine.traits import Traits
+from .engine.trust import Trust
+from .engine.verifiable import obstacle_to_reading_on
+from .fast.sources import Source
 from .loading.adapters import mixes_adapters
 from .loading.quantization import rounds_by_pass
 
@@ -218,6 +225,55 @@ def constants(model_kwargs: dict[str, Any]) -> dict[str, Any]:
         for name, value in model_kwargs.items()
         if name not in _TEXT_INPUTS and isinstance(value, _CONSTANTS)
     }
+
+
+def lent_to(
+    model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], pool: SessionPool | None, settings: CallSettings
+) -> AbstractContextManager[Lent | None]:
+    """A context with a session of a pool for one call; with None if there is no pool, or if the call can't use it, which the
+    settings then note. The others are as for `must_be_plain`."""
+    if pool is None:
+        return nullcontext()
+    trusted = settings.trust_in(model)
+    reason = _cannot_go_on(model, input_ids, model_kwargs, trusted, settings)
+    if reason is None:
+        try:
+            state = Source.of_model(model, trusted.code)
+            return pool.lent(model, state, input_ids[0], model.config.get_text_config(decoder=True))
+        except (NotImplementedError, RuntimeError, TypeError) as error:  # packed in a tensor of its own kind
+            reason = f"changes of the weights would not be noticed ({type(error).__name__}: {error})"
+    settings.note(f"sessions: the prompt was read whole and is not kept: {reason}")
+    return nullcontext()
+
+
+def _cannot_go_on(
+    model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], trusted: Trust, settings: CallSettings
+) -> str | None:
+    """Why a call can't go on from another text's keys and values; None if it can."""
+    if len(input_ids) > 1:
+        return f"its {len(input_ids)} rows are read together; pass one prompt at a time"
+    if model_kwargs.get("inputs_embeds") is not None:
+        return "it consists of embeddings"
+    if not is_plain(input_ids, model_kwargs.get("attention_mask"), 1):
+        return "it has padding; leave that out"
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions[0].tolist() != list(range(input_ids.shape[1])):
+        return "position_ids do not count from 0"
+    if settings.bits:
+        return "exact='bits' reads every prompt in one way"
+    if Traits.of(model).crosses:
+        return "an encoder reads every input anew"
+    if further := {**constants(model_kwargs), **beside_text(model_kwargs)}:
+        return f"the model's forward is given {min(further)}"
+    if not trusted.is_own or trusted.hooks:
+        return trusted.forward or trusted.between or "a hook may change what is read"
+    if is_offloaded(model):
+        return "changes of offloaded weights would not be noticed"
+    if change_of(model) is not None:
+        return "the model's rotary angles depend on the length of the text"
+    if settings.ranks.several:
+        return "several processes might find different texts"
+    return obstacle_to_reading_on(model, trusted)
 
 
 def _cannot_rewind(cache: Any, name: str, handed_back: bool, by_masks: bool) -> str | None:

@@ -38,7 +38,7 @@ class Conversation:
     """Messages and their tokens.
 
     Invariant between turns: `ids` are all tokens that the model has read or generated, `written` is their text, and the session
-    holds all of `ids` but the last token, or it is empty.
+    holds all of `ids` but the last token, or it is empty. A model with a pool (`sessions`) needs no session.
 
     Args:
         model: the pair, with the target's tokenizer.
@@ -100,13 +100,13 @@ class Conversation:
             raise ContextFull(
                 f"message: the conversation has {len(ids)} tokens, the model's context {limit}; /reset starts a new one"
             )
-        cached = self.session.get_seq_length()
+        past = {} if self.session is None else {"past_key_values": self.session}
         inputs = torch.tensor([ids], device=self.model.target.device)
         output = self.model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            past_key_values=self.session,
             max_new_tokens=max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids)),
+            **past,
             **kwargs,
         )
         self.ids = output[0].tolist()
@@ -114,7 +114,7 @@ class Conversation:
         self.written = [rendered + self._decode(new[:-1]), rendered + self._decode(new)]
         text = self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self.messages.append({"role": "assistant", "content": text})
-        return Reply(text, len(ids), cached)
+        return Reply(text, len(ids), 0 if self.model.report is None else self.model.report.cached_tokens)
 
     def _extended(self, rendered: str) -> list[int]:
         """The tokens of the whole conversation: the known ones and those of the text that the template has added.
@@ -131,7 +131,7 @@ class Conversation:
 
     def _forget_tokens(self) -> None:
         self.ids, self.written = [], []
-        self.session = self.model.session()
+        self.session = self.model.session() if self.model.sessions is None else None
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

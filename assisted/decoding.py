@@ -30,18 +30,19 @@ def decode(
     text: Text,
     distribution: Distribution,
     length: Length,
-    logits: torch.Tensor,
+    logits: torch.Tensor | None,
     recorder: Recorder,
 ) -> None:
     """Extend `text` until every row has ended.
 
-    logits: [B, 1, V], the target's after the prompt. They verify an empty draft, which yields the first token.
+    logits: [B, 1, V], the target's after the prompt; they verify an empty draft. None if each row's last token is unread.
     """
     in_lockstep = distribution.in_order or text.in_lockstep or (target.in_lockstep and text.rows > 1)
     rule = judge_in_lockstep if in_lockstep else judge
-    earlier = target.cache.known[0] - text.lengths[0]  # columns of a past that the text does not contain
+    earlier = 0 if logits is None else target.cache.known[0] - text.lengths[0]  # columns of a past, not in the text
     stopwatch = Stopwatch(target.settings)
-    rule(Draft.empty(text.rows, text.ids.device), logits, distribution, text)
+    if logits is not None:
+        rule(Draft.empty(text.rows, text.ids.device), logits, distribution, text)
     while not text.done:
         unfinished = text.unfinished
         if not in_lockstep:

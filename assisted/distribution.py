@@ -51,6 +51,14 @@ _PREFIX_READING = processors(
     "SuppressTokensAtBeginLogitsProcessor",
     "WhisperTimeStampLogitsProcessor",
 )
+# Those that are told how long the prompt or the whole text is.
+_FOR_ONE_PROMPT = processors(
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+)
 
 _TOP_K = (32, 256)  # numbers of most probable tokens among which the nucleus is searched, in this order
 _DRAWN = 1024  # positions for which numbers are drawn at a time
@@ -282,6 +290,12 @@ def _nucleus(processor: TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tenso
     if len(rows):
         found[rows] = processor(ids[:, :1], flat[rows])
     return found.view_as(scores)
+
+
+def needs_prompt(processor: LogitsProcessor) -> bool:
+    """Whether a processor was made for one prompt, or may have been."""
+    ignores = getattr(processor, "prompt_ignore_length", None) is not None
+    return not _is_known(processor) or type(processor) in _FOR_ONE_PROMPT or ignores
 
 
 def _is_known(processor: LogitsProcessor) -> bool:

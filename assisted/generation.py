@@ -11,7 +11,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from .admission import (
     beside_text,
     cache_name,
     constants,
+    lent_to,
     must_be_plain,
     require_prompt,
     require_rows,
@@ -52,13 +53,14 @@ from .engine.libraries import (
     without_gradients,
 )
 from .engine.parts import unwrapped
+from .engine.pool import Lent, SessionPool
 from .engine.prefetch import prefetching
 from .engine.prepared import CallSettings
 from .engine.ranks import Ranks, fingerprint
 from .engine.recurrent import slots_for, target_runner
 from .engine.rope import change_of
 from .engine.runner import CachedModel
-from .engine.session import Session
+from .engine.session import Session, can_go_on, go_on
 from .engine.states import held
 from .engine.verifiable import masks_of, obstacle_to
 from .fast.fused import prepare, require_bits
@@ -117,7 +119,7 @@ class Generation:
         pair: has the target, the `generation_config`, the `drafter` and the `graphs`.
         start_length: creates the draft length policy's state, given the number of rows and whether the call samples.
         ignored: called with name and value of each setting in the target's config that is ignored.
-        recorder, settings, lossy: those of this call.
+        recorder, settings, lossy, sessions: those of this call.
         drafts: whether to draft at all.
     """
 
@@ -127,6 +129,7 @@ class Generation:
     recorder: Recorder
     settings: CallSettings
     lossy: LossyTypical | None = None
+    sessions: SessionPool | None = None
     drafts: bool = True
     _streamer: Any = field(default=None, init=False)
     _tokenizer: Any = field(default=None, init=False)  # that heals the prompt's last token
@@ -228,20 +231,24 @@ class Generation:
         keeps = any(change_of(one) is not None for one in (model, *drafter.models))
         # results are copied outside of this mode, so that callers get ordinary tensors
         mode = torch.no_grad() if keeps else without_gradients(model, *drafter.modules)
-        with mode, optimized_for_decode(model), prefetching(model, self.settings.note):
-            text, target, drafting = self._extend(call)
+        with lent_to(call.model, call.input_ids, call.kwargs, self.sessions, self.settings) as lent:
+            with mode, optimized_for_decode(model), prefetching(model, self.settings.note):
+                text, target, drafting = self._extend(call, lent)
+                if wanted or lent is not None:
+                    _read_to_the_end(target, text)
+            if self._streamer is not None:
+                self._streamer.end()
             if wanted:
-                _read_to_the_end(target, text)
-        if self._streamer is not None:
-            self._streamer.end()
-        if wanted:
-            ids = None if "inputs_embeds" in call.kwargs or beside_text(call.kwargs) else text.output()
-            if isinstance(given, Session) and target.cache.can_go_on and ids is not None and _holds_all_of(target, ids):
-                given.keep(target.cache, ids, (drafter, drafting))
-            else:
-                _hand_back(target, given, model.config.get_text_config(decoder=True))
-            if call.encoded is not None:
-                call.encoded.hand_back()
+                beside = "inputs_embeds" in call.kwargs or beside_text(call.kwargs)
+                ids = None if beside else text.output()
+                if isinstance(given, Session) and can_go_on(target.cache) and ids is not None and _holds(target, ids):
+                    given.keep(target.cache, ids, (drafter, drafting))
+                else:
+                    _hand_back(target, given, model.config.get_text_config(decoder=True))
+                if call.encoded is not None:
+                    call.encoded.hand_back()
+            if lent is not None and _holds(target, read := text.output()):
+                lent.keep(target.cache, read, (drafter, drafting))
         if not call.config.return_dict_in_generate:
             return text.output()
         output: Any = GenerateDecoderOnlyOutput if call.encoded is None else GenerateEncoderDecoderOutput
@@ -252,7 +259,7 @@ class Generation:
             **{CACHE: given if call.encoded is None else call.encoded.cache},
         )
 
-    def _extend(self, call: Prepared) -> tuple[Text, CachedModel, Drafting | None]:
+    def _extend(self, call: Prepared, lent: Lent | None) -> tuple[Text, CachedModel, Drafting | None]:
         """Read the prompt and run the loop. Returns the finished text, the target with its KV, and the drafting unless it
         failed."""
         model, input_ids, config, settings = call.model, call.input_ids, call.config, self.settings
@@ -295,15 +302,19 @@ class Generation:
             raise _Plainly(reason)  # its layers would have to run in another way than in this call
         width = input_ids.shape[1] if embeddings is None else embeddings.shape[1]
         past = call.cache if isinstance(call.cache, DynamicCache) else None
+        past = past if lent is None else lent.session
         session = past if isinstance(past, Session) else None
         settings.outlives = session is not None
         if session is not None and session.in_slots:
+            known = session.get_seq_length()
             cache = session.go_on(text.rows, text.max_length)
         else:
             if past is not None:
                 require_rows(past, text.rows)
-            limit = text.max_length + max(0, width - input_ids.shape[1]) + (0 if past is None else held(past))
+            known = 0 if past is None else held(past)
+            limit = text.max_length + max(0, width - input_ids.shape[1]) + known
             cache = slots_for(model, past, text.rows, limit, masks)
+        self.recorder.cached_tokens = known
         cache.hide(attention_mask)
         length = self.start_length(text.rows, distribution.do_sample)
         drafter = self.pair.drafter
@@ -319,7 +330,12 @@ class Generation:
         if distribution.lossy is not None:
             _require_possible(distribution, text, target)
         started = time.perf_counter()
-        logits = _read_prompt(target, call) if call.encoded is None else target.prefill(input_ids, attention_mask)
+        if call.encoded is not None:
+            logits = target.prefill(input_ids, attention_mask)
+        elif lent is None or not lent.boundary or cache.can_rewind:
+            logits = _read_prompt(target, call)
+        else:
+            logits = _read_in_two(target, call, lent)
         positions = call.kwargs.get("position_ids")  # autoregressive decoding continues from the last ones
         cache.begin_rounds(width, None if positions is None else _last_positions(positions, text.rows))
         if max(cache.unpadded) > target.context:
@@ -338,6 +354,7 @@ class Generation:
             settings,
             earlier=earlier,
             shared=shared,
+            forks=session is not None and session.forks,
             states=target.states,
             encoded=call.encoded,
         )
@@ -431,6 +448,21 @@ def _read_prompt(target: CachedModel, call: Prepared) -> torch.Tensor:
         raise
 
 
+def _read_in_two(target: CachedModel, call: Prepared, lent: Lent) -> torch.Tensor:
+    """As `_read_prompt`, and keep the states after the part with which other texts begin, too."""
+    cache, end = target.cache, lent.boundary
+    tensors = {name: value[:, :end] for name, value in call.kwargs.items() if isinstance(value, torch.Tensor)}
+    _read_prompt(target, replace(call, input_ids=call.input_ids[:, :end], kwargs=call.kwargs | tensors))
+    states = {tap: tap.hidden for tap in target.prepared.taps.values()}
+    cache.begin_rounds(end)
+    lent.mark(cache, call.input_ids[:, : end + 1])
+    go_on(cache, end, cache.limit)
+    logits = _read_prompt(target, call)
+    for tap, hidden in states.items():
+        tap.hidden = torch.cat([hidden, tap.hidden], 1)
+    return logits
+
+
 class _OverSlots:
     """A model that keeps our slots where its `generate` would drop its cache for a long prompt (Phi-3)."""
 
@@ -487,7 +519,7 @@ def _earlier(session: Session | None, drafter: Any) -> tuple[weakref.ref[Draftin
     return (None if drafting is None or by is not drafter else weakref.ref(drafting)), session.shared
 
 
-def _holds_all_of(target: CachedModel, ids: torch.Tensor) -> bool:
+def _holds(target: CachedModel, ids: torch.Tensor) -> bool:
     """Whether a target's slots hold a text from its first token on."""
     return all(known == ids.shape[1] - 1 for known in target.cache.known)
 

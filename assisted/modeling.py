@@ -12,7 +12,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from .engine.hooks import is_offloaded
 from .engine.host import processor
 from .engine.libraries import CACHE, with_cache_renamed
 from .engine.parts import device_of, uncompiled, unwrapped
+from .engine.pool import SessionPool, require_pool
 from .engine.prepared import CallSettings
 from .engine.ranks import Ranks, ranks_of
 from .engine.session import Session, using
@@ -56,6 +58,7 @@ from .loading.names import DTYPES, closest
 from .loading.quantization import memory_bytes
 from .loading.vocabulary import find_tokenizer
 from .lossy import LossyTypical
+from .many import Answer, Preparation, generate_many
 from .report import Recorder, Report
 
 __all__ = ["AssistedModelForCausalLM"]
@@ -82,6 +85,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         totals: the same over all calls since `reset_totals`.
         length: the draft length of the last `generate`; `length.costs` are its measured costs.
         fast, exact: how forward passes run and how exactly, see `from_pretrained`; may be set at any time.
+        sessions: what earlier calls have read, see `from_pretrained`; may be set at any time.
         graphs: the captured forward passes of the target.
     """
 
@@ -112,12 +116,21 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         self.watch: Callable[[Round], None] | None = None
         self.fast = "auto"
         self.exact: str | None = None
+        self.sessions: SessionPool | None = None
         self.graphs = Graphs()
         self.made()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy: everything but the results of calls. A copy measures for itself."""
-        return {**self.__dict__, "length": None, "_lengths": [], "_costs_keys": {}, "watch": None, "_running": None}
+        fresh: dict[str, Any] = {
+            "length": None,
+            "_lengths": [],
+            "_costs_keys": {},
+            "watch": None,
+            "_running": None,
+            "sessions": None,
+        }
+        return self.__dict__ | fresh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AssistedModelForCausalLM:
         """A pair of copies, which share nothing with the originals."""
@@ -140,6 +153,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
         fast: str = "auto",
         exact: str | None = None,
+        sessions: SessionPool | None = None,
         **kwargs: Any,
     ) -> AssistedModelForCausalLM:
         """Load a target and a draft, or a folder that `save_pretrained` wrote.
@@ -165,6 +179,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             exact: None (default): drafts change text in half precision only where rounding decides. "bits": they change no bit
                 of tokens and logits, and drawn text is that of the same seed without drafts. For models of the Llama family in
                 bfloat16 or with packed weights, on processors with AVX512-BF16.
+            sessions: a `SessionPool`, in which prompts find what earlier calls have read of the same beginning. By default,
+                every call reads its whole prompt.
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
                 arguments but `revision` and `subfolder` are used for the draft as well. `gguf_file` names the target's GGUF
                 file in a folder or Hub repository; its weights are unpacked.
@@ -178,6 +194,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """
         _require_known(kwargs, cls.from_pretrained)
         require_mode(fast, exact)
+        require_pool(sessions)
         if not isinstance(pretrained_model_name_or_path, (str, os.PathLike)) or not str(pretrained_model_name_or_path):
             raise ValueError(
                 f"pretrained_model_name_or_path: {pretrained_model_name_or_path!r} is not a path; give a Hub id or a folder, "
@@ -226,12 +243,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if found is None and base != path:
             found = find_tokenizer(base, **trusting(path, base, **hub))
         for_draft = _only(hub, *(name for name in hub if name != "revision"))
-        if is_named:
-            return cls._assemble(target, spec, policy, found, path, for_draft, fast, exact)
-        with loading("draft", folder):
-            return cls._assemble(
-                target, spec, policy, found, path, for_draft | {"trust_remote_code": False}, fast, exact
-            )
+        with nullcontext() if is_named else loading("draft", folder):
+            for_draft |= {} if is_named else {"trust_remote_code": False}
+            model = cls._assemble(target, spec, policy, found, path, for_draft, fast, exact)
+        model.sessions = sessions
+        return model
 
     @classmethod
     def from_models(
@@ -245,6 +261,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         fast: str = "auto",
         exact: str | None = None,
         draft_window: int | None = None,
+        sessions: SessionPool | None = None,
     ) -> AssistedModelForCausalLM:
         """Wrap models that are already loaded. Neither is changed.
 
@@ -256,7 +273,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             tokenizer: the target's. With both tokenizers, the pair distinguishes a padded vocabulary from a different one, and
                 translates tokens between different ones.
             draft_tokenizer: the draft's.
-            draft_quantization, fast, exact, draft_window: as for `from_pretrained`.
+            draft_quantization, fast, exact, draft_window, sessions: as for `from_pretrained`.
 
         Raises ValueError for models that do not fit together.
         """
@@ -273,8 +290,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             )
         spec = _with_tokenizer(drafters.parse(draft, draft_quantization, draft_window), tokenizer, draft_tokenizer)
         folder = target.name_or_path if Path(target.name_or_path or "-").is_dir() else None
+        require_pool(sessions)
         policy, tokenizer = lengths.resolve(draft_length), tokenizer or find_tokenizer(folder)
-        return cls._assemble(target, spec, policy, tokenizer, folder, {}, require_mode(fast, exact), exact)
+        model = cls._assemble(target, spec, policy, tokenizer, folder, {}, require_mode(fast, exact), exact)
+        model.sessions = sessions
+        return model
 
     @classmethod
     def _assemble(
@@ -316,6 +336,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         draft_length: int | str | lengths.DraftLength | None = None,
         assisted: bool = True,
         lossy_typical: LossyTypical | None = None,
+        sessions: SessionPool | None = None,
         **kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """The target's `generate`, in fewer forward passes.
@@ -327,6 +348,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 with drafts.
             lossy_typical: when sampling, accept tokens that are typical of the target (Medusa's rule). Faster, and NOT exact:
                 the text no longer follows the target's distribution.
+            sessions: for this call, instead of the model's. `past_key_values` takes precedence over the model's.
 
         Returns the result of transformers' `generate`; counts and times are in `self.report`.
 
@@ -347,6 +369,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             require_own_drafting(generation_config, self.generation_config, kwargs)
         if lossy_typical is not None and not assisted:
             raise ValueError("lossy_typical: has no effect without drafts; leave it out, or pass assisted=True")
+        pool = require_pool(self.sessions if sessions is None else sessions)
+        if kwargs.get(CACHE) is not None:
+            if sessions is not None:
+                raise ValueError(f"sessions: {CACHE} holds what has been read; pass one of the two")
+            pool = None
         recorder = Recorder(self.watch, started=time.perf_counter())
         mode, bits = require_mode(self.fast, self.exact), self.exact is not None
         if bits and lossy_typical is not None:
@@ -366,10 +393,12 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             isinstance(value, torch.Tensor) for value in beside_text(kwargs).values()
         )
         of_tokens = None if others or kwargs.get("inputs_embeds") is not None else prompt
-        with using(kwargs.get(CACHE), of_tokens, kwargs.get("attention_mask")):
+        with using(kwargs.get(CACHE), unwrapped(self.target), of_tokens, kwargs.get("attention_mask")):
             if assisted:
                 start_length = functools.partial(self._start_length, policy, started, settings.ranks)
-                call = Generation(self, start_length, self._warn_ignored, recorder, settings, lossy_typical, drafts)
+                call = Generation(
+                    self, start_length, self._warn_ignored, recorder, settings, lossy_typical, pool, drafts
+                )
                 self._running = recorder
                 try:
                     output = call.run(inputs, generation_config, kwargs)
@@ -396,6 +425,59 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 remembered.remember(self._costs_key(kind, settings.ranks), length.costs)
         self.report = recorder.report()
         return output
+
+    def generate_many(
+        self,
+        prompts: Iterable[Any],
+        rows: int = 8,
+        *,
+        draft_length: int | str | lengths.DraftLength | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Answer]:
+        """Answers to any number of prompts, of which `rows` are decoded together, with drafts.
+
+        Whenever a text ends, its answer is yielded and the next prompt takes its row. Each answer is that of `generate` for its
+        prompt alone; when sampling, it has the same distribution.
+
+        Args:
+            prompts: token ids of each prompt: a list, a tensor [P] or [1, P], or what a tokenizer returns. Taken from the
+                iterable one at a time, when there is room.
+            rows: maximum number of texts at a time. Answers arrive in the order in which they end.
+            draft_length: for this call, instead of the model's.
+            **kwargs: of `generate`, for all prompts. `max_new_tokens` counts for each of them.
+
+        The target's rows must not advance in lockstep, and drafts must come from text or from a draft model. Counts are in
+        `report` when the iterator ends.
+
+        Raises ValueError with the name of what this does not support.
+        """
+        _require_known(kwargs, self.generate_many)
+        require_own_drafting(kwargs.get("generation_config"), self.generation_config, kwargs)
+        policy = self.draft_length if draft_length is None else lengths.resolve(draft_length)
+        recorder = Recorder(self.watch, started=time.perf_counter())
+        settings = CallSettings(require_mode(self.fast), ranks=ranks_of(self.target, *self.drafter.modules))
+        if (reason := self._must_be_plain(settings, kwargs)) is not None:
+            raise ValueError(f"target: {reason}; generate_many cannot run it, so call generate")
+        started: list[tuple[Any, lengths.Length]] = []
+        start_length = functools.partial(self._start_length, policy, started, settings.ranks)
+        call = Preparation(self, start_length, self._warn_ignored, recorder, settings)
+        answers = generate_many(call, prompts, rows, kwargs)
+        return self._finishing(answers, recorder, settings, started)
+
+    def _finishing(
+        self, answers: Iterator[Answer], recorder: Recorder, settings: CallSettings, started: list[Any]
+    ) -> Iterator[Answer]:
+        """The same answers. At their end, or when nobody wants more, the call is counted."""
+        try:
+            yield from answers
+        finally:
+            settings.over = True
+            recorder.stop()
+            for _, length in started:
+                length.end()
+            with _BOOKS:
+                self._recorded.add(recorder)
+            self.report = recorder.report()
 
     def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The target's own `generate_batch`, which decodes many requests together, without drafts and with one warning."""
@@ -438,7 +520,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             raise ValueError(
                 "session: an encoder-decoder reads every input anew, so its texts do not go on; leave it out"
             )
-        return Session(unwrapped(self.target).config.get_text_config(decoder=True))
+        target = unwrapped(self.target)
+        return Session(target.config.get_text_config(decoder=True), target)
 
     @property
     def running(self) -> Report | None:

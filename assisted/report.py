@@ -39,6 +39,7 @@ class Report:
         verify_seconds: time spent in the target's forward passes, prompt included; 0 for a call with `assisted=False`, where
             they are not timed separately.
         prompt_seconds: the part of that for the prompt.
+        cached_tokens: columns of the prompt that an earlier call had read and that were not read again.
         plain_seconds_per_token: mean time of the target's forward passes over one token; None if every pass had a draft, or
             none was timed.
         predicted_speedup: committed tokens per second relative to the baseline, from the costs that the draft length policy
@@ -63,6 +64,7 @@ class Report:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     prompt_seconds: float = 0.0
+    cached_tokens: int = 0
     plain_seconds_per_token: float | None = None
     predicted_speedup: float | None = None
     assisted_share: float = 0.0
@@ -99,6 +101,8 @@ class Report:
             lines.append("by position: " + " ".join(f"{share:.0%}" for share in self.acceptance_by_position))
         if self.verify_seconds:
             lines.append(f"time: {self.draft_seconds:.2f} s drafting, {self.verify_seconds:.2f} s verifying")
+        if self.cached_tokens:
+            lines.append(f"{self.cached_tokens} tokens of the prompt were known and not read again")
         if self.predicted_speedup is not None:
             lines.append(f"predicted speedup {self.predicted_speedup:.2f}")
         if self.assisted_share < 1:
@@ -135,6 +139,7 @@ class Recorder:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     prompt_seconds: float = 0.0
+    cached_tokens: int = 0
     plain_seconds: float = 0.0
     tokens: int = 0
     plain_tokens: int = 0
@@ -195,7 +200,16 @@ class Recorder:
     def add(self, other: Recorder) -> None:
         """Merge the counts of another call."""
         seconds = ("seconds", "draft_seconds", "verify_seconds", "prompt_seconds", "plain_seconds")
-        for name in (*seconds, "tokens", "plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"):
+        for name in (
+            *seconds,
+            "cached_tokens",
+            "tokens",
+            "plain_tokens",
+            "assisted_tokens",
+            "target_passes",
+            "drafted",
+            "accepted",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.row_tokens += other.ended_rows + other.row_tokens
         self.state_bytes = max(self.state_bytes, other.state_bytes)
@@ -219,6 +233,7 @@ class Recorder:
             draft_seconds=self.draft_seconds,
             verify_seconds=self.verify_seconds,
             prompt_seconds=self.prompt_seconds,
+            cached_tokens=self.cached_tokens,
             plain_seconds_per_token=self.plain_seconds / self.plain_tokens if self.plain_tokens else None,
             predicted_speedup=self.predicted_speedup,
             assisted_share=self.assisted_tokens / self.tokens if self.tokens else 0.0,

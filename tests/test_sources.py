@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from assisted import AssistedModelForCausalLM
 from assisted.engine.hooks import has_hooks
-from assisted.fast import fused, products
+from assisted.fast import fused, products, sources
 from assisted.fast.sources import Modules, Weights
 
 CALL = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -356,3 +356,24 @@ def test_no_model_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
         del model
         gc.collect()
         assert layers() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(5, 8), (3, 7), (1, 1), (4, 1)])
+def test_every_changed_number_changes_the_checksum_that_other_devices_take(dtype: torch.dtype, shape: Any) -> None:
+    tensor = torch.arange(shape[0] * shape[1]).view(shape).to(dtype)
+
+    def checksum() -> torch.Tensor:
+        return sources._checksum_by_parts(tensor)
+
+    before = checksum()
+    for row in range(shape[0]):
+        for column in range(shape[1]):
+            old = tensor[row, column].clone()
+            tensor[row, column] += 1
+            assert not torch.equal(checksum(), before)
+            tensor[row, column] = old
+    assert torch.equal(checksum(), before)
+    if shape[1] > 1:
+        swapped = tensor.flip(1).contiguous()
+        assert not torch.equal(sources._checksum_by_parts(swapped), before)

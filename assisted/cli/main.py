@@ -51,7 +51,7 @@ _EXAMPLES = {
     "doctor": ("assisted doctor --quick", "assisted doctor DIR --draft DIR --draft suffix --text FILES"),
     "audit": (
         "assisted audit zoo:target --draft zoo:draft",
-        "assisted audit http://localhost:8000/v1 --reference Qwen/Qwen3-0.6B --prompts chat --json audit.json",
+        "assisted audit http://localhost:8000/v1 --reference Qwen/Qwen3-0.6B",
     ),
     "plan": (
         "assisted plan Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --vram 12GB",

@@ -61,7 +61,7 @@ class Call:
         settings: how models run in this call, for drafters that capture CUDA graphs (`graphs.Graphs`).
         earlier: of a text that goes on in a session: the drafting of the call before, by the same drafter. This call may take
             over what it has read. A weak reference, because draftings keep their calls.
-        shared: tokens that the two calls' texts have in common at their beginning.
+        shared, forks: how many tokens the two texts begin with; whether the earlier drafting must stay as it is: take a copy.
         states: [B, P', D] each, the prompt's hidden states that the drafter needs (`Drafter.needs`), by index. P' is below P
             if the caller passed past keys and values, or read the prompt in chunks. Valid until the target's next forward
             pass: take what you keep in `Drafter.start`. It may be kept without copying.
@@ -76,6 +76,7 @@ class Call:
     settings: CallSettings = field(default_factory=CallSettings)
     earlier: weakref.ref[Drafting] | None = None
     shared: int = 0
+    forks: bool = False
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
     encoded: Encoded | None = None
 
@@ -112,6 +113,16 @@ class Drafting:
 
     def observe(self, round: Round) -> None:
         """Learn from a round. Called after every round, even without a draft or with another drafter's."""
+
+    def renew(self, text: Text, row: int) -> None:
+        """A row has another text, of which the target has read all but the last token; begin with it."""
+        for part in self.parts():
+            part.renew(text, row)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that a later call can take over (`Call.earlier`); 0 if there is nothing to take over."""
+        return sum(part.nbytes for part in self.parts())
 
 
 class Drafter:

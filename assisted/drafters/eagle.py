@@ -21,6 +21,7 @@ from ..engine.needs import Needs
 from ..engine.parts import device_of, few_ids, unwrapped
 from ..engine.prepared import PreparedModule
 from ..engine.recurrent import slots_for, target_runner
+from ..engine.session import can_go_on, go_on
 from ..engine.traits import Traits, require_verifiable_cache
 from ..engine.tree_reader import NodeReader
 from ..engine.trust import Trust
@@ -291,13 +292,14 @@ class EagleDrafting(HeadDrafting):
         slots = earlier.slots if earlier.runner is None else earlier.runner.cache
         features, counts = _joined(earlier._features())
         held = [0] * len(counts) if slots is None else slots.known
-        lost = slots is not None and not (slots.can_go_on and holds_end_of(slots, min(slots.known[0], past)))
+        lost = slots is not None and not (can_go_on(slots) and holds_end_of(slots, min(slots.known[0], past)))
         late = earlier.skipped > 0 or lost or self.call.attention_mask is not None
+        late |= self.call.shared <= min(held[0], past)  # the last column that it has read depends on the token after it
         if late or len({*held}) > 1 or len({*counts}) > 1 or held[0] + counts[0] < past or len(held) != len(self.first):
             return
         known = min(held[0], past)
         if slots is not None:
-            slots.go_on(known, self.call.limit + self.drafter.most)
+            slots = go_on(slots, known, self.call.limit + self.drafter.most, self.call.forks)
         self.slots, self.first = slots, torch.zeros_like(self.first)
         self.taken = [(features[:, : past - known], [past - known] * len(counts))]
 
@@ -307,6 +309,12 @@ class EagleDrafting(HeadDrafting):
             return self.unread
         rows, width = self.prompt[0].shape[:2]
         return [*self.taken, (torch.cat(self.prompt, -1), [width] * rows), *self.unread]
+
+    @property
+    def nbytes(self) -> int:
+        slots = self.slots if self.runner is None else self.runner.cache
+        stores = () if slots is None else slots.stores
+        return sum(store.nbytes for store in (*stores, *(features for features, _ in self._features())))
 
     def _draft(self, text: Text, budget: int) -> Draft:
         runner = self._begun(text)

@@ -120,6 +120,15 @@ class Lookup(Drafting):
             q = F.pad(q, (0, 0, 0, filled.width - q.shape[1])).where(is_drafted[:, :, None], certain)
         return replace(filled, q=q, continued=draft)
 
+    def renew(self, text: Text, row: int) -> None:
+        """Read a row's new text, from nothing."""
+        if self.seen is None:
+            self.seen = [0] * text.rows
+        self.backoffs.pop(row, None)
+        self.added.pop(row, None)
+        self.read(row, text.ids[row, : text.lengths[row]].tolist())
+        self.seen[row] = text.lengths[row]
+
     def catch_up(self, text: Text) -> None:
         """Read what was committed since the last call, with one transfer to the host."""
         if self.seen is None:

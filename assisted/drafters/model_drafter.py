@@ -16,9 +16,10 @@ from ..engine.host import on_device
 from ..engine.kept import Kept
 from ..engine.prepared import CallSettings, PreparedModule
 from ..engine.runner import CachedModel
+from ..engine.session import can_go_on, go_on, renew
 from ..engine.traits import Traits
 from ..engine.trust import Trust
-from ..engine.window import keep_last, went_on
+from ..engine.window import holds_end_of, keep_last
 from ..fast.fused import fused, is_sum_of_parts, prepare
 from ..fast.graphs import Graphs
 from ..text import Text, tokens_from
@@ -118,19 +119,26 @@ class ModelDrafting(ChainDrafting):
                 self.runner.cache.begin_rounds()
         return self.runner
 
+    def _slots(self, rows: int) -> SlotCache:
+        return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
+
+    def renew(self, text: Text, row: int) -> None:
+        renew(self._catch_up_prompt(text), row, self.readable(text.ids[row : row + 1, : text.lengths[row] - 1]))
+
     def _earlier_slots(self, text: Text) -> SlotCache | None:
         """The slots of the call before, if they can be read on."""
         earlier, call = self.call.before(ModelDrafting), self.call
         if earlier is None or earlier.runner is None or earlier.drafter is not self.drafter:
             return None
-        slots = earlier.runner.cache
-        if not (slots.can_go_on and earlier.runner.reads_on and slots.rows == text.rows) or not text.prompt_length:
+        slots, padded = earlier.runner.cache, call.attention_mask is not None or not text.prompt_length
+        if padded or not (can_go_on(slots) and earlier.runner.reads_on and slots.rows == text.rows):
             return None
         known = min(*slots.known, call.shared, text.prompt_length - 1)
-        return slots if call.attention_mask is None and went_on(slots, known, call.limit) else None
+        return go_on(slots, known, call.limit, call.forks) if holds_end_of(slots, known) else None
 
-    def _slots(self, rows: int) -> SlotCache:
-        return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.runner is None else sum(store.nbytes for store in self.runner.cache.stores)
 
     def _read_committed(self, runner: CachedModel, text: Text) -> torch.Tensor:
         """Read what was committed since the last round, at least one token per row. Returns `fitted` logits after it.

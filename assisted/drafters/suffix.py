@@ -5,8 +5,9 @@ tree with counts per row and chooses between match lengths.
 from __future__ import annotations
 
 import copy
+import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..text import Text
 from .base import Call, Drafter, Spec, Target, require_positive
 from .lookup import NOTHING, Lookup, Proposal
 from .registry import register
+from .suffix_memory import Memory
 from .suffix_tree import END, Continuation, Point, SuffixTree
 
 REMEMBERED = 1 << 17  # maximum number of kept tokens of past outputs
@@ -45,6 +47,9 @@ class Suffix(Spec):
         remember: look up past outputs of this model object, too. Past outputs never change what is generated, only how fast.
             But the speed of one call then reveals whether its text occurred in another, so do not share such a model between
             users who must not learn about each other. Off by default.
+        memory_file: a file in which past outputs are remembered from process to process, at most 131,072 tokens. Made if there
+            is none, readable for its owner only, and neither encrypted nor saved with the pair. Name one for each user and
+            project. Includes `remember`. Off by default.
     """
 
     title = "Suffix"
@@ -60,6 +65,7 @@ class Suffix(Spec):
     nodes: int = 8
     corpus: Sequence[str | Sequence[int]] | None = field(default=None, metadata={"saved": False})
     remember: bool = False
+    memory_file: str | os.PathLike[str] | None = field(default=None, metadata={"saved": False})
 
     def __post_init__(self) -> None:
         if self.max_match < 1:
@@ -69,6 +75,10 @@ class Suffix(Spec):
         if self.per_match <= 0:
             raise ValueError(f"per_match: {self.per_match} proposes nothing; give more than 0")
         require_positive(self, "nodes")
+        if self.memory_file is not None and not (
+            isinstance(self.memory_file, (str, os.PathLike)) and str(self.memory_file)
+        ):
+            raise ValueError(f"memory_file: {self.memory_file!r} is not a path; name a file, or leave it out")
         if isinstance(self.corpus, str):
             raise ValueError("corpus: got one string; give a list of texts")
 
@@ -80,13 +90,20 @@ class Suffix(Spec):
         return cls()
 
     def load(self, target: Target, **kwargs: Any) -> SuffixDrafter:
-        """Read the corpus, if there is one.
+        """Read the corpus and the memory, if there are any.
 
-        Raises ValueError for texts if there is no tokenizer, and for ids that the target does not have.
+        Raises ValueError for texts and a memory if there is no tokenizer, for ids that the target does not have, and for a
+        memory of another tokenizer.
         """
         size = Traits.of(target.model).vocabulary
         texts = [_ids(text, target, size) for text in self.corpus or ()]
-        return SuffixDrafter(self, texts)
+        if self.memory_file is None:
+            return SuffixDrafter(self, texts)
+        if target.tokenizer is None:
+            raise ValueError(
+                "memory_file: only the target's tokenizer tells whose tokens a file holds; pass tokenizer="
+            )
+        return SuffixDrafter(self, texts, Memory(self.memory_file, target.tokenizer, size, REMEMBERED))
 
 
 def _ids(text: str | Sequence[int], target: Target, size: int) -> list[int]:
@@ -103,13 +120,17 @@ def _ids(text: str | Sequence[int], target: Target, size: int) -> list[int]:
 
 
 class SuffixDrafter(Drafter):
-    """The texts shared by all calls: the corpus (token ids of each text) and, if they are remembered, past outputs."""
+    """The texts shared by all calls: the corpus (token ids of each text) and, if they are remembered, past outputs, of earlier
+    processes as well if there is a memory."""
 
-    def __init__(self, spec: Suffix, corpus: Iterable[list[int]] = ()):
+    def __init__(self, spec: Suffix, corpus: Iterable[list[int]] = (), memory: Memory | None = None):
         self.spec = spec
         self.depth = spec.max_match + 1  # a match and the token after it
         self.corpus = SuffixTree(self.depth, _ended(corpus))
-        self.past = SuffixTree(self.depth) if spec.remember else None
+        self.memory = memory
+        self.past = SuffixTree(self.depth) if spec.remember or memory else None
+        if self.past is not None and memory is not None:
+            self.past.extend(memory.read())
         self.lock = threading.Lock()  # one call may add past outputs while another one reads them
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,7 +145,7 @@ class SuffixDrafter(Drafter):
     def start(self, call: Call) -> SuffixDrafting:
         return SuffixDrafting(self, call)
 
-    def remember(self, outputs: Iterable[list[int]]) -> None:
+    def remember(self, outputs: Collection[list[int]]) -> None:
         """Add finished outputs for later calls to look up. When there are too many tokens, the oldest half is dropped."""
         if self.past is None:
             return
@@ -132,6 +153,8 @@ class SuffixDrafter(Drafter):
             if len(self.past.text) > REMEMBERED:
                 self.past = SuffixTree(self.depth, self.past.text[-REMEMBERED // 2 :])
             self.past.extend(_ended(outputs))
+        if self.memory is not None:
+            self.memory.add(outputs)
 
 
 def _ended(texts: Iterable[list[int]]) -> Iterator[int]:
@@ -177,6 +200,7 @@ class SuffixDrafting(Lookup):
         self.makes_trees = self.spec.tree and call.target.masks.trees
         self.rows: dict[int, _Row] = {}
         self.waiting: dict[int, Continuation] = {}  # by row, until it is judged
+        self.remembered: set[int] = set()  # rows whose output later calls can look up
         self.kept = DecayedMean()  # accepted tokens, of those that the counts predicted
         self.text: Text | None = None
 
@@ -188,6 +212,12 @@ class SuffixDrafting(Lookup):
         if row in self.waiting:
             proposed = self.waiting.pop(row)
             self.kept.add(proposed.matches(tokens), proposed.expected, KEEP_LOCAL)
+
+    def renew(self, text: Text, row: int) -> None:
+        self.rows.pop(row, None)
+        self.waiting.pop(row, None)
+        self.remembered.discard(row)
+        super().renew(text, row)
 
     def look_up(self, row: int, budget: int) -> Proposal:
         state = self.rows[row]
@@ -220,9 +250,10 @@ class SuffixDrafting(Lookup):
     def observe(self, round: Round) -> None:
         if self.drafter.past is not None and self.text is not None and self.text.done:
             self.catch_up(self.text)
-            counts = self.text.row_tokens
-            rows = self.rows.values()
-            self.drafter.remember(r.own.text[r.prompt : r.prompt + n] for r, n in zip(rows, counts, strict=True) if n)
+            ended = [row for row in self.rows if self.text.ended[row] and row not in self.remembered]
+            outputs = [(self.rows[row], self.text.row_tokens[row]) for row in ended]
+            self.remembered.update(ended)
+            self.drafter.remember([row.own.text[row.prompt : row.prompt + count] for row, count in outputs if count])
 
     def _best(self, tree: SuffixTree, points: list[Point], budget: int, drafted: Sequence[int] = ()) -> Continuation:
         """The continuation with the most expected tokens over all match lengths; of equal ones, that of the longest match.

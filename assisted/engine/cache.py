@@ -146,27 +146,6 @@ class SlotCache(Cache):
             own.hold(layer, length)
         return slots
 
-    def go_on(self, length: int, limit: int) -> None:
-        """Prepare to read a further prompt after the first `length` columns of every row. limit: as for a new cache.
-
-        For slots that hold no padding and are not right-aligned.
-        """
-        for place in range(self.rows):
-            if self.order[place] != place:
-                self._swap(place, self.order.index(place))
-        self.running = list(self.order)
-        self.limit = max(self.limit, limit, 2 * self.capacity)  # over all prompts, memory grows by doubling
-        # a padding below 0 counts the slots that a window has dropped
-        self.lengths, self.start = [length + self.padding[0]] * self.rows, None
-        for layer in self.slot_layers:
-            layer.filled = self.lengths[0]
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether `go_on` is possible: slots are columns of the text, in all rows, or the same ones are missing."""
-        is_text = self.visible is None and not any(self.prompt_padding) and len({*self.padding}) == 1
-        return type(self) is SlotCache and not self.right_aligned and is_text
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,7 +232,7 @@ class SlotCache(Cache):
         for place in range(len(rows)):
             if self.order[place] not in wanted:
                 other = next(p for p in range(len(rows), self.rows) if self.order[p] in wanted)
-                self._swap(place, other)
+                self.swap(place, other)
         self.running = self.order[: len(rows)]
 
     def of_running(self, of_all: torch.Tensor) -> torch.Tensor:
@@ -365,8 +344,8 @@ class SlotCache(Cache):
                 place, target, source = moved.to(store.device)
                 store[place, :, target] = store[place, :, source]
 
-    def _swap(self, one: int, other: int) -> None:
-        """Swap the rows at two indices."""
+    def swap(self, one: int, other: int) -> None:
+        """Swap the rows at two indices of the layers' tensors."""
         self.order[one], self.order[other] = self.order[other], self.order[one]
         both, crossed, top = [one, other], [other, one], max(self.lengths)
         for store in self.stores:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from .cache import SlotCache
+from .cache import SlotCache, SlotLayer
+from .runner import CachedModel
 
 
 class Session(DynamicCache):
@@ -30,21 +33,26 @@ class Session(DynamicCache):
 
     Args:
         config: the target's.
+        model: the target, the only one that may use it; None if that is not known.
 
     Attributes:
         lock: held by the call that uses it.
-        kept: the drafter and its state after the last call; None without slots.
+        ids: the text that was read, [B, L] int64, and its last token; None if that is not known.
+        kept: the drafter and its state after the last call; None if there is none.
         shared: tokens of the text that the prompt of the present call begins with.
+        forks: the present call copies what it goes on from.
     """
 
+    ids: torch.Tensor | None
     kept: Any
     shared: int
+    forks: bool
     _slots: SlotCache | None
-    _ids: torch.Tensor | None
     _length: int  # columns, which all rows have
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, model: Any = None):
         self._config = config
+        self._models = None if model is None else weakref.WeakSet([model])
         self.lock = threading.Lock()
         self._drop()
         super().__init__(config=config)
@@ -71,19 +79,40 @@ class Session(DynamicCache):
         """Whether the keys and values are in the slots of the last call."""
         return self._slots is not None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys, values and states, and of what the drafter keeps."""
+        held = [value for layer in self._layers for value in vars(layer).values()] if self._slots is None else []
+        found = [value for part in held for value in (part.values() if isinstance(part, dict) else [part])]
+        found += [] if self._slots is None else self._slots.stores
+        drafting = None if self.kept is None else self.kept[1]
+        tensors = (value for value in found if isinstance(value, torch.Tensor))
+        return sum(one.nbytes for one in tensors) + (0 if drafting is None else drafting.nbytes)
+
+    def require(self, model: Any) -> None:
+        """Raise ValueError unless it is a session of this target."""
+        if self._models is not None and model not in self._models:
+            raise ValueError(
+                "past_key_values: this session holds keys and values of another model; make one with this model's session()"
+            )
+
     def match(self, ids: Any, attention_mask: Any) -> None:
         """Keep only what a prompt begins with. ids, attention_mask: [B, P] or None."""
-        if self._slots is None or self._ids is None:
+        if self._slots is None or self.ids is None:
             return
-        if not _is_plain(ids, attention_mask, self._slots.rows):
+        if not is_plain(ids, attention_mask, self._slots.rows):
             self._layers = self._dynamic_layers()
             self._drop()
             return
-        most = min(self._ids.shape[1], ids.shape[1])
-        differ = (self._ids[:, :most].to(ids.device) != ids[:, :most]).any(0).int()
-        self.shared = int(differ.argmax()) if bool(differ.any()) else most
+        most = min(self.ids.shape[1], ids.shape[1])
+        differ = (self.ids[:, :most].to(ids.device) != ids[:, :most]).any(0).int()
+        self.begin(int(differ.argmax()) if bool(differ.any()) else most, ids.shape[1])
+
+    def begin(self, shared: int, width: int) -> None:
+        """Prepare a call whose prompt of `width` tokens begins with `shared` tokens of the text."""
+        self.shared = shared
         # a head's last column needs the token after it, and the prompt's last token is always read
-        self._length = max(0, min(self._length, self.shared - 1, ids.shape[1] - 1))
+        self._length = max(0, min(self._length, shared - 1, width - 1))
 
     def go_on(self, rows: int, limit: int) -> SlotCache:
         """The slots, ready to read the rest of a prompt. limit: as for `SlotCache`. Only if they are `in_slots`.
@@ -96,13 +125,31 @@ class Session(DynamicCache):
                 f"past_key_values: the session has {self._slots.rows} rows, and this call has {rows} (num_return_sequences "
                 "included); make a session for each text"
             )
-        self._slots.go_on(self._length, limit)
+        self._slots = go_on(self._slots, self._length, limit, self.forks)
         return self._slots
 
     def keep(self, slots: SlotCache, ids: torch.Tensor, kept: Any) -> None:
         """Hold what a call leaves. slots: the target's. ids: its text, [B, L] int64. kept: the drafter with its state."""
         self._layers = []
-        self._slots, self._ids, self.kept, self._length = slots, ids, kept, ids.shape[1] - 1
+        self._slots = slots
+        self._note(ids, kept)
+
+    def keep_copy(self, slots: SlotCache, ids: torch.Tensor, kept: Any) -> None:
+        """The same in transformers' layers, for states that can't go back to an earlier token."""
+        self.layers = slots.to_dynamic(self._config).layers
+        self._note(ids, kept)
+
+    def branch(self) -> Session:
+        """Another session with the same text. Its first call copies what it goes on from; until its end, this one must stay
+        as it is."""
+        other = Session(self._config)
+        other._models = self._models
+        other._layers, other._slots = self._layers, self._slots
+        other.ids, other.kept, other._length, other.forks = self.ids, self.kept, self._length, True
+        return other
+
+    def _note(self, ids: torch.Tensor, kept: Any) -> None:
+        self.ids, self.kept, self._length, self.forks = ids, kept, ids.shape[1] - 1, False
 
     def _dynamic_layers(self) -> list[Any]:
         assert self._slots is not None
@@ -111,29 +158,32 @@ class Session(DynamicCache):
 
     def _drop(self) -> None:
         self._slots = None
-        self._ids = None
-        self.kept = None
+        self.ids = self.kept = None
         self._length = self.shared = 0
+        self.forks = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """Another session with its own copy of the keys and values, for a text that branches."""
-        return _with_layers(
-            self._config, self._dynamic_layers() if self.in_slots else copy.deepcopy(self._layers, memo)
-        )
+        layers = self._dynamic_layers() if self.in_slots else copy.deepcopy(self._layers, memo)
+        other = _with_layers(self._config, layers)
+        other._models = self._models
+        return other
 
     def __reduce__(self) -> Any:
         return _with_layers, (self._config, self._dynamic_layers() if self.in_slots else self._layers)
 
 
 @contextmanager
-def using(cache: Any, ids: Any, attention_mask: Any) -> Iterator[None]:
-    """A context for one call with a cache, which matters for sessions only. ids, attention_mask: [B, P] or None, of the prompt.
+def using(cache: Any, model: Any, ids: Any, attention_mask: Any) -> Iterator[None]:
+    """A context for one call with a cache, which matters for sessions only. model: the target. ids, attention_mask: [B, P] or
+    None, of the prompt.
 
-    Raises ValueError while another call uses the session.
+    Raises ValueError while another call uses the session, and for one of another model.
     """
     if not isinstance(cache, Session):
         yield
         return
+    cache.require(model)
     if not cache.lock.acquire(blocking=False):
         raise ValueError("past_key_values: another call is using this session; make a session for each text")
     try:
@@ -143,13 +193,67 @@ def using(cache: Any, ids: Any, attention_mask: Any) -> Iterator[None]:
         cache.lock.release()
 
 
+def can_go_on(slots: SlotCache) -> bool:
+    """Whether `go_on` is possible: slots are columns of the text, in all rows, or the same ones are missing."""
+    aligned = slots.right_aligned and slots.rows > 1  # a single row is never shifted
+    is_text = slots.visible is None and not any(slots.prompt_padding) and len({*slots.padding}) == 1
+    return type(slots) is SlotCache and not aligned and is_text
+
+
+def go_on(slots: SlotCache, length: int, limit: int, forks: bool = False) -> SlotCache:
+    """Slots prepared to read a further prompt after the first `length` columns of every row.
+
+    limit: as for `SlotCache`. forks: in a copy, so that the others stay as they are.
+    """
+    length += slots.padding[0]  # which is below 0 where a window has dropped slots
+    if forks:
+        slots = _copy(slots, length, limit)
+    for place in range(slots.rows):
+        if slots.order[place] != place:
+            slots.swap(place, slots.order.index(place))
+    slots.running = list(slots.order)
+    slots.limit = max(slots.limit, limit, 2 * slots.capacity)  # over all prompts, memory grows by doubling
+    slots.lengths, slots.start = [length] * slots.rows, None
+    for layer in slots.slot_layers:
+        layer.filled = length
+    return slots
+
+
+def renew(runner: CachedModel, row: int, ids: torch.Tensor) -> None:
+    """Read another text into the slots of one row, [1, n] int64, while other rows keep theirs. No row has padding."""
+    cache, lengths = runner.cache, list(runner.cache.lengths)
+    runner.run_only([row])
+    cache.start = None  # as if it were the prompt
+    for layer in cache.slot_layers:
+        layer.filled = 0
+    if ids.shape[1]:
+        runner.prefill(ids.expand(cache.rows, -1), None)
+    cache.padding[row] = 0  # a window may have dropped slots of the row's last text
+    cache.lengths = [ids.shape[1] if other == row else length for other, length in enumerate(lengths)]
+    cache.start = max(cache.lengths)
+
+
+def _copy(slots: SlotCache, length: int, limit: int) -> SlotCache:
+    other = SlotCache(slots.rows, limit, slots.right_aligned)
+    other.reserve(length)
+    other.padding = list(slots.padding)
+    places = [slots.order.index(row) for row in range(slots.rows)]
+    for layer in slots.slot_layers:
+        own = SlotLayer(other)
+        other.layers.append(own)
+        if layer.is_initialized:
+            stores = (store[places, :, :length] for store in (layer.keys, layer.values))
+            own.hold(SimpleNamespace(**dict(zip(("keys", "values"), stores, strict=True))), length)
+    return other
+
+
 def _with_layers(config: Any, layers: list[Any]) -> Session:
     made = Session(config)
     made.layers = layers
     return made
 
 
-def _is_plain(ids: Any, attention_mask: Any, rows: int) -> bool:
+def is_plain(ids: Any, attention_mask: Any, rows: int) -> bool:
     """Whether a prompt consists of tokens alone, without padding. Only then its columns are those of the slots."""
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or len(ids) != rows or ids.shape[1] == 0:
         return False

@@ -119,8 +119,8 @@ class StateCache(SlotCache):
                 _copy_states(own, layer, places)
         return cache
 
-    def _swap(self, one: int, other: int) -> None:
-        super()._swap(one, other)
+    def swap(self, one: int, other: int) -> None:
+        super().swap(one, other)
         for state in self.states():
             state[[one, other]] = state[[other, one]]
 

@@ -28,6 +28,7 @@ from .parts import device_of, unwrapped
 from .prepared import PreparedModule
 from .recurrent import RecurrentCache, RecurrentModel, slots_for, target_runner
 from .rope import change_of
+from .session import go_on
 from .traits import Traits, require_verifiable_cache
 from .trust import Trust, trust
 
@@ -90,6 +91,35 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING, 
         return None
     what = "keeps a recurrent state and " if traits.is_recurrent else ""
     return f"{type(model).__name__} {what}cannot take back rejected tokens: {reason}"
+
+
+def obstacle_to_reading_on(model: PreTrainedModel, trusted: Trust) -> str | None:
+    """Why a prompt can't be read in two parts; None if it can. A state after the first part is tried with a few tokens: some
+    layers read several tokens from an empty state only."""
+    if not Traits.of(model).is_recurrent:
+        return None
+    masks = masks_of(model, trusted)
+
+    def trial() -> str | None:
+        ids = (torch.arange(7, 19, device=device_of(model))[None] * 7919) % Traits.of(model).vocabulary
+        try:
+            with without_gradients(model):
+                cache = slots_for(model, None, 1, ids.shape[1], masks)
+                if not cache.slot_layers:
+                    return "states alone do not show how many tokens they have read"
+                expected = target_runner(model, cache, masks).prefill(ids, None)
+                reader = target_runner(model, slots_for(model, None, 1, ids.shape[1], masks), masks)
+                reader.prefill(ids[:, :7], None)
+                again = slots_for(model, reader.cache.to_dynamic(None), 1, ids.shape[1], masks)
+                found = target_runner(model, go_on(again, 7, ids.shape[1]), masks).prefill(ids[:, 7:], None)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            return f"reading on from a state fails ({type(error).__name__}: {error})"
+        difference = apart(found, expected)
+        return None if difference <= rounding_of(model.dtype) else "reading on from a state gives other logits"
+
+    return _tried(model, trusted, ("reads on", masks.trees), trial)
 
 
 def masks_of(model: PreTrainedModel, trusted: Trust, replaces: bool = True) -> Masks:

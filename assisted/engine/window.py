@@ -63,13 +63,6 @@ def holds_end_of(cache: SlotCache, length: int) -> bool:
     return all(not dropped or length - dropped > SINKS for dropped in dropped_from(cache))
 
 
-def went_on(cache: SlotCache, length: int, limit: int) -> bool:
-    """`SlotCache.go_on`, if `holds_end_of` says that it is possible. Returns whether it is."""
-    if possible := holds_end_of(cache, length):
-        cache.go_on(length, limit)
-    return possible
-
-
 def _move(layer: SlotLayer, source: torch.Tensor, capacity: int) -> None:
     """Gather slots, [B, n] int64, at the beginning. Much larger tensors are replaced by ones of `capacity` slots; others stay
     where they are, because captured passes may read them there."""

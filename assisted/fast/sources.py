@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from ..engine.libraries import int_product
 from ..engine.trust import Code, code_of
 
+_PART = 2**26  # words that are read at once, on devices other than a CPU
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}  # parameters, submodules, hooks: compared separately
 
 
@@ -39,7 +40,7 @@ class Weights:
     @staticmethod
     @torch.no_grad()
     def of(tensors: Iterable[torch.Tensor], copied: bool) -> Weights:
-        """copied: also compare values, otherwise only the identity of the tensors. Values are read on a CPU only."""
+        """copied: also compare values, otherwise only the identity of the tensors."""
         held = tuple(tensors)
         return Weights(held, tuple(_checksum(tensor.detach()) for tensor in held) if copied else None)
 
@@ -52,10 +53,12 @@ class Weights:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The checksum of a tensor on a CPU, see `Weights`."""
+    """The checksum of a tensor, see `Weights`."""
     if tensor.dim() < 2 or not tensor.numel():
         return tensor.reshape(-1).view(torch.uint8).clone()
     numbers = tensor.flatten(0, -2).contiguous()
+    if not tensor.is_cpu:
+        return _checksum_by_parts(numbers)
     if int_product is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
         octets = numbers.view(torch.int8)
         made: torch.Tensor = int_product(octets, _multipliers(octets.shape[1], torch.int8).t())
@@ -69,6 +72,15 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     multipliers = _multipliers(1 << max(rows - 1, 0).bit_length(), torch.int32)[:, :rows]
     by_row = (words.view(torch.int64) if columns % 2 == 0 else words).sum(1)
     return torch.cat([(multipliers @ words).flatten().long(), by_row])
+
+
+def _checksum_by_parts(numbers: torch.Tensor) -> torch.Tensor:
+    """A sum of each row of a matrix, weighted by an odd number per word or byte. Torch has no product of integers on other
+    devices, and the factors of a large matrix would take too much memory at once."""
+    words = numbers.view(torch.uint8)
+    words = words.view(torch.int32) if words.shape[1] % 4 == 0 else words.to(torch.int32)
+    multipliers = _multipliers(words.shape[1], torch.int32)[0].to(words.device)
+    return torch.cat([(part * multipliers).sum(1) for part in words.split(max(1, _PART // words.shape[1]))])
 
 
 @functools.cache
@@ -139,6 +151,16 @@ class Source:
     weights: Weights
     buffers: Weights
     kept: Weights = Weights((), None)
+
+    @staticmethod
+    def of_model(model: nn.Module, code: tuple[Code, ...]) -> Source:
+        """Everything that a model computes with, values on any device included. code: what it runs, from `trust`.
+
+        Raises RuntimeError, TypeError or NotImplementedError if its weights can't be read as numbers.
+        """
+        modules = Modules.of(model.modules(), code)
+        tensors = (value for own in modules.attributes for value in own.values() if isinstance(value, torch.Tensor))
+        return Source(modules, Weights.of(model.parameters(), True), Weights.of((*model.buffers(), *tensors), True))
 
     def same(self, other: Source) -> bool:
         """Whether a copy made from one is valid for the other."""

@@ -1,0 +1,514 @@
+"""Sessions in a pool: prompts with the same beginning read it once, and every text is what it is without a pool."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from covering import in_turns, over
+from methods import HEADS
+from mtp_heads import trained_mtp
+from pairs import BY_NAME, CALL, tokenizer
+from test_sampling import ALPHA, PROMPT, counts, exact_distribution, p_value, tiny
+from test_sampling import NEW_TOKENS as SAMPLED
+from test_session import DRAFTS, written  # noqa: F401, a fixture
+from test_sources import EDITS, PATCHES, patched
+from transformers import DynamicCache, LlamaForCausalLM, pipeline
+
+from assisted import MTP, AssistedModelForCausalLM, SessionPool
+from assisted.chat import Conversation
+from assisted.drafters import eagle
+from assisted.engine import pool as engine_pool
+from assisted.fast.sources import Source
+
+PREFIX, NEW = 32, 6  # tokens in common, and of each question
+ORDER = (0, 1, 0, 2, 1, 0)  # of the questions: later ones go on from their own text, others from what is in common
+
+pytestmark = pytest.mark.usefixtures("invariants")
+
+
+def questions(target: Any, count: int = 3, prefix: int = PREFIX) -> list[torch.Tensor]:
+    """Prompts with the same beginning."""
+    common = random_ids(target, 1, prefix, seed=3)
+    return [torch.cat([common, random_ids(target, 1, NEW, seed=10 + number)], 1) for number in range(count)]
+
+
+def pooled(target: Any, draft: Any = "suffix", **kwargs: Any) -> AssistedModelForCausalLM:
+    return AssistedModelForCausalLM.from_models(
+        target, draft, **{"draft_length": 4, "sessions": SessionPool()} | kwargs
+    )
+
+
+def report_of(model: AssistedModelForCausalLM) -> Any:
+    assert model.report is not None
+    return model.report
+
+
+def talked(model: Any, target: Any, **kwargs: Any) -> list[int]:
+    """Conversations that begin alike, each with several turns; compared with the target alone. Returns the tokens not read."""
+    texts, known = questions(target), []
+    for number in ORDER:
+        expected = target.generate(texts[number], **CALL | kwargs)
+        found = model.generate(texts[number], **CALL | kwargs)
+        assert found.tolist() == expected.tolist()
+        known.append(report_of(model).cached_tokens)
+        texts[number] = torch.cat([found, random_ids(target, 1, NEW, seed=50 + len(known))], 1)
+    return known
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("draft,fast", in_turns(list(DRAFTS), ["auto", "eager"]))
+def test_every_text_is_plain(draft: str, fast: str) -> None:
+    target = build(BY_NAME["llama"])
+    model = pooled(target, DRAFTS[draft](target), fast=fast)
+    known = talked(model, target)
+    turn = NEW + CALL["max_new_tokens"]
+    assert known == [0, PREFIX - 1, PREFIX + turn - 1, PREFIX - 1, PREFIX + turn - 1, PREFIX + 2 * turn - 1]
+    assert not report_of(model).warnings
+
+
+@over("architecture", [*ARCHITECTURES, *RECURRENT])
+def test_all_architectures(architecture: Any) -> None:
+    target = build(architecture)
+    try:
+        model = pooled(target)
+    except ValueError:
+        pytest.skip("refused as a target")
+    known = talked(model, target)
+    assert any(known) or report_of(model).warnings or report_of(model).way == "plain"  # they say why
+
+
+def test_sampled_texts_follow_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pool, "_LEAST", 1)
+    target, draft = tiny(0), tiny(1)
+    with torch.no_grad():
+        for weight, aim in zip(draft.parameters(), target.parameters(), strict=True):
+            weight.lerp_(aim, 0.6)
+    model = pooled(target, draft, draft_length=2)
+    torch.manual_seed(11)
+    call = {"max_new_tokens": SAMPLED, "do_sample": True, "top_k": 0}
+    found = [model.generate(PROMPT, **call) for _ in range(1500)]
+    assert model.totals.cached_tokens == 1499 * (PROMPT.shape[1] - 1)
+    assert 0 < model.totals.accepted < model.totals.drafted
+    assert p_value(counts(torch.cat(found)), exact_distribution(target, top_k=0)) > ALPHA
+
+
+def test_only_the_rest_is_read(written: Counter[int]) -> None:  # noqa: F811
+    target = build(BY_NAME["llama"])
+    model = pooled(target, half_right(target), fast="eager")
+    for number, prompt in enumerate(questions(target)):
+        written.clear()
+        model.generate(prompt, **CALL)
+        report = report_of(model)
+        verified = report.drafted + report.target_passes
+        unread = prompt.shape[1] if number == 0 else NEW + 1
+        most = sorted(written.values())  # of target and draft
+        assert len(most) == 2 and most[0] <= unread + 2 * verified + 2 and most[1] <= unread + 2 * verified + 2
+
+
+@pytest.mark.parametrize("kind", ["eagle-1", "eagle-3, chains", "mtp", "dflash", "model", "list"])
+def test_drafters_go_on_as_if_they_had_read_the_whole_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two texts part and where one goes on, they draft what they draft after reading the text anew."""
+    monkeypatch.setattr(eagle, "learn", lambda *args: None)  # or the second call would draft other trees
+    target = build(BY_NAME["llama"])
+    model = pooled(target, DRAFTS[kind](target), fast="eager", draft_length=3)
+    pool, texts = model.sessions, questions(target)
+    for number in ORDER:
+        reports = []
+        for sessions in (None, pool):
+            model.sessions = sessions
+            output = model.generate(texts[number], **CALL)
+            reports.append((report_of(model).drafted, report_of(model).accepted))
+        assert reports[0] == reports[1]
+        texts[number] = torch.cat([output, random_ids(target, 1, NEW, seed=70)], 1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("draft", ["suffix", "mtp", "eagle", "model"])
+def test_states_are_kept_where_texts_part(draft: str, written: Counter[int]) -> None:  # noqa: F811
+    """The second prompt marks the place, the third one begins there, and a text that goes on begins at its end."""
+    target = build(next(one for one in RECURRENT if one.name == "qwen3_5"))
+    specs: dict[str, Callable[[], Any]] = {
+        "suffix": lambda: "suffix",
+        "mtp": lambda: MTP(trained_mtp(target, steps=30)),
+        "eagle": lambda: HEADS["eagle"](target),
+        "model": lambda: half_right(target),
+    }
+    model = pooled(target, specs[draft](), draft_length=3)
+    first, second, third = questions(target)
+    turn = NEW + CALL["max_new_tokens"]
+    for prompt, known in ((first, 0), (second, 0), (third, PREFIX), (first, PREFIX)):
+        expected = target.generate(prompt, **CALL)
+        output = model.generate(prompt, **CALL)
+        assert output.tolist() == expected.tolist()
+        assert report_of(model).cached_tokens == known
+    prompt = torch.cat([output, random_ids(target, 1, NEW, seed=70)], 1)
+    assert model.generate(prompt, **CALL).tolist() == target.generate(prompt, **CALL).tolist()
+    assert report_of(model).cached_tokens == PREFIX + turn - 1
+    if draft != "suffix":
+        warm = report_of(model)
+        anew = model.generate(prompt, sessions=SessionPool(), **CALL)
+        assert anew.tolist() == target.generate(prompt, **CALL).tolist()
+        assert draft != "model" or (warm.drafted, warm.accepted) == (
+            report_of(model).drafted,
+            report_of(model).accepted,
+        )
+
+
+def test_a_head_of_a_recurrent_target_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eagle, "learn", lambda *args: None)
+    target = build(next(one for one in RECURRENT if one.name == "qwen3_5"))
+    model = pooled(target, MTP(trained_mtp(target, steps=30), tree=False), draft_length=3, fast="eager")
+    pool, (text, other, _) = model.sessions, questions(target)
+    reports = []
+    for sessions in (None, SessionPool()):  # in which the second prompt marks where it parts from the first one
+        for prompt in (text, other):
+            model.generate(prompt, sessions=SessionPool() if sessions is None else sessions, **CALL)
+        reports.append((report_of(model).drafted, report_of(model).accepted))
+    assert reports[0] == reports[1] and reports[0][0] > 0
+    for turn in range(3):
+        reports = []
+        for sessions in (None, pool):
+            model.sessions = sessions
+            output = model.generate(text, **CALL)
+            reports.append((report_of(model).drafted, report_of(model).accepted))
+        assert reports[0] == reports[1] and (turn == 0) == (report_of(model).cached_tokens == 0)
+        text = torch.cat([output, random_ids(target, 1, NEW, seed=70 + turn)], 1)
+
+
+# ---- What is stored
+
+
+def test_texts_that_are_used_stay_and_the_limit_is_kept() -> None:
+    target = build(BY_NAME["llama"])
+    model = pooled(target)
+    apart = [random_ids(target, 1, PREFIX, seed=number) for number in range(4)]
+    model.generate(apart[0], **CALL)
+    one = model.sessions.nbytes  # type: ignore[union-attr]
+    model.sessions = pool = SessionPool(max_bytes=3 * one)
+    for number in (0, 1, 2, 0, 3):
+        model.generate(apart[number], **CALL)
+        assert pool.nbytes <= pool.max_bytes
+    assert len(pool) == 3
+    for number, known in ((0, True), (2, True), (3, True), (1, False)):
+        model.generate(apart[number], **CALL)
+        assert (report_of(model).cached_tokens > 0) == known
+    pool.clear()
+    assert len(pool) == pool.nbytes == 0
+    model.sessions = small = SessionPool(max_bytes=one - 1)
+    assert model.generate(apart[0], **CALL).tolist() == target.generate(apart[0], **CALL).tolist()
+    assert len(small) == 0
+
+
+def test_a_text_without_room_for_two_is_taken_over() -> None:
+    target = build(BY_NAME["llama"])
+    model = pooled(target)
+    first, second, _ = questions(target)
+    model.generate(first, **CALL)
+    model.sessions = pool = SessionPool(max_bytes=model.sessions.nbytes * 3 // 2)  # type: ignore[union-attr]
+    slots = set()
+    for prompt in (first, second, first):
+        assert model.generate(prompt, **CALL).tolist() == target.generate(prompt, **CALL).tolist()
+        assert len(pool) == 1
+        slots.add(pool._entries[0].session._slots)
+    assert len(slots) == 1  # nothing was copied
+    assert report_of(model).cached_tokens == PREFIX - 1
+
+
+def test_bytes_are_counted_with_those_of_the_draft() -> None:
+    target = build(BY_NAME["llama"])
+    alone, drafted = pooled(target), pooled(target, half_right(target))
+    prompt = questions(target)[0]
+    for model in (alone, drafted):
+        model.generate(prompt, **CALL)
+    (entry,) = alone.sessions._entries  # type: ignore[union-attr]
+    expected = sum(store.nbytes for store in entry.session._slots.stores)
+    assert alone.sessions.nbytes == expected  # type: ignore[union-attr]
+    assert drafted.sessions.nbytes == 2 * expected  # type: ignore[union-attr]
+
+
+def test_pools_are_separate() -> None:
+    target = build(BY_NAME["llama"])
+    model, prompt = pooled(target), questions(target)[0]
+    model.generate(prompt, **CALL)
+    model.generate(prompt, sessions=SessionPool(), **CALL)
+    assert report_of(model).cached_tokens == 0
+    pooled(target).generate(prompt, **CALL)
+    other = pooled(build(BY_NAME["llama"], seed=1), sessions=model.sessions)
+    other.generate(prompt, **CALL)
+    assert report_of(other).cached_tokens == 0  # of another model
+    model.generate(prompt, **CALL)
+    assert report_of(model).cached_tokens == prompt.shape[1] - 1
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied.sessions is None
+
+
+def test_what_a_model_has_read_goes_with_it() -> None:
+    pool, target = SessionPool(), build(BY_NAME["llama"])
+    pooled(target, sessions=pool).generate(questions(target)[0], **CALL)
+    assert len(pool) == 1
+    del target
+    gc.collect()
+    other = build(BY_NAME["llama"], seed=1)
+    pooled(other, sessions=pool).generate(questions(other)[0], **CALL)
+    assert len(pool) == 1
+
+
+# ---- Models that change
+
+
+def cast(target: Any) -> None:
+    target.double()
+
+
+@pytest.mark.parametrize("edit,fast", in_turns([*EDITS, cast], ["auto", "eager"]))
+@torch.no_grad()
+def test_what_another_model_has_read_is_forgotten(edit: Callable[[Any], None], fast: str) -> None:
+    target = build(BY_NAME["llama"])
+    model = pooled(target, fast=fast)
+    first, second, _ = questions(target)
+    model.generate(first, **CALL)
+    edit(target)
+    assert model.generate(second, **CALL).tolist() == target.generate(second, **CALL).tolist()
+    assert report_of(model).cached_tokens == 0
+    assert len(model.sessions) <= 1  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", PATCHES)
+@torch.no_grad()
+def test_what_other_code_has_read_is_not_used(name: str) -> None:
+    target = build(BY_NAME["llama"])
+    model = pooled(target)
+    first, second, third = questions(target)
+    model.generate(first, **CALL)
+    with patched(*PATCHES[name]):
+        assert model.generate(second, **CALL).tolist() == target.generate(second, **CALL).tolist()
+        assert report_of(model).cached_tokens == 0
+    assert model.generate(third, **CALL).tolist() == target.generate(third, **CALL).tolist()
+
+
+def test_adapters_are_part_of_the_model() -> None:
+    peft = pytest.importorskip("peft")
+    target = build(BY_NAME["llama"])
+    wrapped = peft.get_peft_model(target, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model = pooled(wrapped)
+    for active in (True, False, True):
+        with wrapped.disable_adapter() if not active else torch.no_grad():
+            for prompt, known in ((questions(target)[0], False), (questions(target)[1], True)):
+                assert model.generate(prompt, **CALL).tolist() == wrapped.generate(prompt, **CALL).tolist()
+                assert (report_of(model).cached_tokens > 0) == known
+
+
+# ---- Calls that can't go on
+
+
+def hooked(target: Any, model: Any, ids: torch.Tensor) -> Any:
+    target.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.0)
+    return model.generate(ids, **CALL)
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any, torch.Tensor], Any], str]] = {
+    "rows": (lambda t, m, ids: m.generate(ids.repeat(2, 1), **CALL), "2 rows are read together"),
+    "sequences": (
+        lambda t, m, ids: m.generate(ids, num_return_sequences=2, **CALL | {"do_sample": True}),
+        "2 rows are read together",
+    ),
+    "padding": (
+        lambda t, m, ids: m.generate(ids, attention_mask=(torch.arange(ids.shape[1]) > 2).long()[None], **CALL),
+        "padding",
+    ),
+    "embeddings": (
+        lambda t, m, ids: m.generate(inputs_embeds=t.get_input_embeddings()(ids), **CALL),
+        "embeddings",
+    ),
+    "positions": (
+        lambda t, m, ids: m.generate(ids, position_ids=5 + torch.arange(ids.shape[1])[None], **CALL),
+        "position_ids",
+    ),
+    "hook": (hooked, "hook"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_calls_read_their_prompts_and_say_why(name: str) -> None:
+    target = build(BY_NAME["llama"])
+    model, (call, why) = pooled(target), REFUSED[name]
+    prompt = questions(target)[0]
+    model.generate(prompt, **CALL)
+    call(target, model, prompt)
+    assert report_of(model).cached_tokens == 0
+    assert any(why in warning for warning in report_of(model).warnings), report_of(model).warnings
+    assert len(model.sessions) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{"assisted": False}, {"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "static"}],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_plain_calls_and_other_caches(call: dict[str, Any]) -> None:
+    target = build(BY_NAME["llama"])
+    model, prompt = pooled(target), questions(target)[0]
+    model.generate(prompt, **CALL)
+    own = {name: value for name, value in call.items() if name != "assisted"}
+    assert model.generate(prompt, **CALL | call).tolist() == target.generate(prompt, **CALL | own).tolist()
+
+
+def test_bad_input() -> None:
+    target = build(BY_NAME["llama"])
+    with pytest.raises(ValueError, match="max_bytes: 0"):
+        SessionPool(max_bytes=0)
+    with pytest.raises(ValueError, match="sessions: True is not a pool"):
+        AssistedModelForCausalLM.from_models(target, "suffix", sessions=True)
+    with pytest.raises(ValueError, match="sessions: 5 is not a pool"):
+        AssistedModelForCausalLM.from_pretrained("zoo:target", sessions=5)
+    model, prompt = pooled(target), questions(target)[0]
+    model.sessions = 7
+    with pytest.raises(ValueError, match="sessions: 7 is not a pool"):
+        model.generate(prompt, **CALL)
+    with pytest.raises(ValueError, match=r"sessions: .* pass one of the two"):
+        model.generate(prompt, sessions=SessionPool(), past_key_values=model.session(), **CALL)
+    other = pooled(build(BY_NAME["llama"], seed=1))
+    with pytest.raises(ValueError, match=r"past_key_values: this session .* of another model"):
+        other.generate(prompt, past_key_values=model.session(), **CALL)
+    with pytest.raises(ValueError, match=r"past_key_values: this session .* of another model"):
+        other.generate(prompt, past_key_values=copy.deepcopy(model.session()), assisted=False, **CALL)
+
+
+# ---- Other ways to call
+
+
+def test_a_callers_cache_and_sessions_stay_the_callers() -> None:
+    target = build(BY_NAME["llama"])
+    model = pooled(target, half_right(target))
+    prompt = questions(target)[0]
+    model.generate(prompt, **CALL)
+    for past in (DynamicCache(config=target.config), model.session()):
+        output = model.generate(prompt, past_key_values=past, **CALL)
+        assert output.tolist() == target.generate(prompt, **CALL).tolist()
+        assert past.get_seq_length() == output.shape[1] - 1
+        assert report_of(model).cached_tokens == 0
+    details = {"return_dict_in_generate": True}
+    first = model.generate(prompt, **CALL, **details)
+    assert report_of(model).cached_tokens == prompt.shape[1] - 1
+    expected = target.generate(prompt, **CALL, **details).past_key_values
+    before = [layer.keys.clone() for layer in first.past_key_values.layers]
+    model.generate(torch.cat([first.sequences, questions(target)[1]], 1), **CALL)  # takes over what is stored
+    for layer, keys, own in zip(first.past_key_values.layers, before, expected.layers, strict=True):
+        assert torch.equal(layer.keys, keys) and torch.allclose(keys, own.keys, atol=1e-5)
+
+
+def test_a_call_that_fails_leaves_nothing_wrong() -> None:
+    target = build(BY_NAME["llama"])
+    model = pooled(target, half_right(target))
+    first, second, third = questions(target)
+
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > first.shape[1] + 5:
+            raise RuntimeError("no more")
+        return scores
+
+    for prompt in (first, second):
+        model.generate(prompt, **CALL)
+        text = torch.cat([prompt, third[:, -NEW:]], 1)
+        with pytest.raises(RuntimeError, match="no more"):
+            model.generate(text, logits_processor=[fails], **CALL)
+        for again in (text, prompt, third):
+            assert model.generate(again, **CALL).tolist() == target.generate(again, **CALL).tolist()
+
+
+def test_calls_in_several_threads() -> None:
+    target = build(BY_NAME["llama"])
+    model = pooled(target, half_right(target))
+    texts = questions(target, 4)
+    expected = [target.generate(text, **CALL).tolist() for text in texts]
+    found: dict[int, list[Any]] = {number: [] for number in range(4)}
+
+    def ask(number: int) -> None:
+        for _ in range(4):
+            found[number].append(model.generate(texts[number], **CALL).tolist())
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(output == expected[number] for number, outputs in found.items() for output in outputs)
+    assert all(entry.readers == 0 for entry in model.sessions._entries)  # type: ignore[union-attr]
+    assert len(model.sessions) <= 4  # type: ignore[arg-type]
+
+
+def test_while_a_call_copies_a_text_it_stays() -> None:
+    """A call from inside another one, whose text it would take over if it could."""
+    target = build(BY_NAME["llama"])
+    model = pooled(target, half_right(target))
+    first, second, _ = questions(target)
+    text = model.generate(first, **CALL)
+    longer = torch.cat([text, second[:, -NEW:]], 1)
+    outputs: list[Any] = []
+
+    def inside(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not outputs:
+            outputs.append(None)
+            outputs[0] = model.generate(longer, **CALL).tolist()
+        return scores
+
+    found = model.generate(second, logits_processor=[inside], **CALL)
+    assert found.tolist() == target.generate(second, **CALL).tolist()
+    assert outputs[0] == target.generate(longer, **CALL).tolist()
+
+
+@functools.cache
+def words() -> Any:
+    return tokenizer(first=" ")
+
+
+def test_a_pipeline_needs_no_other_code() -> None:
+    target = build(BY_NAME["llama"])
+    model = pooled(target)
+    asked = pipeline("text-generation", model=model, tokenizer=words(), device="cpu")
+    begin = "To be or not to be, that is the question"
+    for number, end in enumerate((": A", ". B", "? C")):
+        found = asked(begin + end, max_new_tokens=8, do_sample=False)
+        ids = words()(begin + end, return_tensors="pt").input_ids
+        expected = target.generate(ids, max_new_tokens=8, do_sample=False)
+        assert found[0]["generated_text"] == words().decode(expected[0], skip_special_tokens=True)
+        assert (report_of(model).cached_tokens > 30) == (number > 0)
+
+
+def test_conversations_share_what_they_have_in_common() -> None:
+    model = AssistedModelForCausalLM.from_pretrained(
+        "zoo:target", tokenizer=None, dtype=torch.float32, sessions=SessionPool()
+    )
+    model.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    system = "You answer questions about programs, and you answer them in one word if that is possible."
+    plain = AssistedModelForCausalLM.from_models(model.target, "suffix", tokenizer=model.tokenizer)
+    call = {"max_new_tokens": 8, "do_sample": False}
+    for number in range(2):
+        ours, theirs = Conversation(model, system), Conversation(plain, system)
+        for turn in range(2):
+            message = f"What does line {number + turn} do?"
+            reply = ours.say(message, **call)
+            assert reply.text == theirs.say(message, **call).text
+            assert reply.cached_tokens == report_of(model).cached_tokens
+            assert (reply.cached_tokens > 16) == (number + turn > 0)
+
+
+def test_a_whole_models_state_is_compared() -> None:
+    target: LlamaForCausalLM = build(BY_NAME["llama"])  # type: ignore[assignment]
+    before = Source.of_model(target, ())
+    assert before.same(Source.of_model(target, ()))
+    target.train()
+    assert not before.same(Source.of_model(target, ()))

@@ -458,6 +458,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         settings = CallSettings(require_mode(self.fast), ranks=ranks_of(self.target, *self.drafter.modules))
         if (reason := self._must_be_plain(settings, kwargs)) is not None:
             raise ValueError(f"target: {reason}; generate_many cannot run it, so call generate")
+        if self.exact is not None:
+            raise ValueError(f"exact: {self.exact!r} is not kept by generate_many; call generate, or set exact to None")
         started: list[tuple[Any, lengths.Length]] = []
         start_length = functools.partial(self._start_length, policy, started, settings.ranks)
         call = Preparation(self, start_length, self._warn_ignored, recorder, settings)

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from assisted import acceptance, verification
 from assisted.acceptance import rejection, rejection_tree, residual, sample, taken_out, tree_walk
+from assisted.distribution import Distribution
 from assisted.drafters.merged import merge
 from assisted.drafts import Draft
 
@@ -598,7 +599,7 @@ def test_in_step_the_walk_is_the_same() -> None:
             with mock.patch.object(acceptance, "sample", side_effect=lambda rest, generator: rest.argmax(-1)):
                 scores = p[every, column].log()
                 with mock.patch.object(verification, "probabilities", torch.exp):
-                    token, child, _ = verification._choose(scores, drafted, column, True)
+                    token, child, _ = verification._choose(scores, drafted, column, Distribution([], True), mock.Mock())
             for row in (child == 0).nonzero()[:, 0].tolist():
                 if len(path) == 0 or path[-1][row] > 0:
                     assert token[row] == distribution[row].argmax()

@@ -86,6 +86,7 @@ def copied(module: nn.Module, original: nn.Module) -> int:
         for product in products:
             add(product.packed)
             add(product.weight)
+            add(None if product.native is None else product.native.held[0])
     return sum(found.values())
 
 

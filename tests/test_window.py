@@ -35,6 +35,7 @@ from assisted.drafters import Target, model_drafter, parse, read
 from assisted.drafters.eagle import EagleDrafting
 from assisted.drafters.model_drafter import ModelDrafting
 from assisted.engine.cache import SlotCache
+from assisted.engine.session import go_on
 from assisted.engine.window import AHEAD, SINKS, dropped_from, holds_end_of, keep_last, slots_for_window
 
 __all__ = ["written"]  # a fixture
@@ -120,7 +121,7 @@ def test_what_holds_the_end_of_a_text() -> None:
     assert holds_end_of(cache, 3)
     keep_last(cache, WINDOW)
     assert holds_end_of(cache, 23) and not holds_end_of(cache, 22)
-    cache.go_on(25, 64)
+    go_on(cache, 25, 64)
     assert cache.known == [25] and held(cache, 0) == [0, 1, 2, 3, 22, 23, 24]
 
 

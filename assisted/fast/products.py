@@ -83,10 +83,17 @@ def size_of_copies(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
     if kind is None:
         return 0
     outputs, into = sum(out for out, _ in shapes), shapes[0][1]
+    if dtype == torch.bfloat16 and _runs_in_c(into):
+        return into * (outputs + -outputs % native.OUTPUTS) * dtype.itemsize
     found = numbers * kind.itemsize
     if _keeps(numbers, dtype) and (len(shapes) > 1 or _is_tall(outputs, into, dtype)):
         found += numbers * dtype.itemsize
     return found
+
+
+def _runs_in_c(inputs: int) -> bool:
+    """Whether products in bfloat16 with so many inputs run in C."""
+    return inputs % native.GROUP == 0 and native.is_available()
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
@@ -171,7 +178,7 @@ class Product:
         if biases:
             self.bias = biases[0] if len(biases) == 1 else torch.cat([bias.detach() for bias in biases])
         self.entries, self.large, self.outputs = weight.numel(), weight.numel() >= _LARGE, len(weight)
-        if weight.dtype == torch.bfloat16 and weight.shape[1] % native.GROUP == 0 and native.is_available():
+        if weight.dtype == torch.bfloat16 and _runs_in_c(weight.shape[1]):
             bias = None if self.bias is None else self.bias.float()
             self.native = native.NativeProduct(native.packed(weight), weight.shape[1], 16, bias=bias)
             return

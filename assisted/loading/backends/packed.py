@@ -6,19 +6,32 @@ from __future__ import annotations
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ...fast import native
 from ..packed import HEAD_BITS, METHOD, PackedConfig
 from .base import Backend, Format, blocks
+
+
+def _bytes_8(out: int, into: int, size: int) -> int:
+    if native.is_available():
+        return native.OUTPUTS * blocks(out, native.OUTPUTS) * native.GROUP * blocks(into, native.GROUP) + 4 * out
+    return out * (16 * blocks(into, 16) + 2)
+
+
+def _bytes_4(out: int, into: int, size: int) -> int:
+    together = native.OUTPUTS if native.is_available() else 16
+    return together * blocks(out, together) * blocks(into, 32) * (16 + 4)
+
 
 _FORMATS = {
     "int8": Format(
         lambda dtype: PackedConfig(8),
-        lambda out, into, size: out * (16 * blocks(into, 16) + 2),
+        _bytes_8,
         elsewhere="int8-bitsandbytes",
         code="PackedConfig(8)",
     ),
     "int4": Format(
         lambda dtype: PackedConfig(4),
-        lambda out, into, size: 16 * blocks(out, 16) * blocks(into, 32) * (16 + 4),
+        _bytes_4,
         elsewhere="int4-quanto",
         code="PackedConfig(4)",
     ),

@@ -21,7 +21,7 @@ from assisted.engine.agreement import agree
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
-from assisted.fast import fused, native
+from assisted.fast import fused, native, products
 from assisted.fast.low_bit import NativeLinear, low_bit
 from assisted.loading.quantization import quantize_copy
 
@@ -93,6 +93,20 @@ def test_products(bits: int, outputs: int, inputs: int) -> None:
     for some in range(1, 21):
         assert torch.equal(product(columns[:some].contiguous())[:, :outputs].double(), made[:some])
         assert torch.equal(product(columns[some:].contiguous())[:, :outputs].double(), made[some:])
+
+
+@needed
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@torch.no_grad()
+def test_columns_that_lie_apart(bits: int) -> None:
+    """The last columns of a batch's rows, from which an output head computes the logits after a prompt."""
+    module = nn.Linear(64, 64, bias=bits == 16).to(torch.bfloat16)
+    run = products.PackedLinear.of(module) if bits == 16 else low_bit(module, bits)
+    whole = torch.randn(3, 7, 64).to(torch.bfloat16)
+    assert torch.equal(run(whole[:, -1:]), run(whole)[:, -1:])
+    joined = products.Product([run] if bits < 16 else [module], True)
+    assert joined.native is not None
+    assert torch.equal(joined(whole[:, -1:]), joined(whole)[:, -1:])
 
 
 @needed

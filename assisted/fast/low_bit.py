@@ -154,7 +154,7 @@ class NativeLinear(LowBitLinear):
             return native.multiply(given, self.packed, self.scales, self.bits)
         if columns > inputs:
             return given @ self._transposed(inputs)
-        return self.native_product(given.contiguous())
+        return self.native_product(given)
 
     @property
     def native_product(self) -> native.NativeProduct:

@@ -181,7 +181,8 @@ class NativeProduct:
         self.struct = _Product(*addresses, self.outputs, inputs, bits)
 
     def __call__(self, columns: torch.Tensor) -> torch.Tensor:
-        """[n, inputs] bfloat16, contiguous -> [n, outputs] bfloat16."""
+        """[n, inputs] bfloat16 -> [n, outputs] bfloat16."""
+        columns = columns.contiguous()  # the last columns of several rows lie apart
         n, threads = len(columns), torch.get_num_threads()
         made = columns.new_empty(n, self.outputs)
         scratch = torch.empty(threads * n * (self.inputs // GROUP))
@@ -272,7 +273,7 @@ class NativePass:
 @torch.library.custom_op("assisted::low_bit_product", mutates_args=(), device_types="cpu")
 def multiply(columns: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
     """A `NativeProduct` as an operator, for compilers. scales: empty for 4 bits."""
-    return NativeProduct(weights, columns.shape[1], bits, scales if bits == 8 else None)(columns.contiguous())
+    return NativeProduct(weights, columns.shape[1], bits, scales if bits == 8 else None)(columns)
 
 
 @multiply.register_fake

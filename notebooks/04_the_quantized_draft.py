@@ -269,7 +269,7 @@ for prompt, assisted_text in zip(PROMPTS, by_library[0], strict=True):
 # (quanto) and `int8-torchao` (torchao). The small draft model appears without quantization, with 8 bits (torchao) and
 # as `nf4`. (With the larger chat model there are fewer formats and no small draft.)
 
-# %%
+# %% tags=["measured"]
 MIB = memory_bytes(target)
 curve = []
 for bits in (2, 3, 4, 8) if REAL else range(2, 9):

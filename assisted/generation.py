@@ -437,7 +437,8 @@ def _read_prompt(target: CachedModel, call: Prepared) -> torch.Tensor:
 
     try:
         # with a caller's past, the mask is longer; of a prompt in chunks, only the last chunk's hidden states are there
-        if call.returns_cache or not by_column or getattr(call.config, "prefill_chunk_size", None) is not None:
+        whole = call.returns_cache and not target.settings.bits  # then a cache has no keys and values of padding
+        if whole or not by_column or getattr(call.config, "prefill_chunk_size", None) is not None:
             return read(list(range(len(input_ids))), 0)
         return target.by_groups(input_ids.shape[1], read)
     except IndexError as error:

@@ -13,6 +13,7 @@ from assisted import AssistedModelForCausalLM, zoo
 from assisted.distribution import Draws
 from assisted.fast import native
 from assisted.fast.low_bit import LowBitLinear
+from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import quantize_copy
 
 needed = pytest.mark.skipif(not native.is_available(), reason=native.loaded()[1])
@@ -29,10 +30,11 @@ DRAFTS: dict[str, Any] = {
 } | {"a tree of two": ["suffix", "zoo:draft"]}
 
 
-@pytest.fixture(scope="module", params=[16, 8, 4])
+@pytest.fixture(scope="module", params=[16, 8, 4, 4.8])
 def target(request: pytest.FixtureRequest) -> Any:
     model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.bfloat16)
-    return model if request.param == 16 else quantize_copy(model, f"int{request.param}")
+    weights = {8: PackedConfig(8), 4: PackedConfig(4), 4.8: PackedConfig(4, input_bits=8)}
+    return model if request.param == 16 else quantize_copy(model, weights[request.param])
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from assisted.drafters.quantized_self import CopyDrafter
 from assisted.fast import native
 from assisted.fast.fused import FusedLayer, fused
 from assisted.fast.low_bit import LowBitLinear, NativeLinear, joined, low_bit
-from assisted.loading import quantization
+from assisted.loading import packed, quantization
 from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import load_quantized, memory_bytes, quantize_copy, resolve
 
@@ -220,7 +220,8 @@ def test_a_model_whose_weights_change_is_run_as_it_is_now(bits: str, change: str
     CHANGES[change](model)
     now, expected = both()
     assert (expected - before).abs().max() > scale  # or it would prove nothing
-    assert (now - expected).abs().max() < 0.1 * scale
+    # inputs of 8 bits round what differs in a last bit to another step
+    assert (now - expected).abs().max() < (0.2 if bits == "int4" else 0.1) * scale
     assert fused(model).module.model.layers is fused(model).module.model.layers
 
 
@@ -287,3 +288,18 @@ def test_a_name_means_the_fastest_weights_of_a_device() -> None:
         assert quantization._device_type(device_map) == expected
     with pytest.raises(ValueError, match="bits: 3 is not possible; use 8 or 4"):
         PackedConfig(3)
+    for wrong in ((8, 8), (4, 4)):
+        with pytest.raises(ValueError, match=f"input_bits: {wrong[1]} is not possible with bits={wrong[0]}"):
+            PackedConfig(wrong[0], input_bits=wrong[1])
+
+
+def test_inputs_keep_their_bits_without_the_products_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "loaded", lambda: (None, "no C compiler was found"))
+    llama(tmp_path)
+    warned: list[str] = []
+    monkeypatch.setattr(packed._logger, "warning_once", warned.append)
+    model = load_quantized(str(tmp_path), PackedConfig(4, input_bits=8))
+    assert warned == [
+        "input_bits: inputs keep 16 bits, because the products in C do not run here: no C compiler was found"
+    ]
+    assert {module.input_bits for module in model.modules() if isinstance(module, LowBitLinear)} == {16}

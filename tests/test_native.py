@@ -23,6 +23,7 @@ from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
 from assisted.fast import fused, native, products
 from assisted.fast.low_bit import NativeLinear, low_bit
+from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import quantize_copy
 
 needed = pytest.mark.skipif(not native.is_available(), reason=native.loaded()[1])
@@ -42,12 +43,13 @@ CONFIGS: dict[str, Any] = {
         hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=96, **SIZES
     ),
 }
+WEIGHTS = {8: PackedConfig(8), 4: PackedConfig(4), 4.8: PackedConfig(4, input_bits=8)}  # 4.8: inputs of 8 bits, too
 KINDS = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
 # of a row that has read seven tokens: the last of them, and five nodes
 PARENTS = torch.tensor([[-1, 0, 0, -1, 3]])
 
 
-def built(name: str, bits: int = 16) -> Any:
+def built(name: str, bits: float = 16) -> Any:
     config = copy.deepcopy(CONFIGS[name])
     torch.manual_seed(0)
     model = KINDS[config.model_type](config).eval()
@@ -55,7 +57,7 @@ def built(name: str, bits: int = 16) -> Any:
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 1.0 if "norm" in name_ else 0.0, 0.2)
     model = model.to(torch.bfloat16)
-    return model if bits == 16 else quantize_copy(model, f"int{bits}")
+    return model if bits == 16 else quantize_copy(model, WEIGHTS[bits])
 
 
 def ids_of(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -69,10 +71,10 @@ def runner(model: Any, rows: int = 1) -> CachedModel:
 
 
 @needed
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (70, 40), (192, 576), (576, 192), (320, 96)])
 @torch.no_grad()
-def test_products(bits: int, outputs: int, inputs: int) -> None:
+def test_products(bits: float, outputs: int, inputs: int) -> None:
     """Compared in float64 with the weight that the product's own columns of the unit matrix show."""
     torch.manual_seed(1)
     module = nn.Linear(inputs, outputs, bias=False).to(torch.bfloat16)
@@ -80,14 +82,18 @@ def test_products(bits: int, outputs: int, inputs: int) -> None:
     if bits == 16:
         product, weight = native.NativeProduct(native.packed(module.weight), columns.shape[1], 16), module.weight
     else:
-        low = low_bit(module, bits)
-        assert isinstance(low, NativeLinear)
+        low = low_bit(module, int(bits), 8 if bits == 4.8 else 16)
+        assert isinstance(low, NativeLinear) and low.input_bits == (8 if bits == 4.8 else 16)
         product, weight = low.native_product, low(torch.eye(inputs, dtype=torch.bfloat16)).t()
         assert (weight.double() - module.weight.double()).norm() < (
             0.01 if bits == 8 else 0.1
         ) * module.weight.double().norm()
     made = product(columns)[:, :outputs].double()
-    expected = columns[:, :inputs].double() @ weight.double().t()
+    read = columns.double()
+    if bits == 4.8:  # a scale for each 32 inputs
+        steps = read.view(21, -1, 32).abs().amax(-1, keepdim=True) / 127
+        read = ((read.view(21, -1, 32) / steps).round() * steps).view(21, -1)
+    expected = read[:, :inputs] @ weight.double().t()
     # a weight of 4 bits that is shown has been rounded to bfloat16
     assert (made - expected).abs().max() < 2**-6 * expected.abs().max()
     for some in range(1, 21):
@@ -96,12 +102,12 @@ def test_products(bits: int, outputs: int, inputs: int) -> None:
 
 
 @needed
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
 @torch.no_grad()
-def test_columns_that_lie_apart(bits: int) -> None:
+def test_columns_that_lie_apart(bits: float) -> None:
     """The last columns of a batch's rows, from which an output head computes the logits after a prompt."""
     module = nn.Linear(64, 64, bias=bits == 16).to(torch.bfloat16)
-    run = products.PackedLinear.of(module) if bits == 16 else low_bit(module, bits)
+    run = products.PackedLinear.of(module) if bits == 16 else low_bit(module, int(bits), 8 if bits == 4.8 else 16)
     whole = torch.randn(3, 7, 64).to(torch.bfloat16)
     assert torch.equal(run(whole[:, -1:]), run(whole)[:, -1:])
     joined = products.Product([run] if bits < 16 else [module], True)
@@ -120,10 +126,10 @@ def test_a_products_bias_is_added_before_rounding() -> None:
 
 
 @needed
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_layers_are_the_models(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_the_models(name: str, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(name, bits)
     other = fused.fused(model)
     layers = other.module.model.layers
@@ -155,10 +161,10 @@ def _bits(run_: CachedModel, columns: torch.Tensor, draft: Draft | None = None) 
 
 
 @needed
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "biases" not in name])
 @torch.no_grad()
-def test_a_column_has_the_same_bits_alone_in_a_draft_in_a_tree_and_beside_other_rows(name: str, bits: int) -> None:
+def test_a_column_has_the_same_bits_alone_in_a_draft_in_a_tree_and_beside_other_rows(name: str, bits: float) -> None:
     model = fused.fused(built(name, bits))
     ids, path = ids_of(37), ids_of(6, seed=1)
     one = runner(model)
@@ -211,8 +217,8 @@ def test_without_kernels_everything_runs_and_says_why(setting: str, tmp_path: Pa
 
 
 @needed
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_text_of_a_pair(bits: int) -> None:
+@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
+def test_text_of_a_pair(bits: float) -> None:
     target = built("grouped", bits)
     pair = AssistedModelForCausalLM.from_models(target, draft="suffix")
     ids = ids_of(20, 2)

@@ -25,11 +25,11 @@ _TILE = {8: 1, 4: 64}  # outputs that lie together in the kernels' layouts
 _FEW = 32  # columns up to which a product from 8 bits is faster than converting the weight
 
 
-def low_bit(module: nn.Linear | Conv1D, bits: int) -> LowBitLinear:
+def low_bit(module: nn.Linear | Conv1D, bits: int, input_bits: int = 16) -> LowBitLinear:
     """A module with the weight rounded to 8 or 4 bits, and the same bias.
 
     8 bits: symmetric, with one scale per output (2208.07339, without its outliers). 4 bits: with a scale and a zero point per
-    group of `FOUR_BIT_GROUP` inputs.
+    group of `FOUR_BIT_GROUP` inputs. input_bits: 8 rounds the inputs of products with 4 bits, where `native` has them.
     """
     weight = module.weight.detach().float()
     weight = weight.t().contiguous() if isinstance(module, Conv1D) else weight
@@ -38,7 +38,9 @@ def low_bit(module: nn.Linear | Conv1D, bits: int) -> LowBitLinear:
         levels, scales = _eight_bits(weight) if bits == 8 else _four_bits(F.pad(weight, (0, -inputs % FOUR_BIT_GROUP)))
         packed = native.packed(levels) if bits == 8 else native.packed_4(levels, *scales.unbind(-1))
         beside = scales.float() if bits == 8 else scales.new_empty(0)
-        return NativeLinear(packed, beside, module.bias, inputs, outputs, bits)
+        linear = NativeLinear(packed, beside, module.bias, inputs, outputs, bits)
+        linear.input_bits = input_bits if bits == 4 else 16
+        return linear
     weight = F.pad(weight, (0, -inputs % _INPUTS[bits], 0, -outputs % _OUTPUTS[bits]))
     levels, scales = (_eight_bits if bits == 8 else _four_bits)(weight)
     if bits == 4:
@@ -82,7 +84,13 @@ class LowBitLinear(nn.Module):
         """What inputs and outputs are padded to, and how many outputs lie together."""
         return _INPUTS[self.bits], _OUTPUTS[self.bits], _TILE[self.bits]
 
+    input_bits = 16
     weight = None  # T5 looks at its dtype, if there is one, before it runs
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The same for modules that can be joined, if they read the same inputs."""
+        return type(self), self.bits, self.input_bits, self.in_features
 
     def _apply(self, fn: Any, recurse: bool = True) -> LowBitLinear:
         """Move with the model; a cast of the model does not cast the scales, whose dtype the kernels prescribe."""
@@ -151,8 +159,8 @@ class NativeLinear(LowBitLinear):
         self._require_cpu(given)
         columns, inputs = given.shape
         if torch.compiler.is_compiling():
-            return native.multiply(given, self.packed, self.scales, self.bits)
-        if columns > inputs:
+            return native.multiply(given, self.packed, self.scales, self.bits, self.input_bits)
+        if columns > inputs and self.input_bits == 16:
             return given @ self._transposed(inputs)
         return self.native_product(given)
 
@@ -160,7 +168,8 @@ class NativeLinear(LowBitLinear):
     def native_product(self) -> native.NativeProduct:
         """The product with the current weights."""
         scales = self.scales if self.bits == 8 else None
-        return native.NativeProduct(self.packed, self.in_features + self.padded, self.bits, scales)
+        inputs = self.in_features + self.padded
+        return native.NativeProduct(self.packed, inputs, self.bits, scales, input_bits=self.input_bits)
 
 
 @torch.inference_mode(False)
@@ -174,18 +183,22 @@ def joined(modules: Sequence[nn.Module]) -> LowBitLinear | None:
     low = [module for module in modules if isinstance(module, LowBitLinear)]
     if len(modules) == len(low) == 1:
         return low[0]
-    if not len(modules) == len(low) > 1 or len({(type(module), module.bits, module.in_features) for module in low}) > 1:
+    if not len(modules) == len(low) > 1 or len({module.kind for module in low}) > 1:
         return None
     if any(module.bias is not None or module.out_features % module._multiples[2] for module in low):
         return None
     if not all(module.packed.is_cpu for module in low):
         return None
-    kind, bits, inputs = type(low[0]), low[0].bits, low[0].in_features
-    packed = _together([module.packed for module in low])
+    bits, inputs = low[0].bits, low[0].in_features
+    parts = [module.packed for module in low]
+    packed = native.end_to_end(parts)
+    packed = _together(parts) if packed is None else packed
     for module, own in zip(low, packed.split([len(module.packed) for module in low]), strict=True):
         module.packed = own
     scales = torch.cat([module.scales for module in low], 1 if low[0].scales.dim() == 3 else 0)
-    return kind(packed, scales, None, inputs, sum(module.out_features for module in low), bits)
+    whole = type(low[0])(packed, scales, None, inputs, sum(module.out_features for module in low), bits)
+    whole.input_bits = low[0].input_bits
+    return whole
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -3,7 +3,8 @@
 
    Every column is computed by the same operations in the same order, however many columns come along, wherever it stands among
    them, and whatever the slots hold that it does not see. So a pass over a draft has the bits of passes over single columns.
-   Weights are read once for up to eight columns. Numbers are bfloat16 and sums float32; results are rounded where transformers
+   Weights are read once for up to eight columns, two tiles of sixteen outputs at a time, in the order of memory: then the
+   processor fetches ahead by itself. Numbers are bfloat16 and sums float32; results are rounded where transformers
    rounds them. */
 
 #include <immintrin.h>
@@ -17,9 +18,9 @@
 
 typedef uint16_t bf16;
 
-enum { AHEAD = 4096 }; /* bytes that are fetched ahead */
-enum { TILE = 16, TILES = 4, MOST = 8, GROUP = 32 };
-enum { BLOCK4 = TILE * GROUP / 2, BYTES4 = BLOCK4 + 2 * TILE * sizeof(bf16) };
+enum { TILE = 16, TILES = 2, MOST = 8, GROUP = 32 };
+/* A group with 4 bits: lines of both tiles in turn, so that memory is read in order; the fifth has scales and zero points. */
+enum { LINE = 64, LINES = TILE * GROUP / 2 / LINE, BYTES4 = (LINES + 1) * TILES * LINE };
 
 INLINE __m512 load(const bf16 *from) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
@@ -37,19 +38,26 @@ INLINE __m512bh two_of(const bf16 *from) {
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-/* Weights are read once and in order, but faster if they are asked for early. */
-INLINE void fetch(const uint8_t *weights) { _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T0); }
+INLINE __m512i four_of(const int8_t *from) { return (__m512i)_mm512_broadcastss_ps(_mm_load_ss((const float *)from)); }
 
 /* ---- Products ---- */
 
 typedef struct {
-    const uint8_t *weights; /* [outputs / 16] tiles, see `products.py` */
+    const uint8_t *weights; /* of two tiles after two tiles, see `native.py` */
     const float *scales;    /* [outputs], of 8 bits only */
     const float *bias;      /* [outputs], or NULL */
-    int64_t outputs;        /* a multiple of 64 */
+    int64_t outputs;        /* a multiple of 32 */
     int64_t inputs;         /* a multiple of 32 */
     int64_t bits;           /* 16, 8 or 4 */
+    int64_t input_bits;     /* 16, or 8 beside weights of 4 */
 } Product;
+
+/* A column's inputs of a group in 8 bits: as in llama.cpp, with a scale of their own, so that an outlier costs its group only.
+   Each eight are in the order of the bytes that nibbles are expanded to. */
+typedef struct {
+    int8_t steps[GROUP];
+    float scale, sum; /* sum: of the rounded inputs */
+} Rounded;
 
 /* The levels -8 to 7 of four bits; twice, because a permutation looks at five bits of its indices. */
 static const bf16 LEVELS[32] = {
@@ -57,39 +65,34 @@ static const bf16 LEVELS[32] = {
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
 };
 
-/* Of the unit in which four tiles alternate. */
-INLINE int64_t bytes_of_unit(const Product *p) { return p->bits == 4 ? BYTES4 : 2 * TILE * p->bits / 8; }
-
-/* Adds to sums[tile][column] the products of `tiles` tiles with the columns x, [columns, inputs]; weights of 4 bits also take
-   the sums of each column's groups of inputs. */
+/* Adds to sums[tile][column] the products of two tiles with the columns x, [columns, inputs]; weights of 4 bits also take the
+   sums of each column's groups of inputs. */
 INLINE void accumulate4(
-    __m512 sums[TILES][MOST], const Product *p, const uint8_t *weights, const bf16 *x, const float *of_groups, int columns, int tiles) {
+    __m512 sums[TILES][MOST], const Product *p, const uint8_t *weights, const bf16 *x, const float *of_groups, int columns) {
     const __m512i levels = _mm512_loadu_si512(LEVELS);
     const int64_t groups = p->inputs / GROUP;
     for (int64_t g = 0; g < groups; g++) {
         __m512 part[TILES][MOST];
-        UNROLLED for (int t = 0; t < tiles; t++) UNROLLED for (int c = 0; c < columns; c++) part[t][c] = _mm512_setzero_ps();
+        UNROLLED for (int t = 0; t < TILES; t++) UNROLLED for (int c = 0; c < columns; c++) part[t][c] = _mm512_setzero_ps();
         UNROLLED for (int j = 0; j < 4; j++) {
             __m512i packed[TILES];
-            UNROLLED for (int t = 0; t < tiles; t++) {
-                fetch(weights + (g * TILES + t) * BYTES4 + 64 * j);
-                packed[t] = _mm512_loadu_si512(weights + (g * TILES + t) * BYTES4 + 64 * j);
+            UNROLLED for (int t = 0; t < TILES; t++) {
+                packed[t] = _mm512_loadu_si512(weights + g * BYTES4 + (TILES * j + t) * LINE);
             }
             UNROLLED for (int n = 0; n < 4; n++) {
                 __m512bh level[TILES];
-                UNROLLED for (int t = 0; t < tiles; t++) {
+                UNROLLED for (int t = 0; t < TILES; t++) {
                     level[t] = (__m512bh)_mm512_permutexvar_epi16(packed[t], levels);
                     packed[t] = _mm512_srli_epi16(packed[t], 4);
                 }
                 UNROLLED for (int c = 0; c < columns; c++) {
                     const __m512bh both = two_of(x + c * p->inputs + g * GROUP + 8 * j + 2 * n);
-                    UNROLLED for (int t = 0; t < tiles; t++) part[t][c] = _mm512_dpbf16_ps(part[t][c], level[t], both);
+                    UNROLLED for (int t = 0; t < TILES; t++) part[t][c] = _mm512_dpbf16_ps(part[t][c], level[t], both);
                 }
             }
         }
-        UNROLLED for (int t = 0; t < tiles; t++) {
-            fetch(weights + (g * TILES + t) * BYTES4 + BLOCK4);
-            const bf16 *of_group = (const bf16 *)(weights + (g * TILES + t) * BYTES4 + BLOCK4);
+        UNROLLED for (int t = 0; t < TILES; t++) {
+            const bf16 *of_group = (const bf16 *)(weights + g * BYTES4 + (TILES * LINES + t) * LINE);
             const __m512 scale = load(of_group), zero = load(of_group + TILE);
             UNROLLED for (int c = 0; c < columns; c++) {
                 sums[t][c] = _mm512_fmadd_ps(part[t][c], scale, sums[t][c]);
@@ -99,13 +102,61 @@ INLINE void accumulate4(
     }
 }
 
+/* The same for rounded inputs, [columns, groups], with integer products. */
+INLINE void accumulate4of8(
+    __m512 sums[TILES][MOST], const Product *p, const uint8_t *weights, const Rounded *x, int columns) {
+    const __m512i nibble = _mm512_set1_epi8(15);
+    const __m512 eight = _mm512_set1_ps(8);
+    const int64_t groups = p->inputs / GROUP;
+    for (int64_t g = 0; g < groups; g++) {
+        __m512i part[TILES][MOST];
+        UNROLLED for (int t = 0; t < TILES; t++) UNROLLED for (int c = 0; c < columns; c++) part[t][c] = _mm512_setzero_si512();
+        UNROLLED for (int j = 0; j < 4; j++) {
+            __m512i low[TILES], high[TILES];
+            UNROLLED for (int t = 0; t < TILES; t++) {
+                const __m512i packed = _mm512_loadu_si512(weights + g * BYTES4 + (TILES * j + t) * LINE);
+                low[t] = _mm512_and_si512(packed, nibble);
+                high[t] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
+            }
+            UNROLLED for (int c = 0; c < columns; c++) {
+                const __m512i one = four_of(x[c * groups + g].steps + 8 * j), two = four_of(x[c * groups + g].steps + 8 * j + 4);
+                UNROLLED for (int t = 0; t < TILES; t++) part[t][c] = _mm512_dpbusd_epi32(part[t][c], low[t], one);
+                UNROLLED for (int t = 0; t < TILES; t++) part[t][c] = _mm512_dpbusd_epi32(part[t][c], high[t], two);
+            }
+        }
+        UNROLLED for (int t = 0; t < TILES; t++) {
+            const bf16 *of_group = (const bf16 *)(weights + g * BYTES4 + (TILES * LINES + t) * LINE);
+            const __m512 scale = load(of_group), least = _mm512_fnmadd_ps(eight, scale, load(of_group + TILE));
+            UNROLLED for (int c = 0; c < columns; c++) {
+                const Rounded *own = x + c * groups + g;
+                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(own->scale));
+                sums[t][c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[t][c]), both, sums[t][c]);
+                sums[t][c] = _mm512_fmadd_ps(_mm512_set1_ps(own->sum), least, sums[t][c]);
+            }
+        }
+    }
+}
+
+/* A group of inputs in 8 bits. */
+INLINE void round_group(const bf16 *x, Rounded *to) {
+    const __m512 one = load(x), two = load(x + TILE);
+    const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(one), _mm512_abs_ps(two)));
+    const __m512 per_unit = _mm512_set1_ps(most > 0 ? 127 / most : 0);
+    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(one, per_unit));
+    const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(two, per_unit));
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    _mm_storeu_si128((__m128i *)to->steps, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(first), order));
+    _mm_storeu_si128((__m128i *)(to->steps + TILE), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(second), order));
+    to->scale = most / 127;
+    to->sum = to->scale * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+}
+
 INLINE void accumulate8(
-    __m512 sums[TILES][MOST], const Product *p, const uint8_t *weights, const bf16 *x, int columns, int tiles) {
+    __m512 sums[TILES][MOST], const Product *p, const uint8_t *weights, const bf16 *x, int columns) {
     const int64_t pairs = p->inputs / 2;
     for (int64_t k = 0; k < pairs; k++) {
         __m512bh level[TILES];
-        UNROLLED for (int t = 0; t < tiles; t += 2) fetch(weights + (k * TILES + t) * 2 * TILE);
-        UNROLLED for (int t = 0; t < tiles; t++) {
+        UNROLLED for (int t = 0; t < TILES; t++) {
             const __m128i *packed = (const __m128i *)(weights + (k * TILES + t) * 2 * TILE);
             level[t] = _mm512_cvtne2ps_pbh(
                 _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(packed + 1))),
@@ -113,40 +164,41 @@ INLINE void accumulate8(
         }
         UNROLLED for (int c = 0; c < columns; c++) {
             const __m512bh both = two_of(x + c * p->inputs + 2 * k);
-            UNROLLED for (int t = 0; t < tiles; t++) sums[t][c] = _mm512_dpbf16_ps(sums[t][c], level[t], both);
+            UNROLLED for (int t = 0; t < TILES; t++) sums[t][c] = _mm512_dpbf16_ps(sums[t][c], level[t], both);
         }
     }
 }
 
 INLINE void accumulate16(
-    __m512 sums[TILES][MOST], const Product *p, const uint8_t *weights, const bf16 *x, int columns, int tiles) {
+    __m512 sums[TILES][MOST], const Product *p, const uint8_t *weights, const bf16 *x, int columns) {
     const int64_t pairs = p->inputs / 2;
     for (int64_t k = 0; k < pairs; k++) {
         __m512bh weight[TILES];
-        UNROLLED for (int t = 0; t < tiles; t++) fetch(weights + (k * TILES + t) * 4 * TILE);
-        UNROLLED for (int t = 0; t < tiles; t++)
+        UNROLLED for (int t = 0; t < TILES; t++)
             weight[t] = (__m512bh)_mm512_loadu_si512(weights + (k * TILES + t) * 4 * TILE);
         UNROLLED for (int c = 0; c < columns; c++) {
             const __m512bh both = two_of(x + c * p->inputs + 2 * k);
-            UNROLLED for (int t = 0; t < tiles; t++) sums[t][c] = _mm512_dpbf16_ps(sums[t][c], weight[t], both);
+            UNROLLED for (int t = 0; t < TILES; t++) sums[t][c] = _mm512_dpbf16_ps(sums[t][c], weight[t], both);
         }
     }
 }
 
-/* `tiles` tiles from output `first` on, of at most eight columns. residual: added to the rounded result, or NULL. */
-INLINE void tiles_of(
-    const Product *p, int64_t first, const bf16 *x, const float *of_groups, const bf16 *residual, bf16 *y, int columns, int tiles) {
+/* Two tiles from output `first` on, of at most eight columns. residual: added to the rounded result, or NULL. */
+INLINE void two_tiles_of(
+    const Product *p, int64_t first, const bf16 *x, const void *of_groups, const bf16 *residual, bf16 *y, int columns) {
     __m512 sums[TILES][MOST];
-    const int64_t units = p->bits == 4 ? p->inputs / GROUP : p->inputs / 2, quad = first / TILE / TILES;
-    const uint8_t *weights = p->weights + (quad * units * TILES + first / TILE % TILES) * bytes_of_unit(p);
-    UNROLLED for (int t = 0; t < tiles; t++) UNROLLED for (int c = 0; c < columns; c++) sums[t][c] = _mm512_setzero_ps();
-    if (p->bits == 4)
-        accumulate4(sums, p, weights, x, of_groups, columns, tiles);
+    const int64_t bytes = p->bits == 4 ? p->inputs / GROUP * BYTES4 : p->inputs * TILES * TILE * p->bits / 8;
+    const uint8_t *weights = p->weights + first / (TILES * TILE) * bytes;
+    UNROLLED for (int t = 0; t < TILES; t++) UNROLLED for (int c = 0; c < columns; c++) sums[t][c] = _mm512_setzero_ps();
+    if (p->bits == 4 && p->input_bits == 8)
+        accumulate4of8(sums, p, weights, of_groups, columns);
+    else if (p->bits == 4)
+        accumulate4(sums, p, weights, x, of_groups, columns);
     else if (p->bits == 8)
-        accumulate8(sums, p, weights, x, columns, tiles);
+        accumulate8(sums, p, weights, x, columns);
     else
-        accumulate16(sums, p, weights, x, columns, tiles);
-    UNROLLED for (int t = 0; t < tiles; t++) {
+        accumulate16(sums, p, weights, x, columns);
+    UNROLLED for (int t = 0; t < TILES; t++) {
         const int64_t at = first + TILE * t;
         UNROLLED for (int c = 0; c < columns; c++) {
             __m512 sum = sums[t][c];
@@ -158,27 +210,22 @@ INLINE void tiles_of(
     }
 }
 
-/* As many tiles at a time as there are registers for. */
-#define COLUMNS(columns, tiles)                                                             \
-    case columns:                                                                           \
-        for (int t = 0; t < TILES; t += tiles)                                              \
-            tiles_of(p, first + TILE * t, x, of_groups, residual, y, columns, tiles);       \
+#define COLUMNS(columns)                                                        \
+    case columns:                                                               \
+        two_tiles_of(p, first, x, of_groups, residual, y, columns);             \
         break;
 
-static void four_tiles(
-    const Product *p, int64_t first, const bf16 *x, const float *of_groups, const bf16 *residual, bf16 *y, int columns) {
-    if (p->bits == 4) switch (columns) {
-            COLUMNS(1, 4) COLUMNS(2, 4) COLUMNS(3, 2) COLUMNS(4, 2) COLUMNS(5, 2) COLUMNS(6, 1) COLUMNS(7, 1) COLUMNS(8, 1)
-        }
-    else switch (columns) {
-            COLUMNS(1, 4) COLUMNS(2, 4) COLUMNS(3, 4) COLUMNS(4, 4) COLUMNS(5, 4) COLUMNS(6, 2) COLUMNS(7, 2) COLUMNS(8, 2)
-        }
+static void two_tiles(
+    const Product *p, int64_t first, const bf16 *x, const void *of_groups, const bf16 *residual, bf16 *y, int columns) {
+    switch (columns) { COLUMNS(1) COLUMNS(2) COLUMNS(3) COLUMNS(4) COLUMNS(5) COLUMNS(6) COLUMNS(7) COLUMNS(8) }
 }
 
-/* y [n, outputs] = x [n, inputs] times the weights, within a parallel region. scratch: n * inputs / 32 numbers a thread. */
+/* y [n, outputs] = x [n, inputs] times the weights, within a parallel region. scratch: n * inputs / 32 `Rounded` a thread. */
 static void product(const Product *p, const bf16 *x, int64_t n, const bf16 *residual, bf16 *y, float *scratch) {
-    const int64_t groups = p->inputs / GROUP;
-    if (p->bits == 4) {
+    const int64_t groups = p->inputs / GROUP, of_group = p->input_bits == 8 ? sizeof(Rounded) / sizeof(float) : 1;
+    if (p->input_bits == 8) {
+        for (int64_t g = 0; g < n * groups; g++) round_group(x + g * GROUP, (Rounded *)scratch + g);
+    } else if (p->bits == 4) {
         const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
         for (int64_t g = 0; g < n * groups; g++)
             scratch[g] = _mm512_reduce_add_ps(
@@ -188,16 +235,16 @@ static void product(const Product *p, const bf16 *x, int64_t n, const bf16 *resi
     for (int64_t t = 0; t < p->outputs / (TILE * TILES); t++)
         for (int64_t c = 0; c < n; c += MOST) {
             const int64_t to = c * p->outputs;
-            four_tiles(
-                p, t * TILE * TILES, x + c * p->inputs, scratch + c * groups, residual ? residual + to : NULL, y + to,
+            two_tiles(
+                p, t * TILE * TILES, x + c * p->inputs, scratch + c * groups * of_group, residual ? residual + to : NULL, y + to,
                 n - c < MOST ? (int)(n - c) : MOST);
         }
 }
 
-/* The same on its own. scratch: n * inputs / 32 numbers for each thread. */
+/* The same on its own. scratch: n * inputs / 32 `Rounded` for each thread. */
 void multiply(const Product *p, const bf16 *x, int64_t n, bf16 *y, float *scratch, int threads) {
 #pragma omp parallel num_threads(threads)
-    product(p, x, n, NULL, y, scratch + omp_get_thread_num() * n * (p->inputs / GROUP));
+    product(p, x, n, NULL, y, scratch + omp_get_thread_num() * n * (p->inputs / GROUP) * (sizeof(Rounded) / sizeof(float)));
 }
 
 /* ---- Layers ---- */
@@ -219,7 +266,7 @@ typedef struct {
     const int64_t *starts; /* [rows * width + 1]: where a column's slots begin */
     int64_t threads;
     bf16 *buffer;      /* columns * (4 * hidden + outputs of heads + query heads * head size + 3 * inner) numbers */
-    float *scratch;    /* for each thread, the groups of all columns' inputs, or four times the slots of a column */
+    float *scratch;    /* for each thread, `Rounded` of all columns' inputs, or four times the slots of a column */
     int64_t of_thread; /* numbers of that for one thread */
 } Pass;
 

@@ -13,10 +13,13 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..fast import native
 from ..fast.low_bit import low_bit
 
+_logger = logging.get_logger(__name__)
 HEAD_BITS = 8  # of the output head, whatever the other modules have
 METHOD = "assisted_packed"
 
@@ -26,21 +29,31 @@ class PackedConfig(QuantizationConfigMixin):
     """Weights of 8 or 4 bits for a CPU, with products in C or of torch; also for a target's `quantization_config`.
 
     Every linear module is quantized. The output head always has 8 bits, since its errors go into the logits without a layer
-    that could make up for them; if it is tied to the embedding, the embedding stays as it is. Activations are not quantized,
-    but rounded to bfloat16 for the products.
+    that could make up for them; if it is tied to the embedding, the embedding stays as it is.
 
     Args:
         bits: of the other modules: 8 (a scale per output) or 4 (a scale and a zero point per 32 inputs).
         modules_to_not_convert: names of modules that stay as they are.
+        input_bits: of the inputs of products with 4-bit weights: 16 (bfloat16) or 8. 8 rounds each 32 inputs with a scale of
+            their own, as llama.cpp does, and multiplies integers, which is faster for several tokens at once; it needs the
+            products in C, and elsewhere inputs keep 16 bits and a warning says so.
 
     Raises ValueError for other numbers of bits.
     """
 
-    def __init__(self, bits: int = 8, modules_to_not_convert: Sequence[str] | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        bits: int = 8,
+        modules_to_not_convert: Sequence[str] | None = None,
+        input_bits: int = 16,
+        **kwargs: Any,
+    ):
         if bits not in (8, 4):
             raise ValueError(f"bits: {bits!r} is not possible; use 8 or 4")
+        if input_bits != 16 and (bits, input_bits) != (4, 8):
+            raise ValueError(f"input_bits: {input_bits!r} is not possible with bits={bits}; use 16, or 8 with bits=4")
         self.quant_method = METHOD  # type: ignore[assignment]
-        self.bits = bits
+        self.bits, self.input_bits = bits, input_bits
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
 
 
@@ -57,10 +70,14 @@ class _Quantizer(HfQuantizer):
 
     @torch.no_grad()
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        skipped, head = self.quantization_config.modules_to_not_convert or [], model.get_output_embeddings()
+        config = self.quantization_config
+        skipped, head = config.modules_to_not_convert or [], model.get_output_embeddings()
+        if config.input_bits == 8 and not native.is_available():
+            why = native.loaded()[1]
+            _logger.warning_once(f"input_bits: inputs keep 16 bits, because the products in C do not run here: {why}")
         for name, module in list(model.named_modules()):
             if isinstance(module, (nn.Linear, Conv1D)) and should_convert_module(name, skipped):
                 parent, _, own = name.rpartition(".")
-                bits = HEAD_BITS if module is head else self.quantization_config.bits
-                setattr(model.get_submodule(parent), own, low_bit(module, bits))
+                bits = HEAD_BITS if module is head else config.bits
+                setattr(model.get_submodule(parent), own, low_bit(module, bits, config.input_bits))
         return model

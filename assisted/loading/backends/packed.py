@@ -30,7 +30,7 @@ _FORMATS = {
         code="PackedConfig(8)",
     ),
     "int4": Format(
-        lambda dtype: PackedConfig(4),
+        lambda dtype: PackedConfig(4, input_bits=8 if native.is_available() else 16),
         _bytes_4,
         elsewhere="int4-quanto",
         code="PackedConfig(4)",

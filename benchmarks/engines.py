@@ -36,6 +36,8 @@ OWN: dict[str, dict[str, Any]] = {  # `draft` is None for transformers' own `gen
     f'assisted, 8 bits, "{HEAD}"': {"draft": HEAD, "bits": 8},
     f'assisted, 8 bits, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile", "bits": 8},
     "assisted, 4 bits, no draft": {"draft": "none", "bits": 4},
+    "assisted, 4 bits, inputs in 8, no draft": {"draft": "none", "bits": 4, "input_bits": 8},
+    f'assisted, 4 bits, inputs in 8, "{HEAD}"': {"draft": HEAD, "bits": 4, "input_bits": 8},
     f'assisted, 4 bits, "{HEAD}"': {"draft": HEAD, "bits": 4},
     f'assisted, 4 bits, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile", "bits": 4},
 }
@@ -54,7 +56,7 @@ def run_own(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
     draft = {None: "suffix", "none": "suffix", "chains": chains}.get(job["draft"], job["draft"])
     length = Never() if job["draft"] == "none" else None
     dtype = getattr(torch, job["dtype"])
-    quantized = {"quantization_config": PackedConfig(job["bits"])} if "bits" in job else {}
+    quantized = {"quantization_config": PackedConfig(job["bits"], input_bits=job.get("input_bits", 16))} if "bits" in job else {}
     pair = AssistedModelForCausalLM.from_pretrained(
         job["folder"], draft=draft, draft_length=length, dtype=dtype, fast=job.get("fast", "auto"), **quantized
     )

@@ -56,7 +56,11 @@ def run_own(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
     draft = {None: "suffix", "none": "suffix", "chains": chains}.get(job["draft"], job["draft"])
     length = Never() if job["draft"] == "none" else None
     dtype = getattr(torch, job["dtype"])
-    quantized = {"quantization_config": PackedConfig(job["bits"], input_bits=job.get("input_bits", 16))} if "bits" in job else {}
+    quantized = (
+        {"quantization_config": PackedConfig(job["bits"], input_bits=job.get("input_bits", 16))}
+        if "bits" in job
+        else {}
+    )
     pair = AssistedModelForCausalLM.from_pretrained(
         job["folder"], draft=draft, draft_length=length, dtype=dtype, fast=job.get("fast", "auto"), **quantized
     )

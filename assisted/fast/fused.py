@@ -144,7 +144,7 @@ def copy_bytes(model: PreTrainedModel, dtype: torch.dtype, memory: int | None = 
 def fused_product(module: nn.Linear) -> nn.Module:
     """The fastest form of a product over a few columns, with the current weight: repacked if that is faster on this CPU,
     otherwise the module itself."""
-    return _Called(Product([module], True)) if may_copy(module.parameters()) and not is_touched(module) else module
+    return Called(Product([module], True)) if may_copy(module.parameters()) and not is_touched(module) else module
 
 
 _SAME_BITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # by the layers
@@ -253,7 +253,7 @@ def _low_bit_weights(modules: list[LowBitLinear]) -> Weights:
 def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Children:
     of_head = Product([model.lm_head], copied)  # first: converting it takes as much again, which the layers use later
     of_head.most = sys.maxsize  # it computes no prompts
-    head = _Called(of_head)
+    head = Called(of_head)
     shared = Shared()
     own = [FusedLayer(layer, shared, copied) for layer in layers]
     own[-1].is_last = True
@@ -295,13 +295,13 @@ class FusedLayer(Skippable):
         weights = [None if norm is None else norm.weight for norm in norms]
         fits = len(found) == len(products) and all(p.outputs == n.outputs for p, n in zip(products, found, strict=True))
         fits = fits and {weight.dtype for weight in weights if weight is not None} == {torch.bfloat16}
-        if not fits or self.head_size % 32 or found[0].inputs != self.before_attention.weight.shape[0]:
+        if not fits or self.head_size % 32 or found[1].outputs != self.before_attention.weight.shape[0]:
             return None
         epsilon = self.before_attention.epsilon
         return native.NativeLayer(found, weights, self.key_heads, self.head_size, epsilon, self.scaling)
 
     def without(self, paths: Collection[Path]) -> nn.Module:
-        return _Called(self._attention_alone if ("mlp",) in paths else self._mlp_alone)
+        return Called(self._attention_alone if ("mlp",) in paths else self._mlp_alone)
 
     def forward(
         self,
@@ -315,15 +315,27 @@ class FusedLayer(Skippable):
         last_only: only the last column of the model's output is used, so the last layer computes just keys and values of the
         others. kwargs: the cache, under the name of `CACHE`. Returns [B, n, D], or [B, 1, D] without the other columns.
         """
-        if (
-            self.native is not None
-            and (slots := native_slots(hidden_states, kwargs.get(CACHE), self.index)) is not None
-        ):
-            around = self.shared.around(hidden_states, attention_mask, position_embeddings, kwargs[CACHE])
-            return self.native(hidden_states.contiguous(), *slots, around)
+        if (made := self.in_c(hidden_states, attention_mask, position_embeddings, **kwargs)) is not None:
+            return made
         normed = self.before_attention(hidden_states)
         attended = self.attend(hidden_states, normed, attention_mask, position_embeddings, last_only, **kwargs)
         return self.transform(attended)
+
+    def in_c(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        last_only: bool = False,
+        beside: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:
+        """`forward` in C; None if that cannot run this pass. beside: see `NativeLayer`."""
+        slots = None if self.native is None else native_slots(hidden_states, kwargs.get(CACHE), self.index)
+        if self.native is None or slots is None:
+            return None
+        around = self.shared.around(hidden_states, attention_mask, position_embeddings, kwargs[CACHE])
+        return self.native(hidden_states.contiguous(), *slots, around, beside)
 
     def attend(
         self,
@@ -385,7 +397,7 @@ def _joined(layer: Any) -> list[list[Any]]:
     return [heads, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
 
 
-class _Called(nn.Module):
+class Called(nn.Module):
     """A function in the place of a module: a part of a fused layer, or the product of a head."""
 
     def __init__(self, run: Callable[..., torch.Tensor]):

@@ -413,8 +413,10 @@ static void finish_heads(const Layer *l, const Pass *s, int64_t c, bf16 *heads, 
     }
 }
 
-/* out [columns, hidden]: the layer's output for hidden [columns, hidden]. keys, values [rows, key heads, capacity, head size]. */
-void layer(const Layer *l, const Pass *s, const bf16 *hidden, bf16 *keys, bf16 *values, int64_t capacity, bf16 *out) {
+/* out [columns, hidden]: the layer's output for hidden [columns, hidden]. beside: what its queries, keys and values are computed
+   from; NULL for the norm of hidden. keys, values [rows, key heads, capacity, head size]. */
+void layer(
+    const Layer *l, const Pass *s, const bf16 *hidden, const bf16 *beside, bf16 *keys, bf16 *values, int64_t capacity, bf16 *out) {
     const int64_t columns = s->rows * s->width, group = l->query_heads / l->key_heads, size = l->head_size;
     bf16 *normed = s->buffer, *heads = normed + columns * l->hidden, *seen = heads + columns * l->heads.outputs;
     bf16 *middle = seen + columns * l->output.inputs, *again = middle + columns * l->hidden;
@@ -422,10 +424,12 @@ void layer(const Layer *l, const Pass *s, const bf16 *hidden, bf16 *keys, bf16 *
 #pragma omp parallel num_threads(s->threads)
     {
         float *own = s->scratch + omp_get_thread_num() * s->of_thread;
+        if (!beside) {
 #pragma omp for schedule(static)
-        for (int64_t c = 0; c < columns; c++)
-            norm(hidden + c * l->hidden, l->before_attention, l->hidden, l->epsilon, normed + c * l->hidden);
-        product(&l->heads, normed, columns, NULL, heads, own);
+            for (int64_t c = 0; c < columns; c++)
+                norm(hidden + c * l->hidden, l->before_attention, l->hidden, l->epsilon, normed + c * l->hidden);
+        }
+        product(&l->heads, beside ? beside : normed, columns, NULL, heads, own);
 #pragma omp for schedule(static)
         for (int64_t c = 0; c < columns; c++) finish_heads(l, s, c, heads + c * l->heads.outputs, keys, values, capacity);
 #pragma omp for schedule(static)

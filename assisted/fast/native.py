@@ -111,7 +111,7 @@ def loaded() -> tuple[Any, str]:
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         return None, f"{type(error).__name__}: {error}"
     library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
-    library.layer.argtypes = [*[c_void_p] * 5, c_int64, c_void_p]
+    library.layer.argtypes = [*[c_void_p] * 6, c_int64, c_void_p]
     library.multiply.restype = library.layer.restype = None
     return library, ""
 
@@ -272,9 +272,9 @@ class NativeLayer:
     ):
         heads, output, _, down = self.products = products
         self.norms = norms
-        hidden, inner = heads.inputs, down.inputs
+        hidden, inner = output.outputs, down.inputs
         # of the buffer for a column, and the widest input
-        self.sizes = 3 * hidden + heads.outputs + output.inputs + 3 * inner, max(hidden, inner, output.inputs)
+        self.sizes = 3 * hidden + heads.outputs + output.inputs + 3 * inner, max(heads.inputs, inner, output.inputs)
         self.struct = _Layer(
             *(product.struct for product in products),
             *(0 if norm is None else norm.data_ptr() for norm in norms),
@@ -284,13 +284,20 @@ class NativeLayer:
         )
 
     def __call__(
-        self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, around: NativePass
+        self,
+        hidden: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        around: NativePass,
+        beside: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[R, n, hidden] -> [R, n, hidden], all contiguous. keys, values: [R or more, key heads, slots, head size], where the
-        columns' own are written."""
+        columns' own are written. beside: [R, n, any], what queries, keys and values are computed from, if that is not the
+        norm of `hidden`."""
         made = torch.empty_like(hidden)
         buffer = around.buffer(self)
-        pointers = (hidden.data_ptr(), keys.data_ptr(), values.data_ptr())
+        read = 0 if beside is None else beside.data_ptr()
+        pointers = (hidden.data_ptr(), read, keys.data_ptr(), values.data_ptr())
         loaded()[0].layer(ctypes.addressof(self.struct), buffer, *pointers, keys.shape[2], made.data_ptr())
         return made
 
@@ -299,7 +306,7 @@ class NativePass:
     """What the layers of a forward pass share.
 
     Args:
-        cos, sin: of `Angles`, [R or 1, n, 1, head size].
+        cos, sin: of `Angles`, [R or 1, n or 1, 1, head size].
         places: [R or 1, n], the slot that each column is written to.
         seen: [R or 1, n, slots] bool, the slots that each column sees.
         rows: R.
@@ -310,7 +317,8 @@ class NativePass:
         seen = seen.expand(rows, -1, -1)
         starts = F.pad(seen.sum(-1).flatten().cumsum(0), (1, 0))
         slots = seen.nonzero()[:, 2].contiguous()
-        self.held = cos.contiguous(), sin.contiguous(), places.expand(rows, -1).contiguous(), slots, starts
+        angles = (part.expand(-1, width, -1, -1).contiguous() for part in (cos, sin))  # a tree's level has one position
+        self.held = *angles, places.expand(rows, -1).contiguous(), slots, starts
         self.most = seen.shape[2] + _TILE  # numbers for a query's weights
         self.made_for: NativeLayer | None = None
         of_cos, of_sin, *others = (part.data_ptr() for part in self.held)

@@ -11,8 +11,8 @@ from ..engine.agreement import agree
 from ..engine.hooks import is_touched
 from ..engine.parts import with_children
 from ..engine.prepared import PreparedModule
-from ..fast.fused import Angles, FusedLayer, Norm, Shared, fused_product
-from ..fast.products import may_copy
+from ..fast.fused import Angles, Called, FusedLayer, Norm, Shared, fused_product
+from ..fast.products import PackedLinear, may_copy
 from ..fast.sources import Modules, Source, Weights
 from .eagle import EagleHead
 
@@ -38,7 +38,11 @@ def fused_head(head: EagleHead) -> PreparedModule:
     first, *others = head.layers
     layers = [_First(first, shared), *(FusedLayer(layer, shared, True) for layer in others)]
     layers[-1].is_last = True
+    of_taps = getattr(head, "fc_norm", ())
     children |= {
+        ("fc",): PackedLinear.of(head.fc) if PackedLinear.gains(head.fc) else head.fc,
+        ("norm",): Called(Norm(head.norm)),
+        **({("fc_norm",): nn.ModuleList(Called(Norm(norm)) for norm in of_taps)} if of_taps else {}),
         ("layers",): nn.ModuleList(layers),
         ("rotary_emb",): Angles(head.rotary_emb, head.config.of_layer(), head.dtype),
     }
@@ -60,7 +64,9 @@ class _First(FusedLayer):
     def forward(self, embeddings: torch.Tensor, states: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         normed = self.of_state(states)
         beside = torch.cat([self.before_attention(embeddings), normed], -1)
-        return self.transform(self.attend(normed if self.norm_before_residual else states, beside, **kwargs))
+        residual = normed if self.norm_before_residual else states
+        made = self.in_c(residual, beside=beside, **kwargs)
+        return self.transform(self.attend(residual, beside, **kwargs)) if made is None else made
 
 
 @torch.no_grad()

@@ -23,14 +23,17 @@ else:  # pytest brings it
     import tomli as tomllib
 
 ROOT = Path(__file__).parent
-sys.path[:0] = [str(ROOT / "notebooks"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "notebooks"), str(ROOT / "benchmarks")]
 
 import address  # noqa: E402
 import chart  # noqa: E402
 import render  # noqa: E402
 
+import docs_drawings  # noqa: E402
+
 CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 INLINE = re.compile(r"<code>([^<]* [^<]*)</code>")
+DRAWING = re.compile(r"<!-- drawing: ([\w-]+) -->")
 CHART, LIST, MAP = "<!-- chart -->", "<!-- notebooks -->", "<!-- map -->"
 ROUND, VALUES = "<!-- round -->", "<!-- values -->"
 _pages: dict[str, render.Page] = {}
@@ -76,7 +79,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     for mark, drawn in ((CHART, _chart), (MAP, _map), (ROUND, _round), (VALUES, _values)):
         if mark in html:
             html = html.replace(mark, drawn())
-    return html
+    return DRAWING.sub(lambda found: docs_drawings.DRAWINGS[found[1]](), html)
 
 
 def _chart() -> str:

@@ -37,6 +37,7 @@ ROW, FIELD = re.compile(r"<tr>.*?</tr>", re.DOTALL), re.compile(r"<t([dh])( [^>]
 NUMBER = re.compile(r"[+-]?\.?\d(?:[\d.,%\s/+()\[\]-]|of|to|ms|µs|[KMG]i?B|[MBsx]|head)*")
 VERSION = re.compile(r"\d+\.\d+\.\d+")
 APART = re.compile(r"(<pre\b.*?</pre>|<script\b.*?</script>)", re.DOTALL)
+FORMULA = re.compile(r"\\[()]")  # around a formula in text
 OPTION = re.compile(r"(?<![^\s>])--?\w[\w-]*(?=[^<>]*</code>)")
 INTERVAL = re.compile(r"(?:\d[\d.,]*%? )?\[-?[\d.]+%?, -?[\d.]+%?\]")
 PHONE, PAGE = 350, 640  # pixels for a table
@@ -143,7 +144,8 @@ def _table(table: re.Match[str]) -> str:
     def field(found: re.Match[str]) -> str:
         kind, style, inner = found.groups()
         at = next(counted) % len(columns)
-        label = f' data-name="{markup.escape(plain[0][at])}"' if plain[0][at] and kind == "d" else ""
+        label = FORMULA.sub("", markup.escape(plain[0][at])) if kind == "d" else ""
+        label = f' data-name="{label}"' if label else ""
         number = ' class="amount"' if is_number[at] else ""
         more = number + (style or "") + label
         return f"<t{kind}{more}>{'' if inner in DASHES else inner}</t{kind}>"

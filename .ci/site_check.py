@@ -5,8 +5,8 @@ formula that KaTeX refuses and on a page that is wider than its window. At the w
 a table break inside a word of code, or hide its last column where nothing shows that it can be scrolled. A page that computes
 something brings values of the Python function in `script[data-values]` and a `check()` that compares; it is called.
 Columns of numbers stand to the right, text, code and tables have one right edge, intervals and options of commands stay on one
-line, and no cell holds a dash alone. On a phone, the letters of drawings have at least 11 px, are legible in both schemes and do not
-overlap. The home page has its number, command and moving picture within 600 px, every page a favicon and a social card.
+line, and no cell holds a dash alone. On a phone, the letters of drawings have 11 px or more, are legible in both schemes and do
+not overlap. The home page has its number, command and moving picture within 600 px, every page a favicon and a social card.
 Pictures of some pages are left to be looked at.
 Needs Chromium or Chrome; knows the site as files, nothing else.
 """
@@ -107,9 +107,9 @@ const wait = ms => new Promise(done => setTimeout(done, ms));
       if (width < 768 || !shown(table)) continue;
       rows[0]?.forEach((_, at) => {
         const cells = rows.map(row => row[at]).filter(cell => cell?.textContent.trim());
-        const numbers = cells.length && cells.every(cell => /^[+-]?[\d.,]+( ?%)?(\s\[[^\]]*\])?$/.test(cell.textContent.trim()));
-        const version = cells.some(cell => /\d\.\d+\.\d/.test(cell.textContent));
-        if (numbers && !version && cells.some(cell => inside.defaultView.getComputedStyle(cell).textAlign !== "right"))
+        const are = pattern => cells.length && cells.every(cell => pattern.test(cell.textContent.trim()));
+        const numbers = are(/^[+-]?[\d.,]+( ?%)?(\s\[[^\]]*\])?$/) && !are(/^\d+\.\d+\.\d+$/);
+        if (numbers && cells.some(cell => inside.defaultView.getComputedStyle(cell).textAlign !== "right"))
           found.add(`${page}: a column of numbers does not stand to the right: ${short(table.rows[0].cells[at].textContent)}`);
       });
     }
@@ -118,7 +118,8 @@ const wait = ms => new Promise(done => setTimeout(done, ms));
     for (const column of inside.querySelectorAll("article, .notebook")) {
       const padding = parseFloat(inside.defaultView.getComputedStyle(column).paddingRight);
       const right = column.getBoundingClientRect().right - padding;
-      for (const child of column.querySelectorAll(":scope > :is(p, ul, ol, blockquote, .highlight, .md-typeset__scrollwrap, .drawing)"))
+      const kinds = "p, ul, ol, blockquote, .highlight, .md-typeset__scrollwrap, .drawing";
+      for (const child of column.querySelectorAll(`:scope > :is(${kinds})`))
         if (shown(child)) {
           const table = child.querySelector(":scope table"), end = (table ?? child).getBoundingClientRect().right;
           if (end < right - 1 || (!table && end > right + 1)) // a wide table scrolls
@@ -139,12 +140,13 @@ const wait = ms => new Promise(done => setTimeout(done, ms));
       const boxes = words.map(text => text.getBoundingClientRect());
       words.forEach((text, at) => {
         const box = boxes[at], style = inside.defaultView.getComputedStyle(text);
-        if (parseFloat(style.fontSize) * scale < 11) found.add(`${page}: ${short(text.textContent)} has less than 11 px on a phone`);
-        if (box.left < frame.left - 1 || box.right > frame.right + 1) found.add(`${page}: ${short(text.textContent)} leaves its drawing`);
+        const say = what => found.add(`${page}: ${short(text.textContent)} ${what}`);
+        if (parseFloat(style.fontSize) * scale < 11) say("has less than 11 px on a phone");
+        if (box.left < frame.left - 1 || box.right > frame.right + 1) say("leaves its drawing");
         for (let other = 0; other < at; other++)
           if (svg.closest(".drawing") && Math.min(box.right, boxes[other].right) - Math.max(box.left, boxes[other].left) > 1 &&
               Math.min(box.bottom, boxes[other].bottom) - Math.max(box.top, boxes[other].top) > 6 * scale)
-            found.add(`${page}: ${short(text.textContent)} lies over ${short(words[other].textContent)} in a drawing`);
+            say(`lies over ${short(words[other].textContent)} in a drawing`);
       });
       for (const scheme of ["default", "slate"]) {
         inside.body.setAttribute("data-md-color-scheme", scheme);

@@ -505,10 +505,10 @@ def roofline() -> str:
     takes it from 8 to 32 tokens, which takes {times[32] / times[8]:.1f} times as long."""
     caption = f"""
     <p>The points are measured: a product with one bfloat16 weight of 4096 x 1024, on one thread of an
-    {PRODUCTS["about"]["processor"]}. With few tokens it waits for the <b class="target">weight</b> to be read, and further
-    tokens are free. With many, it waits for the <b class="gone">arithmetic</b>. The dashed lines are the least time, and the time per
-    token at 32 tokens. An <b class="draft">arrow</b> is what a draft of three adds to a pass, with the ratio of the two times:
-    eight rows have used up the free part by themselves.</p>"""
+    {PRODUCTS["about"]["processor"]}. With few tokens it waits for the <b class="target">weight</b> to be read, and
+    further tokens are free. With many, it waits for the <b class="gone">arithmetic</b>. The dashed lines are the least
+    time, and the time per token at 32 tokens. An <b class="draft">arrow</b> is what a draft of three adds to a pass,
+    with the ratio of the two times: eight rows have used up the free part by themselves.</p>"""
     return drawn("roofline", "Why a batch leaves less for drafts", told, caption, 266, parts)
 
 

@@ -39,7 +39,7 @@ VERSION = re.compile(r"\d+\.\d+\.\d+")
 APART = re.compile(r"(<pre\b.*?</pre>|<script\b.*?</script>)", re.DOTALL)
 FORMULA = re.compile(r"\\[()]")  # around a formula in text
 OPTION = re.compile(r"(?<![^\s>])--?\w[\w-]*(?=[^<>]*</code>)")
-INTERVAL = re.compile(r"(?:\d[\d.,]*%? )?\[-?[\d.]+%?, -?[\d.]+%?\]")
+INTERVAL = re.compile(r"(?:\d[\d.,]*%?\s)?\[-?[\d.]+%?,\s-?[\d.]+%?\]")
 PHONE, PAGE = 350, 640  # pixels for a table
 DASHES = ("-", "–", "—")  # cells that say nothing
 INLINE = re.compile(r"<code>([^<]* [^<]*)</code>")
@@ -127,7 +127,7 @@ def _whole_words(code: re.Match[str]) -> str:
 def _unbroken(html: str) -> str:
     """Options of commands, and intervals after their numbers, stay on one line."""
     html = OPTION.sub(lambda option: f'<span class="whole">{option[0]}</span>', html)
-    return INTERVAL.sub(lambda interval: interval[0].replace(" ", "\xa0"), html)
+    return INTERVAL.sub(lambda interval: re.sub(r"\s", "\xa0", interval[0]), html)
 
 
 def _table(table: re.Match[str]) -> str:
@@ -137,7 +137,7 @@ def _table(table: re.Match[str]) -> str:
     columns = list(zip(*plain, strict=True)) if len({len(row) for row in rows}) == 1 else []
     is_number = [any(below) and all(map(_is_number, filter(None, below))) for _, *below in columns]
     width = sum(
-        24 + max(7.5 * len(word) for cell in column for word in ([cell] if numbers else cell.split() or [""]))
+        24 + max((7.5 * len(word) for cell in column for word in ([cell] if numbers else cell.split())), default=0)
         for column, numbers in zip((column[1:] for column in columns), is_number, strict=True)
     )
 

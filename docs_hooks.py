@@ -34,7 +34,7 @@ import docs_drawings  # noqa: E402
 CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)  # from Markdown: other tables have attributes
 ROW, FIELD = re.compile(r"<tr>.*?</tr>", re.DOTALL), re.compile(r"<t([dh])( [^>]*)?>(.*?)</t[dh]>", re.DOTALL)
-NUMBER = re.compile(r"[+-]?\.?\d(?:[\d.,%\s/+()\[\]-]|of|to|ms|µs|[KMG]i?B|[MBsx]|head)*")
+NUMBER = re.compile(r"[+-]?\.?\d(?:[\d.,%\s/+()\[\]-]|of|to|ms|µs|[KMG]i?B|[Msx]|head)*")
 VERSION = re.compile(r"\d+\.\d+\.\d+")
 APART = re.compile(r"(<pre\b.*?</pre>|<script\b.*?</script>)", re.DOTALL)
 FORMULA = re.compile(r"\\[()]")  # around a formula in text

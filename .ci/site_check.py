@@ -159,6 +159,11 @@ const wait = ms => new Promise(done => setTimeout(done, ms));
       }
     }
   };
+  const still = (inside, page) => {
+    for (const picture of inside.querySelectorAll(".moving"))
+      if (picture.getBoundingClientRect().top > 900 && !picture.classList.contains("waits"))
+        found.add(`${page}: a picture moves before it is seen`);
+  };
   const home = (inside, width) => {
     const parts = { number: ".hero .number", command: ".hero pre", picture: ".hero svg" };
     for (const [name, where] of Object.entries(parts)) {
@@ -199,6 +204,7 @@ const wait = ms => new Promise(done => setTimeout(done, ms));
     splitLines(inside, page, width);
     if (!page) home(inside, width);
     if (width === WIDTHS[0]) drawings(inside, page);
+    still(inside, page);
     brokenWords(inside, page, width);
     lostColumns(inside, page, width);
     if (inside.querySelector("script[data-values]")) {

@@ -54,6 +54,8 @@ def test_lengths_are_those_of_the_cache() -> None:
 
 
 def test_mask_is_that_of_the_draft() -> None:
+    page = PAGES[ROOT / "docs" / "concepts" / "tree-masks.md"]
+    assert f"parents=torch.tensor([{list(docs_drawings.TREE)}])" in page  # the page builds what it shows
     parents = torch.tensor([docs_drawings.TREE])
     draft = Draft(tokens=torch.arange(4)[None], lengths=torch.tensor([4]), parents=parents)
     seen = [set(row.nonzero()[:, 0].tolist()) for row in draft.ancestors()[0]]

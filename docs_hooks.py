@@ -23,15 +23,30 @@ else:  # pytest brings it
     import tomli as tomllib
 
 ROOT = Path(__file__).parent
-sys.path[:0] = [str(ROOT / "notebooks"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "notebooks"), str(ROOT / "benchmarks")]
 
 import address  # noqa: E402
 import chart  # noqa: E402
 import render  # noqa: E402
 
+import docs_drawings  # noqa: E402
+
 CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)  # from Markdown: other tables have attributes
+ROW, FIELD = re.compile(r"<tr>.*?</tr>", re.DOTALL), re.compile(r"<t([dh])( [^>]*)?>(.*?)</t[dh]>", re.DOTALL)
+NUMBER = re.compile(r"[+-]?\.?\d(?:[\d.,%\s/+()\[\]-]|of|to|ms|µs|[KMG]i?B|[Msx]|head)*")
+VERSION = re.compile(r"\d+\.\d+\.\d+")
+APART = re.compile(r"(<pre\b.*?</pre>|<script\b.*?</script>)", re.DOTALL)
+FORMULA = re.compile(r"\\[()]")  # around a formula in text
+OPTION = re.compile(r"(?<![^\s>])--?\w[\w-]*(?=[^<>]*</code>)")
+INTERVAL = re.compile(r"(?:\d[\d.,]*%?\s)?\[-?[\d.]+%?,\s-?[\d.]+%?\]")
+PHONE, PAGE = 350, 640  # pixels for a table
+DASHES = ("-", "–", "—")  # cells that say nothing
 INLINE = re.compile(r"<code>([^<]* [^<]*)</code>")
+DRAWING = re.compile(r"<!-- drawing: ([\w-]+) -->")
 CHART, LIST, MAP = "<!-- chart -->", "<!-- notebooks -->", "<!-- map -->"
+ROUND_COLORS = {render.INK: "currentColor", "#c47f13": "var(--draft)", "#4f7fd9": "var(--target)"}
+ROUND_COLORS |= {"#32a360": "var(--kept)", "#e23b4e": "var(--gone)"}
 ROUND, VALUES = "<!-- round -->", "<!-- values -->"
 _pages: dict[str, render.Page] = {}
 _order: list[Any] = []  # all pages, as the navigation lists them
@@ -71,12 +86,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     note = _pages.get(page.file.src_uri)
-    html = CELL.sub(lambda cell: INLINE.sub(_whole_words, cell[0]), html)
+    html = CELL.sub(lambda cell: INLINE.sub(_whole_words, cell[0]), TABLE.sub(_table, html))
+    html = "".join(part if APART.fullmatch(part) else _unbroken(part) for part in APART.split(html))
     html = f'<div class="notebook">{note.filled(html)}</div>' if note else html
     for mark, drawn in ((CHART, _chart), (MAP, _map), (ROUND, _round), (VALUES, _values)):
         if mark in html:
             html = html.replace(mark, drawn())
-    return html
+    return DRAWING.sub(lambda found: docs_drawings.DRAWINGS[found[1]](), html)
 
 
 def _chart() -> str:
@@ -84,9 +100,11 @@ def _chart() -> str:
 
 
 def _round() -> str:
-    """The moving picture of one round, in the page's own colour."""
+    """The moving picture of one round, in the colors of the drawings. `site.js` lets it begin once it is seen."""
     svg = (ROOT / "docs" / "assets" / "round.svg").read_text(encoding="utf-8")
-    return f'<div class="figure chart">{svg.replace(render.INK, "currentColor")}</div>'
+    for color, name in ROUND_COLORS.items():
+        svg = svg.replace(color, name)
+    return f'<div class="figure chart moving">{svg}</div>'
 
 
 def _values() -> str:
@@ -104,6 +122,41 @@ def _values() -> str:
 def _whole_words(code: re.Match[str]) -> str:
     """Code in a cell of a table: a line may end at its blanks only, not at a hyphen or a slash."""
     return f"<code>{' '.join(f'<span>{word}</span>' for word in code[1].split(' '))}</code>"
+
+
+def _unbroken(html: str) -> str:
+    """Options of commands, and intervals after their numbers, stay on one line."""
+    html = OPTION.sub(lambda option: f'<span class="whole">{option[0]}</span>', html)
+    return INTERVAL.sub(lambda interval: re.sub(r"\s", "\xa0", interval[0]), html)
+
+
+def _table(table: re.Match[str]) -> str:
+    """Columns of numbers to the right. A table that a phone cannot show whole is told there row by row, each a card."""
+    rows = [FIELD.findall(row) for row in ROW.findall(table[0])]
+    plain = [[markup.unescape(re.sub("<[^>]+>", "", inner)).strip() for _, _, inner in row] for row in rows]
+    columns = list(zip(*plain, strict=True)) if len({len(row) for row in rows}) == 1 else []
+    is_number = [any(below) and all(map(_is_number, filter(None, below))) for _, *below in columns]
+    width = sum(
+        24 + max((7.5 * len(word) for cell in column for word in ([cell] if numbers else cell.split())), default=0)
+        for column, numbers in zip((column[1:] for column in columns), is_number, strict=True)
+    )
+
+    def field(found: re.Match[str]) -> str:
+        kind, style, inner = found.groups()
+        at = next(counted) % len(columns)
+        label = FORMULA.sub("", markup.escape(plain[0][at])) if kind == "d" else ""
+        label = f' data-name="{label}"' if label else ""
+        number = ' class="amount"' if is_number[at] else ""
+        more = number + (style or "") + label
+        return f"<t{kind}{more}>{'' if inner in DASHES else inner}</t{kind}>"
+
+    counted = itertools.count()
+    html = FIELD.sub(field, table[0]) if columns else table[0]
+    return html.replace("<table>", f"<table data-cards{'=dense' * (width > PAGE)}>") if width > PHONE else html
+
+
+def _is_number(cell: str) -> bool:
+    return bool(NUMBER.fullmatch(cell) and not VERSION.fullmatch(cell)) and len(cell) < 30
 
 
 def _map() -> str:

@@ -4,6 +4,9 @@ Every page is opened at four widths. It fails on an error in the console, on a r
 formula that KaTeX refuses and on a page that is wider than its window. At the widest no line of code is cut. At no width does
 a table break inside a word of code, or hide its last column where nothing shows that it can be scrolled. A page that computes
 something brings values of the Python function in `script[data-values]` and a `check()` that compares; it is called.
+Columns of numbers stand to the right, text, code and tables have one right edge, intervals and options of commands stay on one
+line, and no cell holds a dash alone. On a phone, the letters of drawings have 11 px or more, are legible in both schemes and do
+not overlap. The home page has its number, command and moving picture within 600 px, every page a favicon and a social card.
 Pictures of some pages are left to be looked at.
 Needs Chromium or Chrome; knows the site as files, nothing else.
 """
@@ -80,6 +83,105 @@ const wait = ms => new Promise(done => setTimeout(done, ms));
         found.add(`${page}: a table at ${width} px hides its last column: ${short(table.rows[0].textContent)}`);
     }
   };
+  const texts = function* (root, skip) {
+    const walker = root.ownerDocument.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+    for (let text = walker.nextNode(); text; text = walker.nextNode())
+      if (!text.parentElement.closest(skip) && shown(text.parentElement)) yield text;
+  };
+  const splitLines = (inside, page, width) => {
+    const range = inside.createRange();
+    for (const text of texts(inside.querySelector("article"), "pre, script, svg, .shown, .katex"))
+      for (const part of text.data.matchAll(/\[-?[\d.]+%?,\s-?[\d.]+%?\]|(?<!\S)--[a-z][\w-]+/g)) {
+        if (part[0].startsWith("--") && !text.parentElement.closest("code")) continue;
+        range.setStart(text, part.index);
+        range.setEnd(text, part.index + part[0].length);
+        const tops = [...range.getClientRects()].map(box => Math.round(box.top));
+        if (Math.max(...tops) - Math.min(...tops) > 3) found.add(`${page}: ${short(part[0])} is on two lines at ${width} px`);
+      }
+  };
+  const tables = (inside, page, width) => {
+    for (const table of inside.querySelectorAll("article table:not([class], .shown table)")) {
+      const rows = [...table.tBodies[0]?.rows ?? []].map(row => [...row.cells]);
+      for (const cell of rows.flat())
+        if (/^[-\u2013\u2014]+$/.test(cell.textContent.trim())) found.add(`${page}: a cell holds a dash alone`);
+      if (width < 768 || !shown(table)) continue;
+      rows[0]?.forEach((_, at) => {
+        const cells = rows.map(row => row[at]).filter(cell => cell?.textContent.trim());
+        const are = pattern => cells.length && cells.every(cell => pattern.test(cell.textContent.trim()));
+        const numbers = are(/^[+-]?[\d.,]+( ?%)?(\s\[[^\]]*\])?$/) && !are(/^\d+\.\d+\.\d+$/);
+        if (numbers && cells.some(cell => inside.defaultView.getComputedStyle(cell).textAlign !== "right"))
+          found.add(`${page}: a column of numbers does not stand to the right: ${short(table.rows[0].cells[at].textContent)}`);
+      });
+    }
+  };
+  const edges = (inside, page) => {
+    for (const column of inside.querySelectorAll("article, .notebook")) {
+      const padding = parseFloat(inside.defaultView.getComputedStyle(column).paddingRight);
+      const right = column.getBoundingClientRect().right - padding;
+      const kinds = "p, ul, ol, blockquote, .highlight, .md-typeset__scrollwrap, .drawing";
+      for (const child of column.querySelectorAll(`:scope > :is(${kinds})`))
+        if (shown(child)) {
+          const table = child.querySelector(":scope table"), end = (table ?? child).getBoundingClientRect().right;
+          if (end < right - 1 || (!table && end > right + 1)) // a wide table scrolls
+            found.add(`${page}: ${short(child.textContent)} ends elsewhere than the text around it`);
+        }
+    }
+  };
+  const light = color => {
+    const parts = color.match(/[\d.]+/g).slice(0, 3).map(part => part / 255)
+      .map(part => (part <= .04045 ? part / 12.92 : ((part + .055) / 1.055) ** 2.4));
+    return .2126 * parts[0] + .7152 * parts[1] + .0722 * parts[2] + .05;
+  };
+  const drawings = (inside, page) => {
+    for (const svg of inside.querySelectorAll(".drawing svg, .moving svg")) {
+      const frame = svg.getBoundingClientRect(), scale = frame.width / svg.viewBox.baseVal.width;
+      const words = [...svg.querySelectorAll("text")];
+      if (!svg.querySelector("title, desc")) found.add(`${page}: a drawing without words for those who cannot see it`);
+      const boxes = words.map(text => text.getBoundingClientRect());
+      words.forEach((text, at) => {
+        const box = boxes[at], style = inside.defaultView.getComputedStyle(text);
+        const say = what => found.add(`${page}: ${short(text.textContent)} ${what}`);
+        if (parseFloat(style.fontSize) * scale < 11) say("has less than 11 px on a phone");
+        if (box.left < frame.left - 1 || box.right > frame.right + 1) say("leaves its drawing");
+        for (let other = 0; other < at; other++)
+          if (svg.closest(".drawing") && Math.min(box.right, boxes[other].right) - Math.max(box.left, boxes[other].left) > 1 &&
+              Math.min(box.bottom, boxes[other].bottom) - Math.max(box.top, boxes[other].top) > 6 * scale)
+            say(`lies over ${short(words[other].textContent)} in a drawing`);
+      });
+      for (const scheme of ["default", "slate"]) {
+        inside.body.setAttribute("data-md-color-scheme", scheme);
+        const ground = light(inside.defaultView.getComputedStyle(inside.body).backgroundColor);
+        for (const text of svg.querySelectorAll("text, tspan")) {
+          const ink = light(inside.defaultView.getComputedStyle(text).fill);
+          if (Math.max(ink, ground) / Math.min(ink, ground) < 4.5)
+            found.add(`${page}: ${short(text.textContent)} is too faint in the scheme ${scheme}`);
+        }
+      }
+    }
+  };
+  const still = (inside, page) => {
+    for (const picture of inside.querySelectorAll(".moving"))
+      if (picture.getBoundingClientRect().top > 900 && !picture.classList.contains("waits"))
+        found.add(`${page}: a picture moves before it is seen`);
+  };
+  const home = (inside, width) => {
+    const parts = { number: ".hero .number", command: ".hero pre", picture: ".hero svg" };
+    for (const [name, where] of Object.entries(parts)) {
+      const box = inside.querySelector(where)?.getBoundingClientRect();
+      if (!box || (width < 768 && name === "picture" ? box.top : box.bottom) > 600)
+        found.add(`the home page at ${width} px: the ${name} is not within 600 px`);
+    }
+  };
+  const fetched = new Set();
+  const head = async (inside, page) => {
+    for (const [where, key] of [['link[rel="icon"]', "href"], ['meta[property="og:image"]', "content"]]) {
+      const name = inside.querySelector(where)?.getAttribute(key);
+      const address = name && new URL(name, inside.baseURI).href;
+      if (!address) found.add(`${page}: no ${where}`);
+      else if (!fetched.has(address) && !(await fetch(address)).ok) found.add(`${page}: ${name} is missing`);
+      fetched.add(address);
+    }
+  };
   for (const page of PAGES) for (const width of WIDTHS) {
     const frame = document.createElement("iframe");
     frame.style = `border: 0; height: 900px; width: ${width}px`;
@@ -93,7 +195,16 @@ const wait = ms => new Promise(done => setTimeout(done, ms));
     for (let tries = 0; tries < 30 && (raw() || over() > 0); tries++) await wait(50);
     if (raw()) found.add(page + ": a formula is not drawn");
     if (over() > 0) found.add(page + ": " + over() + " px wider than a window of " + width);
-    if (width === WIDTHS.at(-1)) cutLines(inside, page, width);
+    if (width === WIDTHS.at(-1)) {
+      cutLines(inside, page, width);
+      edges(inside, page);
+      await head(inside, page);
+    }
+    tables(inside, page, width);
+    splitLines(inside, page, width);
+    if (!page) home(inside, width);
+    if (width === WIDTHS[0]) drawings(inside, page);
+    still(inside, page);
     brokenWords(inside, page, width);
     lostColumns(inside, page, width);
     if (inside.querySelector("script[data-values]")) {

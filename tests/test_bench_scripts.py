@@ -86,6 +86,16 @@ def test_home_chart_shows_what_was_measured(chart: ModuleType) -> None:
     assert all(words.count(name) == races for name in chart.SHOWN.values())
 
 
+def test_home_number_is_measured(chart: ModuleType) -> None:
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    (race,) = (race for title, race in chart.read(chart.FIGURES.stem).items() if title != "about")
+    (row,) = (row for row in race["points"][0]["rows"] if row["name"] == chart.HEAD)
+    (number,) = re.findall(r'class="number"><b>([\d.]+)×</b>', home)
+    assert number == f"{row['speedup']['ratio']:.1f}"
+    about = chart.read(chart.FIGURES.stem)["about"]
+    assert f"{about['prompts']} prompts" in home and about["threads"] == 2
+
+
 def test_charts_are_drawn_inside_their_borders(chart: ModuleType) -> None:
     for name, draw in chart.CHARTS.items():
         drawing = ElementTree.fromstring(draw())

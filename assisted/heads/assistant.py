@@ -135,8 +135,8 @@ class AssistantConfig:
 class AssistantHead(Head):
     """Predicts the token after the newest one, then from its own states, always at the same position:
 
-        x = pre_projection(E[t] ; h)         t: the newest token, h: the target's state of the token before it, after its norm
-        z = norm(layers(x))                  the keys and values are the target's, of the tokens before t
+        x = pre_projection(E[t] ; h)    t: the newest token, h: the target's state of the token before it, after its norm
+        z = norm(layers(x))             the keys and values are the target's, of the tokens before t
         logits = output(z);  h = post_projection(z)
 
     E is the target's embedding. `output` is the assistant's own; with centroids, only the tokens of the best ones have a logit.

@@ -16,7 +16,7 @@
   const root = document.querySelector(".explore");
   const inputs = Object.fromEntries([...root.querySelectorAll("input")].map(input => [input.name, input]));
   const rowsOf = step => 2 ** step; // the slider of the batch counts doublings
-  const LONGEST = 12, WIDTH = 400, HEIGHT = 190, LEFT = 30, RIGHT = 8, TOP = 10, BOTTOM = 34;
+  const LONGEST = 12, WIDTH = 400, HEIGHT = 220, LEFT = 44, RIGHT = 8, TOP = 30, BOTTOM = 40;
   const x = g => LEFT + (g / LONGEST) * (WIDTH - LEFT - RIGHT);
 
   const draw = () => {
@@ -38,17 +38,21 @@
     const lines = Array.from({ length: high + 1 }, (_, s) => s).filter(s => high <= 6 || s % 2 === 0)
       .map(s => `<path d="M${LEFT} ${y(s)}H${WIDTH - RIGHT}" class="${s === 1 ? "even" : "line"}"/>` +
         `<text x="${LEFT - 6}" y="${y(s) + 4}" text-anchor="end">${s}</text>`);
-    const names = [0, 2, 4, 6, 8, 10, 12].map(k => `<text x="${x(k)}" y="${HEIGHT - BOTTOM + 16}" text-anchor="middle">${k}</text>`);
+    const names = [0, 2, 4, 6, 8, 10, 12].map(k => `<text x="${x(k)}" y="${HEIGHT - BOTTOM + 17}" text-anchor="middle">${k}</text>`);
     root.querySelector(".curve").innerHTML = lines.join("") + names.join("") +
-      `<text x="${(LEFT + WIDTH) / 2}" y="${HEIGHT - 3}" text-anchor="middle">speedup by draft length</text>` +
+      `<text x="${LEFT}" y="14"><tspan>Speedup by draft length</tspan></text>` +
+      `<text x="${(LEFT + WIDTH) / 2}" y="${HEIGHT - 4}" text-anchor="middle">draft length, tokens</text>` +
+      `<text transform="translate(13 ${(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">speedup, times</text>` +
       `<path d="M${all.map((s, k) => `${x(k)} ${y(s)}`).join("L")}" class="speed"/>` +
       `<circle cx="${x(g)}" cy="${y(all[g])}" r="5"/>`;
 
     const scale = (WIDTH - 2) / Math.max(tokens, verify + c * g);
     const bar = (top, from, to, kind) => `<rect x="${1 + from * scale}" y="${top}" width="${(to - from) * scale}" height="18" class="${kind}"/>`;
     root.querySelector(".bars").innerHTML =
-      `<text x="1" y="12">${tokens.toFixed(2)} tokens without a draft</text>` + bar(18, 0, tokens, "plain") +
-      `<text x="1" y="56">with a draft: <tspan class="draft">to draft</tspan>, <tspan class="target">to verify</tspan></text>` + bar(62, 0, c * g, "draft") + bar(62, c * g, c * g + verify, "target");
+      `<text x="1" y="14"><tspan>Time of ${tokens.toFixed(2)} tokens, in forward passes</tspan></text>` +
+      `<text x="1" y="38">without a draft: ${tokens.toFixed(2)}</text>` + bar(44, 0, tokens, "plain") +
+      `<text x="1" y="82">with a draft: ${(verify + c * g).toFixed(2)}, <tspan class="draft">to draft</tspan> and <tspan class="target">to verify</tspan></text>` +
+      bar(88, 0, c * g, "draft") + bar(88, c * g, c * g + verify, "target");
   };
 
   for (const input of Object.values(inputs)) input.addEventListener("input", draw);

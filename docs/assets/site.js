@@ -16,3 +16,13 @@
   };
   document.head.append(style, script);
 })();
+
+// A moving picture begins once half of it is seen. Its own style keeps it still for those who asked for less motion.
+for (const picture of document.querySelectorAll(".moving")) {
+  picture.classList.add("waits");
+  new IntersectionObserver(([{ isIntersecting }], observer) => {
+    if (!isIntersecting) return;
+    picture.classList.remove("waits");
+    observer.disconnect();
+  }, { threshold: .5 }).observe(picture);
+}

@@ -182,7 +182,7 @@ def lengths() -> str:
             for name, label in shown.items()
             if name in rows
         ]
-    return bars(panels, "Times plain generate with a dynamic cache; temperature 0")
+    return bars(panels, "Speedup over plain generate with a dynamic cache; temperature 0")
 
 
 def contexts() -> str:
@@ -197,7 +197,7 @@ def contexts() -> str:
             name, color = colors[row["name"]]
             bar = Bar(name, row["speedup"]["ratio"], color, row["speedup"]["low"], row["speedup"]["high"])
             rows.setdefault(f"after {row['context']:,} tokens", []).append(bar)
-    return groups(rows, "Times plain generate, not compiled; lines: 95% intervals")
+    return groups(rows, "Speedup over plain generate, not compiled; lines: 95% intervals")
 
 
 def engines() -> str:

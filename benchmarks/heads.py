@@ -37,7 +37,7 @@ CONTESTANTS: dict[str, tuple[Any, int | None]] = {
     "SpecInfer, draft model and EAGLE-3": (Merged(("zoo:draft", Eagle("zoo:eagle3", tree=False))), DRAFTED),
 }
 """By the name of the row: the draft and the draft length."""
-COLUMNS = ("`draft=`", "tokens per pass", "times plain", "drafted", "drafting", "same tokens", "repeated 4-grams")
+COLUMNS = ("`draft=`", "tokens per pass", "speedup", "drafted", "drafting", "same tokens", "repeated 4-grams")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -42,6 +42,38 @@ WITH_FIGURES = (
     "step",
 )
 
+CHAT = ("bfloat16", "bfloat16_sampled", "float32", "48_tokens", "without_bfloat16")
+SECTIONS = {
+    "benchmarks/batches": [("batches", "shipped_pair")],
+    "benchmarks/chat-model": [("smollm2", *(f"smollm2_{name}" for name in CHAT)), ("step", "step")],
+    "benchmarks/larger-targets": [("grown", "grown")],
+    "benchmarks/long-contexts": [("contexts", "contexts")],
+    "benchmarks/memory": [("memory", "memory")],
+    "benchmarks/other-engines": [("engines", "engines")],
+    "benchmarks/the-loop": [("overhead", "overhead")],
+    "benchmarks/trained-drafts": [("drafts", "drafts")],
+    "benchmarks/which-draft": [("single", "shipped_pair"), ("heads", "heads")],
+    "concepts/fast-path": [("measured", "products")],
+    "howto/draft-window": [("draft-window", "draft_window")],
+    "howto/offload": [("offload", "offload")],
+    "howto/plan": [("plan", "plan")],
+    "howto/tool-calls-and-json": [("grammar", "grammar")],
+    "howto/train": [("draft-vocabulary", "draft_vocabulary")],
+    "integrations/handover": [("handover", "handover")],
+    "methods/eagle": [
+        ("heads", "heads"),
+        ("smollm2", "smollm2_1_thread_bfloat16", "smollm2_1_thread_float32"),
+        ("smollm2_head", "smollm2_head"),
+    ],
+    "methods/early-exit": [("self-drafts", "self_drafts")],
+    "methods/index": [("measured", "drafters")],
+    "methods/medusa": [("heads", "heads")],
+    "methods/mtp": [("hybrid", "hybrid")],
+    "methods/quantized-self": [("copies", "copies")],
+    "methods/specinfer": [("heads", "heads")],
+}
+"""By page: the marker of each measured section, and the files of figures that it is made from."""
+
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("sympy")
@@ -56,6 +88,27 @@ def test_committed_figures_can_be_read(name: str, monkeypatch: pytest.MonkeyPatc
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert len(tables) > 2
     assert text.startswith(f"`python benchmarks/{name}.py")
+
+
+@pytest.mark.parametrize(
+    ("page", "marker", "files"), [(p, marker, files) for p, each in SECTIONS.items() for marker, *files in each]
+)
+def test_pages_show_the_committed_figures(
+    page: str, marker: str, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A section is what `--read` makes of the figures. After a change of either, run the script with `--read` and `--docs`."""
+    found = [json.loads((FOLDER / f"{name}.json").read_text()) for name in files]
+    if marker == "smollm2":
+        text = script("smollm2", monkeypatch).page(found)
+    elif files == ["shipped_pair"]:
+        pair = script("shipped_pair", monkeypatch)
+        text = pair.markdown(found[0], pair.PARTS[marker])
+    else:
+        text = script(files[0], monkeypatch).markdown(found[0])
+    (shown,) = re.findall(
+        rf"(?s)<!-- {marker}:begin -->\n(.*?)\n<!-- {marker}:end -->", (ROOT / "docs" / f"{page}.md").read_text()
+    )
+    assert shown == script("tables", monkeypatch).folded(text)
 
 
 def test_what_overhead_times_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
 """The shipped heads, EAGLE-3 and Medusa, against the shipped draft, in chains and in trees, interleaved in one run.
 
-    python benchmarks/heads.py --out benchmarks/heads.json --docs docs/methods/{eagle,medusa,specinfer}.md \\
-        docs/benchmarks/which-draft.md
-    python benchmarks/heads.py --read benchmarks/heads.json --docs docs/methods/eagle.md      # the tables again, nothing run
+    python benchmarks/heads.py --out benchmarks/heads.json --docs docs/benchmarks/which-draft.md
+    python benchmarks/heads.py --read benchmarks/heads.json --docs docs/benchmarks/which-draft.md      # the tables again
 
 Held-out functions, cut in the middle; float32; the same number of new tokens for all (end tokens ignored); temperature 0 and
 0.8; by the protocol of `assisted bench`. A few minutes on one core.

@@ -212,8 +212,8 @@ def markdown(found: dict[str, Any]) -> str:
             f"{about['dtype']} except where a method names its bits, CPU threads: {about['threads']}, {about['processor']}, "
             f"torch {about['torch']}, transformers {about['transformers']}{others}. End tokens are ignored. The methods run "
             f"one after the other, each in a process of its own that has answered one request of each kind before. The figures "
-            f"are milliseconds per token, the median of {about['repeats']} run{'s' * (about['repeats'] > 1)}; they include reading "
-            "the prompt.",
+            f"are milliseconds per token, the median of {about['repeats']} run{'s' * (about['repeats'] > 1)}; they include "
+            "reading the prompt.",
             "",
             *markdown_table(["", "all", *each], rows),
         ]

@@ -253,15 +253,15 @@ def memory() -> str:
 
 
 def offload() -> str:
-    titles = {
-        "greedy, 48 tokens": "7 M, float32",
-        "0.25 billion parameters, greedy, 32 tokens": "0.25 B, bfloat16",
-    }
+    titles = {"greedy, 48 tokens": "7 M", "0.25 billion parameters, greedy, 32 tokens": "0.25 B"}
     panels = {}
-    for title, short in titles.items():
-        per_token = {name: row["bytes"] / row["tokens"] for name, row in read("offload")[title]["rows"].items()}
+    for title, size in titles.items():
+        case = read("offload")[title]
+        per_token = {name: row["bytes"] / row["tokens"] for name, row in case["rows"].items()}
         plain = per_token.pop("plain `generate`")
-        panels[short] = [Bar(name.replace("size by", "by"), plain / one) for name, one in per_token.items()]
+        panels[f"{size}, {case['dtype']}"] = [
+            Bar(name.replace("size by", "by"), plain / one) for name, one in per_token.items()
+        ]
     return bars(panels, "Times fewer bytes per token than plain generate")
 
 

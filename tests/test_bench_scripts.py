@@ -6,8 +6,10 @@ import importlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -106,6 +108,26 @@ def test_pages_show_the_committed_figures(
         rf"(?s)<!-- {marker}:begin -->\n(.*?)\n<!-- {marker}:end -->", (ROOT / "docs" / f"{page}.md").read_text()
     )
     assert shown == script("tables", monkeypatch).folded(text)
+
+
+def intervals(found: Any) -> Iterator[str]:
+    """The speedups in figures, as pages write them."""
+    if isinstance(found, dict):
+        if found.keys() >= {"ratio", "low", "high"}:
+            yield f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+        found = list(found.values())
+    if isinstance(found, list):
+        for each in found:
+            yield from intervals(each)
+
+
+def test_speedups_with_an_interval_are_committed_figures() -> None:
+    """Also those in sentences and in tables that no script writes."""
+    known = {each for file in FOLDER.glob("*.json") for each in intervals(json.loads(file.read_text()))}
+    known |= {"0.94 [0.87, 0.99]", "0.98 [0.93, 1.02]"}  # of layer skipping: its page has the command, not the file
+    for page in (ROOT / "README.md", *DOCS):
+        quoted = re.findall(r"\d\.\d\d\s\[\d\.\d\d,\s\d\.\d\d\]", page.read_text(encoding="utf-8"))
+        assert not {" ".join(each.split()) for each in quoted} - known, page
 
 
 def test_what_overhead_times_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,10 +166,10 @@ class DraftModel(Spec):
 class DraftTree(DraftModel):
     """A small causal LM drafts a token tree: `"draft-tree:zoo:draft"`.
 
-    For targets whose forward pass takes about as long for hundreds of positions as for one: above all those with weights on a
-    disk or in main memory, which `DraftModel` drafts trees for by itself. The tree contains the most probable paths by the draft's
-    probabilities, which are corrected by how often they were right. Sampled tokens are accepted where the target draws a
-    drafted token. Models without 4-D masks get chains.
+    For targets whose forward pass takes about as long for hundreds of positions as for one, above all targets with weights on
+    a disk or in main memory, for which `DraftModel` drafts trees by itself. The tree contains the most probable paths. Their
+    probabilities are the draft's, corrected by how often they were right. A sampled token is accepted if the target draws a
+    drafted one. Models without 4-D masks get chains.
 
     Args:
         model, quantization, tokenizer, draft_window: as for `DraftModel`. The tokenizer must be the target's.

@@ -11,7 +11,7 @@ from svg import BLUE, GREEN, GREY, ORANGE, PURPLE, Bar, bars, curves, groups, sh
 
 FOLDER = Path(__file__).parent
 FIGURES = FOLDER / "smollm2_bfloat16.json"
-TIMES = "Times the fastest plain mode; lines: 95% intervals"
+TIMES = "Speedup over the fastest plain mode; lines: 95% intervals"
 PEERS = {  # of transformers' own drafting, whichever settings were its fastest
     "transformers assisted": "transformers, draft model",
     "transformers lookup": "transformers, lookup",
@@ -75,7 +75,7 @@ def kinds() -> str:
             if name:
                 found.append(Bar(name, row["by_category"][kind]["ratio"], color))
         rows[label] = found
-    return groups(rows, "Times the fastest plain mode")
+    return groups(rows, "Speedup over the fastest plain mode")
 
 
 def summary() -> str:

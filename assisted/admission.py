@@ -44,7 +44,7 @@ OTHER_MODES = {  # with their counterparts here, if any
     "assistant_tokenizer": "make the pair with draft_tokenizer=",
     "assistant_early_exit": 'make the pair with draft="early-exit:LAYER"',
     "prompt_lookup_num_tokens": 'make the pair with draft="ngram"',
-    "use_mtp": "leave it out",
+    "use_mtp": 'make the pair with draft="mtp"',
     "custom_generate": "leave it out",
     "synced_gpus": "leave it out",
 }

@@ -74,7 +74,7 @@ _HUB_ARGUMENTS = (*_SNAPSHOT, "proxies", "trust_remote_code")
 
 
 class AssistedModelForCausalLM(ForwardsToTarget):
-    """A causal LM or an encoder-decoder, with a draft: the output of the target alone, in fewer forward passes of it.
+    """A causal LM or an encoder-decoder, with a draft: the target's own output, in fewer of its forward passes.
 
     In everything else it is the target: this object reads and changes the target's modules, weights, hooks and methods.
 
@@ -175,14 +175,14 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             fast: how forward passes run: "auto" (default) captures them in CUDA graphs on a CUDA device; on a CPU it fuses
                 layers and keeps wide weights in a second, faster layout. "eager" runs the models as transformers wrote them,
                 and copies nothing. "compile" also compiles them, which takes up to minutes before the first tokens. All give
-                the same tokens in float32. See the page "How a pass is run".
+                the same tokens in float32. See the page "How a forward pass is run".
             exact: None (default): drafts change text in half precision only where rounding decides. "bits": they change no bit
-                of tokens and logits, and drawn text is that of the same seed without drafts. For models of the Llama family in
-                bfloat16 or with packed weights, on processors with AVX512-BF16.
+                of tokens and logits, and sampled text equals the text of the same seed without drafts. For models of the Llama
+                family in bfloat16 or with packed weights, on processors with AVX512-BF16.
             sessions: a `SessionPool`, in which prompts find what earlier calls have read of the same beginning. By default,
                 every call reads its whole prompt.
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
-                arguments but `revision` and `subfolder` are used for the draft as well. `gguf_file` names the target's GGUF
+                arguments except `revision` and `subfolder` also apply to the draft. `gguf_file` names the target's GGUF
                 file in a folder or Hub repository; its weights are unpacked.
 
         `trust_remote_code=True` applies to the models that the call names: the target, a saved pair's `target/`, and the draft
@@ -513,10 +513,10 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             )
 
     def session(self) -> Session:
-        """Keys and values for a text that goes on over several calls.
+        """Keys and values for a text that continues over several calls.
 
-        Pass it as `past_key_values`, with the whole text so far as the prompt. Neither the target nor the drafter reads again
-        what it has read.
+        Pass it as `past_key_values`, with the whole text so far as the prompt. The target and the drafter read each token only
+        once.
         """
         if Traits.of(self.target).crosses:
             raise ValueError(

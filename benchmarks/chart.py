@@ -11,7 +11,7 @@ from svg import BLUE, GREEN, GREY, ORANGE, PURPLE, Bar, bars, curves, groups, sh
 
 FOLDER = Path(__file__).parent
 FIGURES = FOLDER / "smollm2_bfloat16.json"
-TIMES = "Times the fastest plain mode; lines: 95% intervals"
+TIMES = "Speedup over the fastest plain mode; lines: 95% intervals"
 PEERS = {  # of transformers' own drafting, whichever settings were its fastest
     "transformers assisted": "transformers, draft model",
     "transformers lookup": "transformers, lookup",
@@ -75,7 +75,7 @@ def kinds() -> str:
             if name:
                 found.append(Bar(name, row["by_category"][kind]["ratio"], color))
         rows[label] = found
-    return groups(rows, "Times the fastest plain mode")
+    return groups(rows, "Speedup over the fastest plain mode")
 
 
 def summary() -> str:
@@ -182,7 +182,7 @@ def lengths() -> str:
             for name, label in shown.items()
             if name in rows
         ]
-    return bars(panels, "Times plain generate with a dynamic cache; temperature 0")
+    return bars(panels, "Speedup over plain generate with a dynamic cache; temperature 0")
 
 
 def contexts() -> str:
@@ -197,7 +197,7 @@ def contexts() -> str:
             name, color = colors[row["name"]]
             bar = Bar(name, row["speedup"]["ratio"], color, row["speedup"]["low"], row["speedup"]["high"])
             rows.setdefault(f"after {row['context']:,} tokens", []).append(bar)
-    return groups(rows, "Times plain generate, not compiled; lines: 95% intervals")
+    return groups(rows, "Speedup over plain generate, not compiled; lines: 95% intervals")
 
 
 def engines() -> str:
@@ -253,15 +253,15 @@ def memory() -> str:
 
 
 def offload() -> str:
-    titles = {
-        "greedy, 48 tokens": "7 M, float32",
-        "0.25 billion parameters, greedy, 32 tokens": "0.25 B, bfloat16",
-    }
+    titles = {"greedy, 48 tokens": "7 M", "0.25 billion parameters, greedy, 32 tokens": "0.25 B"}
     panels = {}
-    for title, short in titles.items():
-        per_token = {name: row["bytes"] / row["tokens"] for name, row in read("offload")[title]["rows"].items()}
+    for title, size in titles.items():
+        case = read("offload")[title]
+        per_token = {name: row["bytes"] / row["tokens"] for name, row in case["rows"].items()}
         plain = per_token.pop("plain `generate`")
-        panels[short] = [Bar(name.replace("size by", "by"), plain / one) for name, one in per_token.items()]
+        panels[f"{size}, {case['dtype']}"] = [
+            Bar(name.replace("size by", "by"), plain / one) for name, one in per_token.items()
+        ]
     return bars(panels, "Times fewer bytes per token than plain generate")
 
 

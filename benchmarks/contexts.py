@@ -319,7 +319,7 @@ def cell(name: str, form: str, otherwise: str = "") -> Callable[[dict[str, Any]]
 CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
     "context": cell("context", "{}"),
     "": cell("name", "{}"),
-    "times plain": lambda row: str(Interval(**row["speedup"])) if "speedup" in row else f"{1 / row['times']:.2f}",
+    "speedup": lambda row: str(Interval(**row["speedup"])) if "speedup" in row else f"{1 / row['times']:.2f}",
     "ms per token": cell("milliseconds_per_token", "{:.2f}"),
     "tokens per pass": cell("tokens_per_pass", "{:.2f}", "1.00"),
     "accepted": cell("acceptance_rate", "{:.0%}"),
@@ -333,7 +333,7 @@ CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
 def markdown(found: dict[str, Any]) -> str:
     """The section as it stands in docs."""
     lines = [
-        measured_with(found["about"], "python benchmarks/contexts.py").partition(" Times plain")[0]
+        measured_with(found["about"], "python benchmarks/contexts.py").partition(" The speedup")[0]
         + f" Target: `{found['about']['target']}`, YaRN angles, {found['about']['new_tokens']} tokens after each prompt. "
         "1.00 is plain `generate`, not compiled. Drafting is measured in the rounds after the first one.",
         "",

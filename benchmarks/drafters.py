@@ -32,7 +32,7 @@ DRAFTS: dict[str, Any] = {
     'Merged(["zoo:draft", "suffix"])': Merged(("zoo:draft", "suffix")),
 }
 KINDS = {"Free text": "code", "Copied text": "edits"}
-COLUMNS = ("times plain", "tokens per pass", "accepted", "draft cost", "same tokens", "repeated 4-grams")
+COLUMNS = ("speedup", "tokens per pass", "accepted", "draft cost", "same tokens", "repeated 4-grams")
 
 
 def measure(args: Any) -> dict[str, Any]:

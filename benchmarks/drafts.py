@@ -49,7 +49,7 @@ COLUMNS = (
     "tokens per pass, T = 0",
     "T = 0.8",
     "draft ms a round, T = 0",
-    "times plain, T = 0",
+    "speedup, T = 0",
     "T = 0.8",
 )
 
@@ -130,8 +130,8 @@ def markdown(found: dict[str, Any]) -> str:
         f"`python benchmarks/drafts.py`: `{found['model']}`, {tokens:,} tokens of training for each drafter, {its['prompts']} "
         f"prompts of held-out code, {found['new_tokens']} new tokens, chains of a fixed length, {its['dtype']}, CPU threads: "
         f'{its["threads"]}, {its["processor"]}, torch {its["torch"]}. All methods take turns in one run. "1 - TV" is the share '
-        "of tokens accepted when sampling, at the first and at the fifth drafted position of held-out text. Times plain is the "
-        f"speedup over plain `generate` in {modes}, with a 95% interval.{busy}",
+        "of tokens accepted when sampling, at the first and at the fifth drafted position of held-out text. Speedup is over "
+        f"plain `generate` in {modes}, with a 95% interval.{busy}",
         "",
     ]
     rows = [{row.name: row for row in Result.from_dict(race).points[0].ran} for race in found["races"].values()]

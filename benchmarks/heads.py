@@ -1,8 +1,7 @@
 """The shipped heads, EAGLE-3 and Medusa, against the shipped draft, in chains and in trees, interleaved in one run.
 
-    python benchmarks/heads.py --out benchmarks/heads.json --docs docs/methods/{eagle,medusa,specinfer}.md \\
-        docs/benchmarks/which-draft.md
-    python benchmarks/heads.py --read benchmarks/heads.json --docs docs/methods/eagle.md      # the tables again, nothing run
+    python benchmarks/heads.py --out benchmarks/heads.json --docs docs/benchmarks/which-draft.md
+    python benchmarks/heads.py --read benchmarks/heads.json --docs docs/benchmarks/which-draft.md      # the tables again
 
 Held-out functions, cut in the middle; float32; the same number of new tokens for all (end tokens ignored); temperature 0 and
 0.8; by the protocol of `assisted bench`. A few minutes on one core.
@@ -37,7 +36,7 @@ CONTESTANTS: dict[str, tuple[Any, int | None]] = {
     "SpecInfer, draft model and EAGLE-3": (Merged(("zoo:draft", Eagle("zoo:eagle3", tree=False))), DRAFTED),
 }
 """By the name of the row: the draft and the draft length."""
-COLUMNS = ("`draft=`", "tokens per pass", "times plain", "drafted", "drafting", "same tokens", "repeated 4-grams")
+COLUMNS = ("`draft=`", "tokens per pass", "speedup", "drafted", "drafting", "same tokens", "repeated 4-grams")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def markdown(found: dict[str, Any]) -> str:
                     "" if states is None else f"{states / 2**10:.0f}",
                 ]
             )
-        head = ("draft", "tokens per pass", "ms a token", "times plain", "times no draft", "KiB of states")
+        head = ("draft", "tokens per pass", "ms a token", "speedup", "over no draft", "KiB of states")
         lines += ["", f"**`{title.replace(',', '`,', 1)}**", "", *markdown_table(head, cells)]
     return "\n".join(lines)
 

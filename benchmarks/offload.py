@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, str, int, Sequence[int | None], dict[str, Any], floa
     "temperature 0.8, top-p 0.95, 48 tokens": ("zoo:target", "float32", 48, (16, 64, 256), SAMPLED, 1.0),
     "0.25 billion parameters, greedy, 32 tokens": ("grown:0.25b", "float32", 32, (64, 256, None), GREEDY, 0.5),
 }
-COLUMNS = ("", "tokens per pass", "MB read per token", "times fewer bytes", "times plain", "same texts")
+COLUMNS = ("", "tokens per pass", "MB read per token", "times fewer bytes", "speedup", "same texts")
 
 
 class Counted(Mapping[str, torch.Tensor]):
@@ -133,8 +133,8 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         f"`python benchmarks/offload.py`: held-out code, CPU threads: {machine['threads']}, {machine['processor']}, torch "
         f"{machine['torch']}, transformers {machine['transformers']}, end tokens ignored. Every weight is read from the disk "
-        "in every forward pass. Tokens per pass include the target's own token and the pass that reads the prompt. Times plain "
-        "is the speedup in seconds, from one run of each. It depends on the disk and on the processor."
+        "in every forward pass. Tokens per pass include the target's own token and the pass that reads the prompt. The "
+        "speedup is in seconds, from one run of each. It depends on the disk and on the processor."
     ]
     for title, case in found.items():
         if title == "about":

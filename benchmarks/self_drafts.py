@@ -34,7 +34,7 @@ COLUMNS = (
     "first token accepted",
     "accepted",
     "tokens per pass",
-    "times no draft",
+    "speedup over no draft",
     "default length",
 )
 

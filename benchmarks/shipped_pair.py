@@ -39,7 +39,7 @@ PARTS = {
     "batches": [title for title, (_, rows, _) in CASES.items() if rows > 1],
 }
 """The sections of the docs, by their marker."""
-COLUMNS = ("times plain", "ms per token", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
+COLUMNS = ("speedup", "ms per token", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
 
 
 def methods(pair: AssistedModelForCausalLM, draft: Any, compiled: bool) -> list[Method]:

@@ -45,7 +45,7 @@ COMPILED: dict[str, tuple[Any, Any]] = {  # with `fast="compile"`; a token tree 
     '["suffix", "self:int4"], compiled': DRAFTS['["suffix", "self:int4"]'],
     '["suffix", "zoo:smollm2-eagle3"], chains, compiled': (["suffix", Eagle("zoo:smollm2-eagle3", tree=False)], None),
 }
-COLUMNS = ("ms per token", "times plain", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
+COLUMNS = ("ms per token", "speedup", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
 TIES = (
     "The number in brackets after the same tokens is the largest gap between the two tokens where texts first differ, in "
     "standard deviations of the target's logits."

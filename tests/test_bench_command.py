@@ -169,10 +169,10 @@ def test_a_page_needs_nothing_beside_it(result: bench.Result) -> None:
     assert "a &lt;b&gt;" in text and "<b>" not in text
     titles = re.findall(r"<h2>([^<]*)</h2><div role", text)
     assert [title.partition(" (")[0] for title in titles] == [
-        "Times plain",
+        "Speedup",
         "Accepted, by position in the draft",
         "Milliseconds a token: where they go",
-        "Times plain against the length of the context",
+        "Speedup against the length of the context",
     ]
 
 

@@ -6,8 +6,10 @@ import importlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -42,6 +44,35 @@ WITH_FIGURES = (
     "step",
 )
 
+CHAT = ("bfloat16", "bfloat16_sampled", "float32", "48_tokens", "without_bfloat16")
+SECTIONS = {
+    "benchmarks/batches": [("batches", "shipped_pair")],
+    "benchmarks/chat-model": [("smollm2", *(f"smollm2_{name}" for name in CHAT)), ("step", "step")],
+    "benchmarks/larger-targets": [("grown", "grown")],
+    "benchmarks/long-contexts": [("contexts", "contexts")],
+    "benchmarks/memory": [("memory", "memory")],
+    "benchmarks/other-engines": [("engines", "engines"), ("engines_kernels", "engines_kernels")],
+    "benchmarks/the-loop": [("overhead", "overhead")],
+    "benchmarks/trained-drafts": [("drafts", "drafts")],
+    "benchmarks/which-draft": [("single", "shipped_pair"), ("heads", "heads")],
+    "concepts/fast-path": [("measured", "products")],
+    "howto/draft-window": [("draft-window", "draft_window")],
+    "howto/offload": [("offload", "offload")],
+    "howto/plan": [("plan", "plan")],
+    "howto/tool-calls-and-json": [("grammar", "grammar")],
+    "howto/train": [("draft-vocabulary", "draft_vocabulary")],
+    "integrations/handover": [("handover", "handover")],
+    "methods/eagle": [
+        ("smollm2", "smollm2_1_thread_bfloat16", "smollm2_1_thread_float32"),
+        ("smollm2_head", "smollm2_head"),
+    ],
+    "methods/early-exit": [("self-drafts", "self_drafts")],
+    "methods/index": [("measured", "drafters")],
+    "methods/mtp": [("hybrid", "hybrid")],
+    "methods/quantized-self": [("copies", "copies")],
+}
+"""By page: the marker of each measured section, and the files of figures that it is made from."""
+
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("sympy")
@@ -56,6 +87,47 @@ def test_committed_figures_can_be_read(name: str, monkeypatch: pytest.MonkeyPatc
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert len(tables) > 2
     assert text.startswith(f"`python benchmarks/{name}.py")
+
+
+@pytest.mark.parametrize(
+    ("page", "marker", "files"), [(p, marker, files) for p, each in SECTIONS.items() for marker, *files in each]
+)
+def test_pages_show_the_committed_figures(
+    page: str, marker: str, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A section is what `--read` makes of the figures. After a change of either, run the script with `--read` and `--docs`."""
+    found = [json.loads((FOLDER / f"{name}.json").read_text()) for name in files]
+    if marker == "smollm2":
+        text = script("smollm2", monkeypatch).page(found)
+    elif files == ["shipped_pair"]:
+        pair = script("shipped_pair", monkeypatch)
+        text = pair.markdown(found[0], pair.PARTS[marker])
+    else:
+        text = script(files[0].removesuffix("_kernels"), monkeypatch).markdown(found[0])
+    (shown,) = re.findall(
+        rf"(?s)<!-- {marker}:begin -->\n(.*?)\n<!-- {marker}:end -->", (ROOT / "docs" / f"{page}.md").read_text()
+    )
+    assert shown == script("tables", monkeypatch).folded(text)
+
+
+def intervals(found: Any) -> Iterator[str]:
+    """The speedups in figures, as pages write them."""
+    if isinstance(found, dict):
+        if found.keys() >= {"ratio", "low", "high"}:
+            yield f"{found['ratio']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+        found = list(found.values())
+    if isinstance(found, list):
+        for each in found:
+            yield from intervals(each)
+
+
+def test_speedups_with_an_interval_are_committed_figures() -> None:
+    """Also those in sentences and in tables that no script writes."""
+    known = {each for file in FOLDER.glob("*.json") for each in intervals(json.loads(file.read_text()))}
+    known |= {"0.94 [0.87, 0.99]", "0.98 [0.93, 1.02]"}  # of layer skipping: its page has the command, not the file
+    for page in (ROOT / "README.md", *DOCS):
+        quoted = re.findall(r"\d\.\d\d\s\[\d\.\d\d,\s\d\.\d\d\]", page.read_text(encoding="utf-8"))
+        assert not {" ".join(each.split()) for each in quoted} - known, page
 
 
 def test_what_overhead_times_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_the_rows_name_drafts_that_can_be_specified() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", page, re.MULTILINE)
     assert len(rows) > 30
     for target, draft in rows:
-        assert "loads" not in MODELS[target]
+        assert target in MODELS
         registry.parse(draft)
 
 

@@ -154,8 +154,7 @@ def _rows(data: Mapping[str, Any], target: Mapping[str, Any], sizes: Sizes) -> l
     rows = []
     for draft in read or [None]:
         spec = "suffix" if draft is None else kinds[draft["kind"]]["line"].format(id=draft["id"])
-        shown = "see below" if "loads" in data["models"][name] else f"`{spec}`"
-        rows.append([f"`{name}`", shown, *_sizes(data["models"], name, draft, sizes)])
+        rows.append([f"`{name}`", f"`{spec}`", *_sizes(data["models"], name, draft, sizes)])
     return rows
 
 
@@ -199,7 +198,7 @@ def _card(size: int | None) -> str:
 
 
 def _beside(data: Mapping[str, Any], family: Mapping[str, Any]) -> list[str]:
-    """The published drafts that this package does not read, and the targets that from_pretrained does not load."""
+    """The published drafts that this package does not read."""
     kinds, lines = data["kinds"], []
     for kind, about in kinds.items():
         if about["line"]:
@@ -213,11 +212,7 @@ def _beside(data: Mapping[str, Any], family: Mapping[str, Any]) -> list[str]:
         if found:
             names = ", ".join(f"[`{name}`]({source})" for name, source in found.items())
             lines.append(f"- {about['name']}, {about['says']}: {names}")
-    lines = ["", "Also published, and not read by this package yet:", "", *lines] if lines else []
-    refused = [(target["id"], data["models"][target["id"]].get("loads")) for target in family["targets"]]
-    for name, reason in refused:
-        lines += ["", f"`from_pretrained` does not load `{name}`: {reason}."] if reason else []
-    return lines
+    return ["", "Published drafts that this package does not read yet:", "", *lines] if lines else []
 
 
 def _figures(family: Mapping[str, Any]) -> list[str]:
@@ -225,8 +220,8 @@ def _figures(family: Mapping[str, Any]) -> list[str]:
     for target in family["targets"]:
         for figure in target["figures"]:
             draft = "its own MTP layer" if figure["draft"] == target["id"] else f"`{figure['draft']}`"
-            lines.append(f"- `{target['id']}` with {draft}: {figure['text']} ({_from(figure)})")
-    return ["", "Figures, and where they are from:", "", *lines] if lines else []
+            lines.append(f"    - `{target['id']}` with {draft}: {figure['text']} ({_from(figure)})")
+    return ["", '??? note "Measured and published speeds"', "", *lines] if lines else []
 
 
 def _from(stated: Mapping[str, Any]) -> str:
@@ -238,7 +233,7 @@ def _platforms(platforms: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Platforms",
         "",
-        "What was not tested may work. What other projects say of their packages was not tried here.",
+        "An untested platform may work. We have not tried what other projects say about their packages.",
     ]
     for one in platforms:
         lines += ["", f"**{one['name']}** ({one['tested']})", ""]

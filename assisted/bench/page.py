@@ -46,7 +46,7 @@ def page(result: Result) -> str:
     ]
     if settings:
         parts.append("<h2>transformers' settings, tried on some of the prompts</h2>")
-        parts.append(_table(("", "times plain, dynamic", "tokens/pass"), settings))
+        parts.append(_table(("", "speedup over plain, dynamic", "tokens/pass"), settings))
     if result.command:
         parts.append(f"<h2>Measure it again</h2><pre>{escape(result.command)}</pre>")
     about = "".join(f"<tr><td>{escape(k)}</td><td>{escape(str(v))}</td></tr>" for k, v in result.machine.items())
@@ -65,7 +65,7 @@ def _point(result: Result, point: Point) -> list[str]:
     parts = [f"<h2>{where}</h2><p>1.00 is {escape(point.baseline)}.</p>", _table(tuple(CELLS), shown)]
     if len(result.prompts) > 1:
         split = [(row, [row.name, *map(str, by_category(row, result.prompts))]) for row in point.ran]
-        parts.append(f"<h2>{where}: by category</h2>" + _table(("times plain", *result.prompts), split))
+        parts.append(f"<h2>{where}: by category</h2>" + _table(("speedup", *result.prompts), split))
     return parts + [f'<p class="error">{escape(message)}</p>' for message in point.messages]
 
 

@@ -32,7 +32,7 @@ def pictures(result: Result) -> list[tuple[str, str]]:
     ran = main.ran
     tall = LINE * len(ran) + MARGIN
     wanted: list[tuple[str, float, Callable[[Any], None]]] = [
-        (f"Times plain (1.00 is {main.baseline})", tall, lambda axes: _speedups(axes, ran)),
+        (f"Speedup (1.00 is {main.baseline})", tall, lambda axes: _speedups(axes, ran)),
         ("Milliseconds a token: where they go", tall, lambda axes: _times(axes, ran)),
     ]
     if any(row.acceptance_by_position for row in ran):
@@ -40,7 +40,7 @@ def pictures(result: Result) -> list[tuple[str, str]]:
     for name, words in (("context", "length of the context"), ("batch", "batch size")):
         points = _swept(result.points, name)
         if len(points) > 1:
-            wanted.append((f"Times plain against the {words}", 3.6, _sweep(points, name, words)))
+            wanted.append((f"Speedup against the {words}", 3.6, _sweep(points, name, words)))
     style = {
         "svg.fonttype": "none",
         "svg.hashsalt": "assisted",
@@ -156,7 +156,7 @@ def _sweep(points: Sequence[Point], name: str, words: str) -> Callable[[Any], No
             axes.fill_between(at, low, high, color=_line(number), alpha=0.15)
         axes.set_xscale("log", base=2)
         axes.set_xticks(values, map(str, values))
-        axes.set(xlabel=words, ylabel="times plain")
+        axes.set(xlabel=words, ylabel="speedup")
         axes.set_ylim(bottom=0)
         axes.legend(**_BESIDE)
 

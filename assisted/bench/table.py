@@ -10,7 +10,7 @@ from .statistics import Interval
 
 CELLS: dict[str, Callable[[Row], str]] = {
     "": lambda row: row.name,
-    "times plain": lambda row: str(row.speedup),
+    "speedup": lambda row: str(row.speedup),
     "ms/token": lambda row: f"{row.milliseconds_per_token:.2f}",
     "tokens/pass": lambda row: f"{row.tokens_per_pass:.2f}",
     "accepted": lambda row: percent(row.acceptance_rate),
@@ -37,7 +37,7 @@ def table(result: Result, width: int | None = None) -> str:
                 [row.name, *(f"{interval.ratio:.2f}" for interval in by_category(row, result.prompts))]
                 for row in point.ran
             ]
-            parts.append("\n".join(aligned([["times plain, by category", *result.prompts], *split], width)))
+            parts.append("\n".join(aligned([["speedup, by category", *result.prompts], *split], width)))
         if point.messages:
             parts.append(filled(point.messages))
     parts.append(filled(notes(result)))
@@ -82,7 +82,7 @@ def heading(result: Result) -> list[str]:
 def notes(result: Result) -> list[str]:
     """How to read the table."""
     lines = [
-        "Times plain: the speedup over the fastest plain mode, with a 95% bootstrap interval over prompts and repeats.",
+        "Speedup: over the fastest plain mode, with a 95% bootstrap interval over prompts and repeats.",
         "Tokens per forward pass of the target: its own token (the bonus) and the pass over the prompt count.",
         "4-grams: the share that repeats an earlier one of the same text; repetition flatters every drafter.",
     ]

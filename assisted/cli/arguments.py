@@ -41,7 +41,11 @@ class Parser(argparse.ArgumentParser):
 def add_json_file(parser: Any, what: str) -> None:
     """`--json [FILE]`, for `print_or_write`. what: the results, in words."""
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help=f"write {what} (without FILE or with -: print them)"
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help=f"write {what} to FILE; without FILE or with -, print it as JSON",
     )
 
 
@@ -53,7 +57,11 @@ def add_loading(
     threads: int | None = None,
 ) -> None:
     """What `loading` and `use_threads` take, with its defaults. length: in words; None leaves out `--draft-length`."""
-    parser.add_argument("--draft-quantization", metavar="NAME", help="nf4, fp4, int8, int4, ... (default: none)")
+    parser.add_argument(
+        "--draft-quantization",
+        metavar="NAME",
+        help="number format of the draft: nf4, fp4, int8, int4, ... (default: its own)",
+    )
     if length is not None:
         parser.add_argument(
             "--draft-length",
@@ -63,13 +71,17 @@ def add_loading(
         )
     checkpoint = "the checkpoint's on a CPU, else half precision"
     parser.add_argument(
-        "--dtype", type=dtype_name, default=dtype, choices=DTYPES, help=f"(default: {dtype or checkpoint})"
+        "--dtype",
+        type=dtype_name,
+        default=dtype,
+        choices=DTYPES,
+        help=f"dtype of the models (default: {dtype or checkpoint})",
     )
     parser.add_argument(
-        "--device", default=device, help="cpu, cuda, ...; auto takes an accelerator if there is one" + DEFAULT
+        "--device", default=device, help="cpu, cuda, ...; auto uses an accelerator if there is one" + DEFAULT
     )
     parser.add_argument(
-        "--threads", type=int, default=threads, help=f"of the CPU (default: {threads or 'chosen by torch'})"
+        "--threads", type=int, default=threads, help=f"CPU threads (default: {threads or 'chosen by torch'})"
     )
 
 
@@ -77,11 +89,15 @@ def add_target(parser: argparse.ArgumentParser, group: Any, what: str) -> None:
     """The target, as the first argument or as `--target`; zoo:target if neither is given. what: it may be, in words."""
     parser.set_defaults(target="zoo:target")
     group.add_argument("target", nargs="?", default=argparse.SUPPRESS, help=f"{what} (default: zoo:target)")
-    group.add_argument("--target", dest="target", default=argparse.SUPPRESS, metavar="TARGET", help="the same by name")
+    group.add_argument(
+        "--target", dest="target", default=argparse.SUPPRESS, metavar="TARGET", help="the same as an option"
+    )
 
 
 def add_temperature(parser: Any) -> None:
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the top-1 token" + DEFAULT)
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy decoding" + DEFAULT
+    )
 
 
 def int_or_name(value: str) -> int | str:

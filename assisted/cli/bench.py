@@ -20,7 +20,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command("bench", _bench, text, page="bench", file="all results")
     pair = parser.add_argument_group("the pair")
     add_target(parser, pair, "Hub id, folder, zoo: name or saved pair")
-    pair.add_argument("--draft", help="a draft model, for transformers as well (default: zoo:draft for zoo:target)")
+    pair.add_argument(
+        "--draft", help="draft model, also for transformers' own drafting (default: zoo:draft for zoo:target)"
+    )
     pair.add_argument(
         "--drafts",
         nargs="+",
@@ -28,7 +30,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         help="draft strings to compare; a+b combines two drafters (default: all that the pair allows)",
     )
     add_loading(pair, length="adaptive")
-    pair.add_argument("--no-compile", action="store_true", help="leave out plain generate with a compiled forward")
+    pair.add_argument("--no-compile", action="store_true", help="omit plain generate with a compiled forward")
     work = parser.add_argument_group("the work")
     work.add_argument(
         "--prompts",
@@ -39,11 +41,13 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "NAME[:CONFIG][:SPLIT]. Each is reported by its categories (default: the first four)",
     )
     work.add_argument("--count", type=int, default=4, help="prompts per category, at least --batch" + DEFAULT)
-    work.add_argument("--new-tokens", type=int, default=48, help="per prompt; end tokens are ignored" + DEFAULT)
+    work.add_argument(
+        "--new-tokens", type=int, default=48, help="new tokens per prompt; end tokens are ignored" + DEFAULT
+    )
     work.add_argument("--repeats", type=int, default=3, help="timed runs over all prompts" + DEFAULT)
     add_temperature(work)
-    work.add_argument("--top-p", type=float, default=1.0, help=DEFAULT.strip())
-    work.add_argument("--seed", type=int, default=0, help="of the sampling" + DEFAULT)
+    work.add_argument("--top-p", type=float, default=1.0, help="top-p of the sampling" + DEFAULT)
+    work.add_argument("--seed", type=int, default=0, help="seed of the sampling" + DEFAULT)
     work.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="rows decoded together" + DEFAULT)
     work.add_argument(
         "--context",
@@ -55,7 +59,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     out = parser.add_argument_group("the result")
     out.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots; needs the bench extra")
-    out.add_argument("--read", type=Path, metavar="FILE", help="measure nothing, show what --json wrote")
+    out.add_argument("--read", type=Path, metavar="FILE", help="show results that --json wrote, without measuring")
 
 
 def _bench(args: argparse.Namespace) -> None:

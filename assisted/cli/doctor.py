@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `doctor` into the parser. command: makes a parser with a function to run and a text."""
-    text = "measure what speedup to expect of a draft on this machine and on your text, and what limits it"
+    text = "predict the speedup of a draft on this machine and your text, and find what limits it"
     doctor = command("doctor", _doctor, text, page="doctor", file="all results")
     add_target(doctor, doctor, "Hub id, folder or zoo: name")
     doctor.add_argument(
         "--draft",
         action="append",
         metavar="DRAFT",
-        help="Hub id, folder, zoo: name, self:nf4, suffix, suffix+zoo:draft, ...; several times to compare (default: suffix)",
+        help="Hub id, folder, zoo: name, self:nf4, suffix, suffix+zoo:draft, ...; repeat to compare (default: suffix)",
     )
     doctor.add_argument(
         "--text", metavar="PATH", help="a file or folder whose text the target continues (default: held-out code)"
     )
-    doctor.add_argument("--prompts", type=int, default=8, help="at most" + DEFAULT)
+    doctor.add_argument("--prompts", type=int, default=8, help="prompts to decode, at most" + DEFAULT)
     doctor.add_argument(
         "--max-new-tokens",
         dest="new_tokens",
         type=int,
         default=48,
         metavar="MAX_NEW_TOKENS",
-        help="per prompt" + DEFAULT,
+        help="new tokens per prompt" + DEFAULT,
     )
-    doctor.add_argument("--longest", type=int, default=15, metavar="N", help="the longest draft to consider" + DEFAULT)
+    doctor.add_argument("--longest", type=int, default=15, metavar="N", help="longest draft to consider" + DEFAULT)
     add_temperature(doctor)
     doctor.add_argument(
         "--contexts",
@@ -55,9 +55,11 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         help="context lengths at which forward passes are timed (default: the prompts', 512, 2048)",
     )
     doctor.add_argument(
-        "--quick", action="store_true", help="a first impression: 2 prompts, short texts and drafts, one context"
+        "--quick",
+        action="store_true",
+        help="get a first impression with 2 prompts, short texts and drafts, and one context",
     )
-    doctor.add_argument("--seconds", type=float, default=90.0, help="for all measuring, about" + DEFAULT)
+    doctor.add_argument("--seconds", type=float, default=90.0, help="approximate time for all measurements" + DEFAULT)
     add_loading(doctor, length=None)
 
 

@@ -16,9 +16,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     text = "write a pair into a folder that a serving engine reads, with the command that starts the engine"
     handover = command("handover", _handover, text)
     handover.description = f"{handover.description} See docs/integrations/handover.md."
-    handover.add_argument("engine", choices=ENGINES, help="trtllm is TensorRT-LLM")
-    handover.add_argument("pair", metavar="PAIR", help="a saved pair; or a target: Hub id, folder, zoo: name")
-    handover.add_argument("--out", required=True, metavar="DIR", help="a new or empty folder")
+    handover.add_argument("engine", choices=ENGINES, help="serving engine; trtllm is TensorRT-LLM")
+    handover.add_argument("pair", metavar="PAIR", help="saved pair, or a target: Hub id, folder, zoo: name")
+    handover.add_argument("--out", required=True, metavar="DIR", help="new or empty folder for the result")
     handover.add_argument(
         "--draft",
         help="Hub id, folder, zoo: name, ngram, suffix, or mtp for the target's own multi-token prediction layers "
@@ -30,7 +30,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="N",
         help="tokens that the engine drafts (default: the pair's if it is fixed, else one that suits the method)",
     )
-    handover.add_argument("--dtype", choices=STORED, help="of the weights (default: the checkpoint's)")
+    handover.add_argument("--dtype", choices=STORED, help="dtype of the weights (default: the checkpoint's)")
 
 
 def _handover(args: argparse.Namespace) -> None:

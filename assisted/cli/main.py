@@ -309,20 +309,20 @@ def _parser() -> argparse.ArgumentParser:
             added.add_argument("--json", action="store_true", help="print the result as JSON")
         return added
 
-    demo = command("demo", _demo, "watch a pair complete code that it was not trained on, then see the cost")
+    demo = command("demo", _demo, "show how a draft and a target write held-out code together, and what it costs")
     _add_pair(demo, "zoo:draft for zoo:target, else suffix", device="cpu", dtype="float32", threads=1)
-    demo.add_argument("--prompts", type=int, default=5, help="prompts to measure" + DEFAULT)
-    demo.add_argument("--max-new-tokens", type=int, default=48, help="per prompt" + DEFAULT)
-    demo.add_argument("--repeats", type=int, default=5, help="timed runs, at most" + DEFAULT)
-    demo.add_argument("--seconds", type=float, default=36.0, help="for all measuring, about" + DEFAULT)
+    demo.add_argument("--prompts", type=int, default=5, help="number of prompts to measure" + DEFAULT)
+    demo.add_argument("--max-new-tokens", type=int, default=48, help="new tokens per prompt" + DEFAULT)
+    demo.add_argument("--repeats", type=int, default=5, help="timed runs per method, at most" + DEFAULT)
+    demo.add_argument("--seconds", type=float, default=36.0, help="approximate time for all measurements" + DEFAULT)
 
     generate = command("generate", _generate, "complete a text and stream it to standard output")
-    generate.add_argument("prompt", nargs="?", default="-", help="the text; - or nothing reads standard input")
+    generate.add_argument("prompt", nargs="?", default="-", help="text to complete; - or nothing reads standard input")
     _add_generation(generate)
 
-    chat = command("chat", _chat, "talk to a pair, one line per turn; the answers are streamed")
-    chat.add_argument("--system", help="a system message")
-    chat.add_argument("--show-drafts", action="store_true", help="colour the tokens that were drafted and accepted")
+    chat = command("chat", _chat, "talk to a pair, one line per turn, with streamed answers")
+    chat.add_argument("--system", help="system message of the conversation")
+    chat.add_argument("--show-drafts", action="store_true", help="color the tokens that were drafted and accepted")
     _add_generation(chat, "suffix+zoo:smollm2-eagle3 for zoo:smollm2, else suffix")
     chat.set_defaults(target="zoo:smollm2")
 
@@ -334,10 +334,10 @@ def _parser() -> argparse.ArgumentParser:
     handover.add(command)
     shrink.add(command)
 
-    zoo = commands.add_parser("zoo", help="the models of zoo: names", description="The models of zoo: names.")
+    zoo = commands.add_parser("zoo", help="list the models of zoo: names", description="List the models of zoo: names.")
     zoo.set_defaults(alone=zoo)
     actions = zoo.add_subparsers(metavar="ACTION")
-    command("list", _zoo_list, "names, sizes and folders, and what is not installed", actions)
+    command("list", _zoo_list, "print names, sizes and folders, and which models are not installed", actions)
     return parser
 
 
@@ -360,10 +360,10 @@ def _add_pair(parser: argparse.ArgumentParser, draft: str = "suffix", **defaults
 
 def _add_generation(parser: argparse.ArgumentParser, draft: str = "suffix") -> None:
     _add_pair(parser, draft)
-    parser.add_argument("--max-new-tokens", type=int, default=256, help=DEFAULT.strip())
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="new tokens of each text" + DEFAULT)
     add_temperature(parser)
-    parser.add_argument("--top-p", type=float, help="(default: the model's generation config)")
-    parser.add_argument("--top-k", type=int, help="(default: the model's generation config)")
-    parser.add_argument("--seed", type=int, help="of the sampling")
-    parser.add_argument("--plain", action="store_true", help="without drafting, to compare")
-    parser.add_argument("--quiet", action="store_true", help="no report on standard error")
+    parser.add_argument("--top-p", type=float, help="top-p of the sampling (default: the model's generation config)")
+    parser.add_argument("--top-k", type=int, help="top-k of the sampling (default: the model's generation config)")
+    parser.add_argument("--seed", type=int, help="seed of the sampling")
+    parser.add_argument("--plain", action="store_true", help="decode without drafts, to compare")
+    parser.add_argument("--quiet", action="store_true", help="omit the report on standard error")

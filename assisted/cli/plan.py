@@ -13,31 +13,55 @@ _OPTIONS = {"memory": "vram", "rows": "batch", "drafted": "draft-length"}
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `plan` into the parser. command: makes a parser with a function to run and a text."""
-    text = (
-        "count what a pair takes and what fits on a card, from the headers of its files, before anything is downloaded"
-    )
+    text = "estimate the memory that a pair needs, and which variants fit on a card, without downloading weights"
     plan = command("plan", _plan, text, page="plan", file="the plan")
     plan.add_argument("target", metavar="TARGET", help="Hub id, folder, zoo: name or GGUF file")
     plan.add_argument(
         "--draft", help="Hub id, folder, zoo: name, self:nf4, suffix, suffix+self:nf4, ... (default: suffix)"
     )
     plan.add_argument(
-        "--vram", dest="memory", metavar="SIZE", help="of the card, such as 12 or 12GB (default: what is free here)"
+        "--vram",
+        dest="memory",
+        metavar="SIZE",
+        help="memory of the card, such as 12 or 12GB (default: free memory of this machine)",
     )
     plan.add_argument(
-        "--card", dest="card_name", metavar="NAME", help="such as 'RTX 4070': its memory and its bandwidth"
-    )
-    plan.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of prompt and answer" + DEFAULT)
-    plan.add_argument("--batch", dest="rows", type=int, default=1, metavar="N", help="sequences at once" + DEFAULT)
-    plan.add_argument("--quantization", metavar="NAME", help="of the target: nf4, int8, ... (default: whatever fits)")
-    plan.add_argument("--draft-quantization", metavar="NAME", help="of a draft model")
-    plan.add_argument(
-        "--draft-length", dest="drafted", type=int, default=16, metavar="N", help="the longest draft" + DEFAULT
+        "--card",
+        dest="card_name",
+        metavar="NAME",
+        help="name of the card, such as 'RTX 4070', for its memory and bandwidth",
     )
     plan.add_argument(
-        "--dtype", type=dtype_name, choices=DTYPES, help="(default: bfloat16 on a card, the checkpoint's on a CPU)"
+        "--context", type=int, default=8192, metavar="N", help="tokens of prompt and answer together" + DEFAULT
     )
-    plan.add_argument("--device", choices=("cuda", "cpu"), help="(default: a card if one is named, else what is here)")
+    plan.add_argument(
+        "--batch", dest="rows", type=int, default=1, metavar="N", help="sequences decoded together" + DEFAULT
+    )
+    plan.add_argument(
+        "--quantization",
+        metavar="NAME",
+        help="number format of the target: nf4, int8, ... (default: the best that fits)",
+    )
+    plan.add_argument("--draft-quantization", metavar="NAME", help="number format of a draft model")
+    plan.add_argument(
+        "--draft-length",
+        dest="drafted",
+        type=int,
+        default=16,
+        metavar="N",
+        help="tokens of the longest draft" + DEFAULT,
+    )
+    plan.add_argument(
+        "--dtype",
+        type=dtype_name,
+        choices=DTYPES,
+        help="dtype of the models (default: bfloat16 on a card, the checkpoint's on a CPU)",
+    )
+    plan.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="device to plan for (default: a card if one is named, else this machine's)",
+    )
     plan.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a checkpoint")
 
 

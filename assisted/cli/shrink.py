@@ -12,18 +12,16 @@ from .arguments import print_json, target_and_tokenizer
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `shrink-vocabulary` into the parser. command: makes a parser with a function to run and a text."""
-    text = "copy a draft, with an output layer for the most frequent tokens of a text only"
+    text = "copy a draft so that it predicts only the most frequent tokens of a text"
     shrink = command("shrink-vocabulary", _shrink, text)
     shrink.description = f"{shrink.description} See docs/howto/train.md."
-    shrink.add_argument(
-        "draft", metavar="DRAFT", help="a draft model, an EAGLE-3 head or a block drafter: folder, Hub id"
-    )
+    shrink.add_argument("draft", metavar="DRAFT", help="draft model, EAGLE-3 head or block drafter: folder or Hub id")
     shrink.add_argument("--target", required=True, help="Hub id, folder or zoo: name")
-    shrink.add_argument("--tokens", type=int, required=True, metavar="N", help="how many are kept")
-    shrink.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or empty folder")
-    shrink.add_argument("--text", nargs="+", metavar="PATH", help="files, folders, patterns; or zoo")
-    shrink.add_argument("--dataset", metavar="NAME[:CONFIG][:SPLIT]", help="of the datasets library")
-    shrink.add_argument("--documents", type=int, metavar="N", help="take at most N from the dataset")
+    shrink.add_argument("--tokens", type=int, required=True, metavar="N", help="number of tokens to keep")
+    shrink.add_argument("--out", type=Path, required=True, metavar="DIR", help="new or empty folder for the copy")
+    shrink.add_argument("--text", nargs="+", metavar="PATH", help="text to count: files, folders, patterns; or zoo")
+    shrink.add_argument("--dataset", metavar="NAME[:CONFIG][:SPLIT]", help="dataset of the datasets library to count")
+    shrink.add_argument("--documents", type=int, metavar="N", help="count at most N documents of the dataset")
     shrink.add_argument(
         "--written", type=int, metavar="N", help="add N tokens that the target generates, as continuations of the text"
     )

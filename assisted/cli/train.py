@@ -65,8 +65,8 @@ class _Option(argparse.Action):
 
 def add(commands: Any, command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `train METHOD` into the parser. command: makes a parser with a function to run, a text and a group."""
-    about = "Train what drafts for a target. The target itself is not changed. See docs/howto/train.md."
-    train = commands.add_parser("train", help="distill a draft, train heads or early exits", description=about)
+    about = "Train a draft for a target, which is not changed. See docs/howto/train.md."
+    train = commands.add_parser("train", help="train a draft model, heads or early exits", description=about)
     train.set_defaults(alone=train)
     methods = train.add_subparsers(metavar="METHOD", parser_class=_Unread)
     for name, text in TRAININGS.items():
@@ -93,27 +93,33 @@ def options(method: str) -> HfArgumentParser:
     parser = HfArgumentParser(
         prog=f"assisted train {method}",
         usage="%(prog)s --target TARGET --out FOLDER (--text PATH ... | --dataset NAME | --chats N) [options]",
-        description=(TRAININGS.get(method) or f"train {method}").capitalize() + ".",
+        description=(text := TRAININGS.get(method, f"train {method}"))[0].upper() + text[1:] + ".",
         formatter_class=argparse.HelpFormatter,
     )
     parser.register("action", None, _Option)
     parser.register("action", "store_false", functools.partial(_Option, nargs="?", const=False))
     parser.add_argument("--target", required=True, help="Hub id, folder or zoo: name; early-exit trains a copy of it")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="the folder to write to, and to resume from"
+        "--out", type=Path, required=True, metavar="FOLDER", help="folder to write to, and to resume from"
     )
     parser.add_argument(
-        "--dtype", type=dtype_name, default="float32", choices=("auto", "float32", "bfloat16"), help="of the target"
+        "--dtype",
+        type=dtype_name,
+        default="float32",
+        choices=("auto", "float32", "bfloat16"),
+        help="dtype of the target",
     )
-    parser.add_argument("--attention", metavar="NAME", help="of the target: eager, sdpa, ... (default: its own)")
-    parser.add_argument("--compile", action="store_true", help="compile layers: faster after a minute or so")
+    parser.add_argument(
+        "--attention", metavar="NAME", help="attention of the target: eager, sdpa, ... (default: its own)"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile layers, which is faster after a minute or so")
     parser.add_argument("--store", type=dtype_name, choices=STORED, default="float32", help="dtype of the files")
-    parser.add_argument("--stop-after", type=int, metavar="N", help="stop with a checkpoint after N steps in all")
-    parser.add_argument("--json", action="store_true", help="print the result for a program to read")
+    parser.add_argument("--stop-after", type=int, metavar="N", help="stop with a checkpoint after N steps in total")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     text = parser.add_argument_group("text")
-    text.add_argument("--text", nargs="+", metavar="PATH", help="files, folders, patterns; or zoo")
-    text.add_argument("--dataset", metavar="NAME[:CONFIG][:SPLIT]", help="of the datasets library")
-    text.add_argument("--documents", type=int, metavar="N", help="take at most N from the dataset")
+    text.add_argument("--text", nargs="+", metavar="PATH", help="text to train on: files, folders, patterns; or zoo")
+    text.add_argument("--dataset", metavar="NAME[:CONFIG][:SPLIT]", help="dataset of the datasets library to train on")
+    text.add_argument("--documents", type=int, metavar="N", help="use at most N documents of the dataset")
     text.add_argument(
         "--written", type=int, metavar="N", help="add N tokens that the target generates, as continuations of the text"
     )
@@ -124,7 +130,7 @@ def options(method: str) -> HfArgumentParser:
         "--about",
         nargs="+",
         metavar="PATH",
-        help="let half of the chats be about pieces of these: files, folders, patterns; or zoo",
+        help="make half of the chats about pieces of these: files, folders, patterns; or zoo",
     )
     trained = _method(method)
     for kind in (trained.options, Plan):

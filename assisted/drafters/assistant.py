@@ -46,7 +46,7 @@ class Assistant(EagleOptions):
         top_k: nodes of each level that the head reads, and candidates after each. None (default) is 10 on an accelerator and 4
             on a CPU. The draft length limits the depth.
         nodes: a fixed tree size. By default it is chosen by measured cost, at most 60 nodes on an accelerator and 16 on a CPU.
-        position: of all steps: "next" (default) is that of the newest token, as in transformers; "last" is the one before it,
+        position: position of all steps: "next" (default) is the newest token's, as in transformers; "last" is the one before,
             as in vLLM and SGLang. Try the other one if the first drafted token is hardly ever accepted.
     """
 

@@ -47,7 +47,7 @@ class DraftModel(Spec):
         model: Hub id, folder, GGUF file or `zoo:` name; or a PreTrainedModel, with or without a PEFT adapter.
         quantization: one of `assisted.loading.quantization.NAMES`, a transformers quantization config, or None (default).
             Must be None for a GGUF file.
-        tokenizer: the draft's tokenizer, if it is not stored beside the model.
+        tokenizer: the draft's tokenizer, if it is not stored with the model.
         draft_window: how many of the last tokens the draft keeps keys and values of, besides those of the first 4; at least 1,
             None (default) for all. It bounds the draft's memory and the cost of its attention in long texts, where it may
             accept less. The output does not change. Not for drafts with another tokenizer, with recurrent states, or without
@@ -166,10 +166,10 @@ class DraftModel(Spec):
 class DraftTree(DraftModel):
     """A small causal LM drafts a token tree: `"draft-tree:zoo:draft"`.
 
-    For targets whose forward pass takes about as long for hundreds of positions as for one: above all those with weights on a
-    disk or in main memory, which `DraftModel` drafts trees for by itself. The tree holds the most probable paths by the draft's
-    probabilities, which are corrected by how often they were right. Sampled tokens are accepted where the target draws a
-    drafted token. Models without 4-D masks get chains.
+    For targets whose forward pass takes about as long for hundreds of positions as for one, above all targets with weights on
+    a disk or in main memory, for which `DraftModel` drafts trees by itself. The tree contains the most probable paths. Their
+    probabilities are the draft's, corrected by how often they were right. A sampled token is accepted if the target draws a
+    drafted one. Models without 4-D masks get chains.
 
     Args:
         model, quantization, tokenizer, draft_window: as for `DraftModel`. The tokenizer must be the target's.

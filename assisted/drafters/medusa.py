@@ -41,7 +41,7 @@ class Medusa(HeadSpec):
         tree: True (default) drafts a tree of several candidates per head. False drafts the top-1 token of each head, a chain
             of the policy's draft length (blockwise parallel decoding, 1811.03115), for large batches, where every drafted
             token adds to the cost of verification. Targets that cannot verify trees get chains.
-        candidates: of each head that may be used in the tree, at least 1.
+        candidates: candidates of each head that the tree may use, at least 1.
         nodes: a fixed tree size, at least 1. By default it is chosen by measured cost, at most 64 nodes on an accelerator and
             24 on a CPU.
     """

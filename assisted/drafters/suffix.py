@@ -44,7 +44,7 @@ class Suffix(Spec):
         nodes: size of the tree.
         corpus: texts to look up besides the row's own, as strings (tokenized with the target's tokenizer) or ids, such as
             earlier answers or a code base. Read once when the drafter is loaded; not saved with the pair.
-        remember: look up past outputs of this model object, too. Past outputs never change what is generated, only how fast.
+        remember: also look up past outputs of this model object. Past outputs never change what is generated, only how fast.
             But the speed of one call then reveals whether its text occurred in another, so do not share such a model between
             users who must not learn about each other. Off by default.
         memory_file: a file in which past outputs are remembered from process to process, at most 131,072 tokens. Made if there

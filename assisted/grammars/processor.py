@@ -20,7 +20,7 @@ from .matcher import Place, masked
 
 
 class PrefixProcessor(LogitsProcessor):
-    """Marks a logits processor whose scores of a row depend on that row's `input_ids` and scores alone.
+    """Marks a logits processor whose scores of a row depend only on that row's `input_ids` and scores.
 
     Derive from it if `__call__` keeps no state: then all positions of a draft are processed in a few calls, whose rows end in
     drafted tokens, also in ones that are rejected later. Any other processor sees each committed prefix once, in order, which
@@ -31,7 +31,7 @@ class PrefixProcessor(LogitsProcessor):
 class GrammarProcessor(LogitsProcessor):
     """Restricts text to a grammar, in any `generate`: `GrammarProcessor(lambda: llguidance.LLMatcher(tokenizer, grammar))`.
 
-    Of use once, as the processors of xgrammar are: make one for every call, or `reset` it.
+    Serves one call, like xgrammar's processors: make a new one for every call, or `reset` it.
 
     Args:
         make: called once for each row of the batch. Returns an `llguidance.LLMatcher`, an `xgrammar.GrammarMatcher`, an

@@ -34,7 +34,7 @@ class BlockSettings:
     layers: int = setting(2, "decoder layers", metavar="N")
     block: int = setting(8, "rows of a block, the last committed token's included", metavar="N")
     next_token: bool = setting(
-        False, "each row predicts the token after it, as DeepSpec's do, so that a block drafts one token more"
+        False, "let each row predict the token after it, as in DeepSpec, so that a block drafts one token more"
     )
     taps: list[int] | None = setting(
         None,
@@ -46,7 +46,7 @@ class BlockSettings:
     markov: Literal["none", "vanilla", "gated", "rnn"] = setting(
         "none", "DSpark: correct each token's logits by the token before; rnn needs --next-token"
     )
-    rank: int = setting(32, "of the Markov head or of the selector", metavar="N")
+    rank: int = setting(32, "rank of the Markov head or of the selector", metavar="N")
     confidence: bool = setting(
         True, "DSpark: predict the acceptance rate of each token; drafts can end where it is low"
     )

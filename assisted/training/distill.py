@@ -29,13 +29,13 @@ class DistillSettings:
 
     _argument_group_name = "the draft"
 
-    draft: str | None = setting(None, "the model to continue from: Hub id, folder or zoo: name")
+    draft: str | None = setting(None, "model to continue from: Hub id, folder or zoo: name")
     layers: int | None = setting(
-        None, "instead of a draft: start from this many of the target's own layers, evenly chosen", metavar="N"
+        None, "without --draft: start from this many of the target's own layers, evenly chosen", metavar="N"
     )
     loss: Loss = setting(
         "kl+tv",
-        "divergence from the target's distribution; when sampling, 1 - TV is accepted, but KL learns faster at first",
+        "divergence from the target's distribution; when sampling, 1 - TV is accepted, but KL learns faster in the beginning",
     )
     on_policy: float = setting(
         0.0,

@@ -25,7 +25,7 @@ class MedusaSettings:
     _argument_group_name = "the heads"
 
     heads: int = setting(
-        4, "tokens that are drafted beyond the target's own next one; later ones are right less often", metavar="N"
+        4, "tokens drafted after the target's own next token; later ones are right less often", metavar="N"
     )
     layers: int = setting(1, "blocks x + SiLU(Wx + b) of each head; more blocks learn more and cost more", metavar="N")
     own_output: bool = setting(

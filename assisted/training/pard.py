@@ -24,7 +24,7 @@ class PardSettings(DistillSettings):
         TOKENS, "tokens that are drafted in a forward pass; each depth adds rows to every step", metavar="N"
     )
     keep: float = setting(0.7, "depth j has a row at keep**j of the positions: fewer rows are faster", metavar="SHARE")
-    keep_least: float = setting(0.2, "but at this share of the positions or more", metavar="SHARE")
+    keep_least: float = setting(0.2, "smallest share of the positions with a row at any depth", metavar="SHARE")
     mask_token: int | None = setting(
         None,
         "id of the mask token, which texts should not contain; default: an entry of the draft without a token",

@@ -45,12 +45,14 @@ class Plan:
     cooldown: float = setting(0.5, "share of the steps, at the end, in which the rates fall to 0", metavar="SHARE")
     weight_decay: float = setting(0.01, "weight decay of matrices", metavar="DECAY")
     clip: float = setting(1.0, "largest norm of the gradient", metavar="NORM")
-    seed: int = setting(0, "of the order of the text and of everything that is drawn")
+    seed: int = setting(0, "seed of the order of the text and of all random draws")
     bfloat16: bool = setting(False, "compute in bfloat16 (autocast): half the memory for activations, often faster")
     evaluate_every: int | None = setting(
         None, "steps between measurements on held-out text (default: ten measurements per run)", metavar="N"
     )
-    evaluate_rows: int = setting(32, "held-out sequences that are measured; more narrow the error bar", metavar="N")
+    evaluate_rows: int = setting(
+        32, "number of held-out sequences to measure; more give a narrower interval", metavar="N"
+    )
     checkpoint_every: int = setting(100, "steps between checkpoints; each replaces the one before", metavar="N")
 
     def __post_init__(self) -> None:

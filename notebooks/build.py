@@ -293,7 +293,7 @@ def problems(notebook: NotebookNode, name: str, ran: bool = True) -> list[str]:
     first = re.split(r"\n\s*\n", notebook.cells[0].source.strip())
     if len(first) < 3 or not first[0].startswith(f"# {name[:2]}. ") or not first[2].startswith("*About "):
         found.append(f'the first cell is not "# {name[:2]}. Title", the question, "*About ...*", a paragraph each')
-    headings = re.findall(r"^## (.*?)\s*$", words, re.MULTILINE)
+    headings = [line.partition(":")[0] for line in re.findall(r"^## (.*?)\s*$", words, re.MULTILINE)]
     if headings != HEADINGS:
         found.append(f"the headings are {headings}, and should be {HEADINGS}")
     if not re.search(r"^> ", words, re.MULTILINE):

@@ -131,6 +131,7 @@ def after(state, character):
     return after((part + 1, 0), character) if read else None  # a slot has one character at least
 
 
+# %%
 class Form(Matcher):
     """Where one text is in the form. pieces: the text of each token. end: the end token."""
 
@@ -228,6 +229,7 @@ def decode(prompt, propose, length=8, one_mask=False):
     return text, passes
 
 
+# %%
 prompts = [
     tokenizer(f"# {words}\ncall = ", return_tensors="pt").input_ids
     for words in ("How warm is it in Rome?", "Will it rain in Oslo this week?", "weather for the next days in Paris")
@@ -271,7 +273,7 @@ def processor():
     return GrammarProcessor(lambda: Form(pieces, END))  # a new one for each call
 
 
-call = dict(max_new_tokens=64, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+call = dict(max_new_tokens=96, do_sample=False, pad_token_id=tokenizer.pad_token_id)
 pair = AssistedModelForCausalLM.from_models(target, draft=draft_model, tokenizer=tokenizer, draft_length=8)
 rounds = {"draft and grammar": []}
 pair.watch = lambda round: rounds["draft and grammar"].append(round.accepted[0])
@@ -390,6 +392,11 @@ else:
 
 # %% tags=["check"]
 def check_1(candidate, seed=0):
+    brace = Form(pieces, END).allowed(SIZE).nonzero()[0].item()
+    twice = candidate(Form(pieces, END), [brace, brace], [-1, -1])
+    assert twice[1] is not None and torch.equal(*twice), (
+        "Two children of the text with the same token have the same mask."
+    )
     rng, tokens, parents = random.Random(seed), [], []
     for node in range(8):  # mostly legal nodes, and some that are not
         parents.append(rng.randrange(-1, node))

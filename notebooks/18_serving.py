@@ -218,7 +218,7 @@ _, _, alone_rounds, marks = serve(1)
 begin = [0, *(ended for *_, ended in marks)][busy]
 burst = [kept[0] for kept in alone_rounds[begin : begin + needs[busy]]]
 print(f"request {busy}: {burst} tokens by round, {sum(burst) / len(burst):.2f} on average")
-assert sum(burst) == len(answers[busy]) - 1, "all tokens but the first, which comes from the prompt's pass"
+assert sum(burst) == len(answers[busy])
 
 # %% [markdown]
 # ## The picture: what refilled rows gain, and where drafts stop

@@ -339,9 +339,11 @@ axes.spines["left"].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# - **The draft model alone** hardly helps. It would write code here, not this form, and its tokens are forbidden.
-# - **The grammar alone** drafts the fixed text, without any model, and nothing in the slots.
-# - **Both**: inside the slots, the draft model guesses from masked probabilities, and outside the grammar does.
+# - **The draft model without masks** would write code here, not this form. Many of its tokens are forbidden.
+# - **The grammar alone** guesses the longest token that fits. The text is then always right, and the cut often wrong: the
+#   target, which never wrote such a form, likes shorter tokens. In the slots, the grammar guesses nothing.
+# - **Both.** Among the few legal tokens, the draft model knows which of them the target prefers, in the slots as well.
+#   Masks make a poor draft a good one.
 #
 # This run cannot show how real JSON behaves. Its strings are long, and there the grammar allows nearly everything, so the
 # draft decides. In `docs/howto/tool-calls-and-json.md` a chat model of 135 million weights writes six JSON answers with

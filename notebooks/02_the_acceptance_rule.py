@@ -22,7 +22,7 @@
 # !git clone --depth 1 REPOSITORY repository
 # %pip install -q "./repository[notebooks]"
 
-# %% tags=["setup"]
+# %% tags=["setup", "folded"]
 import itertools
 import random
 from collections import Counter
@@ -32,8 +32,9 @@ import torch
 from transformers import AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, acceptance, zoo
-from assisted.notebook import COLOURS, attempt, figure_style, show, table
+from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
 
+# %%
 TARGET, DRAFT = "zoo:target", "zoo:draft"
 # On a GPU of 12-24 GB try a real pair: TARGET, DRAFT = "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B"  (about 9.5 GB in bfloat16)
 
@@ -70,8 +71,14 @@ figure_style()
 # 2. Now four tokens are drafted in a row, each under these conditions. How many tokens does one forward pass of the
 #    target yield on average?
 
+# %%
+prediction = {
+    "accepted, of 100 drafted tokens": None,
+    "tokens per pass, four drafted": None,
+}
+
 # %% [markdown]
-# ## By hand
+# ## By hand: the only rule that gives p
 #
 # Suppose that the rule accepts a drafted token x with probability accept(x). If it rejects the token, it samples
 # another one from some distribution r. Then a token x can be output in two ways:
@@ -134,8 +141,11 @@ print(f"accepted: {sum(accepted_part):.2f}, rejected: {rejected:.2f}, missing: {
 # pass. They are not a speedup, because drafting takes time as well. Notebook [03](03_choosing_a_draft.ipynb) takes this
 # time into account.
 
+# %%
+compare(prediction, dict(zip(prediction, (100 * sum(accepted_part), sum(0.8**i for i in range(5))))))
+
 # %% [markdown]
-# ## From scratch
+# ## From scratch: the rule in a few lines
 #
 # A text needs distributions that depend on the tokens before. We keep the toy example. After token number i, both
 # distributions are shifted by i positions. Whatever the last token was, the two distributions overlap by 0.8.
@@ -228,7 +238,7 @@ for name, rule in {"the rule": judge, "the broken rule": broken_judge}.items():
 assert chi_square(counts["the rule"], exact) > 0.001
 
 # %% [markdown]
-# ## The library's call
+# ## The library's call: the same rule over whole drafts
 #
 # `assisted.acceptance` contains the rules as functions on batched tensors. The rule has three parts.
 # `rejection_probabilities` computes how likely each token is to be accepted under rejection sampling. `first_failure`
@@ -323,7 +333,7 @@ if model.dtype == torch.float32:
 print(f"target passes: {passes} with a draft, {model.report.target_passes} without")
 
 # %% [markdown]
-# ## The picture
+# ## The picture: what is accepted and what is replaced
 #
 # The first panel shows the toy distributions. The green part is common to both, and it can be accepted. The part of the
 # draft above it is rejected. The part of the target above it is the residual, which is as large as the rejected part.
@@ -366,7 +376,7 @@ plt.show()
 # This test cannot show everything. An error that is small enough hides in the noise of any number of samples. That is
 # why the library's tests add up all cases, as above. They must also detect errors that were planted on purpose.
 #
-# ## When it loses
+# ## When it loses: bad drafts, and a rule that is wrong
 #
 # **Exactness does not make decoding fast.** A bad draft is as exact as a good one, but more of its tokens are rejected.
 # At a = 0.3, four drafted tokens give E(0.3, 4) = 1.43 tokens per pass. The work on the rejected tokens is lost.

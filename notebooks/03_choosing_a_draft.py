@@ -22,7 +22,7 @@
 # !git clone --depth 1 REPOSITORY repository
 # %pip install -q "./repository[notebooks]"
 
-# %% tags=["setup"]
+# %% tags=["setup", "folded"]
 import random
 from statistics import median
 
@@ -31,11 +31,13 @@ import torch
 from transformers import AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.doctor.comparison import Written, compare
+from assisted.doctor.comparison import Written
+from assisted.doctor.comparison import compare as compare_pair
 from assisted.doctor.passes import pass_times
 from assisted.loading.vocabulary import Vocabulary, shared_tokens
-from assisted.notebook import COLOURS, attempt, figure_style, show, slider, table
+from assisted.notebook import COLOURS, attempt, compare, figure_style, show, slider, table
 
+# %%
 TARGET, DRAFT = "zoo:target", "zoo:draft"
 DRAFTS = [DRAFT, "zoo:draft-other-tokenizer", "early-exit:8", "early-exit:4", "ngram"]
 # On a GPU of 12-24 GB try a real pair: TARGET, DRAFT = "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B"  (about 9.5 GB in bfloat16)
@@ -70,8 +72,14 @@ figure_style()
 # Which one makes the target faster? What is its speedup over the target without a draft? Write down both answers before
 # you go on.
 
+# %%
+prediction = {
+    "the faster one, big or fast": None,
+    "its speedup": None,
+}
+
 # %% [markdown]
-# ## By hand
+# ## By hand: a big draft and a fast one
 #
 # A **round**, or draft-verify step, drafts g tokens. The target then checks them in one forward pass over g + 1 tokens:
 # the last token of the text and the drafted ones. We measure time in units of a target pass over one token.
@@ -150,8 +158,11 @@ slider(
     colours={"no draft": COLOURS["plain"], "with a draft": COLOURS["accent"]},
 )
 
+# %%
+compare(prediction, dict(zip(prediction, ("fast", max(speedup(0.7, 0.1, g) for g in range(9))))))
+
 # %% [markdown]
-# ## From scratch
+# ## From scratch: counting what is accepted
 #
 # The acceptance rate a is 1 − TV(p, q), the overlap of the two distributions. We can compute it without drafting anything.
 # The target writes some texts, both models read them, and we compare their distributions at every position:
@@ -208,13 +219,15 @@ overlap, agreement, cosine = compare_distributions(target, draft, texts)
 show(table(["", DRAFT], [["overlap, 1 - TV", overlap], ["agreement", agreement], ["cosine", cosine]]))
 
 # %% [markdown]
-# ## The library's call
+# ## The library's call: `generate` and its report
 #
 # `assisted doctor` makes this comparison, and others, for any pair. The function behind it gives the same three
 # numbers.
 
 # %%
-comparison = compare(target, draft, [Written(ids, prompt, ()) for ids, prompt in texts], temperature=1.0, longest=1)
+comparison = compare_pair(
+    target, draft, [Written(ids, prompt, ()) for ids, prompt in texts], temperature=1.0, longest=1
+)
 assert abs(comparison.overlap - overlap) < 1e-5 and abs(comparison.agreement - agreement) < 1e-5
 assert comparison.cosine is None or abs(comparison.cosine - cosine) < 1e-4
 print(f"overlap {comparison.overlap:.2f}, agreement {comparison.agreement:.2f}, over {comparison.tokens} tokens")
@@ -313,7 +326,7 @@ show(table(["draft", "c", "best g", "speedup S with V"], rows))
 # acceptance is not the same at every position. At easy positions all four tokens are accepted, at others none. The
 # formula assumes that every token has the same probability of being accepted, so it is only a guide.
 #
-# ## The picture
+# ## The picture: speedup over acceptance and cost
 #
 # The figure shows the best speedup over all draft lengths, for every a and c, with the cost table V. In the grey region
 # the best draft length is 0. The points are the drafts that we measured. The star is the target as its own draft, which
@@ -361,7 +374,7 @@ plt.show()
 print("V =", [round(median(turn[k] / turn[1] for turn in passes), 2) for k in range(1, 10)])
 
 # %% [markdown]
-# ## When it loses
+# ## When it loses: an expensive draft, or no spare time
 #
 # **The draft is half of the target.** At c = 0.5 and v(2) = 1.2, one drafted token must be accepted with probability
 # 0.7 to break even.
@@ -408,42 +421,53 @@ print(f"{len(shared)} tokens are in both, of {ours.size} and {other.size}")
 # %% [markdown]
 # ## Exercises
 #
-# ### 1. The best length
+# ### 1. The acceptance rate from a report
 #
-# Write `best_length(a, c, v)`. It returns the draft length with the largest speedup, or 0 if none beats the baseline.
-# `v` is a cost table like V, so lengths go from 0 to `len(v) - 1`. The checks use your V, whatever numbers it holds.
+# `rounds` is a list of pairs: how many tokens were drafted in a round, and how many of them were accepted. Write
+# `rate(rounds)`. It returns the best estimate of a, the probability that a drafted token is accepted *if those before it
+# were*. Be careful: the tokens after a rejection were never examined. What does accepted / drafted estimate instead? Return
+# 0 if no token was examined.
 
 
 # %% tags=["check"]
-def check_1(candidate, v=V, a=0.7, c=0.1, seed=0):
-    rng = random.Random(seed)
-    pairs = [(a, c), *((rng.random(), 0.5 * rng.random()) for _ in range(20))]
-    for a, c in pairs:
-        found = candidate(a, c, v)
-        assert found in range(len(v)), f"A length goes from 0 to {len(v) - 1}, and {found} does not."
-        reached = speedup(a, c, found, v)
-        for g in range(len(v)):
-            better = f"For a = {a:.3f} and c = {c:.3f}, {g} is better ({speedup(a, c, g, v):.3f}) than {found}."
-            assert speedup(a, c, g, v) < reached + 1e-9, better
-    assert candidate(1.0, 0.0, [float(k) for k in range(1, len(v) + 1)]) == 0, (
-        "With v(k) = k no length beats the baseline, so the answer is 0."
+def check_1(candidate, a=0.7, seed=0):
+    assert candidate([]) == 0, "Without a drafted token, the result is 0."
+    assert candidate([(4, 4), (2, 2)]) == 1, "All tokens were accepted, so the rate is 1."
+    assert abs(candidate([(4, 0), (4, 4)]) - 0.8) < 1e-9, (
+        "In the first round one token was examined and rejected, in the second four were accepted: 4 of 5."
     )
+    rng, rounds = random.Random(seed), []
+    for _ in range(20000):
+        drafted = rng.randint(0, 8)
+        accepted = 0
+        while accepted < drafted and rng.random() < a:
+            accepted += 1
+        rounds.append((drafted, accepted))
+    found = candidate(rounds)
+    assert abs(found - a) < 0.015, f"These rounds were made with a = {a:.3f}, and your estimate is {found:.3f}."
 
 
 # %% tags=["exercise"]
-def best_length(a, c, v):
-    raise NotImplementedError
+def my_rate(rounds):
+    drafted = sum(drafted for drafted, _ in rounds)
+    return sum(accepted for _, accepted in rounds) / drafted if drafted else 0
 
 
-attempt(check_1, best_length)
+attempt(check_1, my_rate)
 
 
 # %% tags=["answer"]
-def best_length_answer(a, c, v):
-    return max(range(len(v)), key=lambda g: speedup(a, c, g, v))  # of equals, max takes the first
+def rate(rounds):
+    accepted = sum(accepted for _, accepted in rounds)
+    rejected = sum(accepted < drafted for drafted, accepted in rounds)  # one in each round that stopped early
+    return accepted / (accepted + rejected) if accepted + rejected else 0
 
 
-attempt(check_1, best_length_answer)
+attempt(check_1, rate)
+
+# %% [markdown] tags=["answer"]
+# accepted / drafted gets smaller when drafts get longer, with the same draft. So don't compare it between runs of different
+# lengths.
 
 # %% [markdown]
 # ### 2. Break-even cost

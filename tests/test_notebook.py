@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from assisted.notebook import COLOURS, INK, attempt, figure_style, show, slider, table, token_tree
+from assisted.notebook import COLOURS, INK, attempt, compare, figure_style, show, slider, table, token_tree
 from assisted.notebook import kit as notebook
 
 
@@ -25,12 +25,48 @@ def doubled(candidate) -> None:
         (lambda x: 2 * x, "Correct.\n"),
         (lambda x: x, "Not solved yet: twice 3 is 6, not 3.\n"),
         (lambda x: None, "Not solved yet: twice 3 is 6, not None.\n"),
-        (lambda x: x + "a", "Not solved yet: TypeError: unsupported operand type(s) for +: 'int' and 'str'\n"),
     ],
 )
 def test_attempt_says_what_is_missing(solution, said: str, capsys: pytest.CaptureFixture) -> None:
     attempt(doubled, solution)
     assert capsys.readouterr().out == said
+
+
+def test_attempt_shows_the_line_of_the_solution_that_raised(capsys: pytest.CaptureFixture) -> None:
+    def helper(x):
+        return x + "a"  # here
+
+    def solution(x):
+        return helper(x)
+
+    attempt(doubled, solution)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "Not solved yet: TypeError: unsupported operand type(s) for +: 'int' and 'str'"
+    line = helper.__code__.co_firstlineno + 1
+    assert second == f'  in helper, line {line}: return x + "a"  # here'
+
+    def asks_torch(x):
+        return json.loads(x)  # the error is raised in another file
+
+    attempt(doubled, asks_torch)
+    assert (
+        capsys.readouterr().out.splitlines()[1].endswith("return json.loads(x)  # the error is raised in another file")
+    )
+
+    def broken_check(candidate) -> None:
+        raise KeyError("not the reader's error")
+
+    attempt(broken_check, solution)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_compare_shows_predictions_beside_measurements(capsys: pytest.CaptureFixture) -> None:
+    compare({"copied": 3, "fresh": None}, {"copied": 2.5, "fresh": 1.0})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["your", "prediction", "measured"]
+    assert lines[2:] == [["copied", "3", "2.50"], ["fresh", "-", "1.00"]]
+    with pytest.raises(ValueError, match="prediction"):
+        compare({"copied": 3}, {"copy": 2})
 
 
 def test_an_exercise_still_to_be_written_is_no_error(capsys: pytest.CaptureFixture) -> None:

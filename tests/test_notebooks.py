@@ -279,6 +279,7 @@ def test_alike(now: str, before: str, same: bool) -> None:
 def test_problems_are_found(small: Path) -> None:
     made = build.read(small)
     made.cells[2].source += "\nx = 1" * build.CELL_LINES
+    made.cells[3].source += "\n## By hand\n"
     text = dict(output_type="stream", name="stdout")
     made.cells[2].outputs = [nbformat.v4.new_output(**text, text="read from " + "/home" + "/somebody/model\n")]
     made.cells[4].source = "def check_1(candidate, words=3): ..."
@@ -291,6 +292,9 @@ def test_problems_are_found(small: Path) -> None:
         "98. ",
         "headings",
         "three exercises",
+        "does not say what is in the section",
+        "no cell for the reader's prediction",
+        "is not compared",
         "open-ended",
         "unknown tag",
         "argument words",

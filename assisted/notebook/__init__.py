@@ -1,7 +1,19 @@
-"""Shared by the notebooks: exercises, figures, tables and pictures with sliders."""
+"""Shared by the notebooks: predictions, exercises, figures, tables and pictures with sliders."""
 
-from .kit import INK, Table, attempt, figure_style, show, table
+from .kit import INK, Table, attempt, compare, figure_style, show, table
 from .slider import COLOURS, Picture, slider
 from .tree import token_tree
 
-__all__ = ["COLOURS", "INK", "Picture", "Table", "attempt", "figure_style", "show", "slider", "table", "token_tree"]
+__all__ = [
+    "COLOURS",
+    "INK",
+    "Picture",
+    "Table",
+    "attempt",
+    "compare",
+    "figure_style",
+    "show",
+    "slider",
+    "table",
+    "token_tree",
+]

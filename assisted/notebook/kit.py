@@ -4,7 +4,9 @@ sliders are in slider.py, token trees in tree.py. matplotlib comes with the `not
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+import linecache
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +19,31 @@ INK = "#7d8082"  # text and axes: contrast 4 with white and with dark ground
 def attempt(check: Callable[..., None], *candidates: Any) -> None:
     """Print whether an exercise is solved: "Correct." if `check(*candidates)` raises nothing, else what is missing.
 
-    An unsolved exercise is no error, so a notebook runs to its end.
+    An unsolved exercise is no error, so a notebook runs to its end. If a candidate raised the error, its line is shown.
     """
     try:
         check(*candidates)
     except NotImplementedError:
         print("Not solved yet: the function is still to be written.")
-    except AssertionError as error:
-        print(f"Not solved yet: {_first_line(error) or 'the check does not hold.'}")
     except Exception as error:
-        print(f"Not solved yet: {type(error).__name__}: {_first_line(error)}")
+        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        said = f"{kind}{_first_line(error)}".rstrip(": ") or "the check does not hold."
+        print(f"Not solved yet: {said}{_line_of(error, candidates)}")
     else:
         print("Correct.")
+
+
+def compare(prediction: Mapping[str, Any], measured: Mapping[str, Any], digits: int = 2) -> None:
+    """Show what a reader predicted beside what was measured.
+
+    prediction: by name, a value or None if nothing was written down. measured: of the same names. digits: of floats.
+
+    Raises ValueError if the names differ.
+    """
+    if prediction.keys() != measured.keys():
+        raise ValueError(f"prediction: has {', '.join(prediction)}; measured were {', '.join(measured)}.")
+    yours = {name: "-" if value is None else value for name, value in prediction.items()}
+    show(table(["", "your prediction", "measured"], [[name, yours[name], measured[name]] for name in measured], digits))
 
 
 def figure_style() -> None:
@@ -129,6 +144,23 @@ def _is_number(cell: str) -> bool:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0]
+
+
+def _line_of(error: Exception, candidates: Sequence[Any]) -> str:
+    """Where a candidate raised the error: its innermost line, or nothing if the error comes from elsewhere."""
+    codes = [code for one in candidates if (code := getattr(one, "__code__", None)) is not None]
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    began = next((at for at, (frame, _) in enumerate(frames) if frame.f_code in codes), len(frames))
+    own = [
+        (frame, line)
+        for frame, line in frames[began:]
+        if frame.f_code.co_filename == frames[began][0].f_code.co_filename
+    ]
+    if not own:
+        return ""
+    frame, line = own[-1]
+    source = linecache.getline(frame.f_code.co_filename, line).strip()
+    return f"\n  in {frame.f_code.co_name}, line {line}" + (f": {source}" if source else "")
 
 
 def _in_kernel() -> bool:

@@ -277,15 +277,10 @@ def _without_noise() -> Iterator[None]:
     """No bars while models load, and nothing from packages about parts of theirs that are not used here."""
     for name in _NOISY:  # before transformers imports them
         logging.getLogger(name).setLevel(logging.ERROR)
-    from transformers.utils import logging as bars
+    from ..loading.files import without_bars
 
-    before = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
+    with without_bars():
         yield
-    finally:
-        if before:
-            bars.enable_progress_bar()
 
 
 def _parser() -> argparse.ArgumentParser:

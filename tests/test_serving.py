@@ -19,7 +19,8 @@ from pairs import pair
 from assisted import AssistedModelForCausalLM, SessionPool
 from assisted.audit import Server as Audited
 from assisted.audit import Settings, audit
-from assisted.serving import Pieces, Server
+from assisted.serving import Server
+from assisted.serving.server import Pieces
 
 CHAT = {
     "messages": [{"role": "user", "content": "def mean(values):\n    total = 0\n"}],

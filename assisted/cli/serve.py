@@ -56,7 +56,7 @@ def _serve(args: argparse.Namespace) -> None:
         else:
             report = entry.get("report", {})
             said = f"{report['new_tokens']} tokens, {report['tokens_per_pass']:.2f} per forward pass" if report else ""
-            said = entry.get("error", said)
+            said = entry.get("error", {}).get("message", said)
             print(f"{entry['status']} {entry['path']} {entry['seconds']:.2f} s {said}", file=sys.stderr)
 
     with Server(pairs, name, (args.host, args.port), log) as server:

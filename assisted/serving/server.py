@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers.generation import BaseStreamer
 
-from .lengths.policies import Never
-from .modeling import AssistedModelForCausalLM
+from ..lengths.policies import Never
+from ..modeling import AssistedModelForCausalLM
 
 __all__ = ["Pieces", "Refused", "Server"]
 
@@ -41,7 +41,7 @@ _NEUTRAL: dict[str, Any] = {
 
 
 class Refused(ValueError):
-    """A request that cannot be answered. status: of HTTP."""
+    """A request that cannot be answered. message: for the client. status: of HTTP."""
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message)
@@ -60,7 +60,7 @@ class Pieces(BaseStreamer):
         self.shown, self.stopped = "", False
 
     def put(self, value: torch.Tensor) -> None:
-        """Take further tokens; the first ones are the prompt."""
+        """Take further tokens, [n] int64; the first ones are the prompt."""
         if self.ids is None:
             self.ids = []
             return
@@ -120,7 +120,9 @@ class Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def write(self, body: dict[str, Any], is_chat: bool, show: Callable[[str], None] | None = None) -> dict[str, Any]:
-        """Answer a request: `text`, `finish_reason`, `usage`, `report`, and `logprobs`. show: as for `Pieces`.
+        """Answer a request: `text`, `finish_reason`, `usage`, `report`, and `logprobs`.
+
+        body: the request. is_chat: it is one of a chat. show: as for `Pieces`.
 
         Raises ValueError for a request that cannot be answered.
         """
@@ -210,6 +212,11 @@ class Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
+    streams = False
+
+    def setup(self) -> None:
+        super().setup()
+        self.began = time.perf_counter()
 
     def do_GET(self) -> None:
         model = {"id": self.server.name, "object": "model", "owned_by": "assisted", "drafts": list(self.server.pairs)}
@@ -220,7 +227,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(Refused(f"path: {self.path} is not here; there are {_CHAT}, {_TEXT} and /v1/models", 404))
 
     def do_POST(self) -> None:
-        self.began, self.streams = time.perf_counter(), False
         try:
             if self.path not in (_CHAT, _TEXT):
                 raise Refused(f"path: {self.path} is not here; there are {_CHAT} and {_TEXT}", 404)
@@ -250,7 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._send(200, {**about, "choices": [choice(found["text"], found)], **counts}, counts)
         except OSError as error:  # the client has left, which ended the call
-            self._log(499, {"error": str(error) or type(error).__name__})
+            self._log(499, {"error": {"message": str(error) or type(error).__name__}})
         except ValueError as error:  # of `generate`, too, whose arguments are those of the request
             self._fail(error)
         except Exception as error:
@@ -272,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
         status = getattr(error, "status", 400)
         kind = "invalid_request_error" if status < 500 else "server_error"
         about = {"error": {"message": str(error), "type": kind, "param": None, "code": status}}
-        if getattr(self, "streams", False):  # the head was sent
+        if self.streams:  # the head was sent
             self._event(json.dumps(about))
             self._log(status, about)
         else:
@@ -292,7 +298,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: %b\n\n" % text.encode())
 
     def _log(self, status: int, about: Mapping[str, Any]) -> None:
-        seconds = time.perf_counter() - getattr(self, "began", time.perf_counter())
+        seconds = time.perf_counter() - self.began
         self.server.log({"path": self.path, "status": status, "seconds": round(seconds, 3), **about})
 
     def log_message(self, format: str, *args: Any) -> None:

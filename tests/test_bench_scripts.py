@@ -36,6 +36,7 @@ WITH_FIGURES = (
     "overhead",
     "plan",
     "products",
+    "rollouts",
     "self_drafts",
     "sessions",
     "shipped_pair",

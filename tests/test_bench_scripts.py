@@ -30,6 +30,7 @@ WITH_FIGURES = (
     "grown",
     "handover",
     "heads",
+    "many_engines",
     "many_users",
     "memory",
     "offload",

@@ -32,6 +32,7 @@ MODULES = [
     "assisted.heads.eagle_formats",
     "assisted.lengths",
     "assisted.loading.quantization",
+    "assisted.serving",
     "assisted.training.trainer",
     "assisted.zoo",
 ]

@@ -27,6 +27,9 @@ from transformers import (
     M2M100Config,
     M2M100ForConditionalGeneration,
     PreTrainedModel,
+    WhisperFeatureExtractor,
+    WhisperTokenizer,
+    pipeline,
 )
 
 from assisted import AssistedModelForCausalLM, Medusa
@@ -326,3 +329,20 @@ def test_a_pair_is_loaded_and_saved(name: str, tmp_path: Path) -> None:
         again = load.from_pretrained(tmp_path / "pair")
         assert again.generate(**call).tolist() == plain.tolist()
         assert again.report.accepted > 0
+
+
+def test_a_pipeline_of_the_target_takes_the_pair() -> None:
+    target = BY_NAME["whisper"].build()
+    target.generation_config.update(is_multilingual=False, no_timestamps_token_id=95)
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4)
+    words = [*map(chr, range(33, 126)), "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"]
+    tokenizer = WhisperTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[])
+    features = WhisperFeatureExtractor(feature_size=8, chunk_length=1, hop_length=16_000 // FRAMES)
+    listener = pipeline("automatic-speech-recognition", model=target, tokenizer=tokenizer, feature_extractor=features)
+    sound = torch.randn(16_000, generator=torch.manual_seed(3)).numpy()
+    call = {"max_new_tokens": 12, "do_sample": False, "num_beams": 1, "eos_token_id": 2, "pad_token_id": 0}
+    expected = listener(sound.copy(), generate_kwargs=call)
+    listener.model = model
+    with no_fallback():
+        assert listener(sound.copy(), generate_kwargs=call) == expected
+    assert len(expected["text"]) > 5 and model.report.drafted > 0

@@ -174,6 +174,36 @@ class Counts(LlamaForCausalLM):
         return output
 
 
+class Box:
+    def __init__(self, value, length=0):
+        self.value, self.length = value, length
+
+
+class Boxes(LlamaForCausalLM):
+    """Makes an object in each forward pass, which forgets it."""
+
+    def forward(self, input_ids=None, **kwargs):
+        output = super().forward(input_ids=input_ids, **kwargs)
+        output.logits = Box(output.logits, 1).value.roll(1, -1)
+        return output
+
+
+class Mark:
+    def __init__(self, model):
+        self.model = model
+        model.calls = getattr(model, "calls", 0) + 1
+
+
+class Marks(LlamaForCausalLM):
+    """What it makes in each forward pass counts them."""
+
+    def forward(self, input_ids=None, **kwargs):
+        output = super().forward(input_ids=input_ids, **kwargs)
+        if Mark(self).model.calls > 20:
+            output.logits = output.logits.roll(1, -1)
+        return output
+
+
 class Nearsighted(LlamaForCausalLM):
     """Treats passes over one token differently: its drafts can't be verified."""
 
@@ -553,6 +583,8 @@ CASES = [
     Case("dispatch mode", lambda t: Dispatch(), PLAIN),
     Case("cache layers patched", patched(DynamicLayer, "update", half_keys(DynamicLayer.update)), PLAIN),
     Case("remembers", lambda t: of_class(Counts, t), PLAIN),
+    Case("remembers by a constructor", lambda t: of_class(Marks, t), PLAIN),
+    Case("makes objects", lambda t: of_class(Boxes, t), FORWARD),
     Case("can't be verified", lambda t: of_class(Nearsighted, t), PLAIN),
 ]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from . import audit, bench, doctor, handover, plan, shrink
+from . import audit, bench, doctor, handover, plan, serve, shrink
 from . import train as training
 from .arguments import (
     DEFAULT,
@@ -56,6 +56,10 @@ _EXAMPLES = {
     "plan": (
         "assisted plan Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --vram 12GB",
         'assisted plan Qwen/Qwen3-8B --card "RTX 4070" --context 4096',
+    ),
+    "serve": (
+        "assisted serve zoo:target --draft zoo:draft --draft suffix",
+        "assisted serve my-pair --port 8001 --json",
     ),
     "handover": ("assisted handover vllm PAIR --out DIR",),
     "shrink-vocabulary": ("assisted shrink-vocabulary DIR --target DIR --tokens 8192 --text zoo --out DIR",),
@@ -277,15 +281,10 @@ def _without_noise() -> Iterator[None]:
     """No bars while models load, and nothing from packages about parts of theirs that are not used here."""
     for name in _NOISY:  # before transformers imports them
         logging.getLogger(name).setLevel(logging.ERROR)
-    from transformers.utils import logging as bars
+    from ..loading.files import without_bars
 
-    before = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
+    with without_bars():
         yield
-    finally:
-        if before:
-            bars.enable_progress_bar()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -331,6 +330,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add(command)
     audit.add(command)
     plan.add(command)
+    serve.add(command)
     handover.add(command)
     shrink.add(command)
 

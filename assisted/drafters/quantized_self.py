@@ -1,12 +1,15 @@
 """Drafting with a quantized copy of the target (2502.10424, 2503.13565): a similar distribution at a fraction of the bytes. The
-copy reads and writes the target's own KV slots, so it needs no cache of its own and never reads the prompt.
+copy reads and writes the target's own KV slots, so it needs no cache of its own and never reads the prompt. If the target is
+trained between calls, the copy is made again.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..drafts import Draft
@@ -14,6 +17,7 @@ from ..engine.ranks import ranks_of
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
 from ..fast.fused import prepare
+from ..loading.files import without_bars
 from ..loading.quantization import quantize_copy, require_runs, stored_bytes
 from ..text import Text
 from .base import Call, Drafter, Drafting, Room, Spec, Target
@@ -21,13 +25,16 @@ from .part import PartDrafting
 from .recurrent_drafter import RecurrentDrafter
 from .registry import register
 
+_SAMPLE = 32  # numbers of each weight, by which a change of the target is noticed
+
 
 @register("self")
 @dataclass(frozen=True)
 class QuantizedSelf(Spec):
     """A quantized copy of the target drafts for it: `"self:int8"`.
 
-    Worthwhile if memory bandwidth is the bottleneck and the low-bit kernels are fast: "int8" on a CPU, "nf4" on a GPU.
+    Worthwhile if memory bandwidth is the bottleneck and the low-bit kernels are fast: "int8" on a CPU, "nf4" on a GPU. When
+    training has changed the target's weights, the next call makes the copy again.
 
     Args:
         quantization: one of `assisted.loading.quantization.NAMES`, or a transformers quantization config. Default "nf4".
@@ -65,19 +72,54 @@ class QuantizedSelf(Spec):
         model = quantize_copy(target.model, self.quantization)
         require_runs(model, self.quantization)
         traits = Traits.of(model)
-        return CopyDrafter(model) if traits.is_rewindable or traits.masks.trees else RecurrentDrafter(model)
+        if not traits.is_rewindable and not traits.masks.trees:
+            return RecurrentDrafter(model)
+        return CopyDrafter(model, target.model, self.quantization)
 
 
 class CopyDrafter(Drafter):
-    """A copy of the target that drafts in the target's slots. model: the copy, with the same shapes."""
+    """A copy of the target that drafts in the target's slots.
 
-    def __init__(self, model: PreTrainedModel):
+    Args:
+        model: the copy, with the same shapes.
+        target: what it was made from.
+        quantization: how.
+    """
+
+    def __init__(self, model: PreTrainedModel, target: PreTrainedModel, quantization: Any):
         self.model: PreTrainedModel = model
+        self.target, self.quantization = target, quantization
+        self.sample = _sample(target)
 
     def start(self, call: Call) -> Drafting:
         if not call.target.lends_slots:
             return RecurrentDrafter(self.model).start(call)
         return CopyDrafting(self, call)
+
+    def current(self, call: Call) -> PreTrainedModel:
+        """The copy, made again if the target's weights have changed. A change that is missed costs only speed."""
+        now = _sample(self.target)
+        if not torch.equal(now, self.sample):
+            began = time.perf_counter()
+            self.sample = now  # first: if the target can't be copied any more, later calls draft with the old copy
+            try:
+                with (
+                    torch.inference_mode(False),
+                    torch.no_grad(),
+                    without_bars(),
+                ):  # later calls may run in another mode
+                    self.model = quantize_copy(self.target, self.quantization)
+            except (ValueError, ImportError) as error:  # it has an adapter by now, or has moved to another device
+                call.settings.note(f"the target has changed, and its copy could not be made again ({error})")
+            call.settings.spent_once += time.perf_counter() - began
+        return self.model
+
+
+def _sample(model: PreTrainedModel) -> torch.Tensor:
+    """The first numbers of every weight, [n] float32 on the host."""
+    with torch.inference_mode(False), torch.no_grad():
+        found = [weight.reshape(-1)[:_SAMPLE].to(model.device, torch.float32) for weight in model.parameters()]
+        return torch.cat(found).cpu()
 
 
 class CopyDrafting(PartDrafting):
@@ -90,6 +132,6 @@ class CopyDrafting(PartDrafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         if self.runner is None:
-            copied, encoded = prepare(self.drafter.model, self.call.settings), self.call.encoded
+            copied, encoded = prepare(self.drafter.current(self.call), self.call.settings), self.call.encoded
             self.runner = self.call.target.part(copied if encoded is None else encoded.around(copied), "copy")
         return self.draft_with(self.runner, text, budget)

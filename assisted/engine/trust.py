@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -345,13 +346,23 @@ def _remembers(code: CodeType) -> bool:
 
 
 def _stored(code: CodeType) -> Counter[str]:
-    """The attributes and the names of outer scopes that a function stores to, and how often."""
+    """The attributes and the names of outer scopes that a function stores to, and how often. What a constructor stores to its
+    object does not count: the object is new."""
+    steps = list(dis.get_instructions(code))
+    own = code.co_varnames[:1] if code.co_name == "__init__" else ()
     return Counter(
         step.argval
-        for step in dis.get_instructions(code)
-        if (step.opname in ("STORE_ATTR", "STORE_GLOBAL") and step.argval not in _OUTPUTS)
+        for before, step in pairwise([*steps[:1], *steps])
+        if (step.opname == "STORE_ATTR" and step.argval not in _OUTPUTS and not _loads(before, own))
+        or (step.opname == "STORE_GLOBAL" and step.argval not in _OUTPUTS)
         or (step.opname == "STORE_DEREF" and step.argval in code.co_freevars)
     )
+
+
+def _loads(step: dis.Instruction, names: tuple[str, ...]) -> bool:
+    """Whether an instruction ends with one of these local names, which it may load together with another one."""
+    loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    return step.opname.startswith("LOAD_FAST") and loaded[-1:] == names
 
 
 @functools.cache

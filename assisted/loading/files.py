@@ -20,6 +20,7 @@ from huggingface_hub.errors import SafetensorsParsingError
 from huggingface_hub.utils import TensorInfo
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import logging as bars
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -241,6 +242,18 @@ def inside(folder: Path, name: Any, where: str) -> Path:
         if path != root and path.is_relative_to(root):
             return folder / name
     raise ValueError(f"{where}: {name!r} leads out of the saved pair's folder {folder}; expected a folder inside it")
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress bars while models load."""
+    before = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            bars.enable_progress_bar()
 
 
 @contextmanager

@@ -1,0 +1,68 @@
+"""`assisted serve`: the arguments, and a line for each request. Requests are answered in `serving`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .arguments import DEFAULT, add_loading, add_target, loading, print_json, require_tokenizer, use_threads
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Put `serve` into the parser. command: makes a parser with a function to run and a text."""
+    text = "answer requests with OpenAI's protocol, one after the other, with a report on the drafts of each"
+    serve = command("serve", _serve, text, page="serve")
+    add_target(serve, serve, "Hub id, folder, saved pair, or zoo: name")
+    serve.add_argument(
+        "--draft",
+        action="append",
+        metavar="DRAFT",
+        help="may be given several times: requests choose, and the first is the default (default: the pair's own, else suffix)",
+    )
+    serve.add_argument("--name", help="of the model, for requests (default: that of its folder)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen at" + DEFAULT)
+    serve.add_argument("--port", type=int, default=8000, help="0 takes any free one" + DEFAULT)
+    serve.add_argument(
+        "--keep", type=int, default=1024, metavar="MIB", help="of what was read; 0 keeps nothing" + DEFAULT
+    )
+    add_loading(serve)
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from ..engine.pool import SessionPool
+    from ..modeling import AssistedModelForCausalLM
+    from ..serving import Server
+
+    use_threads(args.threads)
+    options = loading(args)
+    pool = SessionPool(args.keep * 2**20) if args.keep > 0 else None
+    first, *others = args.draft or [None]
+    pair = AssistedModelForCausalLM.from_pretrained(args.target, draft=first, sessions=pool, **options)
+    require_tokenizer(pair.tokenizer, args.target)
+    pairs = {first or pair.spec.name: pair}
+    further: dict[str, Any] = {name: options.get(name) for name in ("draft_length", "draft_quantization")}
+    for draft in others:
+        pairs[draft] = AssistedModelForCausalLM.from_models(
+            pair.target, draft, tokenizer=pair.tokenizer, sessions=pool, **further
+        )
+    name = args.name or Path(args.target).name
+
+    def log(entry: dict[str, Any]) -> None:
+        if args.json:
+            print_json(entry, indent=None)
+        else:
+            report = entry.get("report", {})
+            said = f"{report['new_tokens']} tokens, {report['tokens_per_pass']:.2f} per forward pass" if report else ""
+            said = entry.get("error", {}).get("message", said)
+            print(f"{entry['status']} {entry['path']} {entry['seconds']:.2f} s {said}", file=sys.stderr)
+
+    with Server(pairs, name, (args.host, args.port), log) as server:
+        url = f"http://{args.host}:{server.server_port}/v1"
+        if args.json:
+            print_json({"url": url, "model": name, "drafts": list(server.pairs)}, indent=None)
+        else:
+            print(f"{name} at {url}, drafts: {', '.join(server.pairs)}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        server.serve_forever()

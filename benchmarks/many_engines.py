@@ -201,8 +201,8 @@ def markdown(found: dict[str, Any]) -> str:
         [
             f"`python benchmarks/many_engines.py`: SmolLM2-135M-Instruct, {about['prompts']} chat requests, at most "
             f"{about['new_tokens']} new tokens each, greedy, {about['dtype']}, CPU threads: {about['threads']}, "
-            f"{about['processor']}, torch {about['torch']}, transformers {about['transformers']}{versions}, the median of "
-            f"{about['repeats']} runs that take turns. Times are the processor's. Same texts: as `generate_many` with one row.",
+            f"{about['processor']}, torch {about['torch']}, transformers {about['transformers']}{versions}; runs: "
+            f"{about['repeats']}, which take turns. Times are the processor's. Same texts: as `generate_many` with one row.",
             "",
             *markdown_table(
                 [

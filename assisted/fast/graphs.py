@@ -87,7 +87,7 @@ class Graphs(Passes):
         """
         runner.settings, runner.cache.outlives = settings, settings.outlives
         kind = captures_for(settings.mode, runner.device)
-        if kind is None or not runner.is_capturable:
+        if kind is None or not runner.is_capturable or runner.prepared.runs == "compiled layers":
             return runner
         with self._lock:
             if self._settings is settings or (self._settings is not None and not self._settings.over):

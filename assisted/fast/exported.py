@@ -68,23 +68,22 @@ class _Code(nn.Module):
         return layer.run(hidden, mask, (cos, sin), slots)
 
 
-def arguments(form: Form, rows: int = 2, width: int = 3, top: int = 40, capacity: int = 64) -> tuple[torch.Tensor, ...]:
+def arguments(form: Form, width: int = 3, top: int = 40, capacity: int = 64) -> tuple[torch.Tensor, ...]:
     """Some arguments of the code, zeros."""
     beside = form.query_heads // form.key_heads
-    angles, slots = (rows, width, 1, form.head_size), (rows, form.key_heads, capacity, form.head_size)
-    shapes = [(rows, width, form.hidden), (rows, 1, beside * width, top), angles, angles]
+    angles, slots = (1, width, 1, form.head_size), (1, form.key_heads, capacity, form.head_size)
+    shapes = [(1, width, form.hidden), (1, 1, beside * width, top), angles, angles]
     after = [slots, slots, *((-(-out // BLOCK), into, BLOCK) for out, into in form.products)]
     after += [(out if has else 0,) for (out, _), has in zip(form.products, form.biases, strict=True)]
     after += [(form.hidden,), (form.hidden,), *[(form.head_size,)] * (2 * form.norms)]
-    places = torch.arange(width).repeat(rows, 1)
-    return (*map(torch.zeros, shapes), places, *map(torch.zeros, after))
+    return (*map(torch.zeros, shapes), torch.arange(width)[None], *map(torch.zeros, after))
 
 
 def compile_layer(form: Form, file: str) -> None:
     """Write the code of a form to a file."""
     auto = torch.export.Dim.AUTO
     given = arguments(form)
-    moving: list[Any] = [{0: auto, 1: auto}, {0: auto, 2: auto, 3: auto}, *[{0: auto, 1: auto}] * 3, *[{0: auto, 2: auto}] * 2]
+    moving: list[Any] = [{1: auto}, {2: auto, 3: auto}, *[{1: auto}] * 3, *[{2: auto}] * 2]
     dynamic = {
         **dict(zip(("hidden", "mask", "cos", "sin", "places"), moving, strict=False)),
         "rest": (*moving[5:], *[None] * (len(given) - len(moving))),

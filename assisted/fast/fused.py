@@ -384,7 +384,7 @@ class FusedLayer(Skippable):
         other.__dict__ = {**self.__dict__, "compiled": code}
         return other
 
-    def trial(self, rows: int, columns: int, top: int) -> Callable[[], list[torch.Tensor]]:
+    def trial(self, columns: int, top: int) -> Callable[[], list[torch.Tensor]]:
         """A forward pass over some numbers, with its output, keys and values."""
         generator = torch.Generator().manual_seed(columns)
         form = self.form
@@ -393,15 +393,15 @@ class FusedLayer(Skippable):
         def numbers(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator)
 
-        cache = SlotCache(rows, top)
+        cache = SlotCache(1, top)
         cache.reserve(top)
         cache.layers = [SlotLayer(cache) for _ in range(self.index + 1)]
-        cache.lengths = [top - columns] * rows
+        cache.lengths = [top - columns]
         cache.place(columns, torch.device("cpu"))
         slots = cache.layers[self.index]
-        slots.keys, slots.values = (numbers(rows, form.key_heads, top, form.head_size) for _ in range(2))
+        slots.keys, slots.values = (numbers(1, form.key_heads, top, form.head_size) for _ in range(2))
         slots.is_initialized = True
-        hidden = numbers(rows, columns, form.hidden)
+        hidden = numbers(1, columns, form.hidden)
         angles = numbers(1, columns, 1, form.head_size), numbers(1, columns, 1, form.head_size)
         mask = torch.ones(columns, top, dtype=torch.bool).tril(top - columns)[None, None] if columns > 1 else None
         return lambda: [self(hidden, mask, angles, **{CACHE: cache}), slots.keys, slots.values]
@@ -438,7 +438,7 @@ class FusedLayer(Skippable):
             around = self.shared.around(hidden_states, attention_mask, position_embeddings, kwargs[CACHE])
             return self.native(hidden_states.contiguous(), *slots, around)
         code = self.compiled
-        if code is not None and code.takes(hidden_states) and (slots := _slots(cache, self.index)) is not None:
+        if code is not None and (slots := _slots(cache, self.index)) is not None and code.takes(hidden_states):
             beside = self.query_heads // self.key_heads
             compiled = self.shared.compiled(hidden_states, attention_mask, position_embeddings, kwargs[CACHE], beside)
             return code(hidden_states, *slots, compiled)
@@ -614,10 +614,10 @@ class Shared:
         """What the compiled layers of this forward pass share. beside: heads that attention joins."""
         known = self.given
         if known is None or known[0] is not mask or known[1] is not angles[0]:
-            rows, width, _ = hidden.shape
+            width = hidden.shape[1]
             seen = torch.ones(1, 1, width, cache.top, dtype=torch.bool).tril(cache.top - width) if mask is None else mask
             given = _additive(seen, hidden.dtype, beside), *angles, _places(cache, width)
-            known = self.given = mask, angles[0], CompiledPass(*given, rows)
+            known = self.given = mask, angles[0], CompiledPass(*given)
         return known[2]
 
     def additive(self, mask: torch.Tensor | None, dtype: torch.dtype, beside: int) -> torch.Tensor | None:

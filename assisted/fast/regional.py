@@ -93,7 +93,7 @@ def blocked(weight: torch.Tensor) -> torch.Tensor:
 
 
 class CompiledLayer:
-    """A layer as compiled code.
+    """A layer as compiled code, for one row.
 
     Args:
         run: the code; a list of `CompiledPass`'s tensors, slots and weights to [hidden states].
@@ -108,31 +108,27 @@ class CompiledLayer:
 
     def takes(self, hidden: torch.Tensor) -> bool:
         """Whether it runs a forward pass over these hidden states, [R, n, D]."""
-        return hidden.shape[0] * hidden.shape[1] in self.columns and self.threads == torch.get_num_threads()
+        return len(hidden) == 1 and hidden.shape[1] in self.columns and self.threads == torch.get_num_threads()
 
     def __call__(
         self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, around: CompiledPass
     ) -> torch.Tensor:
-        """[R, n, hidden] -> [R, n, hidden]. keys, values: [R or more, key heads, slots, head size], where the columns' own are
+        """[1, n, hidden] -> [1, n, hidden]. keys, values: [1 or more, key heads, slots, head size], where the columns' own are
         written."""
-        rows = len(hidden)
-        slots = keys[:rows], values[:rows]
-        return self.run([hidden.contiguous(), *around.tensors, *slots, *self.weights])[0]
+        return self.run([hidden.contiguous(), *around.tensors, keys[:1], values[:1], *self.weights])[0]
 
 
 class CompiledPass:
     """What the layers of a forward pass share.
 
     Args:
-        mask: additive, [R or 1, 1, any, top].
-        cos, sin: of `Angles`, [R or 1, n, 1, head size].
-        places: [R or 1, n], the slot that each column is written to.
-        rows: R.
+        mask: additive, [1, 1, any, top].
+        cos, sin: of `Angles`, [1, n, 1, head size].
+        places: [1, n], the slot that each column is written to.
     """
 
-    def __init__(self, mask: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, places: torch.Tensor, rows: int):
-        given = (mask, cos, sin, places)
-        self.tensors = [part.expand(rows, *part.shape[1:]).contiguous() for part in given]
+    def __init__(self, *given: torch.Tensor):
+        self.tensors = [part.contiguous() for part in given]
 
 
 class Layer(Protocol):
@@ -142,7 +138,7 @@ class Layer(Protocol):
 
     def weights_of_form(self) -> list[torch.Tensor]: ...
     def compiled_as(self, code: CompiledLayer) -> Any: ...
-    def trial(self, rows: int, columns: int, top: int) -> Callable[[], list[torch.Tensor]]: ...
+    def trial(self, columns: int, top: int) -> Callable[[], list[torch.Tensor]]: ...
 
 
 @dataclass
@@ -205,7 +201,7 @@ def faster(layer: Layer, compiled: Layer) -> frozenset[int]:
     found: list[int] = []
     least = 1
     for most in _COLUMNS:
-        own, other = (one.trial(1, most, _TOP) for one in (layer, compiled))
+        own, other = (one.trial(most, _TOP) for one in (layer, compiled))
         for one, two in zip(own(), other(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
         if seconds(other) < seconds(own):
@@ -314,7 +310,7 @@ def _end_all() -> None:
 
 def is_few(hidden: torch.Tensor) -> bool:
     """Whether a forward pass over these hidden states, [R, n, D], is one that compiled layers may run."""
-    return hidden.shape[0] * hidden.shape[1] <= _COLUMNS[-1]
+    return len(hidden) == 1 and hidden.shape[1] <= _COLUMNS[-1]
 
 
 def fits(form: Form | None) -> bool:

@@ -59,7 +59,9 @@ class _Code(nn.Module):
         super().__init__()
         self.form = form
 
-    def forward(self, hidden: torch.Tensor, mask: torch.Tensor, cos: Any, sin: Any, places: torch.Tensor, *rest: Any) -> Any:
+    def forward(
+        self, hidden: torch.Tensor, mask: torch.Tensor, cos: Any, sin: Any, places: torch.Tensor, *rest: Any
+    ) -> Any:
         keys, values, *weights = rest
         sizes = [outputs for outputs, _ in self.form.products]
         products = [_Blocked(*one) for one in zip(weights[:4], weights[4:8], sizes, strict=True)]

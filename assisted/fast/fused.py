@@ -95,8 +95,10 @@ def _taken_over(made: PreparedModule, model: PreTrainedModel, settings: CallSett
     takeover = _TAKEOVERS.setdefault(layers, {}).setdefault(torch.get_num_threads(), Takeover())
     if takeover.layers is None and takeover.reason is None:
         form, waits = layers[0].form, settings.mode == "compile"
-        if not regional.fits(form) or any(layer.form != form for layer in layers) or not may_take(
-            len(layers) * form.entries * torch.float32.itemsize
+        if (
+            not regional.fits(form)
+            or any(layer.form != form for layer in layers)
+            or not may_take(len(layers) * form.entries * torch.float32.itemsize)
         ):
             return made
         if waits or regional.pays(layers[0].shared.seconds, form):
@@ -345,16 +347,18 @@ class FusedLayer(Skippable):
     def form(self) -> Form | None:
         """What its compiled code depends on; None if it can't be compiled by itself."""
         products = self.heads, self.output, self.gate_up, self.down
-        linear = [module for product in products for module in product.modules]
+        linear: list[Any] = [module for product in products for module in product.modules]
         norms = self.norms
         if not self.is_compilable or any(type(module) is not nn.Linear for module in linear):
             return None
-        kinds = {(weight.dtype, weight.device.type) for weight in (*(m.weight for m in linear), *(n.weight for n in norms))}
+        kinds = {
+            (weight.dtype, weight.device.type) for weight in (*(m.weight for m in linear), *(n.weight for n in norms))
+        }
         if kinds != {(torch.float32, "cpu")} or len({norm.epsilon for norm in norms}) > 1:
             return None
         return Form(
-            self.output.modules[0].out_features,
-            self.down.modules[0].in_features,
+            linear[3].weight.shape[0],
+            linear[-1].weight.shape[1],
             self.query_heads,
             self.key_heads,
             self.head_size,
@@ -374,7 +378,8 @@ class FusedLayer(Skippable):
     def weights_of_form(self) -> list[torch.Tensor]:
         """The weights as arguments of compiled code."""
         products = self.heads, self.output, self.gate_up, self.down
-        weights = [regional.blocked(torch.cat([module.weight for module in product.modules])) for product in products]
+        parts: list[list[Any]] = [list(product.modules) for product in products]
+        weights = [regional.blocked(torch.cat([module.weight for module in part])) for part in parts]
         biases = [torch.empty(0) if product.bias is None else product.bias.detach() for product in products]
         return [*weights, *biases, *(norm.weight.detach() for norm in self.norms)]
 
@@ -615,7 +620,9 @@ class Shared:
         known = self.given
         if known is None or known[0] is not mask or known[1] is not angles[0]:
             width = hidden.shape[1]
-            seen = torch.ones(1, 1, width, cache.top, dtype=torch.bool).tril(cache.top - width) if mask is None else mask
+            seen = (
+                torch.ones(1, 1, width, cache.top, dtype=torch.bool).tril(cache.top - width) if mask is None else mask
+            )
             given = _additive(seen, hidden.dtype, beside), *angles, _places(cache, width)
             known = self.given = mask, angles[0], CompiledPass(*given)
         return known[2]

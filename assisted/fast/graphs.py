@@ -118,6 +118,7 @@ class Graphs(Passes):
         elif self.reason is not None:
             self._note(self.reason)
         self._captures.begin_call()
+        self.runs = kind.runs
         runner.passes = self
         return runner
 

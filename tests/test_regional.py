@@ -16,7 +16,7 @@ from pairs import BY_NAME
 from assisted import AssistedModelForCausalLM, decoding
 from assisted.engine.prepared import CallSettings
 from assisted.fast import fused, regional
-from assisted.fast.exported import _Code, arguments
+from assisted.fast.exported import Code, arguments
 from assisted.fast.regional import Form
 
 FORM = Form(64, 96, 4, 2, 16, 1e-6, 0.25, False, (False,) * 4, 1)
@@ -27,7 +27,7 @@ needed = pytest.mark.skipif(regional.compiler() is None, reason="no C++ compiler
 def _small(monkeypatch, tmp_path):
     """Also for tiny models, and in a folder of the test."""
     monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
-    monkeypatch.setattr(regional, "_LEAST", 1)
+    monkeypatch.setattr(regional, "LEAST", 1)
     monkeypatch.setenv("ASSISTED_KERNELS", str(tmp_path))
 
 
@@ -38,10 +38,10 @@ def uncompiled(monkeypatch):
 
     def loaded(form, patient):
         asked.append((form, patient))
-        code = _Code(form)
+        code = Code(form)
         return lambda given: [code(*given)]
 
-    monkeypatch.setattr(regional, "_loaded", loaded)
+    monkeypatch.setattr(regional, "loaded", loaded)
     monkeypatch.setattr(regional, "seconds", lambda run: run() and 0.0 if _is_compiled(run) else 1.0)
     return asked
 
@@ -53,7 +53,7 @@ def _is_compiled(trial):
 def wait_for(model):
     """Until what runs in the background is ready."""
     layers = fused.fused(model.target).module.model.layers
-    fused._TAKEOVERS[layers][torch.get_num_threads()]._thread.join()
+    fused.TAKEOVERS[layers][torch.get_num_threads()].thread.join()
 
 
 def answers(model, ids, **kwargs):
@@ -93,7 +93,7 @@ def _begun(model):
     layers = fused.fused(model.target).module.model.layers
     layers[0].shared.seconds = 1e9
     model.generate(random_ids(model.target, 1, 5), max_new_tokens=4, do_sample=False, pad_token_id=0)
-    return bool(fused._TAKEOVERS.get(layers, {}).get(torch.get_num_threads())._thread)
+    return bool(fused.TAKEOVERS.get(layers, {}).get(torch.get_num_threads()).thread)
 
 
 def test_auto_takes_them_between_calls_once_they_pay(uncompiled):
@@ -131,7 +131,7 @@ def test_a_compiler_that_fails_is_reported(monkeypatch):
     def fails(form, patient):
         raise RuntimeError("the compiler failed: out of luck")
 
-    monkeypatch.setattr(regional, "_loaded", fails)
+    monkeypatch.setattr(regional, "loaded", fails)
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, draft="suffix", draft_length=3)
     ids = random_ids(target, 1, 12)
@@ -144,7 +144,7 @@ def test_a_compiler_that_fails_is_reported(monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["output", "slots"])
 def test_code_that_is_wrong_is_not_used(wrong, uncompiled, monkeypatch):
-    loaded = regional._loaded
+    loaded = regional.loaded
 
     def other(form, patient):
         run = loaded(form, patient)
@@ -156,7 +156,7 @@ def test_code_that_is_wrong_is_not_used(wrong, uncompiled, monkeypatch):
 
         return wrongly
 
-    monkeypatch.setattr(regional, "_loaded", other)
+    monkeypatch.setattr(regional, "loaded", other)
     target = build(BY_NAME["llama"])
     takeover = regional.Takeover()
     made = fused.fused(target)
@@ -169,7 +169,7 @@ def test_bits_and_switched_off_kernels_never_switch(uncompiled, monkeypatch):
     made = fused.prepare(target, CallSettings("auto"))
     made.module.model.layers[0].shared.seconds = 1e9
     assert fused.prepare(target, CallSettings("auto", bits=True)).runs == "fused layers"
-    assert made.module.model.layers not in fused._TAKEOVERS
+    assert made.module.model.layers not in fused.TAKEOVERS
     monkeypatch.setenv("ASSISTED_KERNELS", "0")
     fused.prepare(target, CallSettings("auto"))
     assert not uncompiled
@@ -177,9 +177,9 @@ def test_bits_and_switched_off_kernels_never_switch(uncompiled, monkeypatch):
 
 def test_when_compiling_pays(monkeypatch):
     monkeypatch.setattr(regional, "compiler", lambda: "c++")
-    monkeypatch.setattr(regional, "_is_kept", lambda file: False)
+    monkeypatch.setattr(regional, "is_kept", lambda file: False)
     assert not regional.pays(50, FORM) and regional.pays(150, FORM)
-    monkeypatch.setattr(regional, "_is_kept", lambda file: True)
+    monkeypatch.setattr(regional, "is_kept", lambda file: True)
     assert not regional.pays(1, FORM) and regional.pays(10, FORM)
     monkeypatch.setattr(regional, "compiler", lambda: None)
     assert not regional.pays(1e9, FORM)
@@ -209,23 +209,23 @@ def test_a_broken_file_is_compiled_anew(found, monkeypatch):
     def compile_anew(form, file, patient):
         compiled.append(form)
         file.write_bytes(b"code")
-        regional._digest(file).write_text(hashlib.sha256(b"code").hexdigest())
+        regional.digest_of(file).write_text(hashlib.sha256(b"code").hexdigest())
 
-    monkeypatch.setattr(regional, "_compile", compile_anew)
+    monkeypatch.setattr(regional, "compile_to", compile_anew)
     monkeypatch.setattr(regional, "load_compiled", lambda file: file)
-    file = regional._file(FORM)
+    file = regional.file_of(FORM)
     if found != "nothing":
         compile_anew(FORM, file, True)
         compiled.clear()
-        regional._loaded(FORM, True)
+        regional.loaded(FORM, True)
         assert not compiled
     if found == "cut off":
         file.write_bytes(b"co")
     if found == "another digest":
-        regional._digest(file).write_text("0")
+        regional.digest_of(file).write_text("0")
     if found == "not text":
-        regional._digest(file).write_bytes(b"\xff\xfe\xff")
-    regional._loaded(FORM, True)
+        regional.digest_of(file).write_bytes(b"\xff\xfe\xff")
+    regional.loaded(FORM, True)
     assert compiled == [FORM]
 
 
@@ -239,9 +239,9 @@ def test_a_compiler_is_ended_with_its_process(tmp_path):
     """Of a program that ends while it compiles."""
     program = (
         "import threading, time; from assisted.fast import regional; from test_regional import FORM\n"
-        "thread = threading.Thread(target=regional._loaded, args=(FORM, True), daemon=True); thread.start()\n"
-        "while not regional._RUNNING: time.sleep(0.01)\n"
-        "print(next(iter(regional._RUNNING)).pid, flush=True)"
+        "thread = threading.Thread(target=regional.loaded, args=(FORM, True), daemon=True); thread.start()\n"
+        "while not regional.RUNNING: time.sleep(0.01)\n"
+        "print(next(iter(regional.RUNNING)).pid, flush=True)"
     )
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     done = subprocess.run(
@@ -260,13 +260,13 @@ def test_a_compiler_is_ended_with_its_process(tmp_path):
 @pytest.mark.parametrize("norms", [False, True])
 def test_compiled_code_is_the_function(norms):
     form = Form(64, 96, 4, 2, 16, 1e-6, 0.25, norms, (True, False, False, False), 1)
-    run = regional._loaded(form, False)
-    assert regional._is_kept(regional._file(form))
+    run = regional.loaded(form, False)
+    assert regional.is_kept(regional.file_of(form))
     for width, top, capacity in ((1, 40, 64), (2, 40, 40), (5, 300, 512), (16, 64, 80)):
         given = [t if t.dtype == torch.int64 else torch.rand_like(t) for t in arguments(form, width, top, capacity)]
         given[4] += top - width
         other = [tensor.clone() for tensor in given]
         with torch.inference_mode():
-            torch.testing.assert_close(run(given)[0], _Code(form)(*other), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(run(given)[0], Code(form)(*other), rtol=1e-4, atol=1e-4)
         for one, two in zip(given, other, strict=True):
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)

@@ -52,7 +52,7 @@ class _Slots:
         return [store[:, :, : self.top] for store in self.stores]
 
 
-class _Code(nn.Module):
+class Code(nn.Module):
     """A layer as a function of tensors."""
 
     def __init__(self, form: Form):
@@ -91,7 +91,7 @@ def compile_layer(form: Form, file: str) -> None:
         "rest": (*moving[5:], *[None] * (len(given) - len(moving))),
     }
     with torch.no_grad():
-        program = torch.export.export(_Code(form), given, dynamic_shapes=dynamic, strict=False)
+        program = torch.export.export(Code(form), given, dynamic_shapes=dynamic, strict=False)
         compile_exported(program, file, {**_OPTIONS, "cpp.threads": form.threads})
 
 

@@ -92,7 +92,7 @@ def _taken_over(made: PreparedModule, model: PreTrainedModel, settings: CallSett
     layers = getattr(getattr(made.module, "model", None), "layers", ())
     if settings.bits or not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
         return made
-    takeover = _TAKEOVERS.setdefault(layers, {}).setdefault(torch.get_num_threads(), Takeover())
+    takeover = TAKEOVERS.setdefault(layers, {}).setdefault(torch.get_num_threads(), Takeover())
     if takeover.layers is None and takeover.reason is None:
         form, waits = layers[0].form, settings.mode == "compile"
         if (
@@ -177,7 +177,7 @@ def fused_product(module: nn.Linear) -> nn.Module:
 
 _SAME_BITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # by the layers
 # by the layers and the number of threads
-_TAKEOVERS: weakref.WeakKeyDictionary[nn.Module, dict[int, Takeover]] = weakref.WeakKeyDictionary()
+TAKEOVERS: weakref.WeakKeyDictionary[nn.Module, dict[int, Takeover]] = weakref.WeakKeyDictionary()
 _Children = dict[tuple[str, ...], nn.Module]
 
 

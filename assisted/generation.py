@@ -323,7 +323,7 @@ class Generation:
             require_bits(prepared)
         prepared = prepared if call.encoded is None else call.encoded.around(prepared)
         target = target_runner(prepared, cache, masks, drafter.needs)
-        self.pair.graphs.serve(target, model, settings)
+        self.recorder.passes = self.pair.graphs.serve(target, model, settings).runs
         target.constants = further
         # the KV that a caller gets includes the padding of rows that end early, and states can't go back to read it
         target.in_lockstep |= drafter.needs.lockstep or (call.returns_cache and not cache.can_rewind)

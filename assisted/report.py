@@ -51,6 +51,9 @@ class Report:
         way: how the last call ran: "shortcuts", with everything that `fast` allows; "own forward", where every forward pass of
             the target is the one that transformers or somebody else wrote; or "plain", without drafts.
         because: why it did not take the shortcuts; None if it could.
+        passes: what the target's forward passes after the last call's prompt ran as, where they could: "eager", "packed
+            products", "fused layers", "layers in C", "compiled layers", "compiled passes" or "CUDA graphs". None for plain
+            calls and `generate_many`.
         warnings: what failed and cost only speed: a draft, a capture, a faster form of a model whose output differed. Those
             that cost the drafts were also given as Python warnings.
     """
@@ -72,6 +75,7 @@ class Report:
     state_bytes: int = 0
     way: str = "shortcuts"
     because: str | None = None
+    passes: str | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -153,6 +157,7 @@ class Recorder:
     state_bytes: int = 0
     way: str = "shortcuts"
     because: str | None = None
+    passes: str | None = None
     warnings: list[str] = field(default_factory=list)
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
@@ -213,7 +218,7 @@ class Recorder:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.row_tokens += other.ended_rows + other.row_tokens
         self.state_bytes = max(self.state_bytes, other.state_bytes)
-        self.way, self.because = other.way, other.because
+        self.way, self.because, self.passes = other.way, other.because, other.passes
         self.warnings += [reason for reason in other.warnings if reason not in self.warnings]
         for mine, theirs in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):
             mine += [0] * (len(theirs) - len(mine))
@@ -241,6 +246,7 @@ class Recorder:
             state_bytes=self.state_bytes,
             way=self.way,
             because=self.because,
+            passes=self.passes,
             warnings=tuple(self.warnings),
         )
 

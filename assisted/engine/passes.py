@@ -35,6 +35,8 @@ class Inputs(NamedTuple):
 class Passes:
     """Runs forward passes eagerly, operation by operation. `fast.graphs.Graphs` replays captured ones instead."""
 
+    runs: str | None = None  # what captured forward passes run as
+
     def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None, used: list[int] | None) -> torch.Tensor:
         """One forward pass; see `CachedModel.__call__`."""
         return runner.eager(ids, draft, used)
@@ -66,6 +68,11 @@ class Runner:
     def __init__(self, prepared: PreparedModule, cache: SlotCache, device: torch.device, context: int):
         self.prepared, self.cache, self.device, self.context = prepared, cache, device, context
         self.passes, self.settings = Passes(), CallSettings()
+
+    @property
+    def runs(self) -> str:
+        """What its forward passes run as, for `report.passes`."""
+        return self.passes.runs or self.prepared.runs
 
     @property
     def is_capturable(self) -> bool:

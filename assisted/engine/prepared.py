@@ -90,6 +90,7 @@ class PreparedModule:
         kind: distinguishes the modules of a call that run over the same slots.
         taps: modules in it whose output is needed in addition to the forward's, by index of the hidden state.
         inject: for parts and heads, the module that holds their input states.
+        runs: how, for `report.passes`.
     """
 
     module: Any
@@ -102,6 +103,7 @@ class PreparedModule:
     kind: Hashable = "whole"
     taps: Mapping[int, Tap] = field(default_factory=dict)
     inject: Inject | None = None
+    runs: str = "eager"
 
     def tapped(self, needs: Needs) -> PreparedModule:
         """The same module as another object that also keeps the needed hidden states of its last forward pass."""

@@ -55,12 +55,14 @@ class Captures:
 
     Attributes:
         takes_constants: whether weights are compiled into code, if they may be copied.
+        runs: what the passes run as, for `report.passes`.
         most: how many captured passes are kept; the least recently used one is dropped first.
         passes: the captured passes, by shape.
         replays: how many passes were replayed.
     """
 
     takes_constants: ClassVar[bool] = False
+    runs: ClassVar[str]
     most: ClassVar[int]
 
     def __init__(self, compiled: bool = False, constants: bool = False):
@@ -236,7 +238,7 @@ class CudaGraphs(Captures):
     """CUDA graphs, one per shape. The first replay of every call is compared with the eager forward pass. A new shape of a
     trusted sort is compared with the same function before its capture."""
 
-    most = 48
+    most, runs = 48, "CUDA graphs"
 
     def __init__(self, compiled: bool = False, constants: bool = False):
         super().__init__(compiled, constants)
@@ -285,7 +287,7 @@ class CompiledCode(Captures):
     compiled again. The compiler's guards detect other changes of the model in the first pass of each sort in every call.
     """
 
-    takes_constants = True
+    takes_constants, runs = True, "compiled passes"
     most = 512  # they share code
 
     def __init__(self, compiled: bool = True, constants: bool = False):

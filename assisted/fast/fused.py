@@ -11,7 +11,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from ..engine.runner import CachedModel
 from ..engine.sublayers import Path, Skippable
 from ..engine.traits import Traits
 from ..engine.trust import Trust, trust
-from . import native
+from . import native, regional
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, size_of_copies
+from .regional import CompiledLayer, CompiledPass, Form, Takeover
 from .sources import Modules, Source, Weights
 
 _FAMILY = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -75,13 +77,39 @@ def prepare(
     began = time.perf_counter()
     trusted = settings.trust_in(model)
     if settings.fuses and trusted.is_own:
-        made = (fuse or fused)(model, trusted)
+        made = _taken_over((fuse or fused)(model, trusted), model, settings)
     else:
         made = PreparedModule(model, is_own=trusted.is_own)
     if made.warning is not None:
         settings.note(made.warning)
     settings.spent_once += time.perf_counter() - began
     return made
+
+
+def _taken_over(made: PreparedModule, model: PreTrainedModel, settings: CallSettings) -> PreparedModule:
+    """The model with compiled layers if they are ready. With `fast="compile"` a call waits for them; otherwise they are begun
+    once they pay off, and a later call takes them."""
+    layers = getattr(getattr(made.module, "model", None), "layers", ())
+    if settings.bits or not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
+        return made
+    takeover = TAKEOVERS.setdefault(layers, {}).setdefault(torch.get_num_threads(), Takeover())
+    if takeover.layers is None and takeover.reason is None:
+        form, waits = layers[0].form, settings.mode == "compile"
+        if (
+            not regional.fits(form)
+            or any(layer.form != form for layer in layers)
+            or not may_take(len(layers) * form.entries * torch.float32.itemsize)
+        ):
+            return made
+        if waits or regional.pays(layers[0].shared.seconds, form):
+            takeover.begin(layers, lambda found: _agree_in_rounds(model, _with_layers(made, found)), not waits)
+    if takeover.reason is not None:
+        settings.note(f"layers of {type(model).__name__} are not compiled one by one: {takeover.reason}")
+    return made if takeover.layers is None else _with_layers(made, takeover.layers)
+
+
+def _with_layers(made: PreparedModule, layers: nn.ModuleList) -> PreparedModule:
+    return replace(made, module=with_children(made.module, {("model", "layers"): layers}), runs="compiled layers")
 
 
 def require_bits(prepared: PreparedModule) -> None:
@@ -148,6 +176,8 @@ def fused_product(module: nn.Linear) -> nn.Module:
 
 
 _SAME_BITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # by the layers
+# by the layers and the number of threads
+TAKEOVERS: weakref.WeakKeyDictionary[nn.Module, dict[int, Takeover]] = weakref.WeakKeyDictionary()
 _Children = dict[tuple[str, ...], nn.Module]
 
 
@@ -172,8 +202,15 @@ class _Fusion:
         weights = self.source.weights
         copied = () if weights.checksums is None else weights.tensors
         made = with_children(model, children)
+        layers = children.get(("model", "layers"), ())
+        in_c = all(isinstance(layer, FusedLayer) and layer.native is not None for layer in layers)  # type: ignore[union-attr]
         return PreparedModule(
-            made, self.is_family, self.is_family, copied, sum(low.nbytes for low in self.source.kept.tensors)
+            made,
+            self.is_family,
+            self.is_family,
+            copied,
+            sum(low.nbytes for low in self.source.kept.tensors),
+            runs=("layers in C" if in_c else "fused layers") if self.is_family else "packed products",
         )
 
 
@@ -286,7 +323,93 @@ class FusedLayer(Skippable):
         self.key_norm = Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.before_mlp = Norm(layer.post_attention_layernorm)
         products = self.heads, self.output, self.gate_up, self.down = [Product(m, copied) for m in _joined(layer)]
-        self.native = self._native(products) if isinstance(mlp.act_fn, nn.SiLU | SiLUActivation) else None
+        is_known = isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+        self.native = self._native(products) if is_known else None
+        self.compiled: CompiledLayer | None = None
+        self.is_compilable = is_known and copied
+
+    @classmethod
+    def of_form(cls, form: Form, products: list[Any], norms: list[torch.Tensor]) -> FusedLayer:
+        """A layer of other products than those of modules, for compiling. norms: their weights."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.index, layer.is_last, layer.native, layer.compiled, layer.is_compilable = 0, False, None, None, False
+        layer.head_size, layer.scaling, layer.activation = form.head_size, form.scaling, F.silu
+        layer.key_heads, layer.query_heads = form.key_heads, form.query_heads
+        made = [Norm(SimpleNamespace(weight=weight, variance_epsilon=form.epsilon)) for weight in norms]
+        layer.before_attention, layer.before_mlp = made[:2]
+        layer.query_norm, layer.key_norm = made[2:] if form.norms else (None, None)
+        layer.heads, layer.output, layer.gate_up, layer.down = products
+        layer.shared = _Given()
+        return layer
+
+    @property
+    def form(self) -> Form | None:
+        """What its compiled code depends on; None if it can't be compiled by itself."""
+        products = self.heads, self.output, self.gate_up, self.down
+        linear: list[Any] = [module for product in products for module in product.modules]
+        norms = self.norms
+        if not self.is_compilable or any(type(module) is not nn.Linear for module in linear):
+            return None
+        kinds = {
+            (weight.dtype, weight.device.type) for weight in (*(m.weight for m in linear), *(n.weight for n in norms))
+        }
+        if kinds != {(torch.float32, "cpu")} or len({norm.epsilon for norm in norms}) > 1:
+            return None
+        return Form(
+            linear[3].weight.shape[0],
+            linear[-1].weight.shape[1],
+            self.query_heads,
+            self.key_heads,
+            self.head_size,
+            self.before_attention.epsilon,
+            self.scaling,
+            len(norms) == 4,
+            tuple(product.bias is not None for product in products),
+            torch.get_num_threads(),
+        )
+
+    @property
+    def norms(self) -> list[Norm]:
+        """In the order of the compiled code's arguments."""
+        found = (self.before_attention, self.before_mlp, self.query_norm, self.key_norm)
+        return [norm for norm in found if norm is not None]
+
+    def weights_of_form(self) -> list[torch.Tensor]:
+        """The weights as arguments of compiled code."""
+        products = self.heads, self.output, self.gate_up, self.down
+        parts: list[list[Any]] = [list(product.modules) for product in products]
+        weights = [regional.blocked(torch.cat([module.weight for module in part])) for part in parts]
+        biases = [torch.empty(0) if product.bias is None else product.bias.detach() for product in products]
+        return [*weights, *biases, *(norm.weight.detach() for norm in self.norms)]
+
+    def compiled_as(self, code: CompiledLayer) -> FusedLayer:
+        """The same layer as another object, run by this code."""
+        other = self.__class__.__new__(self.__class__)
+        other.__dict__ = {**self.__dict__, "compiled": code}
+        return other
+
+    def trial(self, columns: int, top: int) -> Callable[[], list[torch.Tensor]]:
+        """A forward pass over some numbers, with its output, keys and values."""
+        generator = torch.Generator().manual_seed(columns)
+        form = self.form
+        assert form is not None
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        cache = SlotCache(1, top)
+        cache.reserve(top)
+        cache.layers = [SlotLayer(cache) for _ in range(self.index + 1)]
+        cache.lengths = [top - columns]
+        cache.place(columns, torch.device("cpu"))
+        slots = cache.layers[self.index]
+        slots.keys, slots.values = (numbers(1, form.key_heads, top, form.head_size) for _ in range(2))
+        slots.is_initialized = True
+        hidden = numbers(1, columns, form.hidden)
+        angles = numbers(1, columns, 1, form.head_size), numbers(1, columns, 1, form.head_size)
+        mask = torch.ones(columns, top, dtype=torch.bool).tril(top - columns)[None, None] if columns > 1 else None
+        return lambda: [self(hidden, mask, angles, **{CACHE: cache}), slots.keys, slots.values]
 
     def _native(self, products: list[Product]) -> native.NativeLayer | None:
         """The layer in C; None if it has not the shapes or the dtype for that."""
@@ -317,8 +440,32 @@ class FusedLayer(Skippable):
         """
         if (made := self.in_c(hidden_states, attention_mask, position_embeddings, **kwargs)) is not None:
             return made
+        cache, code = kwargs.get(CACHE), self.compiled
+        if code is not None and (slots := _slots(cache, self.index)) is not None and code.takes(hidden_states):
+            beside = self.query_heads // self.key_heads
+            compiled = self.shared.compiled(hidden_states, attention_mask, position_embeddings, kwargs[CACHE], beside)
+            return code(hidden_states, *slots, compiled)
+        if torch.compiler.is_compiling() or not self.is_compilable or not regional.is_few(hidden_states):
+            return self.run(hidden_states, attention_mask, position_embeddings, cache, last_only)
+        if self.index == 0:
+            self.shared.began = time.perf_counter()
+        made = self.run(hidden_states, attention_mask, position_embeddings, cache, last_only)
+        if self.is_last:
+            self.shared.seconds += time.perf_counter() - self.shared.began
+        return made
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        cache: Any,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """The layer by operations of torch; see `forward`."""
         normed = self.before_attention(hidden_states)
-        attended = self.attend(hidden_states, normed, attention_mask, position_embeddings, last_only, **kwargs)
+        given = {CACHE: cache}
+        attended = self.attend(hidden_states, normed, attention_mask, position_embeddings, last_only, **given)
         return self.transform(attended)
 
     def in_c(
@@ -446,11 +593,18 @@ class Angles(nn.Module):
 
 
 class Shared:
-    """Values that all layers of a model would compute from the same inputs, computed once per forward pass."""
+    """Values that all layers of a model would compute from the same inputs, computed once per forward pass.
+
+    Attributes:
+        seconds: spent so far in forward passes over few columns.
+        began: when the last forward pass began.
+    """
 
     def __init__(self) -> None:
         self.mask: tuple[Any, torch.Tensor] | None = None
         self.passed: tuple[Any, Any, native.NativePass] | None = None
+        self.given: tuple[Any, Any, CompiledPass] | None = None
+        self.seconds = self.began = 0.0
 
     def around(
         self,
@@ -463,13 +617,28 @@ class Shared:
         known = self.passed
         if known is None or known[0] is not mask or known[1] is not angles[0]:
             rows, width, _ = hidden.shape
-            places, top = (
-                cache.start + torch.arange(width)[None] if isinstance(cache.start, int) else cache.start,
-                cache.top,
-            )
-            assert places is not None
+            places, top = _places(cache, width), cache.top
             seen = torch.ones(1, width, top, dtype=torch.bool).tril(top - width) if mask is None else mask[:, 0]
             known = self.passed = mask, angles[0], native.NativePass(*angles, places, seen, rows)
+        return known[2]
+
+    def compiled(
+        self,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        cache: SlotCache,
+        beside: int,
+    ) -> CompiledPass:
+        """What the compiled layers of this forward pass share. beside: heads that attention joins."""
+        known = self.given
+        if known is None or known[0] is not mask or known[1] is not angles[0]:
+            width = hidden.shape[1]
+            seen = (
+                torch.ones(1, 1, width, cache.top, dtype=torch.bool).tril(cache.top - width) if mask is None else mask
+            )
+            given = _additive(seen, hidden.dtype, beside), *angles, _places(cache, width)
+            known = self.given = mask, angles[0], CompiledPass(*given)
         return known[2]
 
     def additive(self, mask: torch.Tensor | None, dtype: torch.dtype, beside: int) -> torch.Tensor | None:
@@ -484,9 +653,28 @@ class Shared:
         return known[1]
 
 
+class _Given(Shared):
+    """What compiled code is given: the mask as attention takes it."""
+
+    def additive(self, mask: torch.Tensor | None, dtype: torch.dtype, beside: int) -> torch.Tensor | None:
+        return mask
+
+
+def _places(cache: SlotCache, width: int) -> torch.Tensor:
+    """The slot that each column is written to, [R or 1, n]."""
+    places = cache.start + torch.arange(width)[None] if isinstance(cache.start, int) else cache.start
+    assert places is not None
+    return places
+
+
 def native_slots(hidden: torch.Tensor, cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The slots of a layer in C, which writes to them itself; None if it cannot run this forward pass."""
-    if torch.compiler.is_compiling() or hidden.dtype != torch.bfloat16 or not isinstance(cache, SlotCache):
+    return None if hidden.dtype != torch.bfloat16 else _slots(cache, index)
+
+
+def _slots(cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The slots of a layer that writes to them itself; None if this forward pass needs others."""
+    if torch.compiler.is_compiling() or not isinstance(cache, SlotCache):
         return None
     layer = cache.layers[index] if index < len(cache.layers) else None
     if cache.start is None or type(layer) is not SlotLayer or not layer.is_initialized or not layer.keys.is_cpu:

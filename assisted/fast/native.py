@@ -83,6 +83,13 @@ class _Pass(ctypes.Structure):
     )
 
 
+def folder() -> Path:
+    """The folder that keeps compiled code."""
+    where = os.environ.get(VARIABLE, "0")
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "assisted"
+    return own if where in ("", "0") else Path(where)
+
+
 @functools.cache
 def loaded() -> tuple[Any, str]:
     """The compiled library and an empty string, or None and why there is none."""
@@ -100,9 +107,8 @@ def loaded() -> tuple[Any, str]:
     source = Path(__file__).with_name("native.c")
     key = hashlib.sha256(source.read_bytes() + " ".join((compiler, *_FLAGS)).encode()).hexdigest()[:16]
     try:
-        folder = Path(where) if where else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "assisted"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = folder / f"native-{key}.so"
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = folder() / f"native-{key}.so"
         if not file.is_file() or file.stat().st_uid != os.getuid():
             _compile([*compiler.split(), *_FLAGS, str(source), "-lm"], file)
         library = ctypes.CDLL(str(file))

@@ -15,13 +15,14 @@ from test_quantization import llama, logits
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.drafters.quantized_self import CopyDrafter
 from assisted.fast import native
 from assisted.fast.fused import FusedLayer, fused
 from assisted.fast.low_bit import LowBitLinear, NativeLinear, joined, low_bit
-from assisted.loading import packed, quantization
+from assisted.loading import quantization
 from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import load_quantized, memory_bytes, quantize_copy, resolve
 
@@ -297,7 +298,7 @@ def test_inputs_keep_their_bits_without_the_products_in_c(tmp_path: Path, monkey
     monkeypatch.setattr(native, "loaded", lambda: (None, "no C compiler was found"))
     llama(tmp_path)
     warned: list[str] = []
-    monkeypatch.setattr(packed._logger, "warning_once", warned.append)
+    monkeypatch.setattr(logging.get_logger("assisted.loading.packed"), "warning_once", warned.append)
     model = load_quantized(str(tmp_path), PackedConfig(4, input_bits=8))
     assert warned == [
         "input_bits: inputs keep 16 bits, because the products in C do not run here: no C compiler was found"

@@ -98,7 +98,7 @@ def compile_layer(form: Form, file: str) -> None:
 def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
-    os.killpg(0, 9) if hasattr(os, "killpg") else os._exit(1)
+    os.killpg(0, 9) if hasattr(os, "killpg") else os.kill(os.getpid(), 9)
 
 
 def main() -> None:

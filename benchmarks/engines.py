@@ -36,10 +36,10 @@ OWN: dict[str, dict[str, Any]] = {  # `draft` is None for transformers' own `gen
     f'assisted, 8 bits, "{HEAD}"': {"draft": HEAD, "bits": 8},
     f'assisted, 8 bits, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile", "bits": 8},
     "assisted, 4 bits, no draft": {"draft": "none", "bits": 4},
-    "assisted, 4 bits, inputs in 8, no draft": {"draft": "none", "bits": 4, "input_bits": 8},
-    f'assisted, 4 bits, inputs in 8, "{HEAD}"': {"draft": HEAD, "bits": 4, "input_bits": 8},
     f'assisted, 4 bits, "{HEAD}"': {"draft": HEAD, "bits": 4},
     f'assisted, 4 bits, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile", "bits": 4},
+    "assisted, 4 bits, inputs in 8, no draft": {"draft": "none", "bits": 4, "input_bits": 8},
+    f'assisted, 4 bits, inputs in 8, "{HEAD}"': {"draft": HEAD, "bits": 4, "input_bits": 8},
 }
 
 

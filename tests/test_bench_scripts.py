@@ -61,6 +61,7 @@ SECTIONS = {
     "howto/draft-window": [("draft-window", "draft_window")],
     "howto/offload": [("offload", "offload")],
     "howto/plan": [("plan", "plan")],
+    "howto/quantize": [("quality", "quality")],
     "howto/tool-calls-and-json": [("grammar", "grammar")],
     "howto/train": [("draft-vocabulary", "draft_vocabulary")],
     "integrations/handover": [("handover", "handover")],

@@ -118,7 +118,8 @@ class CopyDrafter(Drafter):
 def _sample(model: PreTrainedModel) -> torch.Tensor:
     """The first numbers of every weight, [n] float32 on the host."""
     with torch.inference_mode(False), torch.no_grad():
-        found = [weight.reshape(-1)[:_SAMPLE].to(model.device, torch.float32) for weight in model.parameters()]
+        held = [weight for weight in model.parameters() if not weight.is_meta]  # others wait on a disk
+        found = [weight.reshape(-1)[:_SAMPLE].to(model.device, torch.float32) for weight in held]
         return torch.cat(found).cpu()
 
 

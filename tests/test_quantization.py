@@ -302,9 +302,9 @@ def test_memory_counts_what_is_stored(name: str, tmp_path: Path) -> None:
     four_bit = (
         packed // 2 + 4 * packed // 64 + PROJECTIONS * 16 * 4
     )  # a float32 scale a block, a table of 16 values a layer
-    # kernels in C have float32 scales, and outputs in multiples of 64; a head of its own, beside the embedding, has 8 bits
+    # kernels in C have float32 scales, and outputs in multiples of 32; a head of its own, beside the embedding, has 8 bits
     in_c = native.is_available()
-    scale, head = (4, 128 * 64 + 96 * 4) if in_c else (2, 96 * (64 + 2))
+    scale, head = (4, 96 * 64 + 96 * 4) if in_c else (2, 96 * (64 + 2))
     activations = PROJECTIONS * 2 * 4  # quanto's two float32 scales a layer, unused
     expected = {
         "nf4": four_bit,

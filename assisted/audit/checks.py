@@ -152,7 +152,7 @@ class _Checks:
         self.prompts, self.settings = prompts, settings
         exact = reference.dtype in (torch.float32, torch.float64)
         self.gap = settings.gap if settings.gap is not None else 1e-3 if exact else 0.25
-        self.logprob = settings.logprob if settings.logprob is not None else 1e-3 if exact else 0.15
+        self.logprob = settings.logprob if settings.logprob is not None else 1e-3 if exact else 0.25
         self.texts: list[Sampled] = []  # greedy ones of the subject
 
     def greedy(self) -> _Result:

@@ -39,7 +39,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--logprob",
         type=float,
         metavar="X",
-        help="largest allowed difference of log probabilities (default: 0.15 in half precision, else 0.001)",
+        help="largest allowed difference of log probabilities (default: 0.25 in half precision, else 0.001)",
     )
     audit.add_argument("--html", metavar="FILE", help="write the report as a page")
     add_loading(audit, "adaptive")

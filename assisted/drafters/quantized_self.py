@@ -103,11 +103,8 @@ class CopyDrafter(Drafter):
             began = time.perf_counter()
             self.sample = now  # first: if the target can't be copied any more, later calls draft with the old copy
             try:
-                with (
-                    torch.inference_mode(False),
-                    torch.no_grad(),
-                    without_bars(),
-                ):  # later calls may run in another mode
+                # not in this call's inference mode: later calls may run in another one
+                with torch.inference_mode(False), torch.no_grad(), without_bars():
                     self.model = quantize_copy(self.target, self.quantization)
             except (ValueError, ImportError) as error:  # it has an adapter by now, or has moved to another device
                 call.settings.note(f"the target has changed, and its copy could not be made again ({error})")

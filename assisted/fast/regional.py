@@ -31,9 +31,8 @@ from torch import nn
 from ..engine.libraries import load_compiled
 from . import native
 
-BLOCK = (
-    32  # outputs that lie together: the columns of a product of the compiler's that needs no other layout of weights
-)
+BLOCK = 32
+"""Outputs that lie together: the columns of a product that torch's compiler computes without another layout of weights."""
 _COLUMNS = (1, 2, 4, 8, 16)  # at which both ways are timed
 _TOP = 256  # slots of that trial
 _LOSS = 100.0  # seconds of forward passes until compiling pays off: it takes some 30 of a processor, and saves a third

@@ -110,13 +110,13 @@ def test_a_session_goes_on_with_the_same_bits(target: Any, prompts: Any) -> None
 def test_ordinary_passes_do_have_other_bits(prompts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this guards against: a kernel whose sums depend on the number of columns."""
     model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.bfloat16)
-    run = native.NativeLayer.__call__
+    run = native.run
 
-    def wrong(self: Any, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-        made = run(self, hidden, *args)
+    def wrong(layers: Any, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        made = run(layers, hidden, *args)
         return made if hidden.shape[0] * hidden.shape[1] == 1 else made * (1 + 2**-7)
 
-    monkeypatch.setattr(native.NativeLayer, "__call__", wrong)
+    monkeypatch.setattr(native, "run", wrong)
     pair = AssistedModelForCausalLM.from_models(model, draft="suffix", exact="bits")
     with pytest.raises(ValueError, match="differ from those of each"):
         pair.generate(**prompts, max_new_tokens=4)

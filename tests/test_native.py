@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from assisted import AssistedModelForCausalLM
 from assisted.drafts import Draft
 from assisted.engine.agreement import agree
 from assisted.engine.cache import SlotCache
+from assisted.engine.needs import Needs
+from assisted.engine.parts import find_layers
 from assisted.engine.runner import CachedModel
+from assisted.engine.session import go_on
 from assisted.engine.traits import Traits
 from assisted.fast import fused, native, products
 from assisted.fast.low_bit import NativeLinear, low_bit
@@ -136,8 +140,8 @@ def test_layers_are_the_models(name: str, bits: float, monkeypatch: pytest.Monke
     in_c = [layer.native is not None for layer in layers]
     assert in_c == [bits == 16 or "biases" not in name] * 2
     calls = []
-    run = native.NativeLayer.__call__
-    monkeypatch.setattr(native.NativeLayer, "__call__", lambda *args: calls.append(0) or run(*args))
+    run = native.run
+    monkeypatch.setattr(native, "run", lambda *args: calls.append(len(args[0])) or run(*args))
     ids, mask = ids_of(9, 2), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :4] = 0
     columns, tree = ids_of(6, 2, seed=1), PARENTS.repeat(2, 1)
@@ -150,7 +154,8 @@ def test_layers_are_the_models(name: str, bits: float, monkeypatch: pytest.Monke
         run_.commit([1, 1])
         logits.append(run_(ids_of(4, 2, seed=3)))
         found.append(torch.cat(logits, 1))
-    assert len(calls) == (6 if in_c[0] else 0)
+    # a prompt is read layer by layer, and of the last layer only one column is needed; other passes are one call
+    assert calls == ([1, 2, 2, 2] if in_c[0] else [])
     assert agree(found[1], found[0], torch.bfloat16)
 
 
@@ -193,9 +198,60 @@ def test_a_column_has_the_same_bits_alone_in_a_draft_in_a_tree_and_beside_other_
     rows = torch.cat([ids_of(6, seed=9), path, ids_of(6, seed=10)])
     lone = runner(model)
     lone.prefill(ids, None)
-    same_prompt = torch.equal(*(run.cache.layers[1].keys[-2 if run is batch else 0, :, :37] for run in (batch, lone)))
-    if same_prompt:  # prompts are read by torch's attention
-        assert torch.equal(_bits(batch, rows)[1:2], expected)
+    assert torch.equal(_bits(batch, rows)[1:2], expected)
+
+
+@needed
+@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "biases" not in name])
+@torch.no_grad()
+def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
+    name: str, bits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever pieces it is read: at once, after a past, or a few columns at a time."""
+    model, ids = fused.fused(built(name, bits)), ids_of(23)
+    single = runner(model)
+    single.prefill(ids[:, :1], None)
+    for column in ids[:, 1:].split(1, 1):
+        single(column)
+        single.commit([1])
+
+    def read(first: int, rows: int = 1) -> CachedModel:
+        run_, mask = runner(model, rows), torch.ones(rows, 23, dtype=torch.int64)
+        text = ids if rows == 1 else torch.cat([ids_of(23, seed=3), ids])
+        mask[: rows - 1, :5] = 0
+        if first == 23:
+            run_.prefill(text, mask)
+            return run_
+        run_.prefill(text[:, :first], None)
+        go_on(run_.cache, first, 256)
+        run_.prefill(text[:, first:], None)
+        return run_
+
+    expected = [store[:, :, :23] for store in single.cache.stores]
+    ways = [read(23), read(23, 2), read(9)]
+    monkeypatch.setattr(native, "_AT_ONCE", 4)
+    ways += [read(23), read(23, 2), read(9)]
+    for way in ways:
+        found = [store[-1:, :, :23] for store in way.cache.stores]
+        assert all(map(torch.equal, found, expected))
+
+
+@needed
+@torch.no_grad()
+def test_taps_keep_the_layers_of_one_call() -> None:
+    model, ids = built("grouped", 4), ids_of(9)
+    needs = Needs(find_layers(model), frozenset({1, 2}))
+    one, other = (
+        CachedModel(part, SlotCache(1, 64), Traits.of(model).masks, needs)
+        for part in (fused.fused(model), replace(fused.fused(model), at_once=None))
+    )
+    for run_ in (one, other):
+        run_.prefill(ids, None)
+        run_(ids_of(3, seed=1), Draft(ids_of(3, seed=1)[:, 1:], torch.tensor([2])))
+    for end in (1, 2):
+        assert torch.equal(one.prepared.taps[end].hidden, other.prepared.taps[end].hidden)
+        assert one.prepared.taps[end].hidden.shape[1] == 3
 
 
 @pytest.mark.parametrize("setting", ["off", "no compiler", "a broken compiler", "a folder that cannot be written"])

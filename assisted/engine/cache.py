@@ -70,14 +70,20 @@ class SlotLayer(UnboundedLayer):
     def _read(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`update` for a prompt: all rows start at the same column, and only the rows being read take part."""
         places, first = self.slots.places, self.slots.first
-        start, self.filled = first + self.filled, self.filled + key_states.shape[2]
-        top = first + self.filled
-        self.make_room(top, key_states, value_states)
+        start, top = self.count(key_states.shape[2], key_states, value_states)
         self.keys[places, :, start:top] = key_states
         self.values[places, :, start:top] = value_states
         if start == first:
             return key_states, value_states
         return self.keys[places, :, first:top], self.values[places, :, first:top]
+
+    def count(self, width: int, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[int, int]:
+        """Count further columns of a prompt. Returns the first slot for them, to which the caller writes, and the one after the
+        last. key_states, value_states: [any, H, any, D], of the right dtype."""
+        start, self.filled = self.slots.first + self.filled, self.filled + width
+        top = self.slots.first + self.filled
+        self.make_room(top, key_states, value_states)
+        return start, top
 
     def make_room(self, top: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.slots.reserve(top)
@@ -150,9 +156,13 @@ class SlotCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by attention layers; a layer's slots are created at its first call."""
-        while len(self.layers) <= layer_idx:
+        return self.layer(layer_idx).update(key_states, value_states)
+
+    def layer(self, index: int) -> Any:
+        """A layer's slots."""
+        while len(self.layers) <= index:
             self.layers.append(SlotLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
+        return self.layers[index]
 
     def hide(self, attention_mask: torch.Tensor | None) -> None:
         """Hide the slots of a prompt's padding. attention_mask: [B, prompt], 0 at padding."""

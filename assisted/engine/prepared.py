@@ -6,7 +6,7 @@ Independent of slots, masks and drafting.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,6 +91,7 @@ class PreparedModule:
         taps: modules in it whose output is needed in addition to the forward's, by index of the hidden state.
         inject: for parts and heads, the module that holds their input states.
         runs: how, for `report.passes`.
+        at_once: runs all layers in one call, given their list and a layer's arguments; it returns None where it cannot.
     """
 
     module: Any
@@ -104,6 +105,7 @@ class PreparedModule:
     taps: Mapping[int, Tap] = field(default_factory=dict)
     inject: Inject | None = None
     runs: str = "eager"
+    at_once: Callable[..., torch.Tensor | None] | None = None
 
     def tapped(self, needs: Needs) -> PreparedModule:
         """The same module as another object that also keeps the needed hidden states of its last forward pass."""

@@ -223,13 +223,11 @@ class CachedModel(Runner):
         base = self.model.base_model
         hidden = base.embed_tokens(ids.to(self.device))
         rotary = base.rotary_emb(hidden, position_ids=kwargs["position_ids"])
-        for layer in base.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=kwargs.get("attention_mask"),
-                position_ids=kwargs["position_ids"],
-                position_embeddings=rotary,
-                use_cache=True,
-                **{CACHE: self.cache},
-            )
-        return self.model.lm_head(base.norm(hidden))
+        given = {"attention_mask": kwargs.get("attention_mask"), "position_embeddings": rotary, CACHE: self.cache}
+        at_once = self.prepared.at_once
+        made = None if at_once is None else at_once(base.layers, hidden, **given)
+        if made is None:
+            made = hidden
+            for layer in base.layers:
+                made = layer(made, position_ids=kwargs["position_ids"], use_cache=True, **given)
+        return self.model.lm_head(base.norm(made))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from ..engine.agreement import agree
 from ..engine.cache import SlotCache, SlotLayer
 from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.libraries import CACHE, is_wrapper_subclass
-from ..engine.parts import few_ids, with_children
+from ..engine.parts import Tap, few_ids, with_children
 from ..engine.prepared import CallSettings, PreparedModule
 from ..engine.runner import CachedModel
 from ..engine.sublayers import Path, Skippable
@@ -40,6 +40,7 @@ from .sources import Modules, Source, Weights
 _FAMILY = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _KNOWN = ("transformers.", "assisted.")  # packages whose rotary embeddings follow their `rope_type`
 _TABLE = 2**13  # positions with tabulated angles
+_SEEN = 2**22  # entries of a prompt's mask that become lists of slots
 
 
 def fused(model: PreTrainedModel, trusted: Trust | None = None) -> PreparedModule:
@@ -211,6 +212,7 @@ class _Fusion:
             copied,
             sum(low.nbytes for low in self.source.kept.tensors),
             runs=("layers in C" if in_c else "fused layers") if self.is_family else "packed products",
+            at_once=_at_once if in_c else None,
         )
 
 
@@ -438,7 +440,7 @@ class FusedLayer(Skippable):
         last_only: only the last column of the model's output is used, so the last layer computes just keys and values of the
         others. kwargs: the cache, under the name of `CACHE`. Returns [B, n, D], or [B, 1, D] without the other columns.
         """
-        if (made := self.in_c(hidden_states, attention_mask, position_embeddings, **kwargs)) is not None:
+        if (made := self.in_c(hidden_states, attention_mask, position_embeddings, last_only, **kwargs)) is not None:
             return made
         cache, code = kwargs.get(CACHE), self.compiled
         if code is not None and (slots := _slots(cache, self.index)) is not None and code.takes(hidden_states):
@@ -478,11 +480,34 @@ class FusedLayer(Skippable):
         **kwargs: Any,
     ) -> torch.Tensor | None:
         """`forward` in C; None if that cannot run this pass. beside: see `NativeLayer`."""
-        slots = None if self.native is None else native_slots(hidden_states, kwargs.get(CACHE), self.index)
-        if self.native is None or slots is None:
+        cache = kwargs.get(CACHE)
+        if self.native is None or hidden_states.dtype != torch.bfloat16:
             return None
-        around = self.shared.around(hidden_states, attention_mask, position_embeddings, kwargs[CACHE])
+        slots = _slots(cache, self.index)
+        if slots is None and not (last_only and self.is_last):
+            slots = self._slots_to_read(hidden_states, attention_mask, cache)
+        if slots is None:
+            return None
+        around = self.shared.around(hidden_states, attention_mask, position_embeddings, kwargs[CACHE], self.index)
         return self.native(hidden_states.contiguous(), *slots, around, beside)
+
+    def _slots_to_read(
+        self, hidden_states: torch.Tensor, mask: torch.Tensor | None, cache: Any
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The slots for a prompt's columns, which are counted; None if the layer in C cannot read them, or not faster."""
+        rows, width, _ = hidden_states.shape
+        if (
+            torch.compiler.is_compiling()
+            or type(cache) is not SlotCache
+            or cache.start is not None
+            or not isinstance(cache.places, slice)
+            or (mask is not None and (mask.dtype != torch.bool or mask.numel() > _SEEN))
+            or (native.has_tiles() and rows * width > native.most_columns())
+        ):
+            return None
+        layer, like = cache.layer(self.index), hidden_states.new_empty(rows, self.key_heads, 0, self.head_size)
+        layer.count(width, like, like)
+        return layer.keys[cache.places], layer.values[cache.places]
 
     def attend(
         self,
@@ -535,6 +560,33 @@ class FusedLayer(Skippable):
 
     def _mlp_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return self.transform(hidden_states)
+
+
+def _at_once(
+    layers: Iterable[nn.Module],
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The output of layers in C, one after the other, in one call; None if they cannot run this pass so. Taps keep theirs."""
+    taps = {index: layer for index, layer in enumerate(layers) if type(layer) is Tap}
+    each: list[Any] = [layer.layer if type(layer) is Tap else layer for layer in layers]
+    if any(type(layer) is not FusedLayer or layer.native is None for layer in each):
+        return None
+    cache = kwargs[CACHE]
+    slots: list[torch.Tensor] = []
+    for layer in each:
+        if hidden_states.dtype != torch.bfloat16 or (own := _slots(cache, layer.index)) is None:
+            return None
+        slots += own
+    if len({(layer.native.sizes, part.shape[2]) for layer, part in zip(each, slots[::2], strict=True)}) > 1:
+        return None
+    around = each[0].shared.around(hidden_states, attention_mask, position_embeddings, cache, each[0].index)
+    made = native.run([layer.native for layer in each], hidden_states.contiguous(), slots, around)
+    for index, tap in taps.items():
+        tap.hidden = made[index]
+    return made[-1]
 
 
 def _joined(layer: Any) -> list[list[Any]]:
@@ -612,14 +664,19 @@ class Shared:
         mask: torch.Tensor | None,
         angles: tuple[torch.Tensor, torch.Tensor],
         cache: SlotCache,
+        index: int,
     ) -> native.NativePass:
-        """What the native layers of this forward pass share."""
+        """What the native layers of this forward pass share. index: of one of them."""
         known = self.passed
         if known is None or known[0] is not mask or known[1] is not angles[0]:
             rows, width, _ = hidden.shape
-            places, top = _places(cache, width), cache.top
-            seen = torch.ones(1, width, top, dtype=torch.bool).tril(top - width) if mask is None else mask[:, 0]
-            known = self.passed = mask, angles[0], native.NativePass(*angles, places, seen, rows)
+            if cache.start is None:  # a prompt, of which `width` columns have been counted
+                first, end = cache.first, cache.layers[index].filled + cache.first
+                places = torch.arange(end - width, end)[None]
+            else:
+                first, places = 0, _places(cache, width)
+            seen = None if mask is None else mask[:, 0]
+            known = self.passed = mask, angles[0], native.NativePass(*angles, places, seen, rows, first)
         return known[2]
 
     def compiled(
@@ -665,11 +722,6 @@ def _places(cache: SlotCache, width: int) -> torch.Tensor:
     places = cache.start + torch.arange(width)[None] if isinstance(cache.start, int) else cache.start
     assert places is not None
     return places
-
-
-def native_slots(hidden: torch.Tensor, cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The slots of a layer in C, which writes to them itself; None if it cannot run this forward pass."""
-    return None if hidden.dtype != torch.bfloat16 else _slots(cache, index)
 
 
 def _slots(cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -220,16 +220,27 @@ static void two_tiles(
     switch (columns) { COLUMNS(1) COLUMNS(2) COLUMNS(3) COLUMNS(4) COLUMNS(5) COLUMNS(6) COLUMNS(7) COLUMNS(8) }
 }
 
-/* y [n, outputs] = x [n, inputs] times the weights, within a parallel region. scratch: n * inputs / 32 `Rounded` a thread. */
-static void product(const Product *p, const bf16 *x, int64_t n, const bf16 *residual, bf16 *y, float *scratch) {
-    const int64_t groups = p->inputs / GROUP, of_group = p->input_bits == 8 ? sizeof(Rounded) / sizeof(float) : 1;
+/* What weights of 4 bits need of groups [from, to) of the inputs: rounded ones, or their sums. */
+static void groups_of(const Product *p, const bf16 *x, int64_t from, int64_t to, float *scratch) {
     if (p->input_bits == 8) {
-        for (int64_t g = 0; g < n * groups; g++) round_group(x + g * GROUP, (Rounded *)scratch + g);
+        for (int64_t g = from; g < to; g++) round_group(x + g * GROUP, (Rounded *)scratch + g);
     } else if (p->bits == 4) {
         const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-        for (int64_t g = 0; g < n * groups; g++)
+        for (int64_t g = from; g < to; g++)
             scratch[g] = _mm512_reduce_add_ps(
                 _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)_mm512_loadu_si512(x + g * GROUP), ones));
+    }
+}
+
+/* y [n, outputs] = x [n, inputs] times the weights, within a parallel region. scratch: n * inputs / 32 `Rounded`, shared by all
+   threads; own: a thread's own, as large. For few columns, computing the same in each thread takes less time than waiting. */
+static void product(const Product *p, const bf16 *x, int64_t n, const bf16 *residual, bf16 *y, float *scratch, float *own) {
+    const int64_t groups = p->inputs / GROUP, of_group = p->input_bits == 8 ? sizeof(Rounded) / sizeof(float) : 1;
+    if (n > MOST && p->bits == 4) {
+#pragma omp for schedule(static)
+        for (int64_t c = 0; c < n; c++) groups_of(p, x, c * groups, (c + 1) * groups, scratch);
+    } else {
+        groups_of(p, x, 0, n * groups, scratch = own);
     }
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < p->outputs / (TILE * TILES); t++)
@@ -243,8 +254,9 @@ static void product(const Product *p, const bf16 *x, int64_t n, const bf16 *resi
 
 /* The same on its own. scratch: n * inputs / 32 `Rounded` for each thread. */
 void multiply(const Product *p, const bf16 *x, int64_t n, bf16 *y, float *scratch, int threads) {
+    const int64_t of_thread = n * (p->inputs / GROUP) * (sizeof(Rounded) / sizeof(float));
 #pragma omp parallel num_threads(threads)
-    product(p, x, n, NULL, y, scratch + omp_get_thread_num() * n * (p->inputs / GROUP) * (sizeof(Rounded) / sizeof(float)));
+    product(p, x, n, NULL, y, scratch, scratch + omp_get_thread_num() * of_thread);
 }
 
 /* ---- Layers ---- */
@@ -262,11 +274,13 @@ typedef struct {
     const bf16 *cos, *sin; /* [angles, width, head size] */
     int64_t angles;        /* rows, or 1 */
     const int64_t *places; /* [rows * width]: the slot that each column is written to */
-    const int64_t *slots;  /* the slots that the first column sees, in order, then those of the second, ... */
+    const int64_t *slots;  /* the slots that the first column sees, in order, then those of the second, ...; or NULL: */
+    int64_t first;         /* each column sees slots from this one on */
     const int64_t *starts; /* [rows * width + 1]: where a column's slots begin */
     int64_t threads;
-    bf16 *buffer;      /* columns * (4 * hidden + outputs of heads + query heads * head size + 3 * inner) numbers */
-    float *scratch;    /* for each thread, `Rounded` of all columns' inputs, or four times the slots of a column */
+    int64_t at_once;   /* columns that are computed together */
+    bf16 *buffer;      /* at_once * (4 * hidden + outputs of heads + query heads * head size + 3 * inner) numbers */
+    float *scratch;    /* for each thread, `Rounded` of these columns' inputs, or four times the slots of a column */
     int64_t of_thread; /* numbers of that for one thread */
 } Pass;
 
@@ -327,7 +341,8 @@ INLINE float attention_weights(
     for (int64_t j = 0; j < count; j += 16) {
         __m512 dots[16];
         UNROLLED for (int i = 0; i < 16; i++) {
-            const bf16 *key = keys + slots[j + i < count ? j + i : count - 1] * size;
+            const int64_t at = j + i < count ? j + i : count - 1;
+            const bf16 *key = keys + (slots ? slots[at] : at) * size;
             dots[i] = _mm512_setzero_ps();
             for (int64_t k = 0; k < size; k += 32)
                 dots[i] = _mm512_dpbf16_ps(
@@ -356,7 +371,7 @@ INLINE void mean(
     UNROLLED for (int h = 0; h < heads; h++) UNROLLED for (int i = 0; i < parts; i++) sums[h][i] = _mm512_setzero_ps();
     for (int64_t j = 0; j < count; j++) {
         __m512 value[4];
-        UNROLLED for (int i = 0; i < parts; i++) value[i] = load(values + slots[j] * size + 16 * i);
+        UNROLLED for (int i = 0; i < parts; i++) value[i] = load(values + (slots ? slots[j] : j) * size + 16 * i);
         UNROLLED for (int h = 0; h < heads; h++) {
             const __m512 weight = _mm512_set1_ps(weights[h * stride + j]);
             UNROLLED for (int i = 0; i < parts; i++) sums[h][i] = _mm512_fmadd_ps(weight, value[i], sums[h][i]);
@@ -413,43 +428,62 @@ static void finish_heads(const Layer *l, const Pass *s, int64_t c, bf16 *heads, 
     }
 }
 
-/* out [columns, hidden]: the layer's output for hidden [columns, hidden]. beside: what its queries, keys and values are computed
-   from; NULL for the norm of hidden. keys, values [rows, key heads, capacity, head size]. */
-void layer(
-    const Layer *l, const Pass *s, const bf16 *hidden, const bf16 *beside, bf16 *keys, bf16 *values, int64_t capacity, bf16 *out) {
-    const int64_t columns = s->rows * s->width, group = l->query_heads / l->key_heads, size = l->head_size;
-    bf16 *normed = s->buffer, *heads = normed + columns * l->hidden, *seen = heads + columns * l->heads.outputs;
-    bf16 *middle = seen + columns * l->output.inputs, *again = middle + columns * l->hidden;
-    bf16 *wide = again + columns * l->hidden, *narrow = wide + columns * 2 * l->inner;
+/* The columns [from, from + n) of a layer's output [columns, hidden] for hidden [columns, hidden], within a parallel region.
+   beside: what queries, keys and values are computed from; NULL for the norm of hidden. keys, values [rows, key heads, capacity,
+   head size]. */
+static void layer(
+    const Layer *l, const Pass *s, const bf16 *hidden, const bf16 *beside, bf16 *keys, bf16 *values, int64_t capacity, bf16 *out,
+    int64_t from, int64_t n) {
+    float *own = s->scratch + omp_get_thread_num() * s->of_thread;
+    const int64_t group = l->query_heads / l->key_heads, size = l->head_size;
+    bf16 *normed = s->buffer, *heads = normed + n * l->hidden, *seen = heads + n * l->heads.outputs;
+    bf16 *middle = seen + n * l->output.inputs, *again = middle + n * l->hidden;
+    bf16 *wide = again + n * l->hidden, *narrow = wide + n * 2 * l->inner;
+    hidden += from * l->hidden;
+    if (!beside) {
+#pragma omp for schedule(static)
+        for (int64_t c = 0; c < n; c++)
+            norm(hidden + c * l->hidden, l->before_attention, l->hidden, l->epsilon, normed + c * l->hidden);
+    }
+    product(&l->heads, beside ? beside + from * l->heads.inputs : normed, n, NULL, heads, s->scratch, own);
+#pragma omp for schedule(static)
+    for (int64_t c = 0; c < n; c++) finish_heads(l, s, from + c, heads + c * l->heads.outputs, keys, values, capacity);
+#pragma omp for schedule(static, 1)
+    for (int64_t i = 0; i < n * l->key_heads; i++) { /* in turn, because a prompt's columns see more and more slots */
+        const int64_t c = i / l->key_heads, h = i % l->key_heads, start = s->starts[from + c];
+        const int64_t of = (((from + c) / s->width * l->key_heads + h) * capacity + s->first) * size;
+        attend(
+            l, heads + c * l->heads.outputs + h * group * size, keys + of, values + of, s->slots ? s->slots + start : NULL,
+            s->starts[from + c + 1] - start, own, seen + c * l->output.inputs + h * group * size);
+    }
+    product(&l->output, seen, n, hidden, middle, s->scratch, own);
+#pragma omp for schedule(static)
+    for (int64_t c = 0; c < n; c++)
+        norm(middle + c * l->hidden, l->before_mlp, l->hidden, l->epsilon, again + c * l->hidden);
+    product(&l->gate_up, again, n, NULL, wide, s->scratch, own);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < n * l->inner / 16; i++) {
+        const int64_t c = 16 * i / l->inner, at = 16 * i % l->inner;
+        const bf16 *gate = wide + c * 2 * l->inner + at;
+        store(narrow + c * l->inner + at, _mm512_mul_ps(rounded(silu(load(gate))), load(gate + l->inner)));
+    }
+    product(&l->down, narrow, n, middle, out + from * l->hidden, s->scratch, own);
+}
+
+/* The layers of a model, one after the other, each over some columns at a time, whose numbers stay in the cache. slots: each layer's
+   keys and values. out [count, columns, hidden]: the output of each. */
+void layers(
+    const Layer *const *each, int64_t count, const Pass *s, const bf16 *hidden, const bf16 *beside, bf16 *const *slots,
+    int64_t capacity, bf16 *out) {
+    const int64_t columns = s->rows * s->width;
 #pragma omp parallel num_threads(s->threads)
-    {
-        float *own = s->scratch + omp_get_thread_num() * s->of_thread;
-        if (!beside) {
-#pragma omp for schedule(static)
-            for (int64_t c = 0; c < columns; c++)
-                norm(hidden + c * l->hidden, l->before_attention, l->hidden, l->epsilon, normed + c * l->hidden);
+    for (int64_t i = 0; i < count; i++) {
+        bf16 *to = out + i * columns * each[i]->hidden;
+        for (int64_t from = 0; from < columns; from += s->at_once) {
+            const int64_t n = columns - from < s->at_once ? columns - from : s->at_once;
+            layer(
+                each[i], s, i ? to - columns * each[i]->hidden : hidden, i ? NULL : beside, slots[2 * i], slots[2 * i + 1],
+                capacity, to, from, n);
         }
-        product(&l->heads, beside ? beside : normed, columns, NULL, heads, own);
-#pragma omp for schedule(static)
-        for (int64_t c = 0; c < columns; c++) finish_heads(l, s, c, heads + c * l->heads.outputs, keys, values, capacity);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < columns * l->key_heads; i++) {
-            const int64_t c = i / l->key_heads, h = i % l->key_heads, of = (c / s->width * l->key_heads + h) * capacity * size;
-            attend(
-                l, heads + c * l->heads.outputs + h * group * size, keys + of, values + of, s->slots + s->starts[c],
-                s->starts[c + 1] - s->starts[c], own, seen + c * l->output.inputs + h * group * size);
-        }
-        product(&l->output, seen, columns, hidden, middle, own);
-#pragma omp for schedule(static)
-        for (int64_t c = 0; c < columns; c++)
-            norm(middle + c * l->hidden, l->before_mlp, l->hidden, l->epsilon, again + c * l->hidden);
-        product(&l->gate_up, again, columns, NULL, wide, own);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < columns * l->inner / 16; i++) {
-            const int64_t c = 16 * i / l->inner, at = 16 * i % l->inner;
-            const bf16 *gate = wide + c * 2 * l->inner + at;
-            store(narrow + c * l->inner + at, _mm512_mul_ps(rounded(silu(load(gate))), load(gate + l->inner)));
-        }
-        product(&l->down, narrow, columns, middle, out, own);
     }
 }

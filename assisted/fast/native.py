@@ -32,6 +32,7 @@ user's cache folder."""
 GROUP = 32  # inputs that share a scale and a zero point; inputs are padded to a multiple
 OUTPUTS = 32  # outputs are padded to a multiple
 _TILE = 16  # outputs that lie together
+_AT_ONCE = 256  # columns of a layer
 _ROUNDED = 10  # a thread's numbers for a group of a column's inputs
 _FLAGS = (
     "-O3",
@@ -76,8 +77,12 @@ class _Pass(ctypes.Structure):
         *((name, c_int64) for name in ("rows", "width")),
         *((name, c_void_p) for name in ("cos", "sin")),
         ("angles", c_int64),
-        *((name, c_void_p) for name in ("places", "slots", "starts")),
+        ("places", c_void_p),
+        ("slots", c_void_p),
+        ("first", c_int64),
+        ("starts", c_void_p),
         ("threads", c_int64),
+        ("at_once", c_int64),
         *((name, c_void_p) for name in ("buffer", "scratch")),
         ("of_thread", c_int64),
     )
@@ -117,8 +122,8 @@ def loaded() -> tuple[Any, str]:
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         return None, f"{type(error).__name__}: {error}"
     library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
-    library.layer.argtypes = [*[c_void_p] * 6, c_int64, c_void_p]
-    library.multiply.restype = library.layer.restype = None
+    library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p]
+    library.multiply.restype = library.layers.restype = None
     return library, ""
 
 
@@ -130,9 +135,14 @@ def _compile(command: list[str], file: Path) -> None:
 
 
 @functools.cache
+def has_tiles() -> bool:
+    """Whether the processor has AMX, with which products of many columns are faster than these."""
+    return " amx_bf16" in Path("/proc/cpuinfo").read_text()
+
+
 def most_columns() -> int:
-    """The most columns for which these are the fastest products; with AMX, more columns have faster ones."""
-    return 64 if " amx_bf16" in Path("/proc/cpuinfo").read_text() else 1024
+    """The most columns for which these are the fastest products."""
+    return 64 if has_tiles() else 1024
 
 
 def is_available() -> bool:
@@ -300,12 +310,25 @@ class NativeLayer:
         """[R, n, hidden] -> [R, n, hidden], all contiguous. keys, values: [R or more, key heads, slots, head size], where the
         columns' own are written. beside: [R, n, any], what queries, keys and values are computed from, if that is not the
         norm of `hidden`."""
-        made = torch.empty_like(hidden)
-        buffer = around.buffer(self)
-        read = 0 if beside is None else beside.data_ptr()
-        pointers = (hidden.data_ptr(), read, keys.data_ptr(), values.data_ptr())
-        loaded()[0].layer(ctypes.addressof(self.struct), buffer, *pointers, keys.shape[2], made.data_ptr())
-        return made
+        return run([self], hidden, [keys, values], around, beside)[0]
+
+
+def run(
+    layers: Sequence[NativeLayer],
+    hidden: torch.Tensor,
+    slots: Sequence[torch.Tensor],
+    around: NativePass,
+    beside: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The outputs of layers of the same sizes, one after the other, [layers, R, n, hidden]. slots: keys, values of each.
+    beside: of the first one, see `NativeLayer`."""
+    made = hidden.new_empty(len(layers), *hidden.shape)
+    each = (c_void_p * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
+    places = (c_void_p * len(slots))(*(part.data_ptr() for part in slots))
+    pointers = (hidden.data_ptr(), 0 if beside is None else beside.data_ptr(), ctypes.addressof(places))
+    buffer, capacity = around.buffer(layers[0]), slots[0].shape[2]
+    loaded()[0].layers(ctypes.addressof(each), len(layers), buffer, *pointers, capacity, made.data_ptr())
+    return made
 
 
 class NativePass:
@@ -314,27 +337,42 @@ class NativePass:
     Args:
         cos, sin: of `Angles`, [R or 1, n or 1, 1, head size].
         places: [R or 1, n], the slot that each column is written to.
-        seen: [R or 1, n, slots] bool, the slots that each column sees.
+        seen: [R or 1, n, slots] bool, which slots from `first` on each column sees; None for all up to its own.
         rows: R.
+        first: a slot.
     """
 
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, places: torch.Tensor, seen: torch.Tensor, rows: int):
-        width, threads = seen.shape[1], torch.get_num_threads()
-        seen = seen.expand(rows, -1, -1)
-        starts = F.pad(seen.sum(-1).flatten().cumsum(0), (1, 0))
-        slots = seen.nonzero()[:, 2].contiguous()
-        angles = (part.expand(-1, width, -1, -1).contiguous() for part in (cos, sin))  # a tree's level has one position
-        self.held = *angles, places.expand(rows, -1).contiguous(), slots, starts
-        self.most = seen.shape[2] + _TILE  # numbers for a query's weights
+    def __init__(
+        self,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        places: torch.Tensor,
+        seen: torch.Tensor | None,
+        rows: int,
+        first: int = 0,
+    ):
+        width, places, slots = places.shape[1], places.expand(rows, -1).contiguous(), None
+        if seen is None:
+            counts = (places - first + 1).flatten()
+        else:
+            seen = seen.expand(rows, -1, -1)
+            counts, slots = seen.sum(-1).flatten(), seen.nonzero()[:, 2].contiguous()
+        starts = F.pad(counts.cumsum(0), (1, 0))
+        cos, sin = (
+            part.expand(-1, width, -1, -1).contiguous() for part in (cos, sin)
+        )  # a tree's level has one position
+        self.held = cos, sin, places, slots, starts
+        self.most = int(counts.max()) + _TILE  # numbers for a query's weights
         self.made_for: NativeLayer | None = None
-        of_cos, of_sin, *others = (part.data_ptr() for part in self.held)
-        self.struct = _Pass(rows, width, of_cos, of_sin, len(cos), *others, threads)
+        of_cos, of_sin, *others, ends = (None if part is None else part.data_ptr() for part in self.held)
+        threads, columns = torch.get_num_threads(), min(rows * width, _AT_ONCE)
+        self.struct = _Pass(rows, width, of_cos, of_sin, len(cos), *others, first, ends, threads, columns)
 
     def buffer(self, layer: NativeLayer) -> int:
         """The address of the pass with buffers that suffice for a layer."""
         like = self.made_for
         if like is None or like.sizes != layer.sizes:
-            columns, struct = self.struct.rows * self.struct.width, self.struct
+            struct, columns = self.struct, self.struct.at_once
             struct.of_thread = max(columns * (layer.sizes[1] // GROUP) * _ROUNDED, 4 * self.most)
             self.buffers = (
                 torch.empty(columns * layer.sizes[0], dtype=torch.bfloat16),

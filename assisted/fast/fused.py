@@ -626,17 +626,20 @@ class Angles(nn.Module):
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden: gives dtype and device. position_ids: [B or 1, n] int64. Returns two tensors, [B or 1, n, 1, D]."""
-        table = self.table
-        if table is None or hidden.device.type != "cpu" or not self._in_table(position_ids):
+        table, is_compiling = self.table, torch.compiler.is_compiling()
+        # a compiler can read no values; compiled passes stay within the context
+        last = 0 if is_compiling or table is None else int(position_ids.max())
+        if (
+            table is None
+            or hidden.device.type != "cpu"
+            or last >= table[0].shape[1]
+            or (is_compiling and not self.whole)
+        ):
             return self._angles(hidden, position_ids)
         cos, sin = table
+        if not is_compiling and position_ids.numel() == 1:  # views take less time
+            return cos[:, last : last + 1], sin[:, last : last + 1]
         return cos[0, position_ids], sin[0, position_ids]
-
-    def _in_table(self, position_ids: torch.Tensor) -> bool:
-        if torch.compiler.is_compiling():  # it can read no values; compiled passes stay within the context
-            return self.whole
-        assert self.table is not None
-        return int(position_ids.max()) < self.table[0].shape[1]
 
     def _angles(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = (part[:, :, None] for part in self.rotary[0](hidden, position_ids=position_ids))
@@ -674,9 +677,9 @@ class Shared:
                 first, end = cache.first, cache.layers[index].filled + cache.first
                 places = torch.arange(end - width, end)[None]
             else:
-                first, places = 0, _places(cache, width)
+                first, end, places = 0, cache.top, _places(cache, width)
             seen = None if mask is None else mask[:, 0]
-            known = self.passed = mask, angles[0], native.NativePass(*angles, places, seen, rows, first)
+            known = self.passed = mask, angles[0], native.NativePass(*angles, places, seen, rows, first, end)
         return known[2]
 
     def compiled(

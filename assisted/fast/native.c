@@ -274,9 +274,9 @@ typedef struct {
     const bf16 *cos, *sin; /* [angles, width, head size] */
     int64_t angles;        /* rows, or 1 */
     const int64_t *places; /* [rows * width]: the slot that each column is written to */
-    const int64_t *slots;  /* the slots that the first column sees, in order, then those of the second, ...; or NULL: */
-    int64_t first;         /* each column sees slots from this one on */
-    const int64_t *starts; /* [rows * width + 1]: where a column's slots begin */
+    int64_t first;         /* the first slot that columns may see; the next numbers count from it */
+    const int64_t *slots;  /* the slots that the first column sees, in order, then those of the second, ... */
+    const int64_t *starts; /* [rows * width + 1]: where a column's slots begin; both are NULL if columns see all up to their own */
     int64_t threads;
     int64_t at_once;   /* columns that are computed together */
     bf16 *buffer;      /* at_once * (4 * hidden + outputs of heads + query heads * head size + 3 * inner) numbers */
@@ -450,11 +450,12 @@ static void layer(
     for (int64_t c = 0; c < n; c++) finish_heads(l, s, from + c, heads + c * l->heads.outputs, keys, values, capacity);
 #pragma omp for schedule(static, 1)
     for (int64_t i = 0; i < n * l->key_heads; i++) { /* in turn, because a prompt's columns see more and more slots */
-        const int64_t c = i / l->key_heads, h = i % l->key_heads, start = s->starts[from + c];
-        const int64_t of = (((from + c) / s->width * l->key_heads + h) * capacity + s->first) * size;
+        const int64_t c = i / l->key_heads, h = i % l->key_heads, at = from + c;
+        const int64_t of = ((at / s->width * l->key_heads + h) * capacity + s->first) * size;
         attend(
-            l, heads + c * l->heads.outputs + h * group * size, keys + of, values + of, s->slots ? s->slots + start : NULL,
-            s->starts[from + c + 1] - start, own, seen + c * l->output.inputs + h * group * size);
+            l, heads + c * l->heads.outputs + h * group * size, keys + of, values + of, s->slots ? s->slots + s->starts[at] : NULL,
+            s->slots ? s->starts[at + 1] - s->starts[at] : s->places[at] - s->first + 1, own,
+            seen + c * l->output.inputs + h * group * size);
     }
     product(&l->output, seen, n, hidden, middle, s->scratch, own);
 #pragma omp for schedule(static)

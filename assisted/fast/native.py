@@ -78,9 +78,8 @@ class _Pass(ctypes.Structure):
         *((name, c_void_p) for name in ("cos", "sin")),
         ("angles", c_int64),
         ("places", c_void_p),
-        ("slots", c_void_p),
         ("first", c_int64),
-        ("starts", c_void_p),
+        *((name, c_void_p) for name in ("slots", "starts")),
         ("threads", c_int64),
         ("at_once", c_int64),
         *((name, c_void_p) for name in ("buffer", "scratch")),
@@ -337,9 +336,9 @@ class NativePass:
     Args:
         cos, sin: of `Angles`, [R or 1, n or 1, 1, head size].
         places: [R or 1, n], the slot that each column is written to.
-        seen: [R or 1, n, slots] bool, which slots from `first` on each column sees; None for all up to its own.
+        seen: [R or 1, n, any] bool, which slots from `first` on each column sees; None for all up to its own.
         rows: R.
-        first: a slot.
+        first, end: the slots that columns may see.
     """
 
     def __init__(
@@ -349,24 +348,21 @@ class NativePass:
         places: torch.Tensor,
         seen: torch.Tensor | None,
         rows: int,
-        first: int = 0,
+        first: int,
+        end: int,
     ):
-        width, places, slots = places.shape[1], places.expand(rows, -1).contiguous(), None
-        if seen is None:
-            counts = (places - first + 1).flatten()
-        else:
+        width = places.shape[1]
+        lists: list[torch.Tensor] = []
+        if seen is not None:
             seen = seen.expand(rows, -1, -1)
-            counts, slots = seen.sum(-1).flatten(), seen.nonzero()[:, 2].contiguous()
-        starts = F.pad(counts.cumsum(0), (1, 0))
-        cos, sin = (
-            part.expand(-1, width, -1, -1).contiguous() for part in (cos, sin)
-        )  # a tree's level has one position
-        self.held = cos, sin, places, slots, starts
-        self.most = int(counts.max()) + _TILE  # numbers for a query's weights
+            lists = [seen.nonzero()[:, 2].contiguous(), F.pad(seen.sum(-1).flatten().cumsum(0), (1, 0))]
+        angles = (part.expand(-1, width, -1, -1).contiguous() for part in (cos, sin))  # a tree's level has one position
+        self.held = *angles, places.expand(rows, -1).contiguous(), *lists
+        self.most = end - first + _TILE  # numbers for a query's weights
         self.made_for: NativeLayer | None = None
-        of_cos, of_sin, *others, ends = (None if part is None else part.data_ptr() for part in self.held)
-        threads, columns = torch.get_num_threads(), min(rows * width, _AT_ONCE)
-        self.struct = _Pass(rows, width, of_cos, of_sin, len(cos), *others, first, ends, threads, columns)
+        of_cos, of_sin, of_places, *of_lists = (part.data_ptr() for part in self.held)
+        self.struct = _Pass(rows, width, of_cos, of_sin, len(cos), of_places, first, *(of_lists or (None, None)))
+        self.struct.threads, self.struct.at_once = torch.get_num_threads(), min(rows * width, _AT_ONCE)
 
     def buffer(self, layer: NativeLayer) -> int:
         """The address of the pass with buffers that suffice for a layer."""

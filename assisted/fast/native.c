@@ -334,7 +334,8 @@ INLINE __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(e, n);
 }
 
-/* weights [count, rounded up to sixteen]: the softmax of a query with the keys of these slots. Returns one over their sum. */
+/* The softmax of a query with the keys of these slots, times its divisor, in bfloat16, in the first half of weights [count, rounded
+   up to sixteen]. Returns one over the divisor. */
 INLINE float attention_weights(
     const bf16 *query, const bf16 *keys, const int64_t *slots, int64_t count, int64_t size, float scaling, float *weights) {
     __m512 most = _mm512_set1_ps(-INFINITY);
@@ -357,28 +358,45 @@ INLINE float attention_weights(
     for (int64_t j = 0; j < count; j += 16) {
         const __mmask16 seen = count - j < 16 ? (__mmask16)((1 << (count - j)) - 1) : 0xffff;
         const __m512 found = _mm512_maskz_mov_ps(seen, exponential(_mm512_sub_ps(_mm512_loadu_ps(weights + j), most)));
-        sum = _mm512_add_ps(sum, found);
-        _mm512_storeu_ps(weights + j, found);
+        sum = _mm512_add_ps(sum, rounded(found));
+        store((bf16 *)weights + j, found); /* over scores that have been read */
     }
     return count ? 1.0f / _mm512_reduce_add_ps(sum) : 0.0f;
 }
 
-/* 16 * parts numbers of the mean of values, for `heads` heads with weights [heads, stride]. */
+/* 32 * parts numbers of the mean of values, for `heads` heads with weights [heads, stride]. Two slots at a time, whose values are
+   interleaved; the result is in the order of the interleaved ones, and put in order at the end. */
 INLINE void mean(
-    const float *weights, int64_t stride, const float *shares, const bf16 *values, const int64_t *slots, int64_t count, int64_t size,
+    const bf16 *weights, int64_t stride, const float *shares, const bf16 *values, const int64_t *slots, int64_t count, int64_t size,
     bf16 *y, int heads, int parts) {
-    __m512 sums[4][4];
-    UNROLLED for (int h = 0; h < heads; h++) UNROLLED for (int i = 0; i < parts; i++) sums[h][i] = _mm512_setzero_ps();
-    for (int64_t j = 0; j < count; j++) {
-        __m512 value[4];
-        UNROLLED for (int i = 0; i < parts; i++) value[i] = load(values + (slots ? slots[j] : j) * size + 16 * i);
+    __m512 low[4][2], high[4][2];
+    UNROLLED for (int h = 0; h < heads; h++)
+        UNROLLED for (int i = 0; i < parts; i++) low[h][i] = high[h][i] = _mm512_setzero_ps();
+    for (int64_t j = 0; j < count; j += 2) {
+        const int64_t next = j + 1 < count ? j + 1 : j; /* its weight is 0 if there is none */
+        const bf16 *one = values + (slots ? slots[j] : j) * size, *two = values + (slots ? slots[next] : next) * size;
+        __m512bh first[2], second[2];
+        UNROLLED for (int i = 0; i < parts; i++) {
+            const __m512i a = _mm512_loadu_si512(one + 32 * i), b = _mm512_loadu_si512(two + 32 * i);
+            first[i] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+            second[i] = (__m512bh)_mm512_unpackhi_epi16(a, b);
+        }
         UNROLLED for (int h = 0; h < heads; h++) {
-            const __m512 weight = _mm512_set1_ps(weights[h * stride + j]);
-            UNROLLED for (int i = 0; i < parts; i++) sums[h][i] = _mm512_fmadd_ps(weight, value[i], sums[h][i]);
+            const __m512bh both = two_of(weights + h * stride + j);
+            UNROLLED for (int i = 0; i < parts; i++) {
+                low[h][i] = _mm512_dpbf16_ps(low[h][i], first[i], both);
+                high[h][i] = _mm512_dpbf16_ps(high[h][i], second[i], both);
+            }
         }
     }
-    UNROLLED for (int h = 0; h < heads; h++) UNROLLED for (int i = 0; i < parts; i++)
-        store(y + h * size + 16 * i, _mm512_mul_ps(sums[h][i], _mm512_set1_ps(shares[h])));
+    static const int16_t in_order[32] = {0,  1,  2,  3,  16, 17, 18, 19, 4,  5,  6,  7,  20, 21, 22, 23,
+                                         8,  9,  10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31};
+    const __m512i order = _mm512_loadu_si512(in_order);
+    UNROLLED for (int h = 0; h < heads; h++) UNROLLED for (int i = 0; i < parts; i++) {
+        const __m512 share = _mm512_set1_ps(shares[h]);
+        const __m512i found = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high[h][i], share), _mm512_mul_ps(low[h][i], share));
+        _mm512_storeu_si512(y + h * size + 32 * i, _mm512_permutexvar_epi16(order, found));
+    }
 }
 
 /* seen [query heads of the key head, head size]: attention of a column's queries to the slots that it sees. */
@@ -393,15 +411,15 @@ static void attend(
             shares[i] = attention_weights(
                 queries + (h + i) * size, keys, slots, count, size, l->scaling, weights + i * stride);
         for (int64_t at = 0; at < size;) {
-            const int parts = size - at < 64 ? 2 : 4;
-#define MEAN(heads, parts)                                                                                                \
-    case 8 * heads + parts:                                                                                               \
-        mean(weights, stride, shares, values + at, slots, count, size, seen + h * size + at, heads, parts); \
+            const int parts = size - at < 64 ? 1 : 2;
+#define MEAN(heads, parts)                                                                                                  \
+    case 8 * heads + parts:                                                                                                 \
+        mean((bf16 *)weights, 2 * stride, shares, values + at, slots, count, size, seen + h * size + at, heads, parts);     \
         break;
             switch (8 * heads + parts) {
-                MEAN(1, 2) MEAN(2, 2) MEAN(3, 2) MEAN(4, 2) MEAN(1, 4) MEAN(2, 4) MEAN(3, 4) MEAN(4, 4)
+                MEAN(1, 1) MEAN(2, 1) MEAN(3, 1) MEAN(4, 1) MEAN(1, 2) MEAN(2, 2) MEAN(3, 2) MEAN(4, 2)
             }
-            at += 16 * parts;
+            at += 32 * parts;
         }
     }
 }

@@ -238,7 +238,8 @@ def _fusion(model: PreTrainedModel, trusted: Trust) -> _Fusion | None:
     layers = _layers(model)
     if layers is not None:
         base: Any = model.model
-        modules, parameters = looked_over(layers, model.lm_head, base.rotary_emb)
+        norms = [] if is_touched(base.norm) else [base.norm]
+        modules, parameters = looked_over(layers, *norms, model.lm_head, base.rotary_emb)
         if any(map(is_touched, modules)):
             return None
         copied = may_copy(parameters)
@@ -296,9 +297,11 @@ def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Childre
     shared = Shared()
     own = [FusedLayer(layer, shared, copied) for layer in layers]
     own[-1].is_last = True
+    norm = model.model.norm
     return {
         ("model", "layers"): nn.ModuleList(own),
         ("model", "rotary_emb"): Angles(model.model.rotary_emb, model.config, model.dtype),
+        ("model", "norm"): norm if is_touched(norm) else Called(Norm(norm)),
         ("lm_head",): head,
     }
 
@@ -758,8 +761,12 @@ class Norm:
         # as tensors: an operation with a number takes twice as long as one with a tensor
         self.least = torch.tensor((self.epsilon * size) ** 0.5, device=self.weight.device)
         self.share = torch.tensor(size**-0.5, device=self.weight.device)
+        weight = self.weight
+        self.in_c = weight.is_cpu and weight.dtype == torch.bfloat16 and not size % 16 and native.is_available()
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.in_c and hidden.dtype == torch.bfloat16 and not torch.compiler.is_compiling():
+            return native.norm(hidden, self.weight, self.epsilon)
         precise = hidden.dtype == torch.float32
         if hidden.device.type != "cpu":
             if precise:

@@ -296,6 +296,11 @@ INLINE void norm(const bf16 *x, const bf16 *weight, int64_t size, float epsilon,
         store(y + i, _mm512_mul_ps(rounded(_mm512_mul_ps(load(x + i), scale)), load(weight + i)));
 }
 
+/* The same of n vectors. */
+void norms(const bf16 *x, const bf16 *weight, int64_t n, int64_t size, float epsilon, bf16 *y) {
+    for (int64_t c = 0; c < n; c++) norm(x + c * size, weight, size, epsilon, y + c * size);
+}
+
 /* Turns a head by the angles of its position; sin is negative in the first half. */
 INLINE void turn(bf16 *head, const bf16 *cos, const bf16 *sin, int64_t size) {
     const int64_t half = size / 2;

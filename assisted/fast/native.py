@@ -122,7 +122,8 @@ def loaded() -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}"
     library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
     library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p]
-    library.multiply.restype = library.layers.restype = None
+    library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
+    library.multiply.restype = library.layers.restype = library.norms.restype = None
     return library, ""
 
 
@@ -265,6 +266,15 @@ class NativeProduct:
         own = ctypes.addressof(self.struct)
         loaded()[0].multiply(own, columns.data_ptr(), n, made.data_ptr(), scratch.data_ptr(), threads)
         return made
+
+
+def norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """RMSNorm of vectors of bfloat16, [..., D]. weight: [D], where D is a multiple of 16."""
+    hidden, size = hidden.contiguous(), len(weight)
+    made = torch.empty_like(hidden)
+    given = hidden.data_ptr(), weight.data_ptr(), hidden.numel() // size, size, epsilon, made.data_ptr()
+    loaded()[0].norms(*given)
+    return made
 
 
 class NativeLayer:

@@ -407,6 +407,28 @@ def test_a_batch_on_a_busy_processor_hardly_loses(source):
     assert sum(later) / len(later) >= 0.98
 
 
+def test_a_call_waits_for_its_slowest_row():
+    """Seven rows that gain do not pay for the eighth, unless other texts take their places."""
+    sure = Source(stretches=(1e9, 1.0), confidences=((9.0, 1.0), (2.0, 4.0)))
+    busy, runs, earlier = Pair(0.3, 0.05, row=0.1), [], None
+    for call in range(8):
+        texts = [text(HOPELESS if row == 3 else sure, 48, 10 * call + row) for row in range(8)]
+        runs.append(simulate(Adaptive(), busy, texts, 48, call, earlier, asks=False))
+        earlier = runs[-1].length
+    assert sum(run.plain for run in runs) / sum(run.seconds for run in runs) >= 0.95
+    earned = {}
+    for renewed in (False, True):
+        length = Adaptive(costs=dataclasses.replace(CHEAP, draft=0.0)).start()
+        if renewed:
+            length.renew(0)
+        for _ in range(8):
+            drafted = min(2, length.budget((0, 1)))
+            rows = [(2, 2, 3), (2, 0, 1)] if drafted else [(0, 0, 1)] * 2
+            length.observe(Round.counted(rows, 0.0, 1.0, drafted > 0))
+        earned[renewed] = length.known.credit
+    assert earned[True] > earned[False] + 0.5  # of a mean of two tokens a round beside one
+
+
 def test_a_count_that_seemed_dear_is_forgotten():
     """Nothing is drafted to that length any more, so that nothing new would be heard of it."""
     curve = Timings(8, 0.02, one_apart=True)

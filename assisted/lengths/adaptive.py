@@ -36,6 +36,7 @@ PAUSE = 4.0
 STALE = 256
 """Rounds with a draft after which a round without one measures the cost of a single token again."""
 _WARM_UP = (2, 4)  # rounds of a first call without a draft, which measure that cost
+_SLOWEST = 0.5  # what the progress of a batch's slowest row counts for: the call waits for it; rows that end sooner spare time, too
 _LOST = 0.02  # a row stops once its whole draft is accepted with no more than this probability
 _FORWARD = 0.5  # guess of each further one, as a share of the first, which also reads the committed tokens
 
@@ -132,6 +133,8 @@ class _Adaptive(Length):
             else pickle.loads(pickle.dumps(earlier.known))  # a copy, made in a sixth of deepcopy's time
         )
         self.local: dict[int, DecayedMean] = {}  # by row: seconds per token in its last rounds
+        self.reached: dict[int, int] = {}  # by row: tokens committed in this call
+        self.slowest = _SLOWEST
         self.unfinished: Sequence[int] = ()  # rows of the current round
         self.drawn = False  # whether drafted tokens are sampled: the last argument of `go_on`
         self.sized_by_drafter = False
@@ -169,6 +172,9 @@ class _Adaptive(Length):
 
     def drafter_sizes_tree(self) -> None:
         self.sized_by_drafter, self.needs_q = True, False
+
+    def renew(self, row: int) -> None:
+        self.slowest = 0.0
 
     def budget(self, unfinished: Sequence[int]) -> int:
         known = self.known
@@ -234,7 +240,7 @@ class _Adaptive(Length):
 
     def observe(self, round: Round) -> None:
         known, rows = self.known, round.unfinished
-        committed = round.mean(round.kept)
+        committed, advance = round.mean(round.kept), self._advance(round)
         drafted = max(round.drafted[row] for row in rows)
         known.verify.add(1 + drafted, round.verify_seconds)
         if drafted == 0:
@@ -261,14 +267,24 @@ class _Adaptive(Length):
             found_nothing = drafted == 0 and not self.asked  # a lookup, which costs next to nothing
             margin = 1.0 if found_nothing else self.policy.margin
             reading = max(0.0, round.draft_seconds - self._draft_cost()) if behind else 0.0
-            self._settle(self._earned(committed, len(rows)) - margin * cost / plain, (cost + reading) / plain - 1)
+            earned = self._earned(committed, len(rows))
+            earned += self.slowest * (advance - earned) if len(rows) > 1 else 0.0
+            self._settle(earned - margin * cost / plain, (cost + reading) / plain - 1)
         elif not drafting:
             known.paused = max(0.0, known.paused - committed)
 
     def observe_other(self, round: Round) -> None:
         committed = round.mean(round.kept)
+        self._advance(round)
         self.missed = committed if self.asked else self.missed + committed
         self.known.paused = max(0.0, self.known.paused - committed)
+
+    def _advance(self, round: Round) -> int:
+        """Tokens by which the row with the fewest came on."""
+        before = min(self.reached.get(row, 0) for row in round.unfinished)
+        for row in round.unfinished:
+            self.reached[row] = self.reached.get(row, 0) + round.kept[row]
+        return min(self.reached[row] for row in round.unfinished) - before
 
     def _price(self, row: int) -> float:
         """Seconds that a token of this row is worth: its recent pace, at most a forward pass over one token.

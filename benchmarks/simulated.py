@@ -75,14 +75,16 @@ def steady(pair: Pair, source: Source, rows: int = 1, **how: Any) -> Scenario:
     )
 
 
-def short(pair: Pair, source: Source, warm: bool, tokens: int = 48, calls: int = 16) -> Scenario:
+def short(
+    pair: Pair, source: Source, warm: bool, tokens: int = 48, calls: int = 16, rows: int = 1, **how: Any
+) -> Scenario:
     """Many short calls. warm: each continues from the one before it."""
 
     def run(policy: DraftLength, seeds: int) -> float:
         runs: list[Run] = []
         for seed in range(calls * seeds):
             earlier = runs[-1].length if warm and runs else None
-            runs.append(simulate(policy, pair, texts(source, tokens=tokens, seed=seed), tokens, seed, earlier))
+            runs.append(simulate(policy, pair, texts(source, rows, tokens, seed), tokens, seed, earlier, **how))
         return mean(runs)
 
     return run
@@ -118,6 +120,12 @@ def scenarios() -> dict[str, Scenario]:
     found["batch of 8, few rows find something"] = steady(
         Pair(0.05, 0.15), SOURCES["one regime"], 8, asks=False, found=0.3
     )
+    busy = Pair(0.3, 0.05, row=0.1)  # a processor at its limit: further columns of eight rows cost nearly half a pass
+    for name, source in {**SOURCES, "hopeless": HOPELESS}.items():
+        for warm in (False, True):
+            found[f"batch of 8, busy, short calls, {'warm' if warm else 'cold'}, {name}"] = short(
+                busy, source, warm, 48, 6, rows=8, asks=False, found=0.5
+            )
     found["short calls, expensive positions"] = short(Pair(0.05, 0.6), SOURCES["one regime"], False, 96, 8)
     return found
 

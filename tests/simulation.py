@@ -36,6 +36,7 @@ class Pair:
         outliers: share of them that are ten times as long.
         prompt: the draft's reading of the prompt, before its first draft of a call.
         start: what a round's first forward of the draft takes besides.
+        row: what each further row adds to a pass of the target, by columns. Where the memory is the limit, it is nothing.
     """
 
     draft: float
@@ -45,14 +46,16 @@ class Pair:
     outliers: float = 0.005
     prompt: float = 0.0
     start: float = 0.0
+    row: float = 0.0
 
     def drafting(self, forwards: int) -> float:
         """So many forwards of the draft."""
         return forwards * self.draft + (self.start if forwards else 0.0)
 
-    def verify(self, columns: int) -> float:
-        """A pass over this many columns."""
-        return 1 + self.column * (columns - 1) + (self.first_column if columns > 1 else 0.0)
+    def verify(self, columns: int, rows: int = 1) -> float:
+        """A pass over this many columns of so many rows."""
+        alone = 1 + self.column * (columns - 1) + (self.first_column if columns > 1 else 0.0)
+        return alone + self.row * (rows - 1) * columns
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def simulate(
 
     length = policy.start(earlier)
     at = [0] * len(texts)
-    run = Run(0, 0.0, length, float(tokens))
+    run = Run(0, 0.0, length, tokens * pair.verify(1, len(texts)))
     started = False
     while any(count < tokens for count in at):
         unfinished = [row for row, count in enumerate(at) if count < tokens]
@@ -146,7 +149,7 @@ def simulate(
         draft_seconds = pair.drafting(forwards) if asks else 0.0001 * forwards
         if forwards and not started:
             draft_seconds, started = draft_seconds + pair.prompt, True
-        verify_seconds = pair.verify(1 + max(drafted))
+        verify_seconds = pair.verify(1 + max(drafted), len(unfinished))
         counts = {"drafted": drafted, "depths": drafted, "accepted": [0] * len(at), "kept": [0] * len(at)}
         if any(drafted):
             run.drafted_at.append(at[unfinished[0]])

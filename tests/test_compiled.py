@@ -1,5 +1,8 @@
 """Passes compiled for a CPU: plain `generate`'s tokens, from code that is made once for all shapes."""
 
+import os
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -75,6 +78,27 @@ def test_one_code_serves_every_shape(name):
     with torch.no_grad():
         target.get_output_embeddings().weight.mul_(-1)  # of which there is a copy
     says_what_plain_says(model, random_ids(target, 1, 9))
+
+
+def test_a_first_compilation_is_no_change_of_the_model():
+    """In a new process, where torch's compiler still has to replace methods of `nn.Module`."""
+    program = """if True:
+        from architectures import build, random_ids
+        from assisted import AssistedModelForCausalLM
+        from assisted.fast import capture, products
+        from pairs import BY_NAME
+
+        made, products._WIDE = [], 1
+        capture.compile_graph = lambda graph, inputs, options: made.append(graph) or graph
+        target = build(BY_NAME["llama"])
+        model = AssistedModelForCausalLM.from_models(target, draft="suffix", draft_length=3, fast="compile")
+        for _ in range(3):
+            model.generate(random_ids(target, 1, 12), max_new_tokens=8, do_sample=False, pad_token_id=0)
+        print(model.report.passes, len(made))
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "compiled passes 1"
 
 
 @pytest.mark.usefixtures("quickly")

@@ -377,6 +377,58 @@ def test_one_column_says_little_of_several():
     assert [curve.at(n) for n in (3, 6)] == pytest.approx([8.95, 12.7])  # among several it is one
 
 
+def test_in_a_batch_a_second_column_predicts_the_others():
+    """One column of eight rows is a product over eight already. A chain that seems endless would be drafted to its limit."""
+    asked = {}
+    for rows in (1, 8):
+        length, chain = Adaptive().start(), (1, 1, 2)
+        seconds = iter((1.6, 1.0, 1.6, 1.0, 1.6))  # the second and the fourth round measure a single column
+        for passed in seconds:
+            drafted = length.budget(range(rows)) > 0
+            length.observe(Round.counted([chain if drafted else (0, 0, 1)] * rows, 0.0, passed, drafted))
+        length.known.acceptance.by_position[0].total *= 0.55
+        asked[rows] = length.budget(range(rows))
+    assert asked[1] > 4 and asked[8] == 1
+
+
+@pytest.mark.parametrize("source", [*SOURCES.values(), HOPELESS], ids=[*SOURCES, "hopeless"])
+def test_a_batch_on_a_busy_processor_hardly_loses(source):
+    """Where a second column of eight rows costs nearly half a pass: what a first call spends to know it, and later ones."""
+    busy, first, later = Pair(0.3, 0.05, row=0.1), [], []
+    for seed in range(8):
+        runs, earlier = [], None
+        for call in range(3):
+            texts = [text(source, 48, 100 * seed + 10 * call + row) for row in range(8)]
+            runs.append(simulate(Adaptive(), busy, texts, 48, seed, earlier, asks=False, found=0.5))
+            earlier = runs[-1].length
+        first.append(runs[0].speedup)
+        later += [run.speedup for run in runs[1:]]
+    assert sum(first) / len(first) >= 0.945
+    assert sum(later) / len(later) >= 0.98
+
+
+def test_a_call_waits_for_its_slowest_row():
+    """Seven rows that gain do not pay for the eighth, unless other texts take their places."""
+    sure = Source(stretches=(1e9, 1.0), confidences=((9.0, 1.0), (2.0, 4.0)))
+    busy, runs, earlier = Pair(0.3, 0.05, row=0.1), [], None
+    for call in range(8):
+        texts = [text(HOPELESS if row == 3 else sure, 48, 10 * call + row) for row in range(8)]
+        runs.append(simulate(Adaptive(), busy, texts, 48, call, earlier, asks=False))
+        earlier = runs[-1].length
+    assert sum(run.plain for run in runs) / sum(run.seconds for run in runs) >= 0.95
+    earned = {}
+    for renewed in (False, True):
+        length = Adaptive(costs=dataclasses.replace(CHEAP, draft=0.0)).start()
+        if renewed:
+            length.renew(0)
+        for _ in range(8):
+            drafted = min(2, length.budget((0, 1)))
+            rows = [(2, 2, 3), (2, 0, 1)] if drafted else [(0, 0, 1)] * 2
+            length.observe(Round.counted(rows, 0.0, 1.0, drafted > 0))
+        earned[renewed] = length.known.credit
+    assert earned[True] > earned[False] + 0.5  # of a mean of two tokens a round beside one
+
+
 def test_a_count_that_seemed_dear_is_forgotten():
     """Nothing is drafted to that length any more, so that nothing new would be heard of it."""
     curve = Timings(8, 0.02, one_apart=True)

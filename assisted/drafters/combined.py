@@ -219,6 +219,10 @@ class CombinedLength(Length):
         for member in self.members:
             member.length.observe_other(round)
 
+    def renew(self, row: int) -> None:
+        for member in self.members:
+            member.length.renew(row)
+
     def end(self) -> None:
         for member in self.members:
             member.length.end()

@@ -77,6 +77,9 @@ class GuidedLength(Length):
         else:
             self.length.observe(replace(of_continued(round), drafted=round.drafted))
 
+    def renew(self, row: int) -> None:
+        self.length.renew(row)
+
 
 class GuidedDrafting(Drafting):
     """Cuts another drafting's chains where they leave the grammar, and continues them with guesses.

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -378,6 +378,14 @@ def _known(home: str, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A module with settings of the compiler, and of these values those that this version has a setting for."""
     config: Any = importlib.import_module(home)
     return config, {name: value for name, value in values.items() if hasattr(config, name)}
+
+
+@functools.cache
+def let_compiler_patch() -> None:
+    """Let torch's compiler replace methods of `nn.Module` now, as it does when its first function is called. Done later, that
+    would look like a change of every model, which is then compiled again."""
+    with suppress(Exception), torch.compiler.set_stance("force_eager"):  # a version of Python may have no compiler
+        torch.compile(torch.neg, backend="eager")(torch.ones(()))
 
 
 @contextmanager

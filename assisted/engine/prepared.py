@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..drafts import DraftingStopped
+from .libraries import let_compiler_patch
 from .needs import Needs
 from .parts import Inject, Tap, tapped, unwrapped
 from .ranks import ALONE, Ranks
@@ -54,6 +55,8 @@ class CallSettings:
         # asked of an adapter's wrapper first, whose code counts, too; both outlive the call
         inner = id(unwrapped(model))
         if inner not in self._trusted:
+            if self.mode == "compile":
+                let_compiler_patch()
             self._trusted[inner] = trust(model, self._checked)
         return self._trusted[inner]
 

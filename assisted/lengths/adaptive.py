@@ -22,8 +22,8 @@ LONGEST = 16
 DEEPEST = 64
 """Depth of a tree whose size the drafter chooses: a limit that is hardly ever reached."""
 CREDIT = 6.0
-"""Tokens per row that drafting may lose, counted from its best, before it pauses. Less mistakes bad luck for a bad draft, more
-lets a hopeless one go on. A first call has earned nothing and starts with one token."""
+"""Tokens that drafting may lose, counted from its best, before it pauses; in a batch, tokens per row times the root of the rows.
+Less mistakes bad luck for a bad draft, more lets a hopeless one go on. A first call has earned nothing and starts with one token."""
 PROBE_SHARE = 0.01
 """Share of the time that is spent on probes while drafting is paused: what a hopeless draft costs in the long run."""
 STRETCH = 150.0
@@ -32,10 +32,11 @@ be to notice the end of such a stretch."""
 DRAFT = 0.15
 """Guess of a forward pass of the draft, in passes of the target, where `draft_cost` is not known."""
 PAUSE = 4.0
-"""Length of the first pause in tokens; it doubles with every probe that fails."""
+"""Length of the first pause in tokens, times the root of the rows; it doubles with every probe that fails."""
 STALE = 256
 """Rounds with a draft after which a round without one measures the cost of a single token again."""
 _WARM_UP = (2, 4)  # rounds of a first call without a draft, which measure that cost
+_SLOWEST = 0.5  # what the progress of a batch's slowest row counts for: the call waits for it; rows that end sooner spare time, too
 _LOST = 0.02  # a row stops once its whole draft is accepted with no more than this probability
 _FORWARD = 0.5  # guess of each further one, as a share of the first, which also reads the committed tokens
 
@@ -48,7 +49,7 @@ class Known:
         verify: seconds of a forward pass of the target by its positions.
         draft: seconds of a draft by its forward passes; of a drafter that proposes a block at once, by the tokens that it was
             asked for.
-        credit: tokens per row that drafting may still lose before it pauses.
+        credit: tokens that drafting may still lose before it pauses, see `CREDIT`.
         pause: length of the next pause in tokens.
         paused: tokens left of the current pause.
         acceptance: how often drafted tokens are accepted.
@@ -132,6 +133,8 @@ class _Adaptive(Length):
             else pickle.loads(pickle.dumps(earlier.known))  # a copy, made in a sixth of deepcopy's time
         )
         self.local: dict[int, DecayedMean] = {}  # by row: seconds per token in its last rounds
+        self.reached: dict[int, int] = {}  # by row: tokens committed in this call
+        self.slowest = _SLOWEST
         self.unfinished: Sequence[int] = ()  # rows of the current round
         self.drawn = False  # whether drafted tokens are sampled: the last argument of `go_on`
         self.sized_by_drafter = False
@@ -170,10 +173,14 @@ class _Adaptive(Length):
     def drafter_sizes_tree(self) -> None:
         self.sized_by_drafter, self.needs_q = True, False
 
+    def renew(self, row: int) -> None:
+        self.slowest = 0.0
+
     def budget(self, unfinished: Sequence[int]) -> int:
         known = self.known
         self.unfinished = unfinished
         self._begin()
+        known.verify.one_apart = len(unfinished) == 1  # of several rows, one column each is several already
         known.rounds += 1
         if known.paused > 0:
             return 0
@@ -233,7 +240,7 @@ class _Adaptive(Length):
 
     def observe(self, round: Round) -> None:
         known, rows = self.known, round.unfinished
-        committed = round.mean(round.kept)
+        committed, advance = round.mean(round.kept), self._advance(round)
         drafted = max(round.drafted[row] for row in rows)
         known.verify.add(1 + drafted, round.verify_seconds)
         if drafted == 0:
@@ -260,14 +267,24 @@ class _Adaptive(Length):
             found_nothing = drafted == 0 and not self.asked  # a lookup, which costs next to nothing
             margin = 1.0 if found_nothing else self.policy.margin
             reading = max(0.0, round.draft_seconds - self._draft_cost()) if behind else 0.0
-            self._settle(self._earned(committed, len(rows)) - margin * cost / plain, (cost + reading) / plain - 1)
+            earned = self._earned(committed, len(rows))
+            earned += self.slowest * (advance - earned) if len(rows) > 1 else 0.0
+            self._settle(earned - margin * cost / plain, (cost + reading) / plain - 1)
         elif not drafting:
             known.paused = max(0.0, known.paused - committed)
 
     def observe_other(self, round: Round) -> None:
         committed = round.mean(round.kept)
+        self._advance(round)
         self.missed = committed if self.asked else self.missed + committed
         self.known.paused = max(0.0, self.known.paused - committed)
+
+    def _advance(self, round: Round) -> int:
+        """Tokens by which the row with the fewest came on."""
+        before = min(self.reached.get(row, 0) for row in round.unfinished)
+        for row in round.unfinished:
+            self.reached[row] = self.reached.get(row, 0) + round.kept[row]
+        return min(self.reached[row] for row in round.unfinished) - before
 
     def _price(self, row: int) -> float:
         """Seconds that a token of this row is worth: its recent pace, at most a forward pass over one token.
@@ -331,8 +348,8 @@ class _Adaptive(Length):
         gain: tokens per row beyond those of the baseline in the same time. spent: cost of the round beyond that of a round
         without a draft, in rounds without one, with the reading of what the draft had missed.
         """
-        known = self.known
-        known.credit = min(CREDIT, known.credit + gain)
+        known, certainty = self.known, len(self.unfinished) ** 0.5  # the mean of many rows owes less to luck
+        known.credit = min(CREDIT, known.credit + certainty * gain)
         if known.credit > 0:
             if known.credit == CREDIT:
                 known.pause = PAUSE
@@ -342,8 +359,8 @@ class _Adaptive(Length):
         lately = (self.predicted_speedup or 1.0) - 1
         if lately > 0:  # where drafting was worthwhile, disabling it too long costs more than probing
             longest = min(longest, (2 * spent * STRETCH / lately) ** 0.5)
-        known.paused = min(known.pause, longest)
-        known.pause = max(PAUSE, min(2 * known.pause, longest))
+        known.paused = min(max(known.pause, certainty * PAUSE), longest)
+        known.pause = max(PAUSE, min(2 * known.paused, longest))
 
     def _following(self, gains: dict[int, float]) -> float:
         """Expected acceptance rate of the tokens after these: mean over the rows, weighted by what they may still gain."""
@@ -381,8 +398,8 @@ class _Adaptive(Length):
         return False
 
     def _first_guess(self) -> int:
-        """Tokens to draft while the costs are unknown."""
-        return min(1 if self.known.rounds == 1 else 2, self.maximum)
+        """Tokens to draft while the costs are unknown. For a batch, a second one may cost as much as the first."""
+        return min(1 if self.known.rounds == 1 or len(self.unfinished) > 1 else 2, self.maximum)
 
     def _best_block(self) -> int:
         """Tokens to ask for, of a drafter that proposes a block at once."""

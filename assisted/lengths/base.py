@@ -63,6 +63,9 @@ class Length:
     def observe(self, round: Round) -> None:
         """Take in the outcome of a round. Called after every round, also after those without a draft."""
 
+    def renew(self, row: int) -> None:
+        """Another text begins in this row, so nobody waits for the slowest row."""
+
     def observe_other(self, round: Round) -> None:
         """Take in a round in which another drafter of a combination drafted."""
 

@@ -214,6 +214,7 @@ class _Run:
             )
         self.text.begin(row, index, prompt, width + self.new if self.new is not None else max(self.most, width + 1))
         renew(self.target, row, prompt[None, :-1])
+        self.length.renew(row)
         if self.drafting.drafting is not None:
             try:
                 self.drafting.drafting.renew(self.text, row)

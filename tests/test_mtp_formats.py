@@ -241,7 +241,7 @@ def test_only_the_files_with_mtp_tensors_are_opened(family, tmp_path):
 def test_written_and_read_again_without_loss(family, tmp_path):
     tensors, config = made(family), config_of(family)
     before = config.to_dict()
-    write_mtp(tensors, config, tmp_path)
+    write_mtp([tensors], config, tmp_path)
     assert config.to_dict() == before
     held = load_file(tmp_path / "model.safetensors")
     assert held.keys() == stored(family, tensors, family in STACKED).keys()
@@ -514,18 +514,18 @@ def test_a_family_reads_what_speculators_wrote_for_it(tmp_path):
 
 def test_a_format_has_no_name_for_other_tensors(tmp_path):
     with pytest.raises(ValueError, match=r"tensors: the format of ernie4_5 .*got .*end_norm"):
-        write_mtp(made("llama"), config_of("ernie"), tmp_path)
+        write_mtp([made("llama")], config_of("ernie"), tmp_path)
     with pytest.raises(ValueError, match=r"tensors: the format of llama .*end_norm"):
-        write_mtp(made("ernie"), config_of("llama"), tmp_path)
+        write_mtp([made("ernie")], config_of("llama"), tmp_path)
     with pytest.raises(ValueError, match=r"tensors: .*output"):
-        write_mtp(made("llama") | {"output.weight": noise(40, H)}, config_of("llama"), tmp_path)
+        write_mtp([made("llama") | {"output.weight": noise(40, H)}], config_of("llama"), tmp_path)
 
 
 def test_views_and_parameters_are_written(tmp_path):
     tensors = made("llama")
     tensors["fuse.weight"] = tensors["fuse.weight"].T.contiguous().T
     tensors |= {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items() if name.startswith("layer.")}
-    write_mtp(tensors, config_of("llama"), tmp_path)
+    write_mtp([tensors], config_of("llama"), tmp_path)
     require_equal(
         read_mtp(tmp_path, config_of("llama"))[0], {name: tensor.detach() for name, tensor in tensors.items()}
     )
@@ -537,7 +537,7 @@ def test_transformers_reads_the_same(family, layers, tmp_path):
     config, tensors = config_of(family), made(family)
     config.num_hidden_layers, config.num_nextn_predict_layers = layers, 1
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
-    write_mtp(tensors, config, tmp_path / "head")
+    write_mtp([tensors], config, tmp_path / "head")
     both = load_file(tmp_path / "model.safetensors") | load_file(tmp_path / "head" / "model.safetensors")
     save_file(both, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -563,7 +563,7 @@ def test_speculators_converts_the_same(family, tmp_path):
     from speculators.convert.mtp.converter import MTPConverter
 
     tensors = made(family)
-    write_mtp(tensors, config_of(family), tmp_path / "family")
+    write_mtp([tensors], config_of(family), tmp_path / "family")
     theirs = MTPConverter().convert_to_state_dict(tmp_path / "family")
     folder = write(tmp_path / "converted", theirs, {"speculators_model_type": "mtp"})
     require_equal(read_mtp(folder, config_of(family))[0], tensors)
@@ -573,7 +573,7 @@ def test_speculators_converts_the_same(family, tmp_path):
 def test_speculators_reads_what_is_written(tmp_path):
     from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
 
-    write_mtp(made("qwen3"), config_of("qwen3"), tmp_path)
+    write_mtp([made("qwen3")], config_of("qwen3"), tmp_path)
     config = MTPSpeculatorConfig.from_pretrained(tmp_path)
     config.transformer_layer_config._attn_implementation = "eager"
     loaded = MTPDraftModel(config).load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
@@ -586,7 +586,7 @@ def test_what_is_written_for_speculators(tmp_path):
     config.architectures = ["LlamaForCausalLM"]
     config.quantization_config = {"quant_method": "fp8"}
     config._name_or_path = "/somewhere/on/this/machine"
-    write_mtp(made("llama"), config, tmp_path)
+    write_mtp([made("llama")], config, tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     assert fields["num_nextn_predict_layers"] == 1
     assert fields["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]

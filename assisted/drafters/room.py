@@ -21,6 +21,7 @@ class Room:
         dtype: that the models compute in.
         tokens: for which keys and values are kept, of all rows together.
         per_token: numbers that the target's layers keep for a token, each of them.
+        path: the folder or Hub id of the target's files; None if only its config is known.
         of_model: counts a causal LM of the draft's own, loaded in this quantization: bytes by part.
     """
 
@@ -29,3 +30,4 @@ class Room:
     tokens: int
     per_token: tuple[int, ...]
     of_model: Callable[[Any], dict[str, int]]
+    path: str | None = None

@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpModel
 
 from assisted import zoo
 from assisted.heads import files as head_files
-from assisted.heads.mtp_formats import has_mtp, is_mtp, read_mtp, write_mtp
+from assisted.heads.mtp_formats import COUNTS, has_mtp, is_mtp, read_mtp, stored_mtp, write_mtp
 from assisted.loading import files as loading_files
 
 H, E = 32, 3
@@ -156,9 +156,10 @@ def made(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: noise(*shape, seed=seed + place) for place, (name, shape) in enumerate(shapes.items())}
 
 
-def stored(family: str, tensors: dict[str, torch.Tensor], stacked: bool = False) -> dict[str, torch.Tensor]:
-    """The same layer as the family's checkpoint has it."""
+def stored(family: str, tensors: dict[str, torch.Tensor], stacked: bool = False, k: int = 0) -> dict[str, torch.Tensor]:
+    """The same layer as the family's checkpoint has it. k: of the layer, from 0."""
     _, _, begins, renamed = FAMILIES[family]
+    begins = tuple(re.sub(r"\d+", lambda number: str(int(number[0]) + k), begin) for begin in begins)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if name == "fuse.weight" and family in HIDDEN_FIRST:
@@ -302,26 +303,46 @@ def test_the_kind_of_layer_is_told_by_the_tensors(tmp_path):
     require_equal(layer, dense)
 
 
-def test_several_layers(tmp_path):
-    one, two = made("deepseek_v3"), made("deepseek_v3", seed=50)
-    second = {name.replace("layers.4.", "layers.5."): t for name, t in stored("deepseek_v3", two).items()}
-    found = read_mtp(write(tmp_path, TARGET | stored("deepseek_v3", one) | second), config_of("deepseek_v3"))
-    assert len(found) == 2
-    require_equal(found[0], one)
-    require_equal(found[1], two)
+def several(family: str, number: int) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """MTP layers under our names, and all their tensors in the checkpoint. What the family has once is the same in all."""
+    first = made(family)
+    once = {begin for begin, place in zip(OURS, FAMILIES[family][2], strict=False) if not re.search(r"\d", place)}
+    layers = [{n: t if n.split(".")[0] in once else t + k for n, t in made(family).items()} for k in range(1, number)]
+    held: dict[str, torch.Tensor] = {}
+    for k, layer in enumerate([first, *layers]):
+        held |= stored(family, layer, family in STACKED, k)
+    return [first, *layers], held
 
 
-def test_several_layers_share_what_a_family_has_once(tmp_path):
-    one = made("qwen3_5")
-    two = {name: tensor + 1 if name.startswith("layer.") else tensor for name, tensor in one.items()}
-    second = {name.replace("layers.0.", "layers.1."): t for name, t in stored("qwen3_5", two).items()}
-    tensors = stored("qwen3_5", one) | second
-    found = read_mtp(write(tmp_path, tensors), config_of("qwen3_5"))
-    require_equal(found[0], one)
-    require_equal(found[1], two)
-    del tensors["mtp.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(ValueError, match=r"lacks tensor mtp\.layers\.1\.mlp\.up_proj\.weight"):
-        read_mtp(write(tmp_path, tensors), config_of("qwen3_5"))
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_layers(family, number, tmp_path):
+    """Read, by their headers too, and written again without loss; a tensor of the last layer that is missing has a name."""
+    layers, held = several(family, number)
+    config, fields = config_of(family), speculator(family)
+    found = read_mtp(write(tmp_path / "read", TARGET | held, fields), config)
+    assert len(found) == number
+    for layer, expected in zip(found, layers, strict=True):
+        require_equal(layer, expected)
+    assert stored_mtp(tmp_path / "read", config) == (number, sum(tensor.numel() for tensor in held.values()))
+    write_mtp(layers, config, tmp_path / "written")
+    require_equal(load_file(tmp_path / "written" / "model.safetensors"), held)
+    written = json.loads((tmp_path / "written" / "config.json").read_text())
+    assert is_mtp(written, tmp_path / "written")
+    assert all(written[name] == number for name in COUNTS if name in written)
+    for lost in sorted(held.keys() - stored(family, layers[0], family in STACKED).keys())[:: 7 - number]:
+        less = {name: tensor for name, tensor in held.items() if name != lost}
+        for read in (read_mtp, stored_mtp):
+            with pytest.raises(ValueError, match=rf"draft: .* lacks tensor {re.escape(lost.split('experts')[0])}"):
+                read(write(tmp_path / "less", less, fields), config)
+
+
+def test_layers_that_differ_where_a_family_has_one_tensor(tmp_path):
+    layers = [made("qwen3_5"), made("qwen3_5", seed=50)]
+    with pytest.raises(
+        ValueError, match=r"tensors: the format of qwen3_5_text has one mtp\.\S+ for all MTP layers; layer 2"
+    ):
+        write_mtp(layers, config_of("qwen3_5"), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from .. import zoo
-from ..engine.libraries import CACHE, chooses_experts
+from ..engine.libraries import chooses_experts
+from ..engine.signatures import cache_argument
 from ..loading.classes import auto_class
 from ..loading.files import headers
 from ..loading.gguf import named_in, read_config
@@ -111,7 +112,7 @@ class Shapes:
             with torch.no_grad():
                 cache = DynamicCache(config=self.model.config)
                 ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-                cache = self.model(input_ids=ids, use_cache=True, **{CACHE: cache})[CACHE]
+                self.model(input_ids=ids, use_cache=True, **{cache_argument(self.model): cache})
             return _states(cache)
         except Exception:  # models whose code reads values
             return self._states_by_config()

@@ -17,7 +17,7 @@ from test_eagle import one_and_four, rows_of, watched
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
 from test_session import plain_talk, talked, turns
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils, modeling_layers
 
 from assisted import MTP, AssistedModelForCausalLM
 from assisted.drafters import eagle
@@ -149,6 +149,34 @@ def test_sampling_with_untrained_layers(tree):
     ids = model.generate(PROMPT, max_new_tokens=SAMPLED, do_sample=True, num_return_sequences=SEQUENCES, top_k=0)
     assert 0 < model.report.accepted < model.report.drafted
     assert p_value(counts(ids), exact_distribution(target, top_k=0)) > ALPHA
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_the_first_draft_is_that_of_transformers(name, number):
+    """Of its own modules for `use_mtp`, which draft a token with each layer."""
+    if not hasattr(modeling_layers, "MtpModel"):
+        pytest.skip("not in this version of transformers")
+    target = build(BY_NAME[name])
+    target.config.num_mtp_layers = number
+    layers = random_layers(target, number)
+    theirs = modeling_layers.MtpModel(target, number).eval()
+    places = {"embed_norm": "enorm", "hidden_norm": "hnorm", "fuse": "eh_proj", "end_norm": "post_norm"}
+    for k, tensors in enumerate(layers.tensors()):
+        named = {"mtp_block." + key[6:]: tensor for key, tensor in tensors.items() if key.startswith("layer.")}
+        named |= {f"{places[key[:-7]]}.weight": tensors[key] for key in tensors if not key.startswith("layer.")}
+        theirs.layers[k].load_state_dict(named)
+    model, drafts = assisted(target, layers, tree=False, draft_length=number), []
+    ids = one_and_four(target)[0]["input_ids"]
+    with pytest.MonkeyPatch.context() as patch:
+        with watched(patch, lambda text, draft, budget: drafts.append((text.ids.clone(), draft.tokens))), no_fallback():
+            model.generate(ids, max_new_tokens=number + 3, do_sample=False, eos_token_id=None)
+    text, drafted = drafts[0]
+    cache, positions = cache_utils.MtpCache(config=target.config.get_mtp_config()), torch.arange(1, ids.shape[1] + 1)
+    with torch.no_grad():
+        states = target.model(ids).last_hidden_state
+        made = theirs(text[:, 1 : ids.shape[1] + 1], states, None, positions[None], cache)
+    assert drafted.tolist() == made[0].tolist()
 
 
 # ---- keys and values

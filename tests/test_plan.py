@@ -128,9 +128,9 @@ def test_states_are_those_of_the_models_own_cache(name: str) -> None:
     assert sorted(Shapes.of_config(model.config).states.per_token) == sorted(real)
 
 
-def planned_states(shapes: Shapes, rows: int, drafted: int) -> int:
+def planned_states(shapes: Shapes, rows: int, drafted: int, draft: str = "suffix") -> int:
     use = Use(64, rows, drafted, shapes.model.dtype, "cpu")
-    return next(part.bytes for part in parts(shapes, parse("suffix"), use) if part.name == "target: recurrent states")
+    return sum(part.bytes for part in parts(shapes, parse(draft), use) if part.name.endswith("recurrent states"))
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -148,12 +148,16 @@ def test_states_are_planned_as_the_engine_keeps_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("drafted", [3, 16])
-def test_states_of_the_shipped_hybrid(drafted: int) -> None:
-    pair = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=MTP(tree=False), draft_length=drafted)
+@pytest.mark.parametrize("draft", ["mtp", "self:int8"])
+def test_states_of_the_shipped_hybrid(draft: str, drafted: int) -> None:
+    """A copy of the target drafts from the target's states, which are then copied."""
+    spec = MTP(tree=False) if draft == "mtp" else draft
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=spec, draft_length=drafted)
     pair.generate(torch.arange(5, 25)[None], max_new_tokens=24, do_sample=False, eos_token_id=None)
     shapes = Shapes.read("zoo:hybrid")
-    assert planned_states(shapes, 1, drafted) == pytest.approx(pair.report.state_bytes, rel=0.1)
-    assert planned_states(shapes, 1, drafted) != pytest.approx(2 * shapes.states.fixed, rel=0.1)
+    assert pair.report is not None
+    assert planned_states(shapes, 1, drafted, draft) == pytest.approx(pair.report.state_bytes, rel=0.1)
+    assert planned_states(shapes, 1, drafted, draft) != pytest.approx(2 * shapes.states.fixed, rel=0.1)
 
 
 def test_published_figures() -> None:

@@ -59,7 +59,7 @@ class MTP(WindowOptions):
             layers, numbers = stored_mtp(path, room.target.config.get_text_config(decoder=True))
         elif path is not None:
             layers = len(path.layers) if isinstance(path, SequentialMTP) else 1
-            numbers = sum(weight.numel() for weight in path.parameters())
+            numbers = sum(tensor.numel() for tensor in path.state_dict().values())
         each = {name: layers * size for name, size in super().memory(room).items()}
         return {self.title: numbers * room.dtype.itemsize} | each
 

@@ -140,7 +140,8 @@ def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype:
             found["copies of weights"] = copy_bytes(draft.model, dtype, None)
         return found
 
-    room = Room(target.model, dtype, use.rows * _widest(use), target.states.per_token, of_model, target.path)
+    tokens, states = use.rows * _widest(use), use.rows * target.states.fixed
+    room = Room(target.model, dtype, tokens, target.states.per_token, of_model, target.path, states)
     return [Part(f"draft: {name}", size) for one in spec.parts() for name, size in one.memory(room).items() if size]
 
 

@@ -144,7 +144,8 @@ def test_the_text_of_untrained_layers_is_the_targets(name, tree):
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 def test_sampling_with_untrained_layers(tree):
     target = tiny(0, layers=2)
-    model = assisted(target, random_layers(target, 2), tree, draft_length=3)
+    spec = MTP(random_layers(target, 2), tree=tree, nodes=3)
+    model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=2 if tree else 3)
     torch.manual_seed(3)
     ids = model.generate(PROMPT, max_new_tokens=SAMPLED, do_sample=True, num_return_sequences=SEQUENCES, top_k=0)
     assert 0 < model.report.accepted < model.report.drafted

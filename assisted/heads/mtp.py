@@ -186,13 +186,13 @@ class SequentialMTP(Head):
             raise ValueError("layers: expected two or more MTP layers that share the target's output embedding")
         self.config, self.layer_config = layers[0].config, layers[0].layer_config
         self.register_buffer("d2t", None)
-        self.layers = nn.ModuleList(layers)
+        self.layers: Any = nn.ModuleList(layers)
         self.eval()
 
     @property
     def fc(self) -> nn.Linear:  # type: ignore[override]
-        first: Any = self.layers[0]
-        return first.fc  # type: ignore[no-any-return]
+        first: nn.Linear = self.layers[0].fc
+        return first
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., K * H], with zeros where `resume` puts the states of the column before."""
@@ -223,7 +223,7 @@ class SequentialMTP(Head):
         for layer, state in zip(self.layers[before:], read, strict=True):
             if before == 0 and made:
                 state = torch.cat([state[:, :1], made[-1][:, :-1]], 1)
-            mask = _without_first(attention_mask, before + len(made))
+            mask = without_first(attention_mask, before + len(made))
             made.append(layer(embeddings, state, position_ids, mask, cache))
         handed_on = torch.cat(made[:-1] or made, -1)
         return handed_on[:, -1:] if last_only else handed_on
@@ -234,16 +234,12 @@ class SequentialMTP(Head):
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
         """Those of each layer."""
-        return [layer.tensors() for layer in self._heads]
+        return [layer.tensors() for layer in self.layers]
 
     def require_runs(self) -> None:
         """As `MTPHead`, for all layers."""
-        for layer in self._heads:
+        for layer in self.layers:
             layer.require_runs()
-
-    @property
-    def _heads(self) -> list[MTPHead]:
-        return list(self.layers)  # type: ignore[arg-type]
 
 
 def full_attention(config: Any) -> list[int]:
@@ -325,7 +321,7 @@ def _same_kind(layer: nn.Module, norm: nn.Module) -> nn.Module:
     raise ValueError(f"target: {type(layer).__name__} has no {type(norm).__name__} like the final norm")
 
 
-def _without_first(mask: torch.Tensor, count: int) -> torch.Tensor:
+def without_first(mask: torch.Tensor, count: int) -> torch.Tensor:
     """[B or 1, 1, n, m] bool, without the first `count` slots that each column sees, for which a layer has no states. Its own
     slot, the last one, is always seen: attention to nothing is NaN."""
     if count == 0:

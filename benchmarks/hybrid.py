@@ -1,23 +1,27 @@
 """The shipped hybrid and the shipped target with each kind of draft: tokens per pass, speed, bytes of states.
 
     python -m assisted train eagle --target zoo:hybrid --text zoo ... --out eagle3      # see docs/methods/mtp.md
-    python benchmarks/hybrid.py --eagle eagle3 --threads 1 --out benchmarks/hybrid.json --docs docs/methods/mtp.md
+    python -m assisted train mtp --target zoo:target --text zoo ... --out mtp           # as in benchmarks/drafts.py
+    python benchmarks/hybrid.py --eagle eagle3 --target-mtp mtp --out benchmarks/hybrid.json --docs docs/methods/mtp.md
 
-Without `--eagle`, the hybrid has no EAGLE head. All drafts have a fixed length, which shows what they are worth, except in the
-last row of each target.
+Without `--eagle`, the hybrid has no EAGLE head, and without `--target-mtp`, the target has no MTP head. transformers' own
+`generate(use_mtp=True)` takes part; where it cannot run, its error is below the table. All drafts have a fixed length, which
+shows what they are worth, except in the last row of each target.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tables import about, arguments, figures, markdown_table, paired, publish, raced
 
 from assisted import MTP, AssistedModelForCausalLM
-from assisted.bench import Result, Rules, read
+from assisted.bench import Method, Result, Rules, read
 from assisted.lengths.policies import Never
 
 NO_DRAFT = "no draft"
+THEIRS = "transformers, use_mtp"
 TEMPERATURES = (0.0, 0.8)
 
 
@@ -25,14 +29,15 @@ def drafts_of(name: str, args: Any) -> dict[str, tuple[Any, Any]]:
     """Drafts and draft lengths, by the name of the row."""
     length = args.draft_length
     found: dict[str, tuple[Any, Any]] = {NO_DRAFT: ("suffix", Never()), "suffix": ("suffix", length)}
-    if name == "zoo:hybrid":
-        found["MTP, chains"] = MTP(tree=False), length
-        found["MTP, trees"] = MTP(tree=True), 2 * length
-        if args.eagle:
-            found["EAGLE-3, chains"] = f"eagle:{args.eagle}", length
-    else:
+    is_hybrid = name == "zoo:hybrid"
+    if not is_hybrid:
         found["draft model"] = "zoo:draft", length
-        found["EAGLE-3, chains"] = "zoo:eagle3", length
+    if is_hybrid or args.target_mtp:
+        head = None if is_hybrid else args.target_mtp
+        found["MTP, chains"] = MTP(head, tree=False), length
+        found["MTP, trees"] = MTP(head, tree=True), 2 * length
+    if not is_hybrid or args.eagle:
+        found["EAGLE-3, chains"] = f"eagle:{args.eagle}" if is_hybrid else "zoo:eagle3", length
     found["8-bit copy"] = "self:int8", length
     found["auto, default length"] = "auto", None
     return found
@@ -44,7 +49,8 @@ def measure(args: Any) -> dict[str, Any]:
         pair = AssistedModelForCausalLM.from_pretrained(name, draft="mtp" if name == "zoo:hybrid" else "zoo:draft")
         prompts = read(["code"], pair.tokenizer, args.prompts)
         for temperature in TEMPERATURES:
-            methods = paired(pair.target, pair.tokenizer, drafts_of(name, args))
+            theirs = Method(THEIRS, "transformers MTP", partial(pair.target.generate, use_mtp=True), {"use_mtp": True})
+            methods = [theirs, *paired(pair.target, pair.tokenizer, drafts_of(name, args))]
             rules = Rules(args.new_tokens, temperature=temperature)
             result = raced(args, pair, methods, prompts, rules, target=name)
             states = {method.name: method.model.report.state_bytes for method in methods if method.model is not None}
@@ -86,7 +92,9 @@ def markdown(found: dict[str, Any]) -> str:
                 ]
             )
         head = ("draft", "tokens per pass", "ms a token", "speedup", "over no draft", "KiB of states")
+        failed = [f"{row.name} cannot run: {row.error}" for row in measured.rows if row.error is not None]
         lines += ["", f"**`{title.replace(',', '`,', 1)}**", "", *markdown_table(head, cells)]
+        lines += ["", *failed] if failed else []
     return "\n".join(lines)
 
 
@@ -94,6 +102,7 @@ def main() -> None:
     numbers = {"--draft-length": (3, "tokens of every draft"), "--new-tokens": (64, "of each prompt")}
     parser = arguments(__doc__, prompts=8, repeats=3, threads=1, numbers=numbers)
     parser.add_argument("--eagle", metavar="FOLDER", help="an EAGLE-3 head for the hybrid")
+    parser.add_argument("--target-mtp", metavar="FOLDER", help="an MTP head for zoo:target")
     publish(markdown(figures(parser.parse_args(), measure)), parser.parse_args().docs, "hybrid")
 
 

@@ -11,13 +11,13 @@ from eagle_heads import features_of, written
 from transformers import DynamicCache, PreTrainedModel
 
 from assisted.heads.eagle import unrolled_mask
-from assisted.heads.mtp import MTPHead, first_tensors
+from assisted.heads.mtp import MTPHead, SequentialMTP, first_tensors
 
-__all__ = ["random_mtp", "trained_mtp"]
+__all__ = ["random_layers", "random_mtp", "trained_layers", "trained_mtp"]
 
 
-def random_mtp(target: PreTrainedModel, seed: int = 0) -> MTPHead:
-    """A head of the target's sizes that was never trained."""
+def random_mtp(target: PreTrainedModel, seed: int = 0, index: int = 0) -> MTPHead:
+    """A head of the target's sizes that was never trained. index: of its layer, if there are several."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,36 @@ def random_mtp(target: PreTrainedModel, seed: int = 0) -> MTPHead:
             return tensor.clone()
         return torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5
 
-    return MTPHead(target, {name: drawn(tensor) for name, tensor in first_tensors(target).items()})
+    return MTPHead(target, {name: drawn(tensor) for name, tensor in first_tensors(target).items()}, index)
+
+
+def random_layers(target: PreTrainedModel, number: int = 3, seed: int = 0) -> SequentialMTP:
+    """Several layers that were never trained."""
+    return SequentialMTP([random_mtp(target, seed + index, index) for index in range(number)])
+
+
+@made_once
+def trained_layers(target: PreTrainedModel, number: int = 3, steps: int = 60) -> SequentialMTP:
+    """Layers that have learned by heart what the target writes, each of them one token further ahead."""
+    layers = [random_mtp(target, seed=index, index=index) for index in range(number)]
+    ids, lengths = written(target)
+    features = features_of(target, layers[0], ids)[:, :-1].clone()
+    with torch.no_grad():
+        embeddings = layers[0].embed(ids[:, 1:], target)
+    wanted = ids.masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -100)
+    optimizer = torch.optim.Adam([p for layer in layers for p in layer.parameters()], lr=5e-3)
+    for _ in range(steps):
+        states, loss = features, torch.zeros(())
+        for ahead, layer in enumerate(layers):
+            states = layer(embeddings[:, ahead:], states[:, : embeddings.shape[1] - ahead])
+            logits = layer.logits(states[:, :-1], target)
+            loss = loss + torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted[:, 2 + ahead :])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for parameter in target.parameters():
+        parameter.grad = None
+    return SequentialMTP(layers)
 
 
 @made_once

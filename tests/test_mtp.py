@@ -11,13 +11,13 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, random_ids
 from eagle_heads import features_of, trained_head
-from mtp_heads import random_mtp, trained_mtp
+from mtp_heads import random_layers, random_mtp, trained_mtp
 from pairs import CALL, ENDS, ROUNDING, no_fallback
 from safetensors.torch import load_file, save_file
 from test_eagle import Reference, one_and_four, rows_of, watched
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from assisted import MTP, AssistedModelForCausalLM, Eagle, Merged
+from assisted import MTP, AssistedModelForCausalLM, Eagle, Merged, zoo
 from assisted.drafters import METHODS, eagle, parse
 from assisted.drafters.base import Room
 from assisted.drafters.mtp import MTPDrafter, MTPDrafting
@@ -27,6 +27,7 @@ from assisted.heads.eagle import unrolled_mask
 from assisted.heads.mtp import MTPHead, first_tensors, load_mtp, save_mtp
 from assisted.heads.runner import HeadRunner
 from assisted.lengths.rates import Rates
+from assisted.plan import plan
 from assisted.training.mtp import MTPSettings, MTPTraining
 
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
@@ -35,6 +36,10 @@ SHIPPED_WITH_ONE = ["deepseek_v3", "glm4_moe", "ernie4_5", "exaone4", "qwen3_nex
 OTHERS = ["llama", "qwen2", "qwen3", "olmo", "olmo2", "gemma3", "phi3-window", "mixtral", "gpt_oss", "llama4"]
 
 pytestmark = pytest.mark.usefixtures("invariants")
+
+
+def hybrid() -> Any:
+    return AutoModelForCausalLM.from_pretrained(zoo.folder("hybrid"))
 
 
 def llama() -> Any:
@@ -427,7 +432,37 @@ def test_what_a_plan_counts():
         target = build(BY_NAME[name])
         own = sum(p.numel() for p in random_mtp(target).parameters())
         room = Room(target.to("meta"), torch.float32, 10, (16, 24), lambda model: {})
-        assert MTP("anywhere").memory(room) == {"MTP heads": 4 * own, "keys and values": 10 * 4 * 24}
+        assert MTP().memory(room) == {"MTP heads": 4 * own, "keys and values": 10 * 4 * 24}
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_what_a_plan_reads_of_a_head(number, tmp_path):
+    """As many layers as there are, in a folder or in memory; and the errors that loading raises."""
+    target = build(BY_NAME["deepseek_v3"])
+    head = random_mtp(target) if number == 1 else random_layers(target, number)
+    save_mtp(head, tmp_path / "head")
+    room = Room(target, torch.float32, 10, (16, 24), lambda model: {})
+    own = sum(tensor.numel() for tensor in head.state_dict().values())
+    for path in (head, str(tmp_path / "head")):
+        assert MTP(path).memory(room) == {"MTP heads": 4 * own, "keys and values": 10 * 4 * 24 * number}
+
+
+@pytest.mark.parametrize("draft", ["mtp", "mtp:FOLDER"])
+def test_a_plan_raises_what_loading_raises(draft, tmp_path):
+    target = build(BY_NAME["deepseek_v3"])
+    for folder in ("target", "other"):
+        target.save_pretrained(tmp_path / folder)
+    draft = draft.replace("FOLDER", str(tmp_path / "other"))
+    said = []
+    for call in (AssistedModelForCausalLM.from_pretrained, functools.partial(plan, device="cpu", context=64)):
+        with pytest.raises(ValueError, match=r"draft: .*holds no MTP layers") as error:
+            call(str(tmp_path / "target"), draft=draft)
+        said.append(str(error.value))
+    assert said[0] == said[1]
+    planned = {part.name: part.bytes for part in plan("zoo:hybrid", "mtp", device="cpu", context=64).best.parts}
+    assert planned["draft: MTP heads"] == 4 * sum(
+        t.numel() for t in load_mtp("zoo:hybrid", hybrid()).tensors().values()
+    )
 
 
 def test_what_can_be_trained_can_be_stored(tmp_path):

@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpModel
 
 from assisted import zoo
 from assisted.heads import files as head_files
-from assisted.heads.mtp_formats import has_mtp, is_mtp, read_mtp, write_mtp
+from assisted.heads.mtp_formats import COUNTS, has_mtp, is_mtp, read_mtp, stored_mtp, write_mtp
 from assisted.loading import files as loading_files
 
 H, E = 32, 3
@@ -156,9 +156,10 @@ def made(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: noise(*shape, seed=seed + place) for place, (name, shape) in enumerate(shapes.items())}
 
 
-def stored(family: str, tensors: dict[str, torch.Tensor], stacked: bool = False) -> dict[str, torch.Tensor]:
-    """The same layer as the family's checkpoint has it."""
+def stored(family: str, tensors: dict[str, torch.Tensor], stacked: bool = False, k: int = 0) -> dict[str, torch.Tensor]:
+    """The same layer as the family's checkpoint has it. k: of the layer, from 0."""
     _, _, begins, renamed = FAMILIES[family]
+    begins = tuple(re.sub(r"\d+", lambda number: str(int(number[0]) + k), begin) for begin in begins)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if name == "fuse.weight" and family in HIDDEN_FIRST:
@@ -241,7 +242,7 @@ def test_only_the_files_with_mtp_tensors_are_opened(family, tmp_path):
 def test_written_and_read_again_without_loss(family, tmp_path):
     tensors, config = made(family), config_of(family)
     before = config.to_dict()
-    write_mtp(tensors, config, tmp_path)
+    write_mtp([tensors], config, tmp_path)
     assert config.to_dict() == before
     held = load_file(tmp_path / "model.safetensors")
     assert held.keys() == stored(family, tensors, family in STACKED).keys()
@@ -302,26 +303,46 @@ def test_the_kind_of_layer_is_told_by_the_tensors(tmp_path):
     require_equal(layer, dense)
 
 
-def test_several_layers(tmp_path):
-    one, two = made("deepseek_v3"), made("deepseek_v3", seed=50)
-    second = {name.replace("layers.4.", "layers.5."): t for name, t in stored("deepseek_v3", two).items()}
-    found = read_mtp(write(tmp_path, TARGET | stored("deepseek_v3", one) | second), config_of("deepseek_v3"))
-    assert len(found) == 2
-    require_equal(found[0], one)
-    require_equal(found[1], two)
+def several(family: str, number: int) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """MTP layers under our names, and all their tensors in the checkpoint. What the family has once is the same in all."""
+    first = made(family)
+    once = {begin for begin, place in zip(OURS, FAMILIES[family][2], strict=False) if not re.search(r"\d", place)}
+    layers = [{n: t if n.split(".")[0] in once else t + k for n, t in made(family).items()} for k in range(1, number)]
+    held: dict[str, torch.Tensor] = {}
+    for k, layer in enumerate([first, *layers]):
+        held |= stored(family, layer, family in STACKED, k)
+    return [first, *layers], held
 
 
-def test_several_layers_share_what_a_family_has_once(tmp_path):
-    one = made("qwen3_5")
-    two = {name: tensor + 1 if name.startswith("layer.") else tensor for name, tensor in one.items()}
-    second = {name.replace("layers.0.", "layers.1."): t for name, t in stored("qwen3_5", two).items()}
-    tensors = stored("qwen3_5", one) | second
-    found = read_mtp(write(tmp_path, tensors), config_of("qwen3_5"))
-    require_equal(found[0], one)
-    require_equal(found[1], two)
-    del tensors["mtp.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(ValueError, match=r"lacks tensor mtp\.layers\.1\.mlp\.up_proj\.weight"):
-        read_mtp(write(tmp_path, tensors), config_of("qwen3_5"))
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_layers(family, number, tmp_path):
+    """Read, by their headers too, and written again without loss; a tensor of the last layer that is missing has a name."""
+    layers, held = several(family, number)
+    config, fields = config_of(family), speculator(family)
+    found = read_mtp(write(tmp_path / "read", TARGET | held, fields), config)
+    assert len(found) == number
+    for layer, expected in zip(found, layers, strict=True):
+        require_equal(layer, expected)
+    assert stored_mtp(tmp_path / "read", config) == (number, sum(tensor.numel() for tensor in held.values()))
+    write_mtp(layers, config, tmp_path / "written")
+    require_equal(load_file(tmp_path / "written" / "model.safetensors"), held)
+    written = json.loads((tmp_path / "written" / "config.json").read_text())
+    assert is_mtp(written, tmp_path / "written")
+    assert all(written[name] == number for name in COUNTS if name in written)
+    for lost in sorted(held.keys() - stored(family, layers[0], family in STACKED).keys())[:: 7 - number]:
+        less = {name: tensor for name, tensor in held.items() if name != lost}
+        for read in (read_mtp, stored_mtp):
+            with pytest.raises(ValueError, match=rf"draft: .* lacks tensor {re.escape(lost.split('experts')[0])}"):
+                read(write(tmp_path / "less", less, fields), config)
+
+
+def test_layers_that_differ_where_a_family_has_one_tensor(tmp_path):
+    layers = [made("qwen3_5"), made("qwen3_5", seed=50)]
+    with pytest.raises(
+        ValueError, match=r"tensors: the format of qwen3_5_text has one mtp\.\S+ for all MTP layers; layer 2"
+    ):
+        write_mtp(layers, config_of("qwen3_5"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -514,18 +535,18 @@ def test_a_family_reads_what_speculators_wrote_for_it(tmp_path):
 
 def test_a_format_has_no_name_for_other_tensors(tmp_path):
     with pytest.raises(ValueError, match=r"tensors: the format of ernie4_5 .*got .*end_norm"):
-        write_mtp(made("llama"), config_of("ernie"), tmp_path)
+        write_mtp([made("llama")], config_of("ernie"), tmp_path)
     with pytest.raises(ValueError, match=r"tensors: the format of llama .*end_norm"):
-        write_mtp(made("ernie"), config_of("llama"), tmp_path)
+        write_mtp([made("ernie")], config_of("llama"), tmp_path)
     with pytest.raises(ValueError, match=r"tensors: .*output"):
-        write_mtp(made("llama") | {"output.weight": noise(40, H)}, config_of("llama"), tmp_path)
+        write_mtp([made("llama") | {"output.weight": noise(40, H)}], config_of("llama"), tmp_path)
 
 
 def test_views_and_parameters_are_written(tmp_path):
     tensors = made("llama")
     tensors["fuse.weight"] = tensors["fuse.weight"].T.contiguous().T
     tensors |= {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items() if name.startswith("layer.")}
-    write_mtp(tensors, config_of("llama"), tmp_path)
+    write_mtp([tensors], config_of("llama"), tmp_path)
     require_equal(
         read_mtp(tmp_path, config_of("llama"))[0], {name: tensor.detach() for name, tensor in tensors.items()}
     )
@@ -537,7 +558,7 @@ def test_transformers_reads_the_same(family, layers, tmp_path):
     config, tensors = config_of(family), made(family)
     config.num_hidden_layers, config.num_nextn_predict_layers = layers, 1
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
-    write_mtp(tensors, config, tmp_path / "head")
+    write_mtp([tensors], config, tmp_path / "head")
     both = load_file(tmp_path / "model.safetensors") | load_file(tmp_path / "head" / "model.safetensors")
     save_file(both, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -563,7 +584,7 @@ def test_speculators_converts_the_same(family, tmp_path):
     from speculators.convert.mtp.converter import MTPConverter
 
     tensors = made(family)
-    write_mtp(tensors, config_of(family), tmp_path / "family")
+    write_mtp([tensors], config_of(family), tmp_path / "family")
     theirs = MTPConverter().convert_to_state_dict(tmp_path / "family")
     folder = write(tmp_path / "converted", theirs, {"speculators_model_type": "mtp"})
     require_equal(read_mtp(folder, config_of(family))[0], tensors)
@@ -573,7 +594,7 @@ def test_speculators_converts_the_same(family, tmp_path):
 def test_speculators_reads_what_is_written(tmp_path):
     from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
 
-    write_mtp(made("qwen3"), config_of("qwen3"), tmp_path)
+    write_mtp([made("qwen3")], config_of("qwen3"), tmp_path)
     config = MTPSpeculatorConfig.from_pretrained(tmp_path)
     config.transformer_layer_config._attn_implementation = "eager"
     loaded = MTPDraftModel(config).load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
@@ -586,7 +607,7 @@ def test_what_is_written_for_speculators(tmp_path):
     config.architectures = ["LlamaForCausalLM"]
     config.quantization_config = {"quant_method": "fp8"}
     config._name_or_path = "/somewhere/on/this/machine"
-    write_mtp(made("llama"), config, tmp_path)
+    write_mtp([made("llama")], config, tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     assert fields["num_nextn_predict_layers"] == 1
     assert fields["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, build
+from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -20,9 +20,11 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from assisted import AssistedModelForCausalLM
+from assisted import MTP, AssistedModelForCausalLM
 from assisted.cli.main import main
 from assisted.drafters import parse
+from assisted.engine.trust import trust
+from assisted.engine.verifiable import expected_masks, masks_of
 from assisted.fast.fused import copy_bytes, fused
 from assisted.fast.products import Product, copied_in, packs
 from assisted.lengths.cost_model import expected_tokens
@@ -124,6 +126,38 @@ def test_states_are_those_of_the_models_own_cache(name: str) -> None:
     assert Shapes.of_config(model.config).states.fixed == fixed
     real = [(layer.keys.numel() + layer.values.numel()) // layer.keys.shape[2] for layer in layers]
     assert sorted(Shapes.of_config(model.config).states.per_token) == sorted(real)
+
+
+def planned_states(shapes: Shapes, rows: int, drafted: int, draft: str = "suffix") -> int:
+    use = Use(64, rows, drafted, shapes.model.dtype, "cpu")
+    return sum(part.bytes for part in parts(shapes, parse(draft), use) if part.name.endswith("recurrent states"))
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_are_planned_as_the_engine_keeps_them(name: str) -> None:
+    """A copy, a state for each column, or what layers with the delta rule keep of each column."""
+    model, text = build(name), random_ids(build(name), 2, 9)
+    try:
+        pair = AssistedModelForCausalLM.from_models(model, draft=half_right(model, noise=0.1), draft_length=5)
+    except ValueError:
+        pytest.skip("refused as a target")
+    assert expected_masks(build(name).to("meta")).trees == masks_of(model, trust(model)).trees
+    pair.generate(text, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    assert pair.report is not None and pair.report.drafted
+    assert planned_states(Shapes.of_config(model.config), 2, 5) == pytest.approx(pair.report.state_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("drafted", [3, 16])
+@pytest.mark.parametrize("draft", ["mtp", "self:int8"])
+def test_states_of_the_shipped_hybrid(draft: str, drafted: int) -> None:
+    """A copy of the target drafts from the target's states, which are then copied."""
+    spec = MTP(tree=False) if draft == "mtp" else draft
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=spec, draft_length=drafted)
+    pair.generate(torch.arange(5, 25)[None], max_new_tokens=24, do_sample=False, eos_token_id=None)
+    shapes = Shapes.read("zoo:hybrid")
+    assert pair.report is not None
+    assert planned_states(shapes, 1, drafted, draft) == pytest.approx(pair.report.state_bytes, rel=0.1)
+    assert planned_states(shapes, 1, drafted, draft) != pytest.approx(2 * shapes.states.fixed, rel=0.1)
 
 
 def test_published_figures() -> None:

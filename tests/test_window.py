@@ -13,7 +13,7 @@ from architectures import RECURRENT, build, half_right, random_ids
 from block_heads import trained_block
 from eagle_heads import random_head, trained_head
 from methods import in_parallel
-from mtp_heads import trained_mtp
+from mtp_heads import trained_layers, trained_mtp
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, tokenizer
 from test_session import plain_talk, talked, turns, written
 from transformers import DynamicCache
@@ -51,6 +51,7 @@ DRAFTS: dict[str, Any] = {
     "p-eagle": lambda target: Eagle(random_head(target, 3, mask_token_id=3)),
     "mtp, chains": lambda target: MTP(trained_mtp(target, steps=30), tree=False),
     "mtp, trees": lambda target: MTP(trained_mtp(target, steps=30)),
+    "mtp layers, trees": lambda target: MTP(trained_layers(target, steps=30)),
     "dflash, chains": lambda target: DFlash(trained_block(target, steps=30), tree=False),
     "dflash, trees": lambda target: DFlash(trained_block(target, steps=30)),
     "list": lambda target: ["suffix", half_right(target), Eagle(trained_head(target, 3, steps=30))],

@@ -279,7 +279,8 @@ class EagleDrafting(HeadDrafting):
         self.prompt = self._read(call.states)
         self.first = on_device(call.target.cache.unpadded, self.prompt[0].device)[:, None] - self.prompt[0].shape[1]
         self.skipped = 0  # columns of the text without a feature
-        self.slots: SlotCache | None = None  # of the call before, until the head first runs
+        self.slots: SlotCache | None = None  # of the call before, until the head first runs,
+        self.state: torch.Tensor | None = None  # and the head's state after what is in them
         self.taken: list[tuple[torch.Tensor, list[int]]] = []  # its features that the head has not read
         if (earlier := call.before(EagleDrafting)) is not None and earlier.drafter is drafter:
             self._take_over(earlier, call.target.cache.known[0] - self.prompt[0].shape[1])
@@ -298,6 +299,8 @@ class EagleDrafting(HeadDrafting):
         if late or len({*held}) > 1 or len({*counts}) > 1 or held[0] + counts[0] < past or len(held) != len(self.first):
             return
         known = min(held[0], past)
+        if known == held[0]:  # otherwise several MTP layers read a few states of zeros, which costs acceptance alone
+            self.state = earlier.state if earlier.runner is None else earlier.runner.state
         if slots is not None:
             slots = go_on(slots, known, self.call.limit + self.drafter.most, self.call.forks)
         self.slots, self.first = slots, torch.zeros_like(self.first)
@@ -357,6 +360,7 @@ class EagleDrafting(HeadDrafting):
             head = prepare(drafter.head, settings, drafter.fused)
             slots = SlotCache(rows, limit) if self.slots is None else self.slots
             runner = self.runner_type(head, call.target.model, slots, first, mask)
+            runner.state = self.state
             self.runner = drafter.graphs.serve(runner, drafter.head, settings)
             if self.runner.cache.visible is not None:  # the target's states of padding may be NaN
                 features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)

@@ -23,7 +23,7 @@ from ..engine.split import Begun, Split, timed
 from ..engine.traits import Traits, require_rewindable
 from ..lengths.cost_model import ENOUGH, KEEP, KEEP_LOCAL, PRIOR, SAMPLES, DecayedMean, best_speedup
 from ..text import Text
-from .base import Call, Spec, Target
+from .base import Call, Room, Spec, Target
 from .part import PartDrafter, PartDrafting
 from .registry import register
 
@@ -39,7 +39,7 @@ class EarlyExit(Spec):
     """The target's first layers draft for it: `"early-exit"`, `"early-exit:6"`.
 
     Worthwhile for models trained for early exits (LayerSkip's recipe, early-exit losses); others have low acceptance rates.
-    Needs no memory of its own, because weights and KV are the target's.
+    Needs no memory of its own, because weights and KV are the target's; recurrent states are copied.
 
     Args:
         exit_layer: how many layers draft, from 1 to all but one. None (default) chooses the number with the highest
@@ -53,6 +53,9 @@ class EarlyExit(Spec):
     training = "assisted.training.early_exit:EarlyExitTraining"
 
     exit_layer: int | None = None
+
+    def memory(self, room: Room) -> dict[str, int]:
+        return {"copy of the recurrent states": room.states}
 
     @classmethod
     def named(cls, rest: str) -> EarlyExit:

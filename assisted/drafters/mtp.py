@@ -14,8 +14,8 @@ from ..engine.needs import Needs
 from ..engine.prepared import PreparedModule
 from ..engine.trust import Trust
 from ..heads.base import StateHead
-from ..heads.mtp import MTPHead, load_mtp, save_mtp
-from ..heads.mtp_formats import is_mtp
+from ..heads.mtp import MTPHead, SequentialMTP, load_mtp, save_mtp
+from ..heads.mtp_formats import is_mtp, stored_mtp
 from .base import Call, Room, Spec, Target
 from .eagle import EagleDrafter, EagleDrafting, WindowOptions
 from .registry import register
@@ -26,11 +26,11 @@ from .registry import register
 class MTP(WindowOptions):
     """The multi-token-prediction head that was trained with the target drafts: `"mtp"`, or `"mtp:DIR"`.
 
-    If a checkpoint has several such layers, the first one drafts all tokens.
+    If a checkpoint has several such layers, each drafts one token in turn, and the last one also those after.
 
     Args:
         path: folder or Hub id of a checkpoint with the head, for a target whose own has lost it, as quantized ones often have;
-            or an `MTPHead`. None (default) is the checkpoint that the target was loaded from.
+            or an `MTPHead` or `SequentialMTP`. None (default) is the checkpoint that the target was loaded from.
         tree: True drafts token trees if the target can verify them. False drafts chains. None (default) drafts trees for greedy
             decoding and chains for sampling.
         top_k: nodes of each level that the head reads, and candidates after each. None (default) is 10 on an accelerator and 4
@@ -45,7 +45,7 @@ class MTP(WindowOptions):
     not_served = "engines read MTP layers from the target's own checkpoint, so there is nothing to hand over"
     training = "assisted.training.mtp:MTPTraining"
 
-    path: str | MTPHead | None = None
+    path: str | MTPHead | SequentialMTP | None = None
 
     @classmethod
     def named(cls, rest: str) -> Spec:
@@ -53,7 +53,15 @@ class MTP(WindowOptions):
         return cls(rest or None)
 
     def memory(self, room: Room) -> dict[str, int]:
-        return {self.title: _numbers(room.target) * room.dtype.itemsize} | super().memory(room)
+        """That of all layers, by the headers of the checkpoint. Raises ValueError if these lack any."""
+        path, layers, numbers = self.path or room.path, 1, _numbers(room.target)
+        if isinstance(path, str):
+            layers, numbers = stored_mtp(path, room.target.config.get_text_config(decoder=True))
+        elif path is not None:
+            layers = len(path.layers) if isinstance(path, SequentialMTP) else 1
+            numbers = sum(tensor.numel() for tensor in path.state_dict().values())
+        each = {name: layers * size for name, size in super().memory(room).items()}
+        return {self.title: numbers * room.dtype.itemsize} | each
 
     @classmethod
     def reads(cls, fields: dict[str, Any], folder: Path) -> bool:

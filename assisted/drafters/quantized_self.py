@@ -51,7 +51,8 @@ class QuantizedSelf(Spec):
     quantization: Any = "nf4"
 
     def memory(self, room: Room) -> dict[str, int]:
-        return {"quantized copy": stored_bytes(room.target, str(self.quantization), room.dtype, copy=True)}
+        weights = stored_bytes(room.target, str(self.quantization), room.dtype, copy=True)
+        return {"quantized copy": weights, "copy of the recurrent states": room.states}
 
     @classmethod
     def named(cls, rest: str) -> QuantizedSelf:

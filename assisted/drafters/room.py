@@ -22,6 +22,8 @@ class Room:
         tokens: for which keys and values are kept, of all rows together.
         per_token: numbers that the target's layers keep for a token, each of them.
         of_model: counts a causal LM of the draft's own, loaded in this quantization: bytes by part.
+        path: the folder or Hub id of the target's files; None if only its config is known.
+        states: bytes of the target's recurrent states, without copies.
     """
 
     target: PreTrainedModel
@@ -29,3 +31,5 @@ class Room:
     tokens: int
     per_token: tuple[int, ...]
     of_model: Callable[[Any], dict[str, int]]
+    path: str | None = None
+    states: int = 0

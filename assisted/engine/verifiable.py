@@ -36,6 +36,8 @@ _LEAST_ROUNDING = 16  # times the dtype's epsilon, relative to the logits; 1 to 
 _KEEPS = ((1, 3), (3, 1), (2, 3))  # columns that two rows keep of three, in each round of the trial
 _LONG = 40  # tokens of the longer prompt, unless a sliding window asks for more
 _LONGEST = 512
+_STEPPED = frozenset({"falcon_mamba", "jamba", "mamba", "nemotron_h", "zamba", "zamba2"})
+"""Model types whose states can't be copied, as the trials find: their layers run one column after the other."""
 _MANY = 16  # results kept for a model that changes
 _TRIED: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
@@ -142,6 +144,14 @@ def masks_of(model: PreTrainedModel, trusted: Trust, replaces: bool = True) -> M
         if wanted and _tried(model, trusted, ("columns",), trial) is None:
             return over_columns
     return replace(traits.masks, trees=False)
+
+
+def expected_masks(model: PreTrainedModel, replaces: bool = True) -> Masks:
+    """What `masks_of` returns for transformers' own code, without a trial: of a model without weights."""
+    traits, kind = Traits.of(model), model.config.get_text_config(decoder=True).model_type
+    if traits.column_masks is not None and replaces and (traits.masks.trees or kind in _STEPPED):
+        return traits.column_masks
+    return replace(traits.masks, trees=traits.masks.trees and not traits.is_recurrent)
 
 
 def _tried(

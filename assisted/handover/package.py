@@ -16,6 +16,7 @@ from ..configuration import AssistedConfig
 from ..drafters import Spec
 from ..heads.eagle_config import default_taps
 from ..heads.eagle_formats import save_eagle
+from ..heads.mtp_formats import COUNTS
 from ..lengths.policies import Fixed
 from ..loading.files import fields_of, loading, require_sound, write_json
 from ..loading.gguf import named_in
@@ -26,7 +27,6 @@ from .gguf import require_writable, write_gguf
 from .readme import Handover, describe
 
 DTYPES = ("float32", "bfloat16", "float16")
-_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def hand_over(
@@ -193,10 +193,10 @@ def _mtp(engine: str, pair: Any, folder: Path, length: int | None, dtype: str | 
     with loading("target", source):
         config = AutoConfig.from_pretrained(source).get_text_config(decoder=True)
     fields = config.to_dict()
-    layers = next((fields[name] for name in _MTP_LAYERS if fields.get(name)), 0)
+    layers = next((fields[name] for name in COUNTS if fields.get(name)), 0)
     if not layers:
         raise ValueError(
-            f"draft: the target in {str(source)!r} has no multi-token prediction layers ({' or '.join(_MTP_LAYERS)}); use "
+            f"draft: the target in {str(source)!r} has no multi-token prediction layers ({' or '.join(COUNTS)}); use "
             "another draft"
         )
     stored = str(fields.get("dtype") or fields.get("torch_dtype") or "auto").removeprefix("torch.")

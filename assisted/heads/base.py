@@ -1,5 +1,5 @@
 """What heads share that read the target's hidden states (`BlockHead`), and those among them that then continue from their own
-states (`EagleHead`, `MTPHead`)."""
+states (`EagleHead`, `MTPHead`, `SequentialMTP`)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,18 @@ class StateHead(nn.Module):
 
 
 class Head(StateHead):
-    """Column i combines the target's feature of token i with token i + 1, and predicts token i + 2."""
+    """Column i combines the target's feature of token i with token i + 1, and predicts token i + 2.
+
+    Attributes:
+        needs_mask: it needs an attention mask even where all slots are visible.
+    """
+
+    needs_mask = False
+
+    def resume(self, states: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+        """The input states [B, n, W] of text, from those of `fuse`, which may be changed. last: [B, H], what the head has
+        returned for the column before; None if there is none."""
+        return states
 
     def forward(
         self,

@@ -1,5 +1,5 @@
-"""Multi-token-prediction heads (DeepSeek-V3, 2412.19437): a decoder layer of the target's own kind that was trained with the
-target. FastMTP (2509.18362) drafts several tokens with one, each time from its own last state; so does this.
+"""Multi-token-prediction heads (DeepSeek-V3, 2412.19437): decoder layers of the target's own kind that were trained with the
+target. FastMTP (2509.18362) drafts several tokens with one, each time from its own last state. Several draft in turn.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -61,6 +62,7 @@ class MTPHead(Head):
         target: the model that it belongs to; it is not changed, and its weights may be on the meta device.
         tensors: `fuse.weight` [H, 2H], embedding first; the target's layer as `layer.*`; `embed_norm.*`, `hidden_norm.*`; and
             optionally `end_norm.*` and `output.weight` [V, H], an output embedding of the head's own. They are not copied.
+        index: where its keys and values are in a cache.
 
     Raises ValueError for a target whose layers cannot serve, and for a missing, unknown or misshapen tensor.
     """
@@ -71,9 +73,9 @@ class MTPHead(Head):
     hidden_norm: nn.Module
     end_norm: nn.Module
 
-    def __init__(self, target: PreTrainedModel, tensors: Mapping[str, torch.Tensor]):
+    def __init__(self, target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], index: int = 0):
         super().__init__()
-        target = unwrapped(target)
+        target, self.index = unwrapped(target), index
         traits, layers = Traits.of(target), find_layers(target)
         self.layer_config = copy.deepcopy(target.config.get_text_config(decoder=True))
         set_attention(self.layer_config, "sdpa")
@@ -87,7 +89,7 @@ class MTPHead(Head):
         several = "layer_type" in inspect.signature(rotary.forward).parameters
         self._kind = {"layer_type": "full_attention"} if several else {}
         with torch.device("meta"):
-            self.layer: Any = _fitting_layer(layers.of(target), self.layer_config, tensors)
+            self.layer: Any = _fitting_layer(layers.of(target), self.layer_config, tensors, index)
             self.fc = nn.Linear(2 * width, width, bias=False)
             self.shares_output = "output.weight" not in tensors
             if not self.shares_output:
@@ -147,8 +149,97 @@ class MTPHead(Head):
             made = self(*states, attention_mask=mask, cache=cache)
         except Exception as error:
             raise ValueError(f"target: {kind} cannot run by itself ({type(error).__name__}: {error})") from error
-        if len(cache) != 1 or cache.get_seq_length() != _FEW or made.shape != states.shape[1:]:
+        if len(cache) != self.index + 1 or cache.get_seq_length(self.index) != _FEW or made.shape != states.shape[1:]:
             raise ValueError(f"target: {kind} does not keep keys and values as other layers do")
+
+
+class SequentialMTP(Head):
+    """Several MTP layers in turn, each of which was trained to predict one token further ahead (2412.19437, section 2.2).
+
+    Let s^0_i be the target's state h_i. Layer k = 1..K gives
+
+        s^k_i = layer_k(s^{k-1}_i, E[t_{i+k}]), with attention to s^k_j for j < i, from which t_{i+k+1} is predicted
+
+    Here, column m is that of token t_m = t_{i+k} in all layers, so layer k reads what layer k - 1 has made of the column
+    before. After a text, s^1 of its last column predicts the next token, then s^2 of this token's column the one after it, and
+    so on. From there, the last layer goes on from its own states. Positions differ from the paper's by a constant in each
+    layer, which makes no difference to rotary embeddings.
+
+    The states of columns are concatenated. Committed text reads [s^0, .., s^{K-1}], where those of layers are of the column
+    before, and hands on [s^1, .., s^{K-1}]. A drafted token in depth d reads [s^d, .., s^{K-1}] and hands on
+    [s^{d+1}, .., s^{K-1}], at least s^K: so the number of states tells which layers run. The first state is what predicts.
+
+    Args:
+        layers: in their order, each with its `index`, and without an output embedding of its own.
+
+    Raises ValueError for one layer, and for one with an output embedding.
+    """
+
+    config: MTPConfig
+    title = "MTP head"
+    shares_output = True
+    needs_mask = True
+
+    def __init__(self, layers: Sequence[MTPHead]):
+        super().__init__()
+        if len(layers) < 2 or not all(layer.shares_output for layer in layers):
+            raise ValueError("layers: expected two or more MTP layers that share the target's output embedding")
+        self.config, self.layer_config = layers[0].config, layers[0].layer_config
+        self.register_buffer("d2t", None)
+        self.layers: Any = nn.ModuleList(layers)
+        self.eval()
+
+    @property
+    def fc(self) -> nn.Linear:  # type: ignore[override]
+        first: nn.Linear = self.layers[0].fc
+        return first
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., K * H], with zeros where `resume` puts the states of the column before."""
+        return F.pad(super().fuse(features), (0, (len(self.layers) - 1) * self.config.hidden_size))
+
+    def resume(self, states: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+        if last is not None:
+            states[:, 0, self.config.hidden_size :] = last
+        return states
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        states: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """As `Head`. states: [B, n, r * H], of which the last r layers read one each. If all read, the columns are successive
+        text, and layers after the first read in it what the layer before has made of the column before; of `states`, they only
+        read the first column's."""
+        read = states.split(self.config.hidden_size, -1)
+        before = len(self.layers) - len(read)
+        if attention_mask is None:
+            attention_mask = embeddings.new_ones(*2 * embeddings.shape[1:2], dtype=torch.bool).tril()[None, None]
+        made: list[torch.Tensor] = []
+        for layer, state in zip(self.layers[before:], read, strict=True):
+            if before == 0 and made:
+                state = torch.cat([state[:, :1], made[-1][:, :-1]], 1)
+            mask = without_first(attention_mask, before + len(made))
+            made.append(layer(embeddings, state, position_ids, mask, cache))
+        handed_on = torch.cat(made[:-1] or made, -1)
+        return handed_on[:, -1:] if last_only else handed_on
+
+    def logits(self, states: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
+        """As `Head`, from the first of the states."""
+        return super().logits(states[..., : self.config.hidden_size], target)
+
+    def tensors(self) -> list[dict[str, torch.Tensor]]:
+        """Those of each layer."""
+        return [layer.tensors() for layer in self.layers]
+
+    def require_runs(self) -> None:
+        """As `MTPHead`, for all layers."""
+        for layer in self.layers:
+            layer.require_runs()
 
 
 def full_attention(config: Any) -> list[int]:
@@ -174,25 +265,26 @@ def first_tensors(target: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {**tensors, "fuse.weight": torch.cat([torch.zeros_like(eye), eye], 1)}
 
 
-def load_mtp(path: str | Path, target: PreTrainedModel, **hub: Any) -> MTPHead:
-    """Load the head of a checkpoint, in its stored dtype, on the CPU: the first one, if it has several.
+def load_mtp(path: str | Path, target: PreTrainedModel, **hub: Any) -> MTPHead | SequentialMTP:
+    """Load the head of a checkpoint with all its layers, in its stored dtype, on the CPU.
 
     path: a folder, a `zoo:` name or a Hub id, of the target's checkpoint or of a head alone. hub: download options.
 
     Raises ValueError for a checkpoint without a head, and where `MTPHead` does.
     """
     config = unwrapped(target).config.get_text_config(decoder=True)
-    return MTPHead(target, read_mtp(path, config, **hub)[0])
+    heads = [MTPHead(target, tensors, index) for index, tensors in enumerate(read_mtp(path, config, **hub))]
+    return SequentialMTP(heads) if len(heads) > 1 else heads[0]
 
 
-def save_mtp(head: MTPHead, folder: str | Path) -> None:
+def save_mtp(head: MTPHead | SequentialMTP, folder: str | Path) -> None:
     """Write a head where `load_mtp` finds it."""
-    write_mtp(head.tensors(), head.layer_config, folder)
+    write_mtp(head.tensors() if isinstance(head, SequentialMTP) else [head.tensors()], head.layer_config, folder)
 
 
-def _fitting_layer(own: Sequence[nn.Module], config: Any, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+def _fitting_layer(own: Sequence[nn.Module], config: Any, tensors: Mapping[str, torch.Tensor], place: int) -> nn.Module:
     """A layer as the target's last one with full attention; as its first one if only that has the head's tensors, because the
-    last layers of a target may have experts and its head none. own: the target's layers."""
+    last layers of a target may have experts and its head none. own: the target's layers. place: of its keys in a cache."""
     names = {name.removeprefix("layer.") for name in tensors if name.startswith("layer.")}
     found = []
     for index in (full_attention(config)[-1], full_attention(config)[0]):
@@ -204,7 +296,7 @@ def _fitting_layer(own: Sequence[nn.Module], config: Any, tensors: Mapping[str, 
     parts: Iterable[Any] = layer.modules()
     for part in parts:
         if hasattr(part, "layer_idx"):
-            part.layer_idx = 0  # of a cache of its own
+            part.layer_idx = place
     return layer
 
 
@@ -227,3 +319,12 @@ def _same_kind(layer: nn.Module, norm: nn.Module) -> nn.Module:
         if type(module) is type(norm) and _shapes_by_name(module.state_dict()) == _shapes_by_name(norm.state_dict()):
             return module
     raise ValueError(f"target: {type(layer).__name__} has no {type(norm).__name__} like the final norm")
+
+
+def without_first(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """[B or 1, 1, n, m] bool, without the first `count` slots that each column sees, for which a layer has no states. Its own
+    slot, the last one, is always seen: attention to nothing is NaN."""
+    if count == 0:
+        return mask
+    rank = mask.cumsum(-1)
+    return mask & ((rank > count) | (rank == rank[..., -1:]))

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,18 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .. import zoo
-from ..loading.files import fields_of, files_by_tensor, loading, local_folder, write_json
+from ..loading.files import fields_of, files_by_tensor, headers, loading, local_folder, write_json
 from .files import find_folder, require_tensors
 
-__all__ = ["has_mtp", "is_mtp", "read_mtp", "write_mtp", "written_names"]
+__all__ = ["has_mtp", "is_mtp", "read_mtp", "stored_mtp", "write_mtp", "written_names"]
 
 _BLOCK = 128  # the side of the squares of an FP8 weight that share a scale
 _PACKED = re.compile(r"packed|qweight|qzeros|g_idx|absmax|scale|\.biases$")
 _NESTED = ("model.", "model.language_model.", "language_model.model.")  # where a vision model keeps its language model
 _FIXED = ("embed_norm", "hidden_norm", "fuse", "end_norm")
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Fields of a config that tell how many MTP layers its checkpoint has."""
+_MOST = 64  # layers that a config may announce
 _ORIGINAL = (
     "Quantized and re-packed copies often lack them or pack them differently; name the original repository: "
     'draft="mtp:ORIGINAL_ID"'
@@ -146,23 +148,12 @@ def read_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> list[dic
     if not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         folder = find_folder(path, ["config.json", SAFE_WEIGHTS_NAME], **hub)
     with loading("draft", folder):
-        _require_supported(folder, config)
-        layout, number, files = _located(folder, config.model_type, config.num_hidden_layers)
-        if layout is None or not files:
-            raise ValueError(
-                f"draft: {folder} holds no MTP layers for a model of type {config.model_type}. {_ORIGINAL}"
-            )
+        layout, number, files = _found(folder, files_by_tensor(folder), config)
     find_folder(path, sorted(set(files.values())), **hub)
     with loading("draft", folder), ExitStack() as stack:
         opened = {file: stack.enter_context(safe_open(folder / file, "pt")) for file in sorted(set(files.values()))}
         found = {name: tuple(opened[file].get_slice(name).get_shape()) for name, file in files.items()}
-        kinds = _kinds_of_layers(config)
-        wanted = [_wanted(layout, k, config, kinds, found) for k in range(number)]
-        expected = {part: shape for ours in wanted for _, parts in ours.values() for part, shape in parts.items()}
-        scales = {_scale(name): _blocks(shape) for name, shape in expected.items() if _scale(name) in found}
-        if packed := sorted(name for name in found.keys() - expected.keys() - scales.keys() if _PACKED.search(name)):
-            raise ValueError(f"draft: {folder} holds {packed[0]}, of a quantization that cannot be read. {_ORIGINAL}")
-        require_tensors(found, expected | scales, folder)
+        wanted, scales = _checked(folder, layout, number, config, found)
 
         def read(name: str) -> Tensor:
             tensor: Tensor = opened[files[name]].get_tensor(name)
@@ -182,38 +173,63 @@ def read_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> list[dic
     return layers
 
 
-def write_mtp(tensors: Mapping[str, Tensor], config: PreTrainedConfig, folder: str | Path) -> None:
-    """Write one MTP layer as config.json and model.safetensors, from which `read_mtp` gives the same tensors.
+def stored_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> tuple[int, int]:
+    """How many MTP layers a checkpoint has, and how many numbers are in them: from its headers, so that nothing large is
+    downloaded.
+
+    path, config, hub: as for `read_mtp`. Raises ValueError where that does because of names and shapes, and OSError for an
+    unknown Hub id.
+    """
+    folder = find_folder(path, ["config.json"], **hub)
+    given = zoo.resolve(str(path))
+    tensors = headers(given, str(path), "draft", hub)
+    with loading("draft", given):
+        layout, number, files = _found(folder, dict.fromkeys(tensors, ""), config)
+        wanted, _ = _checked(given, layout, number, config, {name: tuple(tensors[name].shape) for name in files})
+    names = {part for ours in wanted for _, parts in ours.values() for part in parts}
+    return number, sum(tensors[name].parameter_count for name in names)
+
+
+def write_mtp(layers: Sequence[Mapping[str, Tensor]], config: PreTrainedConfig, folder: str | Path) -> None:
+    """Write MTP layers as config.json and model.safetensors, from which `read_mtp` gives the same tensors.
 
     Targets of a family with MTP layers get the names of that family, all others speculators' format "mtp". (speculators itself
-    runs layers of few architectures.)
+    runs one layer, of few architectures.)
 
-    tensors: as `read_mtp` gives them. config: the target's text config.
+    layers: as `read_mtp` gives them. config: the target's text config.
 
-    Raises ValueError for a tensor that the format has no name for, and for one that it requires.
+    Raises ValueError for a tensor that the format has no name for, for one that it requires, and for different ones where the
+    format has one for all layers.
     """
     layout, folder = _FAMILIES.get(config.model_type, _SPECULATORS), Path(folder)
     required = written_names(config)
-    given = {name for name in tensors if not name.startswith("layer.")}
-    if given != required:
-        raise ValueError(
-            f"tensors: the format of {config.model_type} has {', '.join(sorted(required))} and layer.*; got "
-            f"{', '.join(sorted(given))} and layer.*"
-        )
     held: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name == "fuse.weight":
-            tensor = _embedding_first(layout, tensor)
-        parts = layout.parts(name, tuple(tensor.shape), 0, config.num_hidden_layers, layout.stacked)
-        pieces = tensor.detach().cpu().reshape(len(parts), *next(iter(parts.values()))).unbind()
-        held |= {
-            part: piece.clone(memory_format=torch.contiguous_format) for part, piece in zip(parts, pieces, strict=True)
-        }
+    for k, tensors in enumerate(layers):
+        given = {name for name in tensors if not name.startswith("layer.")}
+        if given != required:
+            raise ValueError(
+                f"tensors: the format of {config.model_type} has {', '.join(sorted(required))} and layer.*; got "
+                f"{', '.join(sorted(given))} and layer.*"
+            )
+        for name, tensor in tensors.items():
+            if name == "fuse.weight":
+                tensor = _embedding_first(layout, tensor)
+            parts = layout.parts(name, tuple(tensor.shape), k, config.num_hidden_layers, layout.stacked)
+            pieces = tensor.detach().cpu().reshape(len(parts), *next(iter(parts.values()))).unbind()
+            for part, piece in zip(parts, pieces, strict=True):
+                if not torch.equal(held.setdefault(part, piece.clone(memory_format=torch.contiguous_format)), piece):
+                    raise ValueError(
+                        f"tensors: the format of {config.model_type} has one {part} for all MTP layers; layer {k + 1} has "
+                        "another"
+                    )
     fields = json.loads(config.to_json_string())
+    fields |= dict.fromkeys(fields.keys() & {*COUNTS}, len(layers))
     for name in ("architectures", "auto_map", "quantization_config"):
         fields.pop(name, None)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", _as_speculators(fields, config) if layout is _SPECULATORS else fields)
+    write_json(
+        folder / "config.json", _as_speculators(fields, config, len(layers)) if layout is _SPECULATORS else fields
+    )
     save_file(held, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
@@ -230,24 +246,54 @@ def is_mtp(fields: Mapping[str, Any], folder: Path) -> bool:
     kind, layers = fields.get("model_type"), fields.get("num_hidden_layers", fields.get("num_layers"))
     if not isinstance(kind, str) or kind not in _FAMILIES or not isinstance(layers, int):
         return False
-    own = _located(folder, kind, layers)[2]
-    return bool(own) and own.keys() == files_by_tensor(folder).keys()
+    files = files_by_tensor(folder)
+    own = _located(folder, files, kind, layers)[2]
+    return bool(own) and own.keys() == files.keys()
 
 
 def has_mtp(path: str | Path, config: PreTrainedConfig) -> bool:
     """Whether a checkpoint holds MTP layers that are supported, from its index or header. path: a folder, a `zoo:` name, or a
     Hub id, of which only the local copy is read. config: the target's text config."""
     folder = local_folder(zoo.resolve(str(path)))
-    return folder is not None and bool(_located(folder, config.model_type, config.num_hidden_layers)[2])
+    if folder is None:
+        return False
+    return bool(_located(folder, files_by_tensor(folder), config.model_type, config.num_hidden_layers)[2])
 
 
-def _located(folder: Path, kind: str, layers: int) -> tuple[_Layout | None, int, dict[str, str]]:
+def _found(folder: Path, files: Mapping[str, str], config: PreTrainedConfig) -> tuple[_Layout, int, dict[str, str]]:
+    """`_located`. Raises ValueError if there are no MTP layers, or none that are supported."""
+    _require_supported(folder, files, config)
+    layout, number, own = _located(folder, files, config.model_type, config.num_hidden_layers)
+    if layout is None or not own:
+        raise ValueError(f"draft: {folder} holds no MTP layers for a model of type {config.model_type}. {_ORIGINAL}")
+    return layout, number, own
+
+
+def _checked(
+    where: str | Path, layout: _Layout, number: int, config: PreTrainedConfig, found: Shapes
+) -> tuple[list[Wanted], Shapes]:
+    """What each MTP layer needs of the tensors found, and the scales among these. Raises ValueError with the name of a tensor
+    that is missing, unknown, misshapen or packed."""
+    kinds = _kinds_of_layers(config)
+    wanted = [_wanted(layout, k, config, kinds, found) for k in range(number)]
+    expected = {part: shape for ours in wanted for _, parts in ours.values() for part, shape in parts.items()}
+    scales = {_scale(name): _blocks(shape) for name, shape in expected.items() if _scale(name) in found}
+    if packed := sorted(name for name in found.keys() - expected.keys() - scales.keys() if _PACKED.search(name)):
+        raise ValueError(f"draft: {where} holds {packed[0]}, of a quantization that cannot be read. {_ORIGINAL}")
+    require_tensors(found, expected | scales, where)
+    return wanted, scales
+
+
+def _located(
+    folder: Path, files: Mapping[str, str], kind: str, layers: int
+) -> tuple[_Layout | None, int, dict[str, str]]:
     """The layout of a checkpoint, the number of its MTP layers, and the file of each of their tensors.
 
-    kind, layers: the target's model_type and number of layers.
+    folder: with its config.json. files: of all its tensors. kind, layers: the target's model_type and number of layers.
     """
-    layout, files = _FAMILIES.get(kind), files_by_tensor(folder)
-    if (folder / "config.json").is_file() and fields_of(folder / "config.json").get("speculators_model_type") == "mtp":
+    layout = _FAMILIES.get(kind)
+    fields = fields_of(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if fields.get("speculators_model_type") == "mtp":
         layout = _SPECULATORS
     if layout is None:
         return None, 0, {}
@@ -257,7 +303,7 @@ def _located(folder: Path, kind: str, layers: int) -> tuple[_Layout | None, int,
 
     roots = (re.sub(r"^model\.", start, layout.root) for start in _NESTED)
     layout = replace(layout, root=next((root for root in roots if begins(root, 0)), layout.root))
-    number = next(k for k in count() if not begins(layout.root + layout.layer, k)) or 1
+    number = _number(layout.root + layout.layer, layers, files, fields)
     copies = {(layout.root + name).format(k=k, n=layers + k) for k in range(number) for name in layout.copies}
     own = {name: files[name] for k in range(number) for name in begins(layout.root, k)}
     marks = tuple(layout.stored(f"{name}.", 0, layers) for name in _FIXED[:3])
@@ -266,9 +312,20 @@ def _located(folder: Path, kind: str, layers: int) -> tuple[_Layout | None, int,
     return layout, number, {n: file for n, file in own.items() if n not in copies and not n.endswith(".inv_freq")}
 
 
-def _require_supported(folder: Path, config: PreTrainedConfig) -> None:
+def _number(start: str, layers: int, names: Iterable[str], fields: Mapping[str, Any]) -> int:
+    """How many MTP layers a checkpoint has or should have, at least one. start: of their names. layers: of the target. fields:
+    of its config.json."""
+    pattern = re.compile(re.sub(r"\\{[kn]\\}", r"(\\d+)", re.escape(start)))
+    first = layers if "{n}" in start else 0
+    found = [int(match[1]) - first for name in names if (match := pattern.match(name))]
+    for part in (fields, fields.get("text_config")):
+        said = [part.get(name) for name in COUNTS] if isinstance(part, dict) else []
+        found += [count - 1 for count in said if isinstance(count, int) and count <= _MOST]
+    return max([0, *found]) + 1
+
+
+def _require_supported(folder: Path, names: Iterable[str], config: PreTrainedConfig) -> None:
     """Raises ValueError for MTP layers that are known to be different."""
-    names = files_by_tensor(folder)
     for kind, pattern, said in _REFUSED:
         if config.model_type.startswith(kind) and any(re.match(pattern, name) for name in names):
             raise ValueError(f"draft: {folder}: {said}")
@@ -339,13 +396,13 @@ def _dequantized(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (weight.float() * scale).to(dtype)
 
 
-def _as_speculators(layer: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    """config.json of speculators' format, with `layer` as the config of the decoder layer."""
+def _as_speculators(layer: dict[str, Any], config: PreTrainedConfig, number: int) -> dict[str, Any]:
+    """config.json of speculators' format, with `layer` as the config of the decoder layer. number: of MTP layers."""
     return {
         "architectures": ["MTPDraftModel"],
         "speculators_model_type": "mtp",
         "speculators_version": "0.9.0",
-        "num_nextn_predict_layers": 1,
+        "num_nextn_predict_layers": number,
         "tie_word_embeddings": False,
         "transformer_layer_config": layer,
         "speculators_config": {

@@ -44,6 +44,9 @@ class HeadRunner(Runner):
         slots: new ones, or those of an earlier call with the same text.
         first: [B, 1] int64, position of each row's first column; negative if padding precedes the text.
         attention_mask: [B, n] for the first n columns, 0 at padding; None without padding.
+
+    Attributes:
+        state: [B, H], the head's state after the text that it has read; None before, or if it is not known.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class HeadRunner(Runner):
         context = self.head.config.max_position_embeddings
         super().__init__(prepared, slots, self.head.device, context)
         self.target = target
+        self.state: torch.Tensor | None = None
         self.cache.hide(attention_mask)
         before, dropped = (-first[:, 0]).tolist(), dropped_from(slots)
         self.cache.prompt_padding = before
@@ -86,10 +90,12 @@ class HeadRunner(Runner):
         tokens: [B, n] int64. states: [B, n, H], from `Head.fuse`. Rows with fewer columns are padded on the right.
         """
         if not self.cache.layers:
-            return self._read_first(tokens, states, counts)
-        states = self(tokens, states)
-        self.cache.commit(list(counts))
-        return _last(states, counts)
+            self.state = self._read_first(tokens, states, counts)
+        else:
+            states = self(tokens, self.head.resume(states, self.state))
+            self.cache.commit(list(counts))
+            self.state = _last(states, counts)
+        return self.state
 
     def read_ahead(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int], masks: int) -> torch.Tensor:
         """`read`, and so many masks after each row's text, which are not kept; of a P-EAGLE head. Returns the states after the
@@ -147,6 +153,9 @@ class HeadRunner(Runner):
         rows that don't run.
         """
         self.inject.hidden = states
+        kind = "head", states.shape[-1]  # several MTP layers: states of another width are read by other layers
+        if self.prepared.kind != kind:
+            self.prepared = replace(self.prepared, kind=kind)
         return self.passes.run(self, tokens, None, None)
 
     def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
@@ -155,8 +164,9 @@ class HeadRunner(Runner):
         cache.place(width, self.device)
         slots = cache.ends(self.device) + torch.arange(width, device=self.device)  # [rows, n]
         seen = None
-        # if every slot is visible, or attention is purely causal, no mask is needed
-        if cache.visible is not None or not (width == cache.top or width == len(slots) == 1):
+        # if every slot is visible, or attention is purely causal, most heads need no mask
+        is_simple = cache.visible is None and (width == cache.top or width == len(slots) == 1)
+        if self.head.needs_mask or not is_simple:
             seen = torch.arange(cache.top, device=self.device) <= slots[:, :, None]
         if seen is not None and cache.visible is not None:
             hidden = min(cache.visible.shape[1], cache.top)

@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import parse_local_safetensors_file_metadata, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import SafetensorsParsingError
+from huggingface_hub import (
+    get_safetensors_metadata,
+    parse_local_safetensors_file_metadata,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 from huggingface_hub.utils import TensorInfo
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -97,6 +102,32 @@ def stored_in(file: Path) -> dict[str, TensorInfo]:
         return parse_local_safetensors_file_metadata(file).tensors
     except (SafetensorsParsingError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{file} is broken: its header cannot be read") from error
+
+
+def headers(folder: str, path: str, role: str, hub: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """The header of each tensor in a model's safetensors files.
+
+    folder: or a Hub id, of which only the headers are read. path: as the caller named it. role: the argument that named it.
+    hub: `revision` and `token`. Raises ValueError where there are no such files, OSError for an unknown id.
+    """
+    if Path(folder).is_dir():
+        files = sorted(Path(folder).glob("*.safetensors"))
+        if not files:
+            raise ValueError(
+                f"{role}: the folder {path!r} has a config but no *.safetensors files, and so no weights to count"
+            )
+        return {name: tensor for file in files for name, tensor in stored_in(file).items()}
+    try:
+        metadata = get_safetensors_metadata(folder, **hub)
+    except NotASafetensorsRepoError as error:
+        raise ValueError(
+            f"{role}: {path!r} has no weights in safetensors files, whose headers tell the sizes"
+        ) from error
+    except HfHubHTTPError as error:
+        raise OSError(
+            f"{role}: the headers of {path!r} cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        ) from error
+    return {name: tensor for file in metadata.files_metadata.values() for name, tensor in file.tensors.items()}
 
 
 def write_index(folder: Path, target: str) -> None:

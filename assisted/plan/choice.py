@@ -268,7 +268,8 @@ def _candidate(shapes: Shapes, spec: Spec, name: str, use: Use, draft: Shapes | 
     found = parts(shapes, spec, replace(use, quantization=how), draft, place.memory)
     total = sum(part.bytes for part in found)
     weights = weight_bytes(shapes, how, use.dtype or shapes.model.dtype)
-    drafts = sum(part.bytes for part in found if part.name.startswith("draft: ") and "keys" not in part.name)
+    of_draft = [part for part in found if part.name.startswith("draft: ")]
+    drafts = sum(part.bytes for part in of_draft if not part.name.endswith(("values", "states")))
     states = sum(part.bytes for part in found if part.name == "target: keys and values") // (2 * use.rows)
     offloaded = max(0, min(weights, total - place.memory)) if place.kind == "cuda" else 0
     copied = any(one.quantizes == "target" for one in spec.parts())

@@ -4,21 +4,18 @@ configs, safetensors headers and GGUF files; nothing of memory or of drafting.""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import get_safetensors_metadata
-from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
-from huggingface_hub.utils import TensorInfo
 from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from .. import zoo
-from ..engine.libraries import CACHE, chooses_experts
+from ..engine.libraries import chooses_experts
+from ..engine.signatures import cache_argument
 from ..loading.classes import auto_class
-from ..loading.files import stored_in
+from ..loading.files import headers
 from ..loading.gguf import named_in, read_config
 
 _TOLERANCE = 0.02  # parameters that a checkpoint may have more or fewer than its model: shared tensors, small buffers
@@ -34,6 +31,7 @@ class Shapes:
         stored: bytes of the weights as they are stored, and so of the download; None if only the config is known.
         quantized: the quantization method of the checkpoint; None if its weights are not quantized.
         note: what the figures leave out; empty in most cases.
+        path: the folder or Hub id of its safetensors files; None if there are none, or if only the config is known.
     """
 
     name: str
@@ -41,6 +39,7 @@ class Shapes:
     stored: int | None
     quantized: str | None = None
     note: str = ""
+    path: str | None = None
 
     @staticmethod
     def read(path: str, role: str = "target", trust_remote_code: bool = False, **hub: Any) -> Shapes:
@@ -68,7 +67,7 @@ class Shapes:
             raise ValueError(f"{role}: {config.model_type} is an encoder-decoder; only causal LMs can be planned")
         if config.model_type == "assisted":
             folder, config = str(Path(folder) / "target"), config.target
-        tensors = _headers(folder, path, role, hub).values()
+        tensors = headers(folder, path, role, hub).values()
         model = _on_meta(config, trust_remote_code)
         method = getattr(config, "quantization_config", None)
         if method is not None:
@@ -84,7 +83,7 @@ class Shapes:
             )
         if method is None and numbers > (1 + _TOLERANCE) * expected:
             note = f"{1 - expected / numbers:.0%} of the checkpoint is not part of the causal LM and is not loaded"
-        return Shapes(path, model, stored, method, note)
+        return Shapes(path, model, stored, method, note, folder)
 
     @staticmethod
     def of_config(config: PretrainedConfig, name: str = "") -> Shapes:
@@ -113,7 +112,7 @@ class Shapes:
             with torch.no_grad():
                 cache = DynamicCache(config=self.model.config)
                 ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-                cache = self.model(input_ids=ids, use_cache=True, **{CACHE: cache})[CACHE]
+                self.model(input_ids=ids, use_cache=True, **{cache_argument(self.model): cache})
             return _states(cache)
         except Exception:  # models whose code reads values
             return self._states_by_config()
@@ -160,26 +159,6 @@ def _on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTr
     if chooses_experts(model):
         model.set_experts_implementation("batched_mm")  # the only one that reads no values
     return model.eval()
-
-
-def _headers(folder: str, path: str, role: str, hub: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Of each stored tensor."""
-    if Path(folder).is_dir():
-        files = sorted(Path(folder).glob("*.safetensors"))
-        if not files:
-            raise ValueError(
-                f"{role}: the folder {path!r} has a config but no *.safetensors files, and so no weights to count"
-            )
-        return {name: tensor for file in files for name, tensor in stored_in(file).items()}
-    try:
-        metadata = get_safetensors_metadata(folder, **hub)
-    except NotASafetensorsRepoError as error:
-        raise ValueError(
-            f"{role}: {path!r} has no weights in safetensors files, whose headers tell the sizes"
-        ) from error
-    except HfHubHTTPError as error:
-        raise OSError(f"{role}: the headers of {path!r} cannot be read: {_first_line(error)}") from error
-    return {name: tensor for file in metadata.files_metadata.values() for name, tensor in file.tensors.items()}
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from ..drafters.base import Room, Spec
+from ..engine.recurrent import slots_for as slots_of
+from ..engine.recurrent import target_runner
 from ..engine.shapes import WIDTHS, slots_for
+from ..engine.verifiable import expected_masks
 from ..fast.fused import copy_bytes
 from ..fast.products import copied_in
 from ..loading.quantization import stored_bytes
@@ -65,7 +68,10 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
     """
     dtype = use.dtype or target.model.dtype
     found = [Part("target: weights", weight_bytes(target, use.quantization, dtype))]
-    found += [Part(f"target: {name}", size) for name, size in _of_states(target.states, use, dtype.itemsize).items()]
+    states = _of_states(target.states, use, dtype.itemsize)
+    if target.states.fixed:
+        states["recurrent states"] = _verified_states(target, use)
+    found += [Part(f"target: {name}", size) for name, size in states.items()]
     found += _of_draft(target, spec, draft, use, dtype)
     if use.fast and use.device == "cpu" and use.quantization is None and target.quantized is None:
         copies = copy_bytes(target.model, dtype, memory)
@@ -98,10 +104,28 @@ def _widest(use: Use) -> int:
 
 
 def _of_states(states: States, use: Use, itemsize: int) -> dict[str, int]:
-    """Keys and values, and recurrent states, each with the copy that a rejected draft returns to."""
+    """Keys and values, and recurrent states with the copy that a draft model returns to."""
     keys = use.rows * _widest(use) * itemsize * sum(states.per_token)
     sizes = {"keys and values": keys, "recurrent states": 2 * use.rows * states.fixed}
     return {name: size for name, size in sizes.items() if size}
+
+
+def _verified_states(target: Shapes, use: Use) -> int:
+    """A target's recurrent states, with what verifying the longest draft takes besides: a copy, or what layers keep of each
+    column. A forward pass of the engine without data shows it."""
+    model = target.model
+    masks = expected_masks(model, use.fast)
+    ids = torch.zeros(use.rows, 1 + use.drafted, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            cache = slots_of(model, None, use.rows, 2 * ids.shape[1], masks)
+            runner = target_runner(model, cache, masks)
+            runner.prefill(ids, None)
+            runner(ids)
+            runner.commit([ids.shape[1]] * use.rows)
+        return cache.state_bytes
+    except Exception:  # models whose code reads values
+        return 2 * use.rows * target.states.fixed
 
 
 def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype: torch.dtype) -> list[Part]:
@@ -116,7 +140,8 @@ def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype:
             found["copies of weights"] = copy_bytes(draft.model, dtype, None)
         return found
 
-    room = Room(target.model, dtype, use.rows * _widest(use), target.states.per_token, of_model)
+    tokens, states = use.rows * _widest(use), use.rows * target.states.fixed
+    room = Room(target.model, dtype, tokens, target.states.per_token, of_model, target.path, states)
     return [Part(f"draft: {name}", size) for one in spec.parts() for name, size in one.memory(room).items() if size]
 
 

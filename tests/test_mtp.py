@@ -426,7 +426,7 @@ def test_what_a_plan_counts():
     for name in ("llama", "deepseek_v3"):
         target = build(BY_NAME[name])
         own = sum(p.numel() for p in random_mtp(target).parameters())
-        room = Room(target.to("meta"), torch.float32, 10, (16, 24), lambda model: {})
+        room = Room(target.to("meta"), torch.float32, 10, (16, 24), lambda model: {}, lambda window: 10)
         assert MTP("anywhere").memory(room) == {"MTP heads": 4 * own, "keys and values": 10 * 4 * 24}
 
 

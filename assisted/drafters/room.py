@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,12 +19,14 @@ class Room:
         target: on the meta device.
         dtype: that the models compute in.
         tokens: for which keys and values are kept, of all rows together.
+        within: the same for a draft with this `draft_window`, or None.
         per_token: numbers that the target's layers keep for a token, each of them.
-        of_model: counts a causal LM of the draft's own, loaded in this quantization: bytes by part.
+        of_model: counts a causal LM of the draft's own, loaded in this quantization and with this window: bytes by part.
     """
 
     target: PreTrainedModel
     dtype: torch.dtype
     tokens: int
     per_token: tuple[int, ...]
-    of_model: Callable[[Any], dict[str, int]]
+    of_model: Callable[..., dict[str, int]]
+    within: Callable[[int | None], int]

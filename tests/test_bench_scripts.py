@@ -66,7 +66,7 @@ SECTIONS = {
     "howto/plan": [("plan", "plan")],
     "howto/quantize": [("quality", "quality")],
     "howto/tool-calls-and-json": [("grammar", "grammar")],
-    "howto/train": [("draft-vocabulary", "draft_vocabulary")],
+    "howto/shrink-vocabulary": [("draft-vocabulary", "draft_vocabulary")],
     "integrations/handover": [("handover", "handover")],
     "methods/eagle": [
         ("smollm2", "smollm2_1_thread_bfloat16", "smollm2_1_thread_float32"),

@@ -94,9 +94,9 @@ def _doctor(args: argparse.Namespace) -> None:
             args.text,
             settings,
             args.draft_quantization,
-            args.draft_window,
             args.target,
-            progress=bars,
+            bars,
+            args.draft_window,
         )
     text = told(found)
     print_or_write(args.json, {**found.to_dict(), "told": text}, text)

@@ -44,9 +44,9 @@ def examine(
     text: str | None = None,
     settings: Settings | None = None,
     draft_quantization: Any = None,
-    draft_window: int | None = None,
     name: str = "target",
     progress: Progress = silent,
+    draft_window: int | None = None,
 ) -> Examination:
     """Measure a target and one draft or more.
 
@@ -58,9 +58,9 @@ def examine(
         text: a file or a folder; None or "zoo" takes held-out code.
         settings: what is measured.
         draft_quantization: of drafts that are given by a path.
-        draft_window: of the drafts that keep keys and values.
         name: of the target.
         progress: called with the current step and the share of it that is done.
+        draft_window: of the drafts that keep keys and values.
 
     Raises ValueError for text that is too short, and if no draft can be loaded.
     """

@@ -1,6 +1,6 @@
 """A draft that predicts the most frequent tokens only: tokens per pass by their number, and the time of an output layer.
 
-    python benchmarks/draft_vocabulary.py --out benchmarks/draft_vocabulary.json --docs docs/howto/train.md
+    python benchmarks/draft_vocabulary.py --out benchmarks/draft_vocabulary.json --docs docs/howto/shrink-vocabulary.md
 
 The shipped draft and EAGLE-3 head, reduced by `assisted shrink-vocabulary`; held-out code; chains of 4 tokens; forward passes
 are counted. Then one row through an output layer of SmolLM2-135M's shape, in CPU time of one thread, with the step that fills

@@ -56,16 +56,22 @@ COLUMNS = (
 
 def train(args: argparse.Namespace) -> dict[str, Path]:
     """Train what is not trained yet, each in a process of its own. Returns the folders by name."""
-    plan = ["--batch", args.batch, "--context", args.context, "--steps", args.steps, "--optimizer", "muon"]
-    plan += ["--lr", "2e-3", "--matrix-lr", "0.02", "--evaluate-every", max(1, args.steps // 2)]
     folders = {name: args.work / name.lower().replace(" ", "-") for name in TRAININGS}
     folders = {name: folder for name, folder in folders.items() if name in args.only}
-    for name in folders:
-        if (folders[name] / "training.json").exists():
-            continue
-        own = [*TRAININGS[name], "--target", args.model, "--text", *args.text, *plan, "--out", folders[name]]
-        subprocess.run([sys.executable, "-m", "assisted", "train", *map(str, own)], check=True)
+    for name, folder in folders.items():
+        train_one(args, folder, *TRAININGS[name])
     return folders
+
+
+def train_one(args: argparse.Namespace, folder: Path, *own: object) -> None:
+    """Train into a folder that is not finished. own: what follows `assisted train`; it may override the plan."""
+    if (folder / "training.json").exists():
+        return
+    method, *options = own
+    plan = ["--batch", args.batch, "--context", args.context, "--steps", args.steps, "--optimizer", "muon"]
+    plan += ["--lr", "2e-3", "--matrix-lr", "0.02", "--evaluate-every", max(1, args.steps // 2)]
+    command = [method, "--target", args.model, "--text", *args.text, *plan, "--out", folder, *options]
+    subprocess.run([sys.executable, "-m", "assisted", "train", *map(str, command)], check=True)
 
 
 def specs(folders: dict[str, Path]) -> dict[str, Any]:

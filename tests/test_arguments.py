@@ -29,8 +29,8 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_what_is_left_out_is_not_handed_on() -> None:
     assert loading(parsed("--device", "cpu")) == {}
-    named = parsed("--device", "cpu", "--dtype", "float32", "--draft-length", "3")
-    assert loading(named) == {"dtype": "float32", "draft_length": 3}
+    named = parsed("--device", "cpu", "--dtype", "float32", "--draft-length", "3", "--draft-window", "64")
+    assert loading(named) == {"dtype": "float32", "draft_length": 3, "draft_window": 64}
 
 
 @pytest.mark.parametrize(("short", "name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])

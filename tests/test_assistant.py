@@ -675,7 +675,7 @@ def test_strings_and_specs(stored):
 
 def test_what_a_plan_counts(stored):
     """Its weights, and no keys and values."""
-    room = Room(target(), torch.float32, 10, (16, 24), lambda model: {})
+    room = Room(target(), torch.float32, 10, (16, 24), lambda model: {}, lambda window: 10)
     numbers = sum(tensor.numel() for tensor in load_file(stored / FILE).values())
     assert Assistant(str(stored)).memory(room) == {"Gemma 4 assistants": 4 * numbers}
 

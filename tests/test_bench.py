@@ -511,6 +511,15 @@ def test_drafts_that_a_pair_allows(pair: AssistedModelForCausalLM) -> None:
     alone = AssistedModelForCausalLM.from_models(pair.target, draft="suffix")
     assert not any("mine" in name for name in default_drafts(alone, None))
     method = next(methods.assisted(pair.target, {"mine": found["mine"]}, pair.tokenizer))
+    narrow = methods.assisted(pair.target, found, pair.tokenizer, draft_window=8)
+    assert {
+        one.name: getattr(one.model.drafter, "window", None)
+        for one in narrow
+        if one.name in ("assisted mine", "assisted suffix")
+    } == {
+        "assisted mine": 8,
+        "assisted suffix": None,
+    }
     weights = sum(p.numel() * p.element_size() for p in pair.drafter.models[0].parameters())
     assert method.draft_bytes >= weights  # buffers, too
     assert of_model("text", alone).draft_bytes == 0

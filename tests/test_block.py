@@ -595,7 +595,7 @@ def test_memory(tmp_path):
     target = llama()
     model = assisted(target, random_block(target))
     model.save_pretrained(tmp_path)
-    room = Room(target, torch.float32, 10, (64, 64), lambda quantization: {})
+    room = Room(target, torch.float32, 10, (64, 64), lambda quantization: {}, lambda window: 10)
     found = DFlash(str(tmp_path / "draft")).memory(room)
     assert found["Block drafters"] == 4 * sum(p.numel() for p in model.drafter.head.parameters())
     assert found["keys and values"] == 10 * 4 * 2 * 2 * 2 * 8  # tokens, bytes, K and V, layers, heads, size of a head

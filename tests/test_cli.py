@@ -190,6 +190,8 @@ def test_help_imports_neither_torch_nor_transformers(started: str) -> None:
         (["--target", "./nowhere", "--draft", "zoo:draft"], "nowhere"),
         (["--draft", "ngram:0"], "max_ngram: 0"),
         (["--draft", "zoo:draft", "--draft-quantization", "int99"], "int99"),
+        (["--draft-window", "8"], "draft_window: 8 is not possible, as Suffix keeps no keys and values"),
+        (["--draft", "zoo:draft", "--draft-window", "0"], "draft_window: 0 is not possible; give 1 or more"),
         (["--draft-quantization", "nf4"], "draft_quantization: 'suffix', the default draft"),
         (["--device", "abacus"], "device: abacus is not here"),
         (["--top-p", "0.9"], "top_p: has no effect at temperature 0"),
@@ -275,6 +277,27 @@ def test_generate_json(pair: AssistedModelForCausalLM, capsys: pytest.CaptureFix
     assert result["report"]["new_tokens"] == len(wanted)
     assert 0 < result["report"]["accepted"] < result["report"]["drafted"]  # the stand-ins are worth testing on
     assert len(result["report"]["acceptance_by_position"]) == 3
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "demo", "bench", "doctor", "audit", "serve", "plan"])
+def test_where_a_draft_is_named_it_can_have_a_window(command: str) -> None:
+    words = {"generate": [PROMPT], "audit": ["zoo:target"], "plan": ["zoo:target"]}.get(command, [])
+    given = cli._parser().parse_args([command, *words, "--draft", "zoo:draft", "--draft-window", "64"])
+    assert given.draft_window == 64
+
+
+def test_generate_with_a_window(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = []
+    load = AssistedModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AssistedModelForCausalLM,
+        "from_pretrained",
+        lambda *args, **kwargs: loaded.append(load(*args, **kwargs)) or loaded[-1],
+    )
+    argv = ["generate", PROMPT, "--max-new-tokens", "24", "--draft", "zoo:draft"]
+    completion = run_json(capsys, *argv, "--draft-window", "8")["completion"]
+    assert loaded[0].drafter.window == 8
+    assert completion == run_json(capsys, *argv, "--plain")["completion"]
 
 
 def test_generate_plain_is_the_same_text(capsys: pytest.CaptureFixture[str]) -> None:

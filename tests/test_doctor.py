@@ -453,6 +453,23 @@ def test_drafts_are_loaded_before_anything_is_measured(monkeypatch: pytest.Monke
         examine(pair()[0], drafts, tokenizer(), str(Path(__file__)))
 
 
+def test_a_window_is_that_of_the_drafts_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, model = pair()
+    seen: dict[str, Any] = {}
+    load = AssistedModelForCausalLM.from_models
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        seen[type(args[1]).__name__] = kwargs["draft_window"]
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(AssistedModelForCausalLM, "from_models", loaded)
+    monkeypatch.setattr(Trials, "passes", lambda *given: 1 / 0)
+    drafts = {"text": "suffix", "half": model.drafter.model}
+    with pytest.raises(ZeroDivisionError):
+        examine(target, drafts, tokenizer(), str(Path(__file__)), draft_window=8)
+    assert seen == {"str": None, type(model.drafter.model).__name__: 8}
+
+
 def test_no_room() -> None:
     target = build(BY_NAME["llama"], max_position_embeddings=64)
     with pytest.raises(ValueError, match="do not fit into a context of 64"):

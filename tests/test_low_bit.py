@@ -24,7 +24,7 @@ from assisted.fast.fused import FusedLayer, fused
 from assisted.fast.low_bit import LowBitLinear, NativeLinear, joined, low_bit
 from assisted.loading import quantization
 from assisted.loading.packed import PackedConfig
-from assisted.loading.quantization import load_quantized, memory_bytes, quantize_copy, resolve
+from assisted.loading.quantization import load_quantized, memory_bytes, quantize_copy, resolve, save_quantized
 
 ERROR = {8: 0.02, 4: 0.15}  # relative, of products with Gaussian weights and inputs
 SHAPES = [(1, 64), (17, 33), (30, 40), (48, 32), (64, 576), (100, 80), (129, 16)]
@@ -294,12 +294,26 @@ def test_a_name_means_the_fastest_weights_of_a_device() -> None:
             PackedConfig(wrong[0], input_bits=wrong[1])
 
 
+def test_the_name_of_inputs_in_8_bits(tmp_path: Path) -> None:
+    config = resolve("int4-int8", torch.bfloat16)
+    assert isinstance(config, PackedConfig) and (config.bits, config.input_bits) == (4, 8)
+    original = llama(tmp_path)
+    copied = quantize_copy(original, "int4-int8")
+    save_quantized(copied, tmp_path / "saved", source=original)
+    again = load_quantized(str(tmp_path / "saved"))
+    bits = {module.input_bits for module in again.modules() if isinstance(module, LowBitLinear)}
+    assert bits == ({8, 16} if native.is_available() else {16})  # the head's inputs have 16
+    assert again.config.quantization_config.input_bits == 8
+    ids = torch.arange(8)[None]
+    assert torch.equal(again(ids).logits, copied(ids).logits)
+
+
 def test_inputs_keep_their_bits_without_the_products_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "loaded", lambda: (None, "no C compiler was found"))
     llama(tmp_path)
     warned: list[str] = []
     monkeypatch.setattr(logging.get_logger("assisted.loading.packed"), "warning_once", warned.append)
-    model = load_quantized(str(tmp_path), PackedConfig(4, input_bits=8))
+    model = load_quantized(str(tmp_path), "int4-int8")
     assert warned == [
         "input_bits: inputs keep 16 bits, because the products in C do not run here: no C compiler was found"
     ]

@@ -431,7 +431,7 @@ def test_what_a_plan_counts():
     for name in ("llama", "deepseek_v3"):
         target = build(BY_NAME[name])
         own = sum(p.numel() for p in random_mtp(target).parameters())
-        room = Room(target.to("meta"), torch.float32, 10, (16, 24), lambda model: {})
+        room = Room(target.to("meta"), torch.float32, 10, (16, 24), lambda model: {}, lambda window: 10)
         assert MTP().memory(room) == {"MTP heads": 4 * own, "keys and values": 10 * 4 * 24}
 
 
@@ -441,7 +441,7 @@ def test_what_a_plan_reads_of_a_head(number, tmp_path):
     target = build(BY_NAME["deepseek_v3"])
     head = random_mtp(target) if number == 1 else random_layers(target, number)
     save_mtp(head, tmp_path / "head")
-    room = Room(target, torch.float32, 10, (16, 24), lambda model: {})
+    room = Room(target, torch.float32, 10, (16, 24), lambda model: {}, lambda window: 10)
     own = sum(tensor.numel() for tensor in head.state_dict().values())
     for path in (head, str(tmp_path / "head")):
         assert MTP(path).memory(room) == {"MTP heads": 4 * own, "keys and values": 10 * 4 * 24 * number}

@@ -20,18 +20,23 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from assisted import MTP, AssistedModelForCausalLM
+from assisted import MTP, AssistedModelForCausalLM, zoo
 from assisted.cli.main import main
 from assisted.drafters import parse
+from assisted.engine.cache import SlotCache
 from assisted.engine.trust import trust
 from assisted.engine.verifiable import expected_masks, masks_of
+from assisted.engine.window import keep_last
+from assisted.fast import native
 from assisted.fast.fused import copy_bytes, fused
 from assisted.fast.products import Product, copied_in, packs
+from assisted.heads.mtp import save_mtp
 from assisted.lengths.cost_model import expected_tokens
 from assisted.loading.quantization import NAMES, load_quantized, memory_bytes, quantize_copy, stored_bytes
 from assisted.plan import CARDS, Shapes, Use, parts, plan
 from assisted.plan.devices import bytes_of
 from assisted.plan.speed import read_per_pass
+from assisted.training.mtp import MTPSettings, MTPTraining
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -51,13 +56,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_quantized_weights_are_counted_as_they_are_loaded(folder: Path, name: str) -> None:
     pytest.importorskip({"n": "bitsandbytes", "f": "bitsandbytes"}.get(name[0], "torch"))
-    if "-" in name:
+    if name.startswith("int") and "-" in name and name != "int4-int8":
         pytest.importorskip(
             {"bitsandbytes": "bitsandbytes", "quanto": "optimum.quanto", "torchao": "torchao"}[name.split("-")[1]]
         )
     shapes = Shapes.read(str(folder))
     loaded = load_quantized(str(folder), name, dtype=torch.bfloat16)
-    real = memory_bytes(loaded, buffers=name in ("int8", "int4"))
+    real = memory_bytes(loaded, buffers=name in ("int8", "int4", "int4-int8"))
     counted = stored_bytes(shapes.model, name, torch.bfloat16)
     assert counted == pytest.approx(real, rel=0.01)
 
@@ -254,14 +259,69 @@ def test_a_saved_pair_and_its_line(folder: Path, tmp_path: Path) -> None:
     assert names["pair"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+@pytest.mark.parametrize("quantization", ["int8", "nf4", "int4-int8"])
 def test_the_line_of_a_quantized_target_has_its_imports(folder: Path, quantization: str) -> None:
-    for device in ("cuda", "cpu") if quantization == "int8" else ("cuda",):
+    for device in {"int8": ("cuda", "cpu"), "nf4": ("cuda",), "int4-int8": ("cpu",)}[quantization]:
         found = plan(str(folder), memory="2GB", device=device, context=64, quantization=quantization)
         names: dict[str, Any] = {}
         exec("\n".join(found.imports), names)
         config = "PackedConfig" if device == "cpu" else "BitsAndBytesConfig"
         assert config in names and config in found.line
+        assert ("input_bits=8" in found.line) == (quantization == "int4-int8")
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_smaller_targets_on_a_cpu(folder: Path, has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "is_available", lambda: has_kernels)
+    found = plan(str(folder), device="cpu", context=64)
+    offered = [one.quantization for one in found.candidates]
+    assert offered == [None, "int8", "int4", *(["int4-int8"] if has_kernels else [])]
+    sizes = {one.quantization: one.parts[0].bytes for one in found.candidates}
+    assert sizes["int4"] < sizes["int8"] < sizes[None]
+    assert ("4 bits, inputs in 8" in str(found)) == has_kernels
+
+
+@pytest.mark.parametrize(
+    ("draft", "window"), [("zoo:draft", 16), ("zoo:eagle3", 64), ("mtp", 32), (["suffix", "zoo:draft"], 64)]
+)
+def test_a_window_is_counted_as_it_is_allocated(draft: Any, window: int, tmp_path: Path) -> None:
+    if draft == "mtp":
+        target = AutoModelForCausalLM.from_pretrained(zoo.folder("target"))
+        save_mtp(MTPTraining(target, MTPSettings()).student, tmp_path)
+        draft = f"mtp:{tmp_path}"
+    prompt, new = 500, 24
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", draft=draft, draft_length=4, draft_window=window)
+    caches: list[SlotCache] = []
+    with pytest.MonkeyPatch.context() as watching:
+        for module in ("drafters.model_drafter", "heads.runner"):
+            watching.setattr(
+                f"assisted.{module}.keep_last", lambda cache, kept: (caches.append(cache), keep_last(cache, kept))
+            )
+        ids = torch.arange(prompt)[None] % 400 + 50
+        pair.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None)
+    held = {id(cache): cache for cache in caches}
+    assert len(held) == 1
+    real = sum(layer.keys.nbytes + layer.values.nbytes for layer in caches[-1].slot_layers)
+
+    def counted(draft_window: int | None) -> int:
+        found = plan("zoo:target", draft, device="cpu", context=prompt + new, drafted=4, draft_window=draft_window)
+        return sum(part.bytes for part in found.candidates[0].parts if part.name == "draft: keys and values")
+
+    assert counted(window) == real
+    assert counted(None) > 2 * real
+    assert counted(prompt) == counted(None)
+
+
+def test_a_window_is_in_the_line(folder: Path) -> None:
+    found = plan(str(folder), str(folder), memory="8GB", draft_window=256)
+    assert f"draft={str(folder)!r}, draft_window=256, " in found.line
+    assert "reads the whole prompt" in str(found) and found.to_dict()["draft_window"] == 256
+    with pytest.raises(ValueError, match="draft_window: 8 is not possible, as Suffix keeps no keys and values"):
+        plan(str(folder), memory="8GB", draft_window=8)
+    recurrent = next(one for one in RECURRENT if one.name == "qwen3_5")
+    shapes = Shapes.of_config(build(recurrent).config)
+    with pytest.raises(ValueError, match="draft_window: 8 is not possible, as this draft has recurrent states"):
+        plan(str(folder), shapes, memory="8GB", draft_window=8)
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,6 +347,8 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (["FOLDER", "--vram", "much"], "vram: 'much' is not a size"),
         (["FOLDER", "--card", "RTX 9999"], "card: 'RTX 9999' is not in the list"),
         (["FOLDER", "--quantization", "int3"], "quantization: 'int3' is not known"),
+        (["FOLDER", "--draft", "FOLDER", "--draft-window", "0"], "draft_window: 0 is not possible; give 1 or more"),
+        (["FOLDER", "--draft-window", "64"], "draft_window: 64 is not possible, as Suffix keeps no keys and values"),
         (["FOLDER", "--draft", "EMPTY"], "draft: the folder"),
     ],
 )

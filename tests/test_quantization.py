@@ -43,6 +43,7 @@ MODULES = {
     "fp4": "bitsandbytes",
     "int8": "torch",
     "int4": "torch",
+    "int4-int8": "torch",
     "int8-bitsandbytes": "bitsandbytes",
     "int4-quanto": "optimum.quanto",
     "int8-quanto": "optimum.quanto",
@@ -54,7 +55,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYER_ERROR = {name: 0.02 if name.startswith("int8") else 0.2 for name in MODULES}
 IDS = torch.arange(24).view(2, 12)
 PROJECTIONS = 7  # linear layers of one Llama block
-PACKED = {"int8", "int4"}  # these quantize the output head, too
+PACKED = {"int8", "int4", "int4-int8"}  # these quantize the output head, too
 
 
 @pytest.fixture(params=NAMES)
@@ -310,7 +311,8 @@ def test_memory_counts_what_is_stored(name: str, tmp_path: Path) -> None:
         "nf4": four_bit,
         "fp4": four_bit,
         "int8": packed + scale * rows + head,  # a scale a row
-        "int4": packed // 2 + (2 + 2) * packed // 32 + head,  # a scale and a zero point a group
+        "int4": (four := packed // 2 + (2 + 2) * packed // 32 + head),  # a scale and a zero point a group
+        "int4-int8": four,
         "int8-bitsandbytes": packed + 4 * rows,
         "int4-quanto": packed // 2 + (2 + 2) * rows + activations,  # a scale and a shift a row
         "int8-quanto": packed + 2 * rows + activations,

@@ -22,7 +22,8 @@ from assisted import AssistedModelForCausalLM, zoo
 from assisted.loading.quantization import NAMES, load_quantized, resolve
 
 DTYPES = [torch.float32, torch.bfloat16]
-STEPS = {"int8", "int4", "int8-bitsandbytes", "int8 of torchao, activations too"}  # round activations: see `compare`
+# round activations: see `compare`
+STEPS = {"int8", "int4", "int4-int8", "int8-bitsandbytes", "int8 of torchao, activations too"}
 if torch.cpu._is_avx512_bf16_supported():  # bitsandbytes has a kernel of its own for such processors
     STEPS |= {"nf4", "fp4", "nf4, scales quantized"}
 CALL: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

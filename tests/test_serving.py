@@ -19,6 +19,7 @@ from pairs import pair
 from assisted import AssistedModelForCausalLM, SessionPool
 from assisted.audit import Server as Audited
 from assisted.audit import Settings, audit
+from assisted.cli.main import main
 from assisted.serving import Server
 from assisted.serving.server import Pieces
 
@@ -255,6 +256,19 @@ def test_what_a_server_needs() -> None:
         Server({}, "target")
     with pytest.raises(ValueError, match="pairs: they have no tokenizer"):
         Server({"model": pair()[1]}, "target")
+
+
+def test_the_command_gives_a_window_to_the_drafts_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(pairs: Any, *given: Any) -> None:
+        assert {name: getattr(one.drafter, "window", None) for name, one in pairs.items()} == {
+            "suffix": None,
+            "zoo:draft": 64,
+        }
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("assisted.serving.Server", stopped)
+    argv = ["serve", "zoo:target", "--draft", "suffix", "--draft", "zoo:draft", "--draft-window", "64"]
+    assert main([*argv, "--device", "cpu"]) == 130
 
 
 @pytest.mark.slow

@@ -164,9 +164,11 @@ def test_held_out_acceptance_has_an_error_bar(target, text, tmp_path):
     last = [row for row in rows(tmp_path) if "greedy" in row][-1]
     held_out = pack(text.held_out, PLAN.context, 8)
     with torch.no_grad():
-        each = torch.tensor([[one.greedy for one in method.acceptance(row[None])] for row in held_out])
-    assert last["greedy"] == pytest.approx(each.mean(0).tolist())
-    assert last["error"] == pytest.approx((1.96 * each.std(0) / len(each) ** 0.5).tolist())
+        found = [method.acceptance(row[None]) for row in held_out]
+    for kind, error in (("greedy", "error"), ("sampled", "sampled_error")):
+        each = torch.tensor([[getattr(one, kind) for one in row] for row in found])
+        assert last[kind] == pytest.approx(each.mean(0).tolist())
+        assert last[error] == pytest.approx((1.96 * each.std(0) / len(each) ** 0.5).tolist())
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -31,6 +31,11 @@ def test_they_are_what_they_are_called():
         "tv": 1 - torch.minimum(p, q).sum(-1).mean(),
     }
     expected["kl+tv"] = expected["kl"] + expected["tv"]
+    accepted = torch.minimum(p, q).sum(-1)
+    share = (-3 * accepted).exp()
+    expected["nla"] = -accepted.log().mean()
+    expected["lk-hybrid"] = (share * (p * (p / q).log()).sum(-1) + (1 - share) * (1 - accepted)).mean()
+    assert expected.keys() == DIVERGENCES.keys()
     for name, value in expected.items():
         torch.testing.assert_close(divergence(name, log_probabilities(target), draft), value)
 
@@ -49,6 +54,22 @@ def test_excluded_tokens_are_no_trouble(name):
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
+def test_disjoint_distributions_are_no_trouble(name):
+    """Nothing is accepted: the loss is finite and larger than anywhere else, and so are its parts' gradients."""
+    target, draft = (
+        torch.tensor([[5.0, 3.0, -torch.inf, -torch.inf]]),
+        torch.tensor([[-torch.inf, -torch.inf, 1.0, 2.0]]),
+    )
+    draft.requires_grad_()
+    loss = divergence(name, log_probabilities(target), draft)
+    loss.backward()
+    near = divergence(name, log_probabilities(target), torch.tensor([[1.0, -8.0, 1.0, 2.0]]))
+    assert loss.isfinite()
+    assert loss > near
+    assert draft.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", sorted(DIVERGENCES.keys() - {"lk-hybrid"}))
 def test_gradients_are_those_of_differences(name):
     target = logits(0, 2, 5).double()
     draft = logits(1, 2, 5).double().requires_grad_()
@@ -56,6 +77,31 @@ def test_gradients_are_those_of_differences(name):
     assert torch.autograd.gradcheck(
         lambda draft: DIVERGENCES[name](log_p, draft.log_softmax(-1)), draft, eps=1e-6, atol=1e-5
     )
+
+
+def test_the_weight_of_the_hybrid_has_no_gradient():
+    log_p = logits(0, 2, 5).double().log_softmax(-1)
+    draft = logits(1, 2, 5).double().requires_grad_()
+
+    def gradient(loss):
+        return torch.autograd.grad(loss.sum(), draft, retain_graph=True)[0]
+
+    log_q = draft.log_softmax(-1)
+    share = (-3 * torch.minimum(log_p, log_q).exp().sum(-1, keepdim=True)).exp().detach()
+    kl, tv = (gradient(DIVERGENCES[name](log_p, log_q)) for name in ("kl", "tv"))
+    torch.testing.assert_close(gradient(DIVERGENCES["lk-hybrid"](log_p, log_q)), share * kl + (1 - share) * tv)
+
+
+def test_the_gradient_of_nla_is_that_of_tv_divided_by_the_acceptance():
+    """So it stays large where little is accepted, unlike TV's (arXiv 2602.23881)."""
+    log_p = torch.tensor([[8.0, 0.0, 0.0, 0.0]]).log_softmax(-1)
+    draft = torch.tensor([[-4.0, 1.0, 2.0, 0.0]], requires_grad=True)
+    log_q = draft.log_softmax(-1)
+    (nla,) = torch.autograd.grad(DIVERGENCES["nla"](log_p, log_q).sum(), draft, retain_graph=True)
+    (tv,) = torch.autograd.grad(DIVERGENCES["tv"](log_p, log_q).sum(), draft)
+    accepted = torch.minimum(log_p, log_q).exp().sum()
+    assert accepted < 0.01
+    torch.testing.assert_close(nla, tv / accepted)
 
 
 def test_positions_of_no_weight_do_not_count():

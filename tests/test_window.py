@@ -34,6 +34,7 @@ from assisted import (
 from assisted.drafters import Target, model_drafter, parse, read
 from assisted.drafters.eagle import EagleDrafting
 from assisted.drafters.model_drafter import ModelDrafting
+from assisted.drafters.registry import windows
 from assisted.engine.cache import SlotCache
 from assisted.engine.session import go_on
 from assisted.engine.window import AHEAD, SINKS, dropped_from, holds_end_of, keep_last, slots_for_window
@@ -306,6 +307,15 @@ def test_where_a_window_is_given(tmp_path: Path) -> None:
     assert listed == Combined((Suffix(), DraftModel("./a/b", draft_window=64), inner))
     for spec in (DraftModel("./a", draft_window=64), Eagle("./a", draft_window=64), MTP("./a", draft_window=64)):
         assert read(spec.written("draft"), tmp_path).draft_window == 64  # type: ignore[attr-defined]
+
+
+def test_a_window_for_several_drafts_is_that_of_those_that_have_one() -> None:
+    assert windows(["suffix", "./a/b", ["ngram", "mtp"], "self:int8"], 64) == [None, 64, 64, None]
+    assert windows(["suffix", "mtp"], None) == [None, None]
+    assert windows(["suffix"], 64) == [64]  # an error when it is loaded
+    assert windows(["suffix", "ngram:0"], 64) == [None, 64]  # the same
+    with pytest.raises(ValueError, match="draft_window: 64 is not possible, as no draft keeps keys and values"):
+        windows(["suffix", "ngram"], 64)
 
 
 def test_a_saved_pair_keeps_its_window(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def measure(
     context: Sequence[int] = (),
     compiled: bool = True,
     progress: Progress = silent,
+    draft_window: int | None = None,
     **kwargs: Any,
 ) -> Result:
     """Measure the speedup from drafting: plain `generate`, transformers' own drafting, and drafters of this package.
@@ -53,6 +54,7 @@ def measure(
         context: lengths that all prompts are brought to; without any, they keep theirs.
         compiled: whether plain `generate` also takes part with a static cache and a compiled forward.
         progress: called with what is being done and the share of it that is done.
+        draft_window: of the methods that keep keys and values of a draft.
         **kwargs: for loading the pair: dtype, device_map, draft_length, draft_quantization, ...
 
     Raises ValueError, naming the argument, for what cannot be measured, and if plain decoding fails.
@@ -68,7 +70,7 @@ def measure(
     require_room(pair.target, max(context, default=1), rules)  # before the shorter ones are measured
     chosen = default_drafts(pair, name, target) if drafts is None else _named(drafts, pair, name)
     own = []
-    for one in who.assisted(pair.target, chosen, tokenizer, pair.draft_length):
+    for one in who.assisted(pair.target, chosen, tokenizer, pair.draft_length, draft_window):
         own.append(one)
         progress("loading drafters", len(own) / len(chosen))
     plain = who.plain(pair.target, compiled)
@@ -239,7 +241,8 @@ def _loaded(pair: AssistedModelForCausalLM) -> Any:
     """The pair's spec, with the loaded draft model in place of its name."""
     if pair.spec.quantizes != "model":
         return pair.spec
-    return DraftModel(pair.drafter.models[0], tokenizer=getattr(pair.drafter, "tokenizer", None))
+    window = getattr(pair.spec, "draft_window", None)
+    return DraftModel(pair.drafter.models[0], tokenizer=getattr(pair.drafter, "tokenizer", None), draft_window=window)
 
 
 def _written(entry: Any) -> str:

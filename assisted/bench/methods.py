@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import CompileConfig, PreTrainedModel
 
+from ..drafters.registry import windows
 from ..engine.libraries import compile_anywhere
 from ..loading.quantization import memory_bytes
 from ..modeling import AssistedModelForCausalLM
@@ -85,16 +86,21 @@ def lookups(target: PreTrainedModel) -> list[Method]:
 
 
 def assisted(
-    target: PreTrainedModel, drafts: Mapping[str, Any], tokenizer: Any = None, draft_length: Any = None
+    target: PreTrainedModel,
+    drafts: Mapping[str, Any],
+    tokenizer: Any = None,
+    draft_length: Any = None,
+    draft_window: int | None = None,
 ) -> Iterator[Method]:
     """This package's drafters. One that cannot be loaded takes part all the same, and fails with the error from loading it.
 
     drafts: by the name of the row, what `AssistedModelForCausalLM.from_models` takes as draft. It also gets target, tokenizer
-        and draft_length.
+        and draft_length, and draft_window if it has one.
     """
-    for name, draft in drafts.items():
+    each = windows([*drafts.values()], draft_window)
+    for (name, draft), window in zip(drafts.items(), each, strict=True):
         try:
-            model = AssistedModelForCausalLM.from_models(target, draft, draft_length=draft_length, tokenizer=tokenizer)
+            model = AssistedModelForCausalLM.from_models(target, draft, draft_length, tokenizer, draft_window=window)
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             yield Method(f"assisted {name}", "assisted", _failing(error), {"draft": name})
         else:

@@ -57,6 +57,7 @@ def add_loading(
     threads: int | None = None,
 ) -> None:
     """What `loading` and `use_threads` take, with its defaults. length: in words; None leaves out `--draft-length`."""
+    add_draft_window(parser)
     parser.add_argument(
         "--draft-quantization",
         metavar="NAME",
@@ -82,6 +83,15 @@ def add_loading(
     )
     parser.add_argument(
         "--threads", type=int, default=threads, help=f"CPU threads (default: {threads or 'chosen by torch'})"
+    )
+
+
+def add_draft_window(parser: Any) -> None:
+    parser.add_argument(
+        "--draft-window",
+        type=int,
+        metavar="N",
+        help="keep the draft's keys and values of the last N tokens and the first 4 (default: of all)",
     )
 
 
@@ -132,10 +142,10 @@ def device(name: str) -> str:
 
 
 def loading(args: argparse.Namespace) -> dict[str, Any]:
-    """`--device`, `--dtype`, `--draft-quantization` and `--draft-length` as `from_pretrained` takes them."""
+    """`--device`, `--dtype`, `--draft-quantization`, `--draft-window` and `--draft-length` as `from_pretrained` takes them."""
     where = device(args.device)
     found: dict[str, Any] = {} if where == "cpu" else {"device_map": {"": where}}
-    for name in ("dtype", "draft_quantization", "draft_length"):
+    for name in ("dtype", "draft_quantization", "draft_window", "draft_length"):
         if getattr(args, name) is not None:
             found[name] = getattr(args, name)
     return found

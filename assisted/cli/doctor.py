@@ -88,7 +88,15 @@ def _doctor(args: argparse.Namespace) -> None:
         target = target.target
     with Bars() as bars:
         found = examine(
-            target, drafts, tokenizer, args.text, settings, args.draft_quantization, args.target, progress=bars
+            target,
+            drafts,
+            tokenizer,
+            args.text,
+            settings,
+            args.draft_quantization,
+            args.target,
+            bars,
+            args.draft_window,
         )
     text = told(found)
     print_or_write(args.json, {**found.to_dict(), "told": text}, text)

@@ -114,7 +114,11 @@ def _quantized(model: Any, args: argparse.Namespace) -> dict[str, Any]:
         return {}
     try:
         pair = AssistedModelForCausalLM.from_models(
-            model.target, draft=model.spec.model, draft_quantization="nf4", draft_length=args.draft_length
+            model.target,
+            draft=model.spec.model,
+            draft_quantization="nf4",
+            draft_length=args.draft_length,
+            draft_window=args.draft_window,
         )
     except (ImportError, ValueError) as error:  # no backend, or layer shapes that it does not support
         print(f"Without a quantized draft: {error}", file=sys.stderr)

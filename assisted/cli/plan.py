@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from .arguments import DEFAULT, DTYPES, dtype_name, print_or_write
+from .arguments import DEFAULT, DTYPES, add_draft_window, dtype_name, print_or_write
 
 _OPTIONS = {"memory": "vram", "rows": "batch", "drafted": "draft-length"}
 """The command's names for arguments that have other names in Python."""
@@ -43,6 +43,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         help="number format of the target: nf4, int8, ... (default: the best that fits)",
     )
     plan.add_argument("--draft-quantization", metavar="NAME", help="number format of a draft model")
+    add_draft_window(plan)
     plan.add_argument(
         "--draft-length",
         dest="drafted",

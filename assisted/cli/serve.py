@@ -32,6 +32,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
+    from ..drafters.registry import windows
     from ..engine.pool import SessionPool
     from ..modeling import AssistedModelForCausalLM
     from ..serving import Server
@@ -40,13 +41,14 @@ def _serve(args: argparse.Namespace) -> None:
     options = loading(args)
     pool = SessionPool(args.keep * 2**20) if args.keep > 0 else None
     first, *others = args.draft or [None]
+    options["draft_window"], *narrow = windows([first, *others], args.draft_window)
     pair = AssistedModelForCausalLM.from_pretrained(args.target, draft=first, sessions=pool, **options)
     require_tokenizer(pair.tokenizer, args.target)
     pairs = {first or pair.spec.name: pair}
     further: dict[str, Any] = {name: options.get(name) for name in ("draft_length", "draft_quantization")}
-    for draft in others:
+    for draft, window in zip(others, narrow, strict=True):
         pairs[draft] = AssistedModelForCausalLM.from_models(
-            pair.target, draft, tokenizer=pair.tokenizer, sessions=pool, **further
+            pair.target, draft, tokenizer=pair.tokenizer, sessions=pool, draft_window=window, **further
         )
     name = args.name or Path(args.target).name
 

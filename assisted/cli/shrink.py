@@ -14,7 +14,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `shrink-vocabulary` into the parser. command: makes a parser with a function to run and a text."""
     text = "copy a draft so that it predicts only the most frequent tokens of a text"
     shrink = command("shrink-vocabulary", _shrink, text)
-    shrink.description = f"{shrink.description} See docs/howto/train.md."
+    shrink.description = f"{shrink.description} See docs/howto/shrink-vocabulary.md."
     shrink.add_argument("draft", metavar="DRAFT", help="draft model, EAGLE-3 head or block drafter: folder or Hub id")
     shrink.add_argument("--target", required=True, help="Hub id, folder or zoo: name")
     shrink.add_argument("--tokens", type=int, required=True, metavar="N", help="number of tokens to keep")

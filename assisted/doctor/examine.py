@@ -18,6 +18,7 @@ from ..bench.prompts import held_out_prompts
 from ..bench.results import machine
 from ..bench.statistics import repeated_share, speedup
 from ..drafters.other_tokenizer import TranslatedDrafter
+from ..drafters.registry import windows
 from ..engine.libraries import lost
 from ..engine.traits import Traits
 from ..engine.trust import trust
@@ -45,6 +46,7 @@ def examine(
     draft_quantization: Any = None,
     name: str = "target",
     progress: Progress = silent,
+    draft_window: int | None = None,
 ) -> Examination:
     """Measure a target and one draft or more.
 
@@ -58,6 +60,7 @@ def examine(
         draft_quantization: of drafts that are given by a path.
         name: of the target.
         progress: called with the current step and the share of it that is done.
+        draft_window: of the drafts that keep keys and values.
 
     Raises ValueError for text that is too short, and if no draft can be loaded.
     """
@@ -69,10 +72,11 @@ def examine(
         raise ValueError(f"new_tokens: {settings.new_tokens} after {longest} do not fit into a context of {context}")
     models: dict[str, AssistedModelForCausalLM] = {}
     refused: dict[str, str] = {}
-    for draft, given in drafts.items():
+    each = windows([*drafts.values()], draft_window)
+    for (draft, given), window in zip(drafts.items(), each, strict=True):
         try:
             models[draft] = AssistedModelForCausalLM.from_models(
-                target, given, tokenizer=tokenizer, draft_quantization=draft_quantization
+                target, given, tokenizer=tokenizer, draft_quantization=draft_quantization, draft_window=window
             )
         except (ValueError, TypeError, OSError, ImportError) as error:
             refused[draft] = f"{type(error).__name__}: {error}"

@@ -66,7 +66,9 @@ class DFlash(WindowOptions):
             return {}
         config = require_block(self.path, room.target)
         kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return HeadSpec.memory(self, room) | {"keys and values": room.tokens * room.dtype.itemsize * kept}
+        return HeadSpec.memory(self, room) | {
+            "keys and values": room.within(self.draft_window) * room.dtype.itemsize * kept
+        }
 
     @classmethod
     def reads(cls, fields: dict[str, Any], folder: Path) -> bool:

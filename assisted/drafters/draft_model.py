@@ -77,7 +77,7 @@ class DraftModel(Spec):
             raise ValueError("draft: the path is empty; name a Hub id or a folder, or leave draft out")
 
     def memory(self, room: Room) -> dict[str, int]:
-        return room.of_model(self.quantization)
+        return room.of_model(self.quantization, self.draft_window)
 
     def save(self, drafter: Any, path: Path, tokenizer: Any) -> None:
         by_path = isinstance(self.model, str)

@@ -61,10 +61,6 @@ class EagleOptions(HeadSpec):
     def __post_init__(self) -> None:
         require_positive(self, "top_k", "nodes")
 
-    def memory(self, room: Room) -> dict[str, int]:
-        """That of the head's keys and values."""
-        return {"keys and values": room.tokens * room.dtype.itemsize * room.per_token[-1]} if room.per_token else {}
-
     def load(self, target: Target, **kwargs: Any) -> EagleDrafter:
         """Load the head and locate the hidden states that it reads. kwargs: dtype, device_map, Hub arguments.
 
@@ -98,6 +94,12 @@ class WindowOptions(EagleOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "draft_window")
+
+    def memory(self, room: Room) -> dict[str, int]:
+        """That of the head's keys and values."""
+        if not room.per_token:
+            return {}
+        return {"keys and values": room.within(self.draft_window) * room.dtype.itemsize * room.per_token[-1]}
 
 
 @register("eagle")

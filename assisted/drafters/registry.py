@@ -5,7 +5,7 @@ other installed packages (entry points of the group `assisted.methods`), and you
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,6 +77,25 @@ def _windowed(spec: Any, window: int) -> Spec:
     if parts[0] is spec:
         return replace(spec, draft_window=window)
     return replace(spec, drafters=tuple(_windowed(part, window) if _has_window(part) else part for part in parts))
+
+
+def windows(drafts: Sequence[Any], window: int | None) -> list[int | None]:
+    """The `draft_window` of each of several drafts: None for those that have none. Raises ValueError if no draft has one."""
+    if window is None or len(drafts) == 1:
+        return [window] * len(drafts)
+    found = [window if _may_have_window(draft) else None for draft in drafts]
+    if not any(found):
+        raise ValueError(
+            f"draft_window: {window} is not possible, as no draft keeps keys and values of its own; leave it out"
+        )
+    return found
+
+
+def _may_have_window(draft: Any) -> bool:
+    try:
+        return _has_window(parse(draft))
+    except (ValueError, TypeError, OSError):  # loading will tell what is wrong with it
+        return True
 
 
 def _has_window(spec: Spec) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -21,7 +20,8 @@ class Room:
         dtype: that the models compute in.
         tokens: for which keys and values are kept, of all rows together.
         per_token: numbers that the target's layers keep for a token, each of them.
-        of_model: counts a causal LM of the draft's own, loaded in this quantization: bytes by part.
+        of_model: counts a causal LM of the draft's own, loaded in this quantization and with this window: bytes by part.
+        within: `tokens` of a draft with this `draft_window`, or None.
         path: the folder or Hub id of the target's files; None if only its config is known.
         states: bytes of the target's recurrent states, without copies.
     """
@@ -30,6 +30,7 @@ class Room:
     dtype: torch.dtype
     tokens: int
     per_token: tuple[int, ...]
-    of_model: Callable[[Any], dict[str, int]]
+    of_model: Callable[..., dict[str, int]]
+    within: Callable[[int | None], int]
     path: str | None = None
     states: int = 0

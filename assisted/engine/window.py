@@ -22,6 +22,12 @@ def slots_for_window(window: int) -> int:
     return SINKS + window + max(1, window // 4)
 
 
+def most_slots(window: int | None, needed: int) -> int:
+    """The slots of a row after a text with `needed` of them: tensors up to twice as large as a window needs stay (`_move`)."""
+    kept = needed if window is None else slots_for_window(window) + AHEAD
+    return needed if needed <= 2 * kept else kept
+
+
 def keep_last(cache: SlotCache, window: int | None) -> None:
     """Drop the keys and values of all but the first `SINKS` and the last `window` tokens of each row, if a row has more than
     `slots_for_window`. Padding is dropped, too. None keeps everything.

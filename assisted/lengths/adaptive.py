@@ -23,7 +23,8 @@ DEEPEST = 64
 """Depth of a tree whose size the drafter chooses: a limit that is hardly ever reached."""
 CREDIT = 6.0
 """Tokens that drafting may lose, counted from its best, before it pauses; in a batch, tokens per row times the root of the rows.
-Less mistakes bad luck for a bad draft, more lets a hopeless one go on. A first call has earned nothing and starts with one token."""
+Less mistakes bad luck for a bad draft, more lets a hopeless one go on. A first call starts with one token, having earned
+nothing."""
 PROBE_SHARE = 0.01
 """Share of the time that is spent on probes while drafting is paused: what a hopeless draft costs in the long run."""
 STRETCH = 150.0
@@ -36,7 +37,7 @@ PAUSE = 4.0
 STALE = 256
 """Rounds with a draft after which a round without one measures the cost of a single token again."""
 _WARM_UP = (2, 4)  # rounds of a first call without a draft, which measure that cost
-_SLOWEST = 0.5  # what the progress of a batch's slowest row counts for: the call waits for it; rows that end sooner spare time, too
+_SLOWEST = 0.5  # weight of a batch's slowest row, for which the call waits; rows that end sooner spare time, too
 _LOST = 0.02  # a row stops once its whole draft is accepted with no more than this probability
 _FORWARD = 0.5  # guess of each further one, as a share of the first, which also reads the committed tokens
 

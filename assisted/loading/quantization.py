@@ -57,8 +57,8 @@ def resolve(
 
     "int8" and "int4" are the fastest weights of that size that a device has: on a CPU `PackedConfig`, which needs no further
     package; elsewhere "int8-bitsandbytes" (LLM.int8(), which also quantizes activations and casts them to float16) and
-    "int4-quanto". "nf4" and "fp4" are bitsandbytes' 4-bit formats, "int8-quanto" is optimum-quanto's and "int8-torchao"
-    torchao's; these quantize weights only.
+    "int4-quanto". "int4-int8" is "int4" with inputs of 8 bits where the kernels in C run. "nf4" and "fp4" are bitsandbytes'
+    4-bit formats, "int8-quanto" is optimum-quanto's and "int8-torchao" torchao's; these quantize weights only.
 
     dtype: that the model computes in. packed: whether `PackedConfig` can be used, which is on a CPU.
 

@@ -12,6 +12,7 @@ import torch
 from .. import zoo
 from ..drafters import DraftModel, parse
 from ..drafters.base import Spec
+from ..fast import native
 from ..loading.backends import find, placed
 from .devices import Device, bytes_of, card, here
 from .shapes import Shapes
@@ -19,8 +20,15 @@ from .sizes import Part, Use, parts, weight_bytes
 from .speed import Speed, predict
 
 GB = 10**9
-_LOWER = ("int8", "nf4")  # what a target is quantized to if it does not fit; its output is then the quantized model's
-_TITLES = {None: "as stored", "int8": "8 bits", "nf4": "4 bits (nf4)"}
+_LOWER = {"cuda": ("int8", "nf4"), "cpu": ("int8", "int4", "int4-int8")}
+"""What a target is quantized to if it does not fit; its output is then the quantized model's."""
+_TITLES = {
+    None: "as stored",
+    "int8": "8 bits",
+    "nf4": "4 bits (nf4)",
+    "int4": "4 bits",
+    "int4-int8": "4 bits, inputs in 8",
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Plan:
         chosen: the index of the best candidate that fits; of the first if none does, with a part of it offloaded.
         download: bytes of the target's files; None if they are here, or not known.
         notes: what the figures leave out.
+        draft_window: of the draft that was asked for.
     """
 
     target: str
@@ -63,6 +72,7 @@ class Plan:
     chosen: int
     download: int | None
     notes: tuple[str, ...] = ()
+    draft_window: int | None = None
 
     @property
     def best(self) -> Candidate:
@@ -76,6 +86,8 @@ class Plan:
         given = [repr(self.target)]
         if best.draft != "suffix":
             given.append(f"draft={best.draft!r}")
+            if self.draft_window is not None:
+                given.append(f"draft_window={self.draft_window}")
         if best.draft_quantization:
             given.append(f"draft_quantization={best.draft_quantization!r}")
         given.append(f"dtype=torch.{str(self.use.dtype).removeprefix('torch.')}")
@@ -127,6 +139,7 @@ class Plan:
             "device": {"name": self.device.name, "kind": self.device.kind, "memory": self.device.memory},
             "context": self.use.context,
             "batch": self.use.rows,
+            "draft_window": self.draft_window,
             "dtype": str(self.use.dtype).removeprefix("torch."),
             "download": self.download,
             "candidates": [told(one) for one in self.candidates],
@@ -195,6 +208,7 @@ def plan(
     dtype: torch.dtype | None = None,
     quantization: str | None = None,
     draft_quantization: str | None = None,
+    draft_window: int | None = None,
     device: str | None = None,
     drafted: int = 16,
     fast: bool = True,
@@ -212,6 +226,7 @@ def plan(
         dtype: in which the models compute; None takes bfloat16 on a card and the checkpoint's on a CPU.
         quantization: of the target, a name such as "nf4"; None tries 8 and 4 bits if the checkpoint's weights do not fit.
         draft_quantization: the same for a draft model.
+        draft_window: as for `from_pretrained`.
         device: "cuda" or "cpu"; None means a card if a card or memory is named, else this machine.
         drafted: tokens of the longest draft.
         fast: False for `fast="eager"`, which keeps no copies.
@@ -229,8 +244,10 @@ def plan(
     half = torch.bfloat16 if place.kind == "cuda" else shapes.model.dtype
     use = Use(context, rows, drafted, dtype or half, place.kind, quantization, draft_quantization, fast)
     their_draft = draft if isinstance(draft, Shapes) else None
-    spec = DraftModel(their_draft.name) if their_draft is not None else parse(draft, draft_quantization)
-    if their_draft is None:
+    if their_draft is not None:
+        spec: Spec = DraftModel(their_draft.name, draft_window=draft_window)
+    else:
+        spec = parse(draft, draft_quantization, draft_window)
         models = [getattr(one, "model", None) for one in spec.parts() if one.quantizes == "model"]
         path = next((model for model in models if isinstance(model, str)), None)
         their_draft = None if path is None else Shapes.read(path, "draft", trust_remote_code)
@@ -241,8 +258,10 @@ def plan(
     )
     fitting = [index for index, one in enumerate(found) if one.fits]
     notes = tuple(f"{one.name}: {one.note}." for one in (shapes, their_draft) if one is not None and one.note)
+    if draft_window is not None:
+        notes += ("Before the window applies, the draft reads the whole prompt, which takes more for a moment.",)
     download = None if Path(zoo.resolve(shapes.name)).exists() else shapes.stored
-    return Plan(shapes.name, wanted, place, use, found, fitting[0] if fitting else 0, download, notes)
+    return Plan(shapes.name, wanted, place, use, found, fitting[0] if fitting else 0, download, notes, draft_window)
 
 
 def _variants(shapes: Shapes, spec: Spec, wanted: str, use: Use) -> list[tuple[str | None, Spec, str, str | None]]:
@@ -255,7 +274,7 @@ def _variants(shapes: Shapes, spec: Spec, wanted: str, use: Use) -> list[tuple[s
         drafts.append((parse("suffix"), "suffix", None))
     levels: Sequence[str | None] = [use.quantization]
     if use.quantization is None and shapes.quantized is None:
-        levels = [None, *_LOWER] if use.device == "cuda" else [None, "int8"]
+        levels = [None, *(name for name in _LOWER[use.device] if name != "int4-int8" or native.is_available())]
     found = []
     for level in levels:
         again = "target" in quantized and level is not None  # a copy of quantized weights cannot be quantized

@@ -14,6 +14,7 @@ from ..engine.recurrent import slots_for as slots_of
 from ..engine.recurrent import target_runner
 from ..engine.shapes import WIDTHS, slots_for
 from ..engine.verifiable import expected_masks
+from ..engine.window import most_slots
 from ..fast.fused import copy_bytes
 from ..fast.products import copied_in
 from ..loading.quantization import stored_bytes
@@ -97,15 +98,15 @@ def weight_bytes(shapes: Shapes, quantization: str | None, dtype: torch.dtype) -
     return stored_bytes(shapes.model, quantization, dtype)
 
 
-def _widest(use: Use) -> int:
-    """Slots of each row: on a GPU rounded up, as captured passes read few numbers of slots."""
-    needed = use.context + use.drafted
+def _widest(use: Use, window: int | None = None) -> int:
+    """Slots of each row: on a GPU rounded up, as captured passes read few numbers of slots. window: of a draft."""
+    needed = most_slots(window, use.context + use.drafted)
     return slots_for(needed + WIDTHS[-1]) if use.fast and use.device == "cuda" else needed
 
 
-def _of_states(states: States, use: Use, itemsize: int) -> dict[str, int]:
+def _of_states(states: States, use: Use, itemsize: int, window: int | None = None) -> dict[str, int]:
     """Keys and values, and recurrent states with the copy that a draft model returns to."""
-    keys = use.rows * _widest(use) * itemsize * sum(states.per_token)
+    keys = use.rows * _widest(use, window) * itemsize * sum(states.per_token)
     sizes = {"keys and values": keys, "recurrent states": 2 * use.rows * states.fixed}
     return {name: size for name, size in sizes.items() if size}
 
@@ -131,17 +132,24 @@ def _verified_states(target: Shapes, use: Use) -> int:
 def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype: torch.dtype) -> list[Part]:
     """The parts of all methods in a spec."""
 
-    def of_model(quantization: Any) -> dict[str, int]:
+    def of_model(quantization: Any, window: int | None = None) -> dict[str, int]:
         if draft is None:
             return {}
+        if window is not None and draft.states.fixed:
+            raise ValueError(
+                f"draft_window: {window} is not possible, as this draft has recurrent states; leave it out"
+            )
         how = use.draft_quantization or (quantization if isinstance(quantization, str) else None)
-        found = {"weights": weight_bytes(draft, how, dtype), **_of_states(draft.states, use, dtype.itemsize)}
+        found = {"weights": weight_bytes(draft, how, dtype), **_of_states(draft.states, use, dtype.itemsize, window)}
         if use.fast and use.device == "cpu" and how is None and draft.quantized is None:
             found["copies of weights"] = copy_bytes(draft.model, dtype, None)
         return found
 
-    tokens, states = use.rows * _widest(use), use.rows * target.states.fixed
-    room = Room(target.model, dtype, tokens, target.states.per_token, of_model, target.path, states)
+    def within(window: int | None) -> int:
+        return use.rows * _widest(use, window)
+
+    per_token, states = target.states.per_token, use.rows * target.states.fixed
+    room = Room(target.model, dtype, within(None), per_token, of_model, within, target.path, states)
     return [Part(f"draft: {name}", size) for one in spec.parts() for name, size in one.memory(room).items() if size]
 
 

@@ -1,5 +1,5 @@
 """How far a draft's distribution is from the target's, computed from their logits. Knows tensors. Sampled drafts are
-accepted at a rate of 1 - TV on average (arXiv 2211.17192), so TV is among the losses."""
+accepted at a rate of 1 - TV = sum min(p, q) on average (arXiv 2211.17192), so losses are made of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Loss = Literal["kl", "reverse-kl", "tv", "kl+tv"]
+Loss = Literal["kl", "reverse-kl", "tv", "kl+tv", "nla", "lk-hybrid"]
 _IMPOSSIBLE = -100.0  # log-probability of tokens that a distribution excludes
+_LEAST = 1e-5  # acceptance whose logarithm is taken
+_SHIFT = 3.0  # of lk-hybrid, from KL to TV as acceptance grows; the paper's best
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -24,14 +26,26 @@ def _total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
     return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
 
 
+def _acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+
+
+def _hybrid(log_p: Tensor, log_q: Tensor) -> Tensor:
+    weight = (-_SHIFT * _acceptance(log_p, log_q).detach()).exp()
+    return weight * _kl(log_p, log_q) + (1 - weight) * _total_variation(log_p, log_q)
+
+
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kl": _kl,
     "reverse-kl": lambda log_p, log_q: _kl(log_q, log_p),
     "tv": _total_variation,
     "kl+tv": lambda log_p, log_q: _kl(log_p, log_q) + _total_variation(log_p, log_q),
+    "nla": lambda log_p, log_q: -_acceptance(log_p, log_q).clamp(min=_LEAST).log(),
+    "lk-hybrid": _hybrid,
 }
-"""Divergences of DistillSpec (arXiv 2310.08461) by name. They take log-probabilities log_p (the target's) and log_q (the
-draft's), [..., V] -> [...]."""
+"""Divergences of DistillSpec (arXiv 2310.08461) and LK losses (arXiv 2602.23881) by name. They take log-probabilities log_p
+(the target's) and log_q (the draft's), [..., V] -> [...]. With the acceptance a = sum min(p, q), nla is -log a, and lk-hybrid
+is w KL + (1 - w) TV, where w = exp(-3 a) has no gradient."""
 
 
 def require_known(loss: str) -> None:

@@ -229,7 +229,7 @@ def _round(module: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _measure(method: Method, plan: Plan, held_out: Tensor) -> dict[str, Any]:
-    """Acceptance on held-out text by position, and the error bar of `greedy`, ready for the metrics file."""
+    """Acceptance on held-out text by position, and the error bars of both kinds, ready for the metrics file."""
     method.student.eval()
     eager = torch.compiler.set_stance("force_eager")  # layers compiled for training would be compiled again
     with eager, torch.autocast(held_out.device.type, dtype=torch.bfloat16, enabled=plan.bfloat16):
@@ -239,6 +239,7 @@ def _measure(method: Method, plan: Plan, held_out: Tensor) -> dict[str, Any]:
         "greedy": [sum(found.greedy for found in position) / len(position) for position in positions],
         "sampled": [sum(found.sampled for found in position) / len(position) for position in positions],
         "error": [_error([found.greedy for found in position]) for position in positions],
+        "sampled_error": [_error([found.sampled for found in position]) for position in positions],
     }
 
 

@@ -1,5 +1,5 @@
-"""This package's own weights for CPUs: "int8" and "int4", the fastest of that size there. On other devices the names stand for
-the fastest weights of the same size that these have."""
+"""This package's own weights for CPUs: "int8" and "int4", the fastest of that size there, and "int4-int8", whose inputs have 8
+bits. On other devices the names stand for the fastest weights of the same size that these have."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ _FORMATS = {
         _bytes_4,
         elsewhere="int4-quanto",
         code="PackedConfig(4)",
+    ),
+    "int4-int8": Format(
+        lambda dtype: PackedConfig(4, input_bits=8),
+        _bytes_4,
+        elsewhere="int4-quanto",
+        code="PackedConfig(4, input_bits=8)",
     ),
 }
 PACKED = Backend(

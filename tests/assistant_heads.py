@@ -73,7 +73,7 @@ def keys_of(
 
 @made_once
 def trained_assistant(
-    target: PreTrainedModel, steps: int = 60, unrolled: int = 3, seed: int = 0, **options: Any
+    target: PreTrainedModel, steps: int = 20, unrolled: int = 2, seed: int = 0, lr: float = 2e-2, **options: Any
 ) -> AssistantHead:
     """An assistant that has learned by heart what the target writes: most of its drafts there are right."""
     head = random_assistant(target, seed, **options)
@@ -95,7 +95,7 @@ def trained_assistant(
         keys[kind] = Keys(*flat, seen.repeat(rows, 1)[:, None, None])
     wanted = ids.masked_fill(slots >= lengths[:, None], -100)
     positions = columns.repeat(rows)[:, None]
-    optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(head.parameters(), lr=lr)
     for _ in range(steps):
         state, loss = states[:, :-1].to(head.dtype).flatten(0, 1)[:, None].clone(), torch.zeros(())
         for step in range(unrolled):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import re
@@ -59,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in lacking.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: thousands of tests and the modules need not be looked through at every collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def _installed(module: str) -> bool:

@@ -66,10 +66,16 @@ def label(value: Any) -> str:
 
 
 def goals_of(case: Sequence[Any], also: Goals) -> set[Hashable]:
-    """What a case (architecture, *arguments) shows: pairs of argument and trait, pairs of arguments, and the architecture."""
+    """What a case (architecture, *arguments) shows: pairs of argument and trait, pairs of arguments, and the architecture.
+
+    Of arguments that have `kinds`, each kind meets every trait, and each argument every kind of mask and attention.
+    """
     architecture, *arguments = case
     names = [(place, label(argument)) for place, argument in enumerate(arguments)]
-    found: set[Hashable] = set(itertools.product(names, traits(architecture))) if names else set(traits(architecture))
+    kinds = [(place, kind) for place, one in enumerate(arguments) for kind in getattr(one, "kinds", (label(one),))]
+    met = traits(architecture)
+    found: set[Hashable] = set(itertools.product(kinds, met)) if names else set(met)
+    found |= set(itertools.product(names, [trait for trait in met if trait.startswith(("masks", "attention"))]))
     return found | set(itertools.combinations(names, 2)) | set(also(*case))
 
 

@@ -44,6 +44,7 @@ def features_of(target: PreTrainedModel, head: EagleHead, ids: torch.Tensor) -> 
     return torch.cat([model.states[tap] for tap in head.config.taps], -1)
 
 
+@made_once
 def written(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """What a target writes, greedily, after the prompts of test_methods: ids [B, n] int64, and how many count in each row."""
     kwargs = {"max_new_tokens": 26, "do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None}
@@ -56,7 +57,7 @@ def written(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 @made_once
 def trained_head(
-    target: PreTrainedModel, version: int = 3, steps: int = 60, unrolled: int = 2, seed: int = 0, **fields: Any
+    target: PreTrainedModel, version: int = 3, steps: int = 30, unrolled: int = 2, seed: int = 0, **fields: Any
 ) -> EagleHead:
     """A head that has learned by heart what the target writes: most of its drafts there are right."""
     head = random_head(target, version, seed, **fields)
@@ -68,7 +69,7 @@ def trained_head(
     known = torch.full((head.config.vocab_size,), -100)
     known[head.draft_tokens] = torch.arange(len(head.draft_tokens))
     wanted = known[ids].masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -100)
-    optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(head.parameters(), lr=2e-2)
     positions = torch.arange(columns)[None]
     for _ in range(steps):
         states, cache = head.fuse(features), DynamicCache()

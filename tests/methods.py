@@ -46,6 +46,7 @@ class Method:
         refuses: whether this method can't serve an architecture, and says so when it is loaded.
         accepts: whether some drafted token can be expected to be right over 24 new tokens of a random model.
         tree: whether it drafts trees where the target reads them.
+        alike: methods of this kind run the same parts of a target, and differ in what is drafted; None: like no other.
     """
 
     name: str
@@ -53,6 +54,12 @@ class Method:
     refuses: Callable[[Architecture], bool] = lambda architecture: False
     accepts: bool = True
     tree: bool = False
+    alike: str | None = None
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """What meets every trait of an architecture: the parts of a target that are run, and the way of verifying drafts."""
+        return self.alike or self.name, "trees" if self.tree else "chains"
 
 
 @made_once
@@ -89,7 +96,7 @@ def stacks_states(architecture: Architecture) -> bool:
 def eagle_3(target: PreTrainedModel) -> Eagle:
     """A head that has learned what the target writes, where the target can be tapped."""
     try:
-        return Eagle(trained_head(target, 3, steps=30, unrolled=1), tree=True)
+        return Eagle(trained_head(target, 3, steps=15, unrolled=1), tree=True)
     except ValueError:
         return Eagle(random_head(target, 3), tree=True)
 
@@ -107,6 +114,30 @@ def parallel(target: PreTrainedModel) -> Eagle:
     return Eagle(random_head(target, 3, mask_token_id=3))
 
 
+def draft_tree(target: PreTrainedModel) -> DraftTree:
+    return DraftTree(half_right(target), nodes=24, beam=4, candidates=4)
+
+
+def suffix_tree(target: PreTrainedModel) -> Suffix:
+    return Suffix(corpus=half_heard(target), tree=True, min_probability=0.01)
+
+
+def mtp(target: PreTrainedModel) -> Any:
+    return trained_mtp(target, steps=15, unrolled=1)
+
+
+def assistant(target: PreTrainedModel) -> Assistant:
+    return Assistant(trained_assistant(target))
+
+
+def assistant_of_chains(target: PreTrainedModel) -> Assistant:
+    return Assistant(trained_assistant(target), tree=False)
+
+
+def dflash(target: PreTrainedModel) -> DFlash:
+    return DFlash(trained_block(target, steps=30), tree=False)
+
+
 def dspark(target: PreTrainedModel) -> DFlash:
     return DFlash(trained_block(target, steps=30, next_token=True, markov="vanilla", markov_rank=4))
 
@@ -116,44 +147,40 @@ def has_own_layers(architecture: Architecture) -> bool:
 
 
 METHODS = [
-    Method("draft-model", half_right),
-    Method("pard", lambda target: in_parallel(half_right(target))),
+    Method("draft-model", half_right, alike="models"),
+    Method("pard", lambda target: in_parallel(half_right(target)), alike="models"),
     Method(
         "draft-model, window", lambda target: DraftModel(half_right(target), draft_window=3), refuses=takes_2d_masks
     ),
-    Method("draft-tree", lambda target: DraftTree(half_right(target), nodes=24, beam=4, candidates=4), tree=True),
-    Method("merged", lambda target: Merged((half_right(target), half_right(target, 2))), tree=True),
-    Method("early-exit", lambda target: "early-exit", refuses=shares_keys),
-    Method("early-exit:1", lambda target: "early-exit:1", refuses=shares_keys),
+    Method("draft-tree", draft_tree, tree=True, alike="models"),
+    Method("merged", lambda target: Merged((half_right(target), half_right(target, 2))), tree=True, alike="models"),
+    Method("early-exit", lambda target: "early-exit", refuses=shares_keys, alike="early exits"),
+    Method("early-exit:1", lambda target: "early-exit:1", refuses=shares_keys, alike="early exits"),
     Method("layer-skip", lambda target: LayerSkip(0.25, window=8, every=1), refuses=shares_keys),
-    Method("ngram", lambda target: NGram(3, 1), accepts=False),
-    Method("suffix", lambda target: Suffix(corpus=half_heard(target))),
-    Method("suffix tree", lambda target: Suffix(corpus=half_heard(target), tree=True, min_probability=0.01), tree=True),
-    Method("recycle", lambda target: "recycle", accepts=False, tree=True),
-    Method("medusa", lambda target: Medusa(knowing_what_follows(target)), tree=True),
-    Method("blockwise", lambda target: Medusa(knowing_what_follows(target), tree=False)),
-    Method("eagle-1, chains", lambda target: Eagle(trained_head(target, 1, steps=30, unrolled=1), tree=False)),
+    Method("ngram", lambda target: NGram(3, 1), accepts=False, alike="lookup"),
+    Method("suffix", lambda target: Suffix(corpus=half_heard(target)), alike="lookup"),
+    Method("suffix tree", suffix_tree, tree=True, alike="lookup"),
+    Method("recycle", lambda target: "recycle", accepts=False, tree=True, alike="lookup"),
+    Method("medusa", lambda target: Medusa(knowing_what_follows(target)), tree=True, alike="heads on one state"),
+    Method("blockwise", lambda target: Medusa(knowing_what_follows(target), tree=False), alike="heads on one state"),
+    Method("eagle-1, chains", lambda target: Eagle(trained_head(target, 1, steps=15, unrolled=1), tree=False)),
     Method("eagle-3, trees", eagle_3, refuses=stacks_states, tree=True),
     Method("eagle-3, window", windowed_eagle, refuses=stacks_states, tree=True),
     Method("p-eagle", parallel, refuses=stacks_states, accepts=False),
-    Method("mtp, chains", lambda target: MTP(trained_mtp(target, steps=30), tree=False), refuses=has_own_layers),
-    Method("mtp, trees", lambda target: MTP(trained_mtp(target, steps=30)), refuses=has_own_layers, tree=True),
-    Method(
-        "assistant, chains",
-        lambda target: Assistant(trained_assistant(target, steps=30), tree=False),
-        refuses=shares_no_keys,
-    ),
-    Method("assistant, trees", lambda target: Assistant(trained_assistant(target)), refuses=shares_no_keys, tree=True),
-    Method("dflash, chains", lambda target: DFlash(trained_block(target, steps=30), tree=False), refuses=stacks_states),
-    Method("dspark, trees", dspark, refuses=stacks_states, tree=True),
+    Method("mtp, chains", lambda target: MTP(mtp(target), tree=False), refuses=has_own_layers, alike="mtp"),
+    Method("mtp, trees", lambda target: MTP(mtp(target)), refuses=has_own_layers, tree=True, alike="mtp"),
+    Method("assistant, chains", assistant_of_chains, refuses=shares_no_keys, alike="assistant"),
+    Method("assistant, trees", assistant, refuses=shares_no_keys, tree=True, alike="assistant"),
+    Method("dflash, chains", dflash, refuses=stacks_states, alike="blocks"),
+    Method("dspark, trees", dspark, refuses=stacks_states, tree=True, alike="blocks"),
 ]
 
 HEADS = {
-    "eagle": lambda target: Eagle(trained_head(target, 3, steps=30, unrolled=1)),
-    "eagle-1": lambda target: Eagle(trained_head(target, 1, steps=30, unrolled=1), tree=False),
+    "eagle": lambda target: Eagle(trained_head(target, 3, steps=15, unrolled=1)),
+    "eagle-1": lambda target: Eagle(trained_head(target, 1, steps=15, unrolled=1), tree=False),
     "random eagle": lambda target: Eagle(random_head(target, 3, seed=7, taps=(1, 2)), tree=False),
     "medusa": lambda target: Medusa(knowing_what_follows(target)),
-    "assistant": lambda target: Assistant(trained_assistant(target, steps=30)),
+    "assistant": assistant,
     "early-exit": lambda target: "early-exit:1",
     "layer-skip": lambda target: "layer-skip:0.25",
     "suffix": lambda target: Suffix(tree=True),

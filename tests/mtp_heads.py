@@ -59,7 +59,7 @@ def trained_layers(target: PreTrainedModel, number: int = 3, steps: int = 60) ->
 
 @made_once
 def trained_mtp(
-    target: PreTrainedModel, steps: int = 60, unrolled: int = 2, seed: int = 0, blind: bool = False
+    target: PreTrainedModel, steps: int = 30, unrolled: int = 2, seed: int = 0, lr: float = 2e-2, blind: bool = False
 ) -> MTPHead:
     """A head that has learned by heart what the target writes: most of its drafts there are right.
 
@@ -73,7 +73,7 @@ def trained_mtp(
         embeddings = head.embed(ids[:, 1:], target)
     columns = features.shape[1]
     wanted = ids.masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -100)
-    optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(head.parameters(), lr=lr)
     positions = torch.arange(columns)[None]
     for _ in range(steps):
         states, cache = features, DynamicCache()

@@ -59,7 +59,7 @@ def test_exact_engines_pass(engine: str, target: Any, tokenizer: Any, prompts: A
     else:
         draft = AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=torch.float32)
         subject = Model(target, tokenizer, {"assistant_model": draft})
-    found = verdicts(subject, target, tokenizer, prompts)
+    found = verdicts(subject, target, tokenizer, prompts[:2])
     # transformers 5.23 looks for stop strings after a whole draft, and loses the tokenizer for it beside a draft model
     lacking = {"stop strings"} if engine != "pair" else set()
     assert {check for check, verdict in found.items() if verdict == "passed"} >= LOSSLESS - lacking
@@ -107,8 +107,9 @@ class Faulty(Model):
 )
 def test_planted_faults_fail(fault: str, check: str, target: Any, tokenizer: Any, prompts: Any) -> None:
     torch.manual_seed(0)
-    settings = Settings(10, 40) if check == "sampled tokens" else SETTINGS
-    found = failed(Faulty(target, tokenizer, fault=fault), target, tokenizer, prompts, settings=settings)
+    drawn = check == "sampled tokens"  # a matter of counts, where one wrong answer shows the others
+    some, settings = (prompts, Settings(10, 40)) if drawn else (prompts[:2], SETTINGS)
+    found = failed(Faulty(target, tokenizer, fault=fault), target, tokenizer, some, settings=settings)
     if fault == "a greedy draft is kept":
         found -= {"log probabilities"}  # of the wrong token
     assert found == {check}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import half_right
-from pairs import CALL, ENDS, no_fallback, pair, prompt
+from pairs import CALL, ENDS, no_fallback, pair, prompt, said_by
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper
@@ -64,7 +64,7 @@ def texts(model: AssistedModelForCausalLM, **kwargs: Any) -> None:
     """The text is the target's in one row, and after a prompt that repeats."""
     for ids in (prompt()["ids"], prompt()["ids"].repeat(1, 3)):
         call = CALL | {"max_new_tokens": 30} | kwargs
-        assert model.generate(ids, **call).tolist() == pair()[0].generate(ids, **call).tolist()
+        assert model.generate(ids, **call).tolist() == said_by(pair()[0], ids, **call).tolist()
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,14 @@ def test_batches_have_a_generator_for_each_row(honest):
     call = CALL | {"eos_token_id": ENDS}
     with no_fallback():
         ours = model.generate(**inputs, **call)
-    assert ours.tolist() == pair()[0].generate(**inputs, **call).tolist()
+    assert ours.tolist() == said_by(pair()[0], **inputs, **call).tolist()
     assert model.totals.accepted > 3
     assert [ids[0, :3].tolist() for ids in seen] == [given["ids"][row, 2 * row :][:3].tolist() for row in range(4)]
     assert model.generate(**inputs, **(call | {"do_sample": True})).shape[0] == 4
 
 
 def test_a_generator_learns_what_became_of_its_drafts():
-    expected = pair()[0].generate(prompt()["ids"], **CALL)
+    expected = said_by(pair()[0], prompt()["ids"], **CALL)
     right = Told(lambda ids: (torch.cat([ids, expected[:, ids.shape[1] : ids.shape[1] + 9]], 1), None))
     model = with_draft(right)
     with no_fallback():
@@ -163,7 +163,7 @@ def test_what_does_not_fit_costs_speed_alone(answer, do_sample):
     with pytest.warns(DraftingStopped, match=f"Drafting failed.*{said}"):
         ours = with_draft(Told(hostile)).generate(ids, **call)
     assert ours.tolist() == expected.tolist()
-    assert do_sample or ours.tolist() == pair()[0].generate(ids, **call).tolist()
+    assert do_sample or ours.tolist() == said_by(pair()[0], ids, **call).tolist()
 
 
 NO_LAW = {

@@ -28,10 +28,15 @@ def test_every_pair_is_met(arguments: Any, also: Any) -> None:
     assert len(run) < len(everything) / 2
 
 
-def test_every_method_meets_every_trait_and_every_architecture_a_chain_and_a_tree() -> None:
+def test_every_kind_meets_every_trait_and_every_architecture_a_chain_and_a_tree() -> None:
+    """And every method every kind of mask."""
     run, _ = split(cases(ARCHITECTURES, METHODS, also=chain_and_tree))
+    known = set().union(*map(traits, ARCHITECTURES))
+    for kind in {kind for method in METHODS for kind in method.kinds}:
+        assert set().union(*(traits(a) for a, m in run if kind in m.kinds)) == known
     for method in METHODS:
-        assert set().union(*(traits(a) for a, m in run if m is method)) == set().union(*map(traits, ARCHITECTURES))
+        met = set().union(*(traits(a) for a, m in run if m is method))
+        assert {trait for trait in known - met if trait.startswith(("masks", "attention"))} == set()
     for architecture in ARCHITECTURES:
         drafting = [m.tree for a, m in run if a is architecture and not m.refuses(a)]
         assert {True, False} == set(drafting)

@@ -14,7 +14,7 @@ from architectures import ARCHITECTURES, RECURRENT, REFUSED, build, random_ids
 from eagle_heads import features_of, random_head, trained_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import CALL, ENDS, ROUNDING, no_fallback, pair
+from pairs import CALL, ENDS, ROUNDING, no_fallback, pair, said_by
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import AutoTokenizer, DynamicCache, LogitsProcessor, LogitsProcessorList
@@ -322,7 +322,7 @@ def test_a_past_that_the_text_does_not_repeat():
 def test_a_prompt_that_is_read_in_chunks():
     target, model = pair()[0], assisted(3)
     inputs = one_and_four(target)[0]
-    plain = target.generate(**inputs, **CALL)
+    plain = said_by(target, **inputs, **CALL)
     with no_fallback():
         ours = model.generate(**inputs, **CALL, prefill_chunk_size=6)
     assert ours.tolist() == plain.tolist()
@@ -364,7 +364,7 @@ def test_a_reduced_vocabulary_is_drafted_from_alone():
             model.generate(**inputs, **(CALL | {"do_sample": True}))
     assert seen
     assert seen <= allowed
-    assert ours.tolist() == target.generate(**inputs, **CALL).tolist()
+    assert ours.tolist() == said_by(target, **inputs, **CALL).tolist()
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -408,7 +408,7 @@ def test_draft_lengths(policy):
     for inputs in one_and_four(target):
         with no_fallback():
             ours = model.generate(**inputs, **CALL)
-        assert ours.tolist() == target.generate(**inputs, **CALL).tolist()
+        assert ours.tolist() == said_by(target, **inputs, **CALL).tolist()
     assert model.totals.drafted > 0
 
 
@@ -423,7 +423,7 @@ def test_among_others(make):
     for inputs in one_and_four(target):
         with no_fallback():
             ours = model.generate(**inputs, **CALL)
-        assert ours.tolist() == target.generate(**inputs, **CALL).tolist()
+        assert ours.tolist() == said_by(target, **inputs, **CALL).tolist()
     assert model.totals.accepted > 0
 
 
@@ -447,7 +447,7 @@ def test_a_broken_head_costs_speed_only():
         model = AssistedModelForCausalLM.from_models(target, draft=Eagle(head, tree=tree), draft_length=4)
         with pytest.warns(UserWarning, match="not a number"):
             ours = model.generate(**inputs, **CALL)
-        assert ours.tolist() == target.generate(**inputs, **CALL).tolist()
+        assert ours.tolist() == said_by(target, **inputs, **CALL).tolist()
 
 
 def test_saved_with_the_pair(tmp_path):
@@ -478,7 +478,7 @@ def test_nothing_of_the_target_is_changed():
 def test_a_head_that_changes_is_run_as_it_is():
     """Its output layer may be repacked for drafting: not for longer than its weight stays the same."""
     target = pair()[0]
-    head = trained_head(target, 3, steps=30)
+    head = trained_head(target, 3)
     model = AssistedModelForCausalLM.from_models(target, draft=Eagle(head), draft_length=4)
     inputs = one_and_four(target)[0]
     drafter = model.drafter
@@ -612,7 +612,7 @@ def unfaithful(head: str) -> float:
     for inputs in prompts:
         with pytest.MonkeyPatch.context() as patch, watched(patch, look), no_fallback():
             ours = model.generate(**inputs, **call)
-        assert ours.tolist() == target.generate(**inputs, **call).tolist()
+        assert ours.tolist() == said_by(target, **inputs, **call).tolist()
     return sum(wrong) / len(wrong)
 
 

@@ -67,3 +67,22 @@ def test_messages_name_extras_that_exist() -> None:
     named = {extra for text in sources.values() for extra in re.findall(r"""\binstall\(["'](\w+)["']\)""", text)}
     assert {"gguf", "demo"} <= named <= set(known)
     assert not [path.name for path, text in sources.items() if "assisted[" in text and path.name != "__init__.py"]
+
+
+def test_records_of_packages_are_read_again_after_an_installation_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    known = extras.entry_points
+    monkeypatch.setattr(extras, "entry_points", lambda group: read.append(group) or known(group=group))
+    monkeypatch.syspath_prepend(tmp_path)
+    registry: extras.Registry[Any] = extras.Registry("tests.nothing", lambda name, entry: None)
+    for _ in range(3):
+        assert not list(registry) and "dumps" not in registry
+    assert read == ["tests.nothing"]
+    record = tmp_path / "later-1.0.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: later\nVersion: 1.0\n")
+    (record / "entry_points.txt").write_text("[tests.nothing]\ndumps = json:dumps\n")
+    assert registry["dumps"] is json.dumps and list(registry) == ["dumps"]
+    assert read == ["tests.nothing"] * 2

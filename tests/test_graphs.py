@@ -103,7 +103,7 @@ DRAFTED = [("chains", 1), ("chains", 3), ("trees", 3), ("trees", 1), ("drawn cha
 def test_a_trained_head_is_captured_as_a_draft_model_is(drafted, rows):
     kind, version = drafted
     target = build(BY_NAME["llama"])
-    head = trained_head(target, version, steps=30)
+    head = trained_head(target, version)
     _, model = pair(draft=Eagle(head, tree=kind == "trees"))
     ids = random_ids(target, rows, 12, seed=4)
     mask = torch.ones_like(ids)

@@ -17,7 +17,7 @@ from architectures import half_right
 from covering import in_turns, one_in
 from image_models import BY_NAME, FAMILIES, IMAGE, Family
 from methods import METHODS
-from pairs import CALL, ENDS, no_fallback, pair
+from pairs import CALL, ENDS, no_fallback, pair, said_by
 from test_continued import Guided
 from test_sampling import ALPHA, p_value
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -51,8 +51,8 @@ def other_picture(call: dict[str, Any]) -> dict[str, Any]:
 def test_tokens_after_a_picture_are_those_of_plain_generate(family: Family, rows: int, trees: bool) -> None:
     target, _ = target_of(family.name)
     call = CALL | family.inputs(rows) | {"eos_token_id": ENDS if rows > 1 else None}
-    plain = target.generate(**call)
-    assert plain.tolist() != target.generate(**other_picture(call)).tolist()  # it matters
+    plain = said_by(target, **call)
+    assert plain.tolist() != said_by(target, **other_picture(call)).tolist()  # it matters
     model = guided(family.name, plain, trees)
     with no_fallback():
         assert model.generate(**call).tolist() == plain.tolist()
@@ -69,7 +69,7 @@ def test_text_alone_is_drafted_for(family: Family, rows: int) -> None:
     ids = inputs["input_ids"].where(inputs["input_ids"] < 90, 7)
     call = CALL | {"input_ids": ids, "attention_mask": inputs["attention_mask"]}
     with no_fallback():
-        assert model.generate(**call).tolist() == target.generate(**call).tolist()
+        assert model.generate(**call).tolist() == said_by(target, **call).tolist()
     assert model.report.drafted > 0
 
 
@@ -84,7 +84,7 @@ def test_every_method_goes_on_after_a_picture(method: Any, family: Family) -> No
     for rows in (1, 3):
         call = CALL | family.inputs(rows)
         with no_fallback():
-            assert model.generate(**call).tolist() == target.generate(**call).tolist()
+            assert model.generate(**call).tolist() == said_by(target, **call).tolist()
     if method.name not in ("ngram", "suffix", "suffix tree"):
         assert model.report.drafted > 0
 
@@ -96,7 +96,7 @@ def test_drafts_without_a_model_of_their_own(name: str, draft: str) -> None:
     model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=4)
     call = CALL | BY_NAME[name].inputs(2)
     with no_fallback():
-        assert model.generate(**call).tolist() == target.generate(**call).tolist()
+        assert model.generate(**call).tolist() == said_by(target, **call).tolist()
 
 
 def test_a_text_model_drafts_for_one_that_sees() -> None:
@@ -107,7 +107,7 @@ def test_a_text_model_drafts_for_one_that_sees() -> None:
     model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=4)
     call = CALL | BY_NAME["llava"].inputs(3)
     with no_fallback():
-        assert model.generate(**call).tolist() == target.generate(**call).tolist()
+        assert model.generate(**call).tolist() == said_by(target, **call).tolist()
     assert model.report.drafted > 0
 
 
@@ -175,7 +175,7 @@ def test_a_session_does_not_take_one_picture_for_another(name: str) -> None:
     family = BY_NAME[name]
     call = CALL | family.inputs(1)
     session, cache = model.session(), DynamicCache(config=target.config.get_text_config(decoder=True))
-    assert model.generate(past_key_values=session, **call).tolist() == target.generate(**call).tolist()
+    assert model.generate(past_key_values=session, **call).tolist() == said_by(target, **call).tolist()
     assert not session.in_slots
     text = target.generate(past_key_values=cache, **call)
     more = CALL | {"input_ids": torch.nn.functional.pad(text, (0, 3), value=9)}
@@ -187,7 +187,7 @@ def test_several_answers_scores_and_a_plain_call() -> None:
     target, model = target_of("qwen2_5_vl")
     call = CALL | BY_NAME["qwen2_5_vl"].inputs(2)
     more = {"num_return_sequences": 2, "do_sample": True, "top_k": 1}
-    assert model.generate(**call | more).tolist() == target.generate(**call | more).tolist()
+    assert model.generate(**call | more).tolist() == said_by(target, **call | more).tolist()
     more = {"return_dict_in_generate": True, "output_logits": True}
     ours, plain = (generate(**call, **more) for generate in (model.generate, target.generate))
     assert ours.sequences.tolist() == plain.sequences.tolist()
@@ -195,7 +195,7 @@ def test_several_answers_scores_and_a_plain_call() -> None:
         assert (mine - theirs).abs().max() < 1e-3
     more = {"cache_implementation": "static"}
     with no_fallback():
-        assert model.generate(**call, **more).tolist() == target.generate(**call, **more).tolist()
+        assert model.generate(**call, **more).tolist() == said_by(target, **call, **more).tolist()
     assert model.generate(**call, assisted=False).tolist() == plain.sequences.tolist()
     assert model.report.way == "plain"
 
@@ -209,7 +209,7 @@ def test_a_prompt_that_ends_in_a_picture_has_three_positions_to_go_on_from() -> 
     end = int((call["input_ids"][0] == IMAGE).nonzero().max()) + 1
     call |= {name: call[name][:, :end] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
     with pytest.warns(DraftingStopped, match="dimensions differ at the end of the prompt"):
-        assert model.generate(**call).tolist() == target.generate(**call).tolist()
+        assert model.generate(**call).tolist() == said_by(target, **call).tolist()
 
 
 def test_a_picture_needs_a_processor_and_a_target_that_sees() -> None:
@@ -232,7 +232,7 @@ def test_what_goes_into_every_forward_pass_is_decoded_plainly() -> None:
     target, model = pair("gpt2")
     call = CALL | {"input_ids": torch.tensor([[5, 6, 7]]), "token_type_ids": torch.tensor([[8, 9, 9]])}
     with pytest.warns(DraftingStopped, match="token_type_ids is not text"):
-        assert model.generate(**call).tolist() == target.generate(**call).tolist()
+        assert model.generate(**call).tolist() == said_by(target, **call).tolist()
 
 
 # --- loading and saving

@@ -8,7 +8,7 @@ import pytest
 import torch
 from architectures import REFUSED, build, random_ids
 from medusa_heads import knowing, random_heads
-from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt
+from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by
 
 from assisted import AssistedModelForCausalLM, Medusa, Suffix
 from assisted.drafters import medusa, parse
@@ -108,7 +108,7 @@ def test_rows_in_step_and_stateful_processors():
     two = torch.cat([ids, random_ids(target, 1, 9, 8)])
     with no_fallback():
         ours = model.generate(two, logits_processor=[counting], **CALL)
-    assert ours.tolist() == target.generate(two, attention_mask=torch.ones_like(two), **CALL).tolist()
+    assert ours.tolist() == said_by(target, two, attention_mask=torch.ones_like(two), **CALL).tolist()
     assert counting.seen == list(range(9, 9 + CALL["max_new_tokens"]))
     with no_fallback():  # one row, token by token: all that is known is accepted
         model.generate(ids, logits_processor=[counting], **CALL | {"max_new_tokens": NEW})

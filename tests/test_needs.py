@@ -11,7 +11,7 @@ import torch
 from architectures import ARCHITECTURES, RECURRENT, build, random_ids
 from covering import each_once, in_turns, over
 from methods import HEADS, LISTS
-from pairs import CALL, ENDS
+from pairs import CALL, ENDS, said_by
 from test_methods import assisted_without_fallback
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
@@ -183,7 +183,7 @@ def test_several_heads_in_a_list(name, heads, make):
         target, draft=make([spec_of(name, head) for head in heads]), draft_length=4
     )
     one = random_ids(target, 1, 20, seed=20)
-    plain = target.generate(one, **CALL)
+    plain = said_by(target, one, **CALL)
     assert assisted_without_fallback(model, one, **CALL).tolist() == plain.tolist()
 
     four, caches = random_ids(target, 4, 12, seed=4), [None, None]

@@ -9,7 +9,7 @@ import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
 from covering import over
 from made_tokenizers import byte_level, characters, pieces
-from pairs import BY_NAME, CALL, ENDS, no_fallback
+from pairs import BY_NAME, CALL, ENDS, no_fallback, said_by
 from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SEQUENCES, VOCABULARY, counts, exact_distribution, p_value, tiny
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
@@ -93,7 +93,7 @@ def test_the_shipped_pair_equals_plain(shipped, ways):
     shipped.reset_totals()
     for texts in (CODE[:1], CODE):
         inputs = tokenizer(texts, return_tensors="pt", padding=True)
-        plain = shipped.target.generate(**inputs, max_new_tokens=40, do_sample=False)
+        plain = said_by(shipped.target, **inputs, max_new_tokens=40, do_sample=False)
         with no_fallback():
             assert shipped.generate(**inputs, max_new_tokens=40, do_sample=False).tolist() == plain.tolist()
     assert shipped.totals.accepted > 0
@@ -132,7 +132,7 @@ def test_every_kind_of_tokenizer_equals_plain(ours, theirs, ways):
     model = made(target, draft, ours, theirs, ways)
     for rows in (1, 4):
         ids, mask = padded(random_ids(target, rows, 14, rows))
-        plain = target.generate(ids, attention_mask=mask, **CALL)
+        plain = said_by(target, ids, attention_mask=mask, **CALL)
         with no_fallback():
             assert model.generate(ids, attention_mask=mask, **CALL).tolist() == plain.tolist()
     assert model.totals.drafted > 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, half_right, random_ids
-from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, tokenizer
+from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by, tokenizer
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, Combined, DraftModel, DraftTree, Merged, Pard, Suffix
@@ -113,7 +113,7 @@ def test_processors_see_the_drafted_prefix(processors: dict[str, Any]) -> None:
     kwargs = CALL | {"attention_mask": inputs["attention_mask"], "max_new_tokens": 30} | processors
     with no_fallback():
         ours = model.generate(inputs["ids"], **kwargs)
-    assert ours.tolist() == target.generate(inputs["ids"], **kwargs).tolist()
+    assert ours.tolist() == said_by(target, inputs["ids"], **kwargs).tolist()
     assert 0 < model.totals.accepted < model.totals.drafted
 
 
@@ -124,7 +124,7 @@ def test_turns_of_a_session_and_short_contexts() -> None:
     for _ in range(3):
         with no_fallback():
             ours = model.generate(plain, past_key_values=session, **CALL)
-        assert ours.tolist() == target.generate(plain, **CALL).tolist()
+        assert ours.tolist() == said_by(target, plain, **CALL).tolist()
         plain = torch.cat([ours, random_ids(target, 1, 3, seed=9)], 1)
     few = build(BY_NAME["gpt2"], n_positions=24)  # learned positions: there is nothing after the last one
     short = AssistedModelForCausalLM.from_models(few, draft=draft_of(few, noise=0.3), draft_length=8)
@@ -140,7 +140,7 @@ def test_in_a_list(several: Any) -> None:
     model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=4)
     inputs = prompt(rows=2)
     kwargs = CALL | {"attention_mask": inputs["attention_mask"]}
-    assert model.generate(inputs["ids"], **kwargs).tolist() == target.generate(inputs["ids"], **kwargs).tolist()
+    assert model.generate(inputs["ids"], **kwargs).tolist() == said_by(target, inputs["ids"], **kwargs).tolist()
     assert model.report is not None and model.report.accepted > 0
 
 
@@ -159,7 +159,7 @@ def test_a_folder_is_recognized_by_its_config(fields: dict[str, Any], tmp_path: 
         model = AssistedModelForCausalLM.from_models(target, draft=given, draft_length=4)
         assert isinstance(model.drafter, PardDrafter) and model.drafter.mask == MASK
         ids = prompt()["ids"]
-        assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
+        assert model.generate(ids, **CALL).tolist() == said_by(target, ids, **CALL).tolist()
 
 
 def test_other_models_are_drafted_with_as_before() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from architectures import build, random_ids
 from eagle_heads import features_of, random_head, written
-from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt
+from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by
 from safetensors.torch import load_file
 from test_eagle_formats import EAGLE_3, SPECULATORS, eagle_3, noise, speculators, write
 
@@ -72,7 +72,7 @@ def test_a_draft_is_what_masks_after_the_text_say(shape: str, monkeypatch: pytes
     mask, kwargs = inputs["attention_mask"], CALL | {"eos_token_id": ENDS}
     with no_fallback():
         ours = model.generate(inputs["ids"], attention_mask=mask, **kwargs)
-    assert ours.tolist() == target.generate(inputs["ids"], attention_mask=mask, **kwargs).tolist()
+    assert ours.tolist() == said_by(target, inputs["ids"], attention_mask=mask, **kwargs).tolist()
     assert len(seen) > 5
     for rows, unfinished, draft, known in seen:
         assert draft.parents is None and draft.width <= 4
@@ -163,7 +163,7 @@ def test_what_was_trained_drafts_in_parallel() -> None:
     inputs = inputs.where(mask.bool(), 0)
     kwargs = CALL | {"attention_mask": mask}
     with no_fallback():
-        assert model.generate(inputs, **kwargs).tolist() == target.generate(inputs, **kwargs).tolist()
+        assert model.generate(inputs, **kwargs).tolist() == said_by(target, inputs, **kwargs).tolist()
     assert model.report is not None and model.report.acceptance_by_position[1] > 0.2
     with pytest.raises(ValueError, match="parallel: an EAGLE-1 head"):
         EagleSettings(version=1, parallel=3)

@@ -17,7 +17,7 @@ from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_id
 from covering import in_turns, over
 from methods import HEADS
 from mtp_heads import trained_mtp
-from pairs import BY_NAME, CALL, tokenizer
+from pairs import BY_NAME, CALL, said_by, tokenizer
 from test_sampling import ALPHA, PROMPT, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
 from test_session import DRAFTS, written  # noqa: F401, a fixture
@@ -57,7 +57,7 @@ def talked(model: Any, target: Any, **kwargs: Any) -> list[int]:
     """Conversations that begin alike, each with several turns; compared with the target alone. Returns the tokens not read."""
     texts, known = questions(target), []
     for number in ORDER:
-        expected = target.generate(texts[number], **CALL | kwargs)
+        expected = said_by(target, texts[number], **CALL | kwargs)
         found = model.generate(texts[number], **CALL | kwargs)
         assert found.tolist() == expected.tolist()
         known.append(report_of(model).cached_tokens)
@@ -139,7 +139,7 @@ def test_states_are_kept_where_texts_part(draft: str, written: Counter[int]) -> 
     target = build(next(one for one in RECURRENT if one.name == "qwen3_5"))
     specs: dict[str, Callable[[], Any]] = {
         "suffix": lambda: "suffix",
-        "mtp": lambda: MTP(trained_mtp(target, steps=30)),
+        "mtp": lambda: MTP(trained_mtp(target)),
         "eagle": lambda: HEADS["eagle"](target),
         "model": lambda: half_right(target),
     }
@@ -167,7 +167,7 @@ def test_states_are_kept_where_texts_part(draft: str, written: Counter[int]) -> 
 def test_a_head_of_a_recurrent_target_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eagle, "learn", lambda *args: None)
     target = build(next(one for one in RECURRENT if one.name == "qwen3_5"))
-    model = pooled(target, MTP(trained_mtp(target, steps=30), tree=False), draft_length=3, fast="eager")
+    model = pooled(target, MTP(trained_mtp(target), tree=False), draft_length=3, fast="eager")
     pool, (text, other, _) = model.sessions, questions(target)
     reports = []
     for sessions in (None, SessionPool()):  # in which the second prompt marks where it parts from the first one

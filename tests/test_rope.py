@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -66,6 +67,13 @@ def begin_anew(model: Any) -> None:
         model(random_ids(model, 1, 4))
 
 
+@functools.cache
+def plainly(kind: str, rows: int, length: int) -> Any:
+    target = model_of(kind)
+    begin_anew(target)
+    return target.generate(**batch(target, rows, length), **CALL)
+
+
 def test_every_kind_of_transformers_is_tried() -> None:
     assert {*ROPE_INIT_FUNCTIONS, "default"} == KINDS.keys()
 
@@ -80,9 +88,7 @@ def test_text_across_the_change(kind: str, draft: str, rows: int) -> None:
     target = model_of(kind)
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target) if draft == "draft" else draft)
     for length in (50, 63, 65):
-        inputs = batch(target, rows, length)
-        begin_anew(target)
-        plain = target.generate(**inputs, **CALL)
+        inputs, plain = batch(target, rows, length), plainly(kind, rows, length)
         begin_anew(target)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", category=DraftingStopped)

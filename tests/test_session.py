@@ -19,7 +19,7 @@ from covering import in_turns, over
 from eagle_heads import trained_head
 from methods import HEADS
 from mtp_heads import trained_mtp
-from pairs import BY_NAME, CALL, pair
+from pairs import BY_NAME, CALL, pair, said_by
 from transformers import DynamicCache
 
 from assisted import MTP, AssistedModelForCausalLM, DFlash, Eagle, Merged
@@ -62,21 +62,21 @@ def plain_talk(target: Any, added: list[torch.Tensor], **kwargs: Any) -> list[li
     """The same without a past."""
     ids, texts = added[0][:, :0], []
     for turn in added:
-        ids = target.generate(torch.cat([ids, turn], 1), **CALL | kwargs)
+        ids = said_by(target, torch.cat([ids, turn], 1), **CALL | kwargs)
         texts.append(ids.tolist())
     return texts
 
 
 @functools.cache
 def head(version: int) -> Any:
-    return trained_head(build(BY_NAME["llama"]), version, steps=30)
+    return trained_head(build(BY_NAME["llama"]), version)
 
 
 DRAFTS: dict[str, Any] = {
     "eagle-1": lambda target: Eagle(head(1)),
     "eagle-3, chains": lambda target: Eagle(head(3), tree=False),
-    "mtp": lambda target: MTP(trained_mtp(target, steps=30)),
-    "mtp, chains": lambda target: MTP(trained_mtp(target, steps=30), tree=False),
+    "mtp": lambda target: MTP(trained_mtp(target)),
+    "mtp, chains": lambda target: MTP(trained_mtp(target), tree=False),
     "dflash": lambda target: DFlash(trained_block(target, steps=30)),
     "dflash, chains": lambda target: DFlash(trained_block(target, steps=30), tree=False),
     "assistant": lambda target: HEADS["assistant"](target),

@@ -16,7 +16,7 @@ from block_heads import trained_block
 from eagle_heads import trained_head
 from methods import in_parallel
 from mtp_heads import trained_mtp
-from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt
+from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from torch import nn
 from transformers import AutoConfig
@@ -123,7 +123,7 @@ def test_texts_are_the_targets(kind: str, fast: str, monkeypatch: pytest.MonkeyP
         kwargs = CALL | {"attention_mask": inputs["attention_mask"], "eos_token_id": ENDS if rows > 1 else None}
         with no_fallback():
             ours = model.generate(inputs["ids"], **kwargs)
-        assert ours.tolist() == target.generate(inputs["ids"], **kwargs).tolist()
+        assert ours.tolist() == said_by(target, inputs["ids"], **kwargs).tolist()
     own = [
         token
         for draft in seen
@@ -163,7 +163,7 @@ def test_a_draft_model_is_written(tmp_path: Path) -> None:
     model = AssistedModelForCausalLM.from_models(target, str(tmp_path / "small"), draft_length=4)
     assert model.drafter.kept.tokens.tolist() == list(range(20))  # type: ignore[union-attr]
     ids = prompt()["ids"]
-    assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
+    assert model.generate(ids, **CALL).tolist() == said_by(target, ids, **CALL).tolist()
     model.save_pretrained(tmp_path / "pair")
     again = AssistedModelForCausalLM.from_pretrained(tmp_path / "pair")
     assert again.drafter.kept.tokens.tolist() == list(range(20))
@@ -178,7 +178,7 @@ def test_a_draft_model_is_written(tmp_path: Path) -> None:
 def test_a_head_is_written(kind: str, tmp_path: Path) -> None:
     target = build(BY_NAME["llama"])
     fields: dict[str, Any] = {"next_token": True, "markov": "vanilla", "markov_rank": 4} if kind == "dspark" else {}
-    head = trained_head(target, 3, steps=30) if kind == "eagle" else trained_block(target, steps=30, **fields)
+    head = trained_head(target, 3) if kind == "eagle" else trained_block(target, steps=30, **fields)
     (save_eagle if kind == "eagle" else save_block)(head, tmp_path / "head")
     kept = torch.arange(20)
     found = shrink_vocabulary(str(tmp_path / "head"), 20, some_text(target), tmp_path / "small", target)
@@ -196,7 +196,7 @@ def test_a_head_is_written(kind: str, tmp_path: Path) -> None:
         kwargs = CALL | {"attention_mask": inputs["attention_mask"]}
         with no_fallback():
             ours = model.generate(inputs["ids"], **kwargs)
-        assert ours.tolist() == target.generate(inputs["ids"], **kwargs).tolist()
+        assert ours.tolist() == said_by(target, inputs["ids"], **kwargs).tolist()
     again = shrunk_head(made, torch.tensor([3, 7, 19]), target)
     assert again.draft_tokens.tolist() == [3, 7, 19]
     torch.testing.assert_close(again.logits(states, target), own[..., [3, 7, 19]].to(own.dtype))

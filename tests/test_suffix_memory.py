@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import stat
 import subprocess
@@ -52,30 +53,30 @@ def test_the_next_model_drafts_what_the_last_one_wrote(tmp_path: Path) -> None:
     assert memory(path).read() == [*expected[0][12:], END] * 2  # outputs, not prompts
 
 
-PROCESS = """
-    import sys
-    import torch
-    from assisted import AssistedModelForCausalLM, Suffix
-    model = AssistedModelForCausalLM.from_pretrained(
-        "zoo:target", dtype=torch.float32, draft=Suffix(memory_file=sys.argv[1]), draft_length=8
-    )
+def mean(path: Path) -> tuple[int, int, list[int]]:
+    """Accepted tokens, passes and text of the shipped target, which remembers in this file."""
+    spec = Suffix(memory_file=path)
+    model = AssistedModelForCausalLM.from_pretrained("zoo:target", dtype=torch.float32, draft=spec, draft_length=8)
+    assert model.tokenizer is not None
     inputs = model.tokenizer("def mean(values):", return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
-    print(model.report.accepted, model.report.target_passes, output[0].tolist(), sep=";")
-"""
+    assert model.report is not None
+    return model.report.accepted, model.report.target_passes, output[0].tolist()
 
 
 def test_a_new_process_drafts_what_another_one_wrote(tmp_path: Path) -> None:
-    found = []
-    for _ in range(2):
-        code = [sys.executable, "-c", textwrap.dedent(PROCESS), str(tmp_path / "memory")]
-        run = subprocess.run(
-            code, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-        found.append(run.stdout.splitlines()[-1].split(";"))
-    (cold, cold_passes, before), (warm, warm_passes, after) = found
+    cold, cold_passes, before = mean(tmp_path / "memory")
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_suffix_memory import mean
+        print(mean(sys.argv[1]))
+    """
+    call = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "memory")]
+    run = subprocess.run(call, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    warm, warm_passes, after = ast.literal_eval(run.stdout.splitlines()[-1])
     assert before == after
-    assert int(warm) > int(cold) + 10 and int(warm_passes) < int(cold_passes) / 2
+    assert warm > cold + 10 and warm_passes < cold_passes / 2
 
 
 def test_several_writers_leave_a_whole_file(tmp_path: Path) -> None:

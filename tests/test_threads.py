@@ -9,7 +9,7 @@ import pytest
 import torch
 from architectures import build, half_right, random_ids
 from methods import METHODS, Method
-from pairs import BY_NAME, CALL, tokenizer
+from pairs import BY_NAME, CALL, said_by, tokenizer
 from transformers import TextIteratorStreamer
 
 from assisted import AssistedModelForCausalLM, Combined, Suffix
@@ -60,7 +60,7 @@ def in_threads(work):
 def check(target, model, draft_length=None):
     """Every thread writes what plain `generate` writes, calls of one row and of two, and nobody fell back."""
     prompts = [random_ids(target, 1 + number % 2, 9 + number, seed=number) for number in range(THREADS)]
-    plain = [target.generate(ids, attention_mask=torch.ones_like(ids), **CALL).tolist() for ids in prompts]
+    plain = [said_by(target, ids, attention_mask=torch.ones_like(ids), **CALL).tolist() for ids in prompts]
     model.reset_totals()
 
     def work(number):

@@ -9,6 +9,7 @@ import functools
 import pytest
 import torch
 from architectures import build, half_right, random_ids
+from covering import in_turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import METHODS
@@ -111,8 +112,8 @@ def decode_twice_the_same(target, draft, do_sample):
         model.generate(ids, **CALL | {"do_sample": do_sample, "max_new_tokens": 24, "use_cache": True})
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-@pytest.mark.parametrize("name", WITHOUT_TREES)
+# that each of these architectures takes what each kind of method drafts is shown in test_methods.py
+@pytest.mark.parametrize("method,name", in_turns(METHODS, WITHOUT_TREES))
 def test_models_that_read_no_trees_get_chains(name, method, widths):
     target = build(BY_NAME[name])
     assert not Traits.of(target).masks.trees

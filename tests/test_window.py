@@ -47,15 +47,15 @@ DRAFTS: dict[str, Any] = {
     "draft model": lambda target: half_right(target),
     "trees": lambda target: DraftTree(half_right(target), nodes=12, beam=4, candidates=4),
     "pard": lambda target: in_parallel(half_right(target)),
-    "eagle-1, chains": lambda target: Eagle(trained_head(target, 1, steps=30), tree=False),
-    "eagle-3, trees": lambda target: Eagle(trained_head(target, 3, steps=30)),
+    "eagle-1, chains": lambda target: Eagle(trained_head(target, 1), tree=False),
+    "eagle-3, trees": lambda target: Eagle(trained_head(target, 3)),
     "p-eagle": lambda target: Eagle(random_head(target, 3, mask_token_id=3)),
-    "mtp, chains": lambda target: MTP(trained_mtp(target, steps=30), tree=False),
-    "mtp, trees": lambda target: MTP(trained_mtp(target, steps=30)),
+    "mtp, chains": lambda target: MTP(trained_mtp(target), tree=False),
+    "mtp, trees": lambda target: MTP(trained_mtp(target)),
     "mtp layers, trees": lambda target: MTP(trained_layers(target, steps=30)),
     "dflash, chains": lambda target: DFlash(trained_block(target, steps=30), tree=False),
     "dflash, trees": lambda target: DFlash(trained_block(target, steps=30)),
-    "list": lambda target: ["suffix", half_right(target), Eagle(trained_head(target, 3, steps=30))],
+    "list": lambda target: ["suffix", half_right(target), Eagle(trained_head(target, 3))],
 }
 
 
@@ -320,7 +320,7 @@ def test_a_window_for_several_drafts_is_that_of_those_that_have_one() -> None:
 
 def test_a_saved_pair_keeps_its_window(tmp_path: Path) -> None:
     target = build(BY_NAME["llama"])
-    for name, draft in enumerate((half_right(target), Eagle(trained_head(target, 3, steps=30)))):
+    for name, draft in enumerate((half_right(target), Eagle(trained_head(target, 3)))):
         pair = AssistedModelForCausalLM.from_models(target, draft, draft_window=WINDOW)
         pair.save_pretrained(tmp_path / str(name))
         assert AssistedModelForCausalLM.from_pretrained(tmp_path / str(name)).drafter.window == WINDOW

@@ -239,10 +239,9 @@ class SlotCache(Cache):
         if self.right_aligned or sorted(rows) == sorted(self.running):
             return
         wanted = set(rows)
-        for place in range(len(rows)):
-            if self.order[place] not in wanted:
-                other = next(p for p in range(len(rows), self.rows) if self.order[p] in wanted)
-                self.swap(place, other)
+        leaving = [place for place in range(len(rows)) if self.order[place] not in wanted]
+        if leaving:
+            self.swap(leaving, [place for place in range(len(rows), self.rows) if self.order[place] in wanted])
         self.running = self.order[: len(rows)]
 
     def of_running(self, of_all: torch.Tensor) -> torch.Tensor:
@@ -354,10 +353,11 @@ class SlotCache(Cache):
                 place, target, source = moved.to(store.device)
                 store[place, :, target] = store[place, :, source]
 
-    def swap(self, one: int, other: int) -> None:
-        """Swap the rows at two indices of the layers' tensors."""
-        self.order[one], self.order[other] = self.order[other], self.order[one]
-        both, crossed, top = [one, other], [other, one], max(self.lengths)
+    def swap(self, some: list[int], others: list[int]) -> None:
+        """Swap the rows at indices of the layers' tensors, each with the one at the same place of the other list."""
+        for one, other in zip(some, others, strict=True):
+            self.order[one], self.order[other] = self.order[other], self.order[one]
+        both, crossed, top = some + others, others + some, max(self.lengths)
         for store in self.stores:
             store[both, :, :top] = store[crossed, :, :top]
 

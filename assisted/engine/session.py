@@ -210,7 +210,7 @@ def go_on(slots: SlotCache, length: int, limit: int, forks: bool = False) -> Slo
         slots = _copy(slots, length, limit)
     for place in range(slots.rows):
         if slots.order[place] != place:
-            slots.swap(place, slots.order.index(place))
+            slots.swap([place], [slots.order.index(place)])
     slots.running = list(slots.order)
     slots.limit = max(slots.limit, limit, 2 * slots.capacity)  # over all prompts, memory grows by doubling
     slots.lengths, slots.start = [length] * slots.rows, None

@@ -119,10 +119,10 @@ class StateCache(SlotCache):
                 _copy_states(own, layer, places)
         return cache
 
-    def swap(self, one: int, other: int) -> None:
-        super().swap(one, other)
+    def swap(self, some: list[int], others: list[int]) -> None:
+        super().swap(some, others)
         for state in self.states():
-            state[[one, other]] = state[[other, one]]
+            state[some + others] = state[others + some]
 
     def _own(self, layer: Any) -> Any:
         if isinstance(layer, DummyLayer):

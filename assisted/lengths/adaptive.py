@@ -22,9 +22,9 @@ LONGEST = 16
 DEEPEST = 64
 """Depth of a tree whose size the drafter chooses: a limit that is hardly ever reached."""
 CREDIT = 6.0
-"""Tokens that drafting may lose, counted from its best, before it pauses; in a batch, tokens per row times the root of the rows.
-Less mistakes bad luck for a bad draft, more lets a hopeless one go on. A first call starts with one token, having earned
-nothing."""
+"""Tokens that drafting may lose, counted from its best, before it pauses; in batches tokens per row times the root of the rows.
+Less mistakes bad luck for a bad draft, more lets a hopeless one go on. A first call has earned nothing and starts with one
+token."""
 PROBE_SHARE = 0.01
 """Share of the time that is spent on probes while drafting is paused: what a hopeless draft costs in the long run."""
 STRETCH = 150.0

@@ -213,20 +213,22 @@ class CachedModel(Runner):
         return positions.masked_fill(depths >= on_device(used, self.device)[:, None], 0)
 
     def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        if self.prepared.through_parts and "logits_to_keep" not in kwargs:  # not for the prompt
+        # not for the prompt; 2-D masks are for the whole forward
+        if self.prepared.through_parts and self.masks.trees and "logits_to_keep" not in kwargs:
             return self._through_parts(ids, kwargs)
         kwargs[self.traits.cache_argument] = self.cache
         given = {"input_ids": ids.to(self.device), "use_cache": True, "return_dict": True, **self.constants, **kwargs}
         return self.model(**given).logits
 
     def _through_parts(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        base = self.model.base_model
+        base, mask = self.model.base_model, kwargs.get("attention_mask")
+        mask = mask["full_attention"] if isinstance(mask, dict) else mask  # recurrent layers read none over columns
         hidden = base.embed_tokens(ids.to(self.device))
         rotary = base.rotary_emb(hidden, position_ids=kwargs["position_ids"])
         for layer in base.layers:
             hidden = layer(
                 hidden,
-                attention_mask=kwargs.get("attention_mask"),
+                attention_mask=mask,
                 position_ids=kwargs["position_ids"],
                 position_embeddings=rotary,
                 use_cache=True,

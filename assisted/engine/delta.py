@@ -98,8 +98,8 @@ class DeltaMixer(nn.Module):
         self.modules_in, self.arrange = inputs_of(own), _kind(own)[1]
         self.joined = joined or self._together
         self.layer_idx: int = own.layer_idx
-        own_norm, own_out = outputs_of(own)
-        self.norm, self.out = norm or own_norm, out or own_out
+        self.gated_norm, own_out = outputs_of(own)
+        self.norm, self.out = norm or self.gated_norm, out or own_out
         self.strongest = 2.0 if getattr(own, "allow_neg_eigval", False) else 1.0
 
     def forward(
@@ -111,10 +111,22 @@ class DeltaMixer(nn.Module):
                 hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
             )
             return mixed
-        own, rows = self.own, len(hidden_states)
-        of_conv, gate, strength, rate = self.arrange(own, self.joined(hidden_states))
-        before, state = cache_params.states_of(self.layer_idx)
-        inputs = torch.cat([before[:rows], of_conv.transpose(1, 2)], 2)
+        rows, (before, state) = len(hidden_states), cache_params.states_of(self.layer_idx)
+        projected = self.arrange(self.own, self.joined(hidden_states))
+        made, read = self.over_columns(projected, before[:rows], state[:rows], columns)
+        cache_params.note(self.layer_idx, read)
+        result: torch.Tensor = self.out(made)
+        return result
+
+    def over_columns(
+        self, projected: Projected, before: torch.Tensor, state: torch.Tensor, columns: Columns
+    ) -> tuple[torch.Tensor, Read]:
+        """What lies between the projections: the input of the last one, [R, n, any], and what was read.
+
+        before: the state of the convolution, [R, C, K]. state: [R, H, dk, dv].
+        """
+        own, (of_conv, gate, strength, rate) = self.own, projected
+        inputs = torch.cat([before, of_conv.transpose(1, 2)], 2)
         read = self._convolved(inputs, columns)
         both, values = read.split([2 * own.key_dim, own.value_dim], 1)
         # shape: [R, queries and keys, H, dk, n]
@@ -128,13 +140,11 @@ class DeltaMixer(nn.Module):
             values.unflatten(1, (-1, own.head_v_dim)).float().transpose(-1, -2),
             decay.transpose(1, 2),
             beta.transpose(1, 2),
-            state[:rows],
+            state,
             columns,
         )
-        cache_params.note(self.layer_idx, Read(columns, inputs, *noted))
-        made = made.transpose(1, 2).to(hidden_states.dtype)
-        result: torch.Tensor = self.out(self.norm(made, gate.unflatten(2, (-1, own.head_v_dim))).flatten(2))
-        return result
+        made = self.norm(made.transpose(1, 2).to(gate.dtype), gate.unflatten(2, (-1, own.head_v_dim)))
+        return made.flatten(2), Read(columns, inputs, *noted)
 
     def _together(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.cat([module(hidden) for module in self.modules_in], -1)

@@ -34,7 +34,8 @@ from ..engine.runner import CachedModel
 from ..engine.sublayers import Path, Skippable
 from ..engine.traits import Traits
 from ..engine.trust import Trust, trust
-from . import native, regional
+from . import delta, native, regional
+from .delta import NativeMixer
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, size_of_copies
 from .regional import CompiledLayer, CompiledPass, Form, Takeover
@@ -360,7 +361,8 @@ class DeltaLayer(FusedMLP):
         super().__init__(layer, copied)
         own = layer.linear_attn
         (inputs, out), norm = _of_mixer(layer), outputs_of(own)[0]
-        self.linear_attn = DeltaMixer(own, Product(inputs, copied), GatedNorm(norm), Product(out, copied))
+        kind = NativeMixer if norm.weight.dtype == torch.float32 and delta.loaded()[0] is not None else DeltaMixer
+        self.linear_attn = kind(own, Product(inputs, copied), GatedNorm(norm), Product(out, copied))
         self.mix = self.linear_attn.forward
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:

@@ -210,8 +210,9 @@ class _Fusion:
         weights = self.source.weights
         copied = () if weights.checksums is None else weights.tensors
         made = with_children(model, children)
-        layers: Any = children.get(("model", "layers"), ())
-        whole = self.is_family and all(isinstance(layer, FusedMLP) for layer in layers)
+        layers: Any = next((child for path, child in children.items() if path[-1] == "layers"), ())
+        # those of a text model inside another one run through the forward of both
+        whole = ("model", "layers") in children and all(isinstance(layer, FusedMLP) for layer in layers)
         in_c = all(isinstance(layer, FusedLayer) and layer.native is not None for layer in layers)
         return PreparedModule(
             made,
@@ -244,7 +245,7 @@ def _fusion(model: PreTrainedModel, trusted: Trust) -> _Fusion | None:
         return None
     layers = _layers(model)
     if layers is not None:
-        base: Any = model.model
+        base: Any = model.get_submodule(".".join(_path(model)))
         modules, parameters = looked_over(layers, model.lm_head, *filter(None, [base.rotary_emb]))
         if any(map(is_touched, modules)):
             return None
@@ -301,14 +302,16 @@ def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Childre
     of_head.most = sys.maxsize  # it computes no prompts
     head = Called(of_head)
     children: _Children = {("lm_head",): head}
-    angles = None
+    path, angles = _path(model), None
     if any("self_attn" in layer._modules and _is_fusible(layer) for layer in layers):
-        angles = children["model", "rotary_emb"] = Angles(model.model.rotary_emb, model.config, model.dtype)
+        base = model.get_submodule(".".join(path))
+        angles = Angles(base.rotary_emb, base.config, model.dtype)
+        children |= {(*path, "rotary_emb"): angles}
     shared = Shared(angles)
     own = [fused_layer(layer, shared, copied) for layer in layers]
     if isinstance(own[-1], FusedLayer):
         own[-1].is_last = True
-    return {("model", "layers"): nn.ModuleList(own), **children}
+    return {(*path, "layers"): nn.ModuleList(own), **children}
 
 
 def fused_layer(layer: Any, shared: Shared, copied: bool) -> nn.Module:
@@ -855,6 +858,7 @@ def norm_of(norm: Any) -> Norm:
 def _layers(model: Any) -> nn.ModuleList | None:
     """The layers of a model of the family; None if `FusedLayer` can't replace them."""
     base: Any = getattr(model, "model", None)
+    base = getattr(base, "language_model", base)
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not layers or not hasattr(model, "lm_head"):
         return None
@@ -862,6 +866,11 @@ def _layers(model: Any) -> nn.ModuleList | None:
     if not masks.trees or masks.additive or len({*masks.windows.values()}) > 1:
         return None
     return layers if len(layers) == base.config.num_hidden_layers and _is_family(base, layers) else None
+
+
+def _path(model: Any) -> tuple[str, ...]:
+    """Where the text model with the layers is."""
+    return ("model", "language_model") if hasattr(model.model, "language_model") else ("model",)
 
 
 def _is_family(base: Any, layers: Any) -> bool:

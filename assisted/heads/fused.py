@@ -67,7 +67,7 @@ def _fused_mtp(head: MTPHead) -> PreparedModule:
         ("fc",): PackedLinear.of(head.fc) if PackedLinear.gains(head.fc) else head.fc,
     }
     for name, norm in head.named_children():
-        if name.endswith("_norm") and not isinstance(norm, nn.Identity):
+        if name.endswith("norm") and not isinstance(norm, nn.Identity):
             children[name,] = Called(norm_of(norm))
     if not head.shares_output:
         children["output",] = fused_product(head.output)

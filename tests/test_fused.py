@@ -7,6 +7,9 @@ import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
 from covering import over
 from pairs import BY_NAME
+from test_delta import NAMES as HYBRIDS
+from test_delta import built as hybrid
+from test_delta import compare
 from test_parts import assert_same, snapshot
 
 from assisted import AssistedModelForCausalLM
@@ -149,6 +152,19 @@ def test_large_models_run_from_their_own_weights(monkeypatch):
     ids = random_ids(model, 1, 8)
     assert torch.allclose(one.prefill(ids, None), two.prefill(ids, None), atol=ROUNDING)
     assert two.model.model.layers[0].heads.weight is None
+
+
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_of_any_size(name, copied, monkeypatch):
+    """Wide products of parts that stay are packed; large models run from their own weights."""
+    monkeypatch.setattr(products, "_WIDE", 1)
+    if not copied:
+        monkeypatch.setattr(products, "_ALWAYS", 0)
+        monkeypatch.setattr(products, "free_memory", lambda: 0)
+    model = hybrid(name)
+    assert (fused.copy_bytes(model, torch.float32) > 0) == copied
+    compare(model)
 
 
 @torch.no_grad()

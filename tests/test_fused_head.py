@@ -1,8 +1,10 @@
-"""An EAGLE-3 head in fewer operations says what the head says, and is the head itself where it could not."""
+"""EAGLE-3 and MTP heads in fewer operations say what the heads say, and are the heads themselves where they could not."""
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, RECURRENT, build
 from eagle_heads import random_head
+from mtp_heads import random_mtp
 from pairs import ROUNDING, pair
 from test_native import LLAMA, needed
 from transformers import LlamaForCausalLM
@@ -38,6 +40,32 @@ def test_what_it_says_is_what_the_head_says(kind):
     assert all(isinstance(layer, FusedLayer) for layer in other.module.layers)
     assert other.module.fc is head.fc
     _compare(target, head, other, ROUNDING)
+
+
+BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_next", "qwen3_5"])
+def test_an_mtp_head_of_a_known_family(name):
+    target = build(BY_NAME[name])
+    head = random_mtp(target)
+    other = fused_head(head)
+    assert isinstance(other.module.layer, FusedLayer)
+    assert head.layer is not other.module.layer
+    _compare(target, head, other, ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "exaone4", "gemma3"])
+def test_mtp_heads_of_other_families_are_left_alone(name):
+    head = random_mtp(build(BY_NAME[name]))
+    assert fused_head(head).module is head
+
+
+def test_an_mtp_head_whose_faster_form_differs_is_left_alone(monkeypatch):
+    head = random_mtp(build(BY_NAME["qwen3_5"]))
+    monkeypatch.setattr(FusedLayer, "forward", lambda self, states, **kwargs: 1.1 * states)
+    made = fused_head(head)
+    assert made.module is head and made.warning.startswith("the MTP head runs as it is")
 
 
 @needed

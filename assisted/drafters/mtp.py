@@ -11,8 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..engine.needs import Needs
-from ..engine.prepared import PreparedModule
-from ..engine.trust import Trust
 from ..heads.base import StateHead
 from ..heads.mtp import MTPHead, SequentialMTP, load_mtp, save_mtp
 from ..heads.mtp_formats import is_mtp, stored_mtp
@@ -83,10 +81,6 @@ class MTP(WindowOptions):
 
 class MTPDrafter(EagleDrafter):
     """A loaded head, which is not changed."""
-
-    def fused(self, head: Any, trusted: Trust) -> PreparedModule:
-        """The head unchanged: its layer is the target's, of any kind."""
-        return PreparedModule(head)
 
     def save(self, folder: Path) -> None:
         save_mtp(self.head, folder)

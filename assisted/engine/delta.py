@@ -7,6 +7,7 @@ projections, norms and weights of transformers' own layers; the columns themselv
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,8 +50,20 @@ class Read:
 
         last: [R] int64. states: the same before the forward pass.
         """
-        rows, width = torch.arange(len(last), device=last.device), self.columns.width
+        width = self.columns.width
         size = self.inputs.shape[-1] - width
+        if last.is_cpu and self.columns.ancestors is None and len(ends := {*last.tolist()}) == 1:  # slices, not masks
+            kept = ends.pop() + 1
+            inputs, keys, values = (
+                self.inputs[:, :, kept : kept + size],
+                self.keys[:, :, :kept],
+                self.values[:, :, :kept],
+            )
+            end = self.decay[:, :, kept - 1 : kept]
+            if kept > 1:
+                keys = keys * (end - self.decay[:, :, :kept]).exp_()[..., None]
+            return [inputs, torch.addcmul(keys.transpose(-1, -2) @ values, states[1], end.exp()[..., None])]
+        rows = torch.arange(len(last), device=last.device)
         window = self.columns.windows(size).to(last.device).expand(len(last), -1, -1)[rows, last]
         inputs = self.inputs.gather(2, window[:, None].expand(-1, self.inputs.shape[1], -1))
         if self.columns.ancestors is None:
@@ -68,14 +81,25 @@ class DeltaMixer(nn.Module):
 
     Args:
         own: the layer, not changed.
-        project: its projections.
+        joined: its projections for one input, [R, n, D] to their outputs one after the other; by default its own modules, the
+            `inputs_of` the layer.
+        norm, out: its last norm, of [..., dv] and a gate of that shape, and its output projection; by default its own modules.
     """
 
-    def __init__(self, own: Any, project: Callable[[Any, torch.Tensor], Projected]):
+    def __init__(
+        self,
+        own: Any,
+        joined: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        out: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
         super().__init__()
-        self.own, self.project = own, project
+        self.own = own
+        self.modules_in, self.arrange = inputs_of(own), _kind(own)[1]
+        self.joined = joined or self._together
         self.layer_idx: int = own.layer_idx
-        self.norm, self.out = (own.o_norm, own.o_proj) if hasattr(own, "o_norm") else (own.norm, own.out_proj)
+        self.gated_norm, own_out = outputs_of(own)
+        self.norm, self.out = norm or self.gated_norm, out or own_out
         self.strongest = 2.0 if getattr(own, "allow_neg_eigval", False) else 1.0
 
     def forward(
@@ -87,35 +111,46 @@ class DeltaMixer(nn.Module):
                 hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
             )
             return mixed
-        own, (rows, width, _) = self.own, hidden_states.shape
-        of_conv, gate, strength, rate = self.project(own, hidden_states)
-        before, state = cache_params.states_of(self.layer_idx)
-        inputs = torch.cat([before[:rows], of_conv.transpose(1, 2)], 2)
-        read = self._convolved(inputs, columns)
-        queries, keys, values = read.split([own.key_dim, own.key_dim, own.value_dim], 2)
-        queries, keys = (_normed(part.view(rows, width, -1, own.head_k_dim).float()) for part in (queries, keys))
-        queries = queries * own.head_k_dim**-0.5
-        if own.num_v_heads != own.num_k_heads:
-            times = own.num_v_heads // own.num_k_heads
-            queries, keys = (part.repeat_interleave(times, 2) for part in (queries, keys))
-        beta = (strength.sigmoid() * self.strongest).float()
-        decay = -own.A_log.float().exp() * F.softplus(rate.float() + own.dt_bias)
-        made, noted = delta_rule(
-            queries.transpose(1, 2),
-            keys.transpose(1, 2),
-            values.view(rows, width, -1, own.head_v_dim).float().transpose(1, 2),
-            decay.transpose(1, 2),
-            beta.transpose(1, 2),
-            state[:rows],
-            columns,
-        )
-        cache_params.note(self.layer_idx, Read(columns, inputs, *noted))
-        made = made.transpose(1, 2).to(hidden_states.dtype).reshape(-1, own.head_v_dim)
-        result: torch.Tensor = self.out(self.norm(made, gate.reshape(-1, own.head_v_dim)).reshape(rows, width, -1))
+        rows, (before, state) = len(hidden_states), cache_params.states_of(self.layer_idx)
+        projected = self.arrange(self.own, self.joined(hidden_states))
+        made, read = self.over_columns(projected, before[:rows], state[:rows], columns)
+        cache_params.note(self.layer_idx, read)
+        result: torch.Tensor = self.out(made)
         return result
 
+    def over_columns(
+        self, projected: Projected, before: torch.Tensor, state: torch.Tensor, columns: Columns
+    ) -> tuple[torch.Tensor, Read]:
+        """What lies between the projections: the input of the last one, [R, n, any], and what was read.
+
+        before: the state of the convolution, [R, C, K]. state: [R, H, dk, dv].
+        """
+        own, (of_conv, gate, strength, rate) = self.own, projected
+        inputs = torch.cat([before, of_conv.transpose(1, 2)], 2)
+        read = self._convolved(inputs, columns)
+        both, values = read.split([2 * own.key_dim, own.value_dim], 1)
+        # shape: [R, queries and keys, H, dk, n]
+        both = _normed(both.unflatten(1, (2, -1, own.head_k_dim)).float(), own.head_k_dim)
+        if own.num_v_heads != own.num_k_heads:
+            both = both.repeat_interleave(own.num_v_heads // own.num_k_heads, 2)
+        beta = (strength.sigmoid() if self.strongest == 1 else strength.sigmoid() * self.strongest).float()
+        decay = F.softplus(rate.float() + own.dt_bias) * own.A_log.float().exp().neg()
+        made, noted = delta_rule(
+            both.permute(0, 2, 1, 4, 3).flatten(2, 3),
+            values.unflatten(1, (-1, own.head_v_dim)).float().transpose(-1, -2),
+            decay.transpose(1, 2),
+            beta.transpose(1, 2),
+            state,
+            columns,
+        )
+        made = self.norm(made.transpose(1, 2).to(gate.dtype), gate.unflatten(2, (-1, own.head_v_dim)))
+        return made.flatten(2), Read(columns, inputs, *noted)
+
+    def _together(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([module(hidden) for module in self.modules_in], -1)
+
     def _convolved(self, inputs: torch.Tensor, columns: Columns) -> torch.Tensor:
-        """The causal convolution over each column's path, with its activation: [R, C, K + n] -> [R, n, C]."""
+        """The causal convolution over each column's path, with its activation: [R, C, K + n] -> [R, C, n]."""
         conv, size = self.own.conv1d, inputs.shape[2] - columns.width
         if columns.ancestors is None:
             windows = inputs[:, :, 1:].unfold(2, size, 1)  # [R, C, n, K]
@@ -125,12 +160,11 @@ class DeltaMixer(nn.Module):
         weight = conv.weight[:, 0, -size:].float()
         made = (windows.float() * weight[:, None]).sum(3)  # rounded once, as by a convolution
         made = made if conv.bias is None else made + conv.bias.float()[:, None]
-        return F.silu(made.to(inputs.dtype)).transpose(1, 2)
+        return F.silu(made.to(inputs.dtype))
 
 
 def delta_rule(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
+    both: torch.Tensor,
     values: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
@@ -142,69 +176,76 @@ def delta_rule(
     Column i first multiplies the state by exp(decay), then writes beta * (value - what the state returns for its key) at its
     key; its output is what the state returns for its query. The writes of all columns solve one triangular system.
 
-    queries, keys: [R, H, n, dk] float32, of norm 1. values: [R, H, n, dv]. decay: [R, H, n], at most 0. beta: [R, H, n].
-    state: [R, H, dk, dv]. Returns the outputs [R, H, n, dv], and the decay from the state to each column, the keys, and what is
-    written at them (`Read`).
+    both: [R, H, 2n, dk] float32, the queries, scaled, and then the keys, of norm 1. values: [R, H, n, dv]. decay: [R, H, n], at
+    most 0. beta: [R, H, n]. state: [R, H, dk, dv]. Returns the outputs [R, H, n, dv], and the decay from the state to each
+    column, the keys, and what is written at them (`Read`).
     """
     width = columns.width
-    beta = beta[..., None]
+    beta, keys = beta[..., None], both[:, :, width:]
     if width == 1:
         to_column = decay
-        recalled, found = (torch.cat([keys, queries], 2) @ state).mul(decay.exp()[..., None]).split(1, 2)
+        found, recalled = (both @ state).mul(decay.exp()[..., None]).split(1, 2)
         written = beta * (values - recalled)
-        made = found + (queries * keys).sum(-1, keepdim=True) * written
+        made = torch.addcmul(found, both[:, :, :1] @ keys.transpose(-1, -2), written)
         return made, (to_column, keys, written)
     if columns.ancestors is None:
         to_column = decay.cumsum(2)
-        path = _causal(width, decay.device)
     else:
-        path = columns.ancestors[:, None]
-        to_column = (path * decay[:, :, None]).sum(3)
-    between = (to_column[..., None] - to_column[..., None, :]).masked_fill(~path, float("-inf")).exp()  # [R, H, n, n]
-    both = torch.cat([keys, queries], 2)
-    with_keys = both @ keys.transpose(-1, -2)
-    with_state = both @ state * to_column.exp().repeat(1, 1, 2)[..., None]
-    system = with_keys[:, :, :width] * between * beta
+        to_column = decay @ columns.descendants
+    # shape: [R, H, n, n], 0 beside the path
+    between = (to_column[..., None] - to_column[..., None, :]).add_(columns.beside_path(decay.device)).exp_()
+    with_keys = (both @ keys.transpose(-1, -2)).unflatten(2, (2, width)) * between[:, :, None]
+    with_state = (both @ state).unflatten(2, (2, width)) * to_column.exp()[:, :, None, :, None]
     written = torch.linalg.solve_triangular(
-        system, beta * (values - with_state[:, :, :width]), upper=False, unitriangular=True
+        with_keys[:, :, 1] * beta, beta * (values - with_state[:, :, 1]), upper=False, unitriangular=True
     )
-    made = with_state[:, :, width:] + (with_keys[:, :, width:] * between) @ written
-    return made, (to_column, keys, written)
+    return with_state[:, :, 0] + with_keys[:, :, 0] @ written, (to_column, keys, written)
 
 
 def delta_mixer(module: nn.Module) -> nn.Module | None:
     """A layer with the gated delta rule as it runs over columns; None for layers of another kind."""
-    project = next((project for part, project in _PROJECTIONS.items() if hasattr(module, part)), None)
-    return DeltaMixer(module, project) if project is not None and hasattr(module, "A_log") else None
+    return DeltaMixer(module) if hasattr(module, "A_log") and any(hasattr(module, part) for part in _KINDS) else None
 
 
-def _of_qwen3_5(own: Any, hidden: torch.Tensor) -> Projected:
-    return own.in_proj_qkv(hidden), own.in_proj_z(hidden), own.in_proj_b(hidden), own.in_proj_a(hidden)
+def inputs_of(own: Any) -> list[nn.Module]:
+    """The projections of a layer's input, in the order in which `DeltaMixer` takes their outputs."""
+    return [getattr(own, name) for name in _kind(own)[0]]
 
 
-def _of_qwen3_next(own: Any, hidden: torch.Tensor) -> Projected:
-    parts = own.fix_query_key_value_ordering(own.in_proj_qkvz(hidden), own.in_proj_ba(hidden))
+def outputs_of(own: Any) -> tuple[nn.Module, nn.Module]:
+    """A layer's last norm and its output projection."""
+    return (own.o_norm, own.o_proj) if hasattr(own, "o_norm") else (own.norm, own.out_proj)
+
+
+def _side_by_side(own: Any, made: torch.Tensor) -> Projected:
+    return made.split([2 * own.key_dim + own.value_dim, own.value_dim, own.num_v_heads, own.num_v_heads], 2)
+
+
+def _by_head(own: Any, made: torch.Tensor) -> Projected:
+    parts = own.fix_query_key_value_ordering(*made.split([2 * (own.key_dim + own.value_dim), 2 * own.num_v_heads], 2))
     queries, keys, values, gate, strength, rate = parts
-    return torch.cat([part.flatten(2) for part in (queries, keys, values)], 2), gate, strength, rate
+    return torch.cat([part.flatten(2) for part in (queries, keys, values)], 2), gate.flatten(2), strength, rate
 
 
-def _of_olmo_hybrid(own: Any, hidden: torch.Tensor) -> Projected:
-    of_conv = torch.cat([own.q_proj(hidden), own.k_proj(hidden), own.v_proj(hidden)], 2)
-    return of_conv, own.g_proj(hidden), own.b_proj(hidden), own.a_proj(hidden)
-
-
-_PROJECTIONS: dict[str, Callable[[Any, torch.Tensor], Projected]] = {
-    "in_proj_qkv": _of_qwen3_5,
-    "in_proj_qkvz": _of_qwen3_next,
-    "g_proj": _of_olmo_hybrid,
+_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any, torch.Tensor], Projected]]] = {
+    "in_proj_qkv": (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _side_by_side),  # Qwen3.5
+    "in_proj_qkvz": (("in_proj_qkvz", "in_proj_ba"), _by_head),  # Qwen3-Next
+    "g_proj": (("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), _side_by_side),  # OLMo hybrid
 }
-"""By the name of a projection that only this family's layers have."""
+"""The projections by the name of one that only this family's layers have, and how their outputs lie."""
 
 
-def _normed(vectors: torch.Tensor) -> torch.Tensor:
-    """Vectors of norm 1 along the last axis, as transformers computes them."""
-    return vectors * torch.rsqrt((vectors * vectors).sum(-1, keepdim=True) + 1e-6)
+def _kind(own: Any) -> tuple[tuple[str, ...], Callable[[Any, torch.Tensor], Projected]]:
+    return next(kind for part, kind in _KINDS.items() if hasattr(own, part))
 
 
-def _causal(width: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(width, width, dtype=torch.bool, device=device).tril()
+def _normed(both: torch.Tensor, size: int) -> torch.Tensor:
+    """Queries and keys of norm 1, as transformers computes them, and queries scaled, [R, 2, H, dk, any]."""
+    least, scales = _constants(size, both.device)
+    return both / torch.linalg.vector_norm(both, dim=3, keepdim=True).hypot_(least).mul_(scales)
+
+
+@functools.lru_cache(16)
+def _constants(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.inference_mode(False):  # they outlive the mode
+        return torch.tensor(1e-3, device=device), torch.tensor([size**0.5, 1.0], device=device).view(2, 1, 1, 1)

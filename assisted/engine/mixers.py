@@ -16,6 +16,7 @@ def by_position(model: nn.Module) -> dict[tuple[str, ...], nn.Module]:
     for name, module in model.named_modules():
         if isinstance(module, (DeltaMixer, StepMixer)):
             inside = (*inside, f"{name}.")
+            found[tuple(name.split("."))] = module
         elif not name.startswith(inside) and hasattr(module, "layer_idx") and _convolves(module):
             found[tuple(name.split("."))] = delta_mixer(module) or StepMixer(module)
     return found

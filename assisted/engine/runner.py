@@ -213,17 +213,19 @@ class CachedModel(Runner):
         return positions.masked_fill(depths >= on_device(used, self.device)[:, None], 0)
 
     def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        if self.prepared.through_parts and "logits_to_keep" not in kwargs:  # not for the prompt
+        # not for the prompt; 2-D masks are for the whole forward
+        if self.prepared.through_parts and self.masks.trees and "logits_to_keep" not in kwargs:
             return self._through_parts(ids, kwargs)
         kwargs[self.traits.cache_argument] = self.cache
         given = {"input_ids": ids.to(self.device), "use_cache": True, "return_dict": True, **self.constants, **kwargs}
         return self.model(**given).logits
 
     def _through_parts(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        base = self.model.base_model
+        base, mask = self.model.base_model, kwargs.get("attention_mask")
+        mask = mask["full_attention"] if isinstance(mask, dict) else mask  # recurrent layers read none over columns
         hidden = base.embed_tokens(ids.to(self.device))
         rotary = base.rotary_emb(hidden, position_ids=kwargs["position_ids"])
-        given = {"attention_mask": kwargs.get("attention_mask"), "position_embeddings": rotary, CACHE: self.cache}
+        given = {"attention_mask": mask, "position_embeddings": rotary, CACHE: self.cache}
         at_once = self.prepared.at_once
         made = None if at_once is None else at_once(base.layers, hidden, **given)
         if made is None:

@@ -114,6 +114,7 @@ class Traits:
             keeps, is_recurrent = _keeps(model, config)
             mixers = _mixers(model, config)
             masks = _masks(config, forward["takes_positions"], mixers is not None)
+            copies = mixers is not None and not all(issubclass(kind, DeltaMixer) for kind in mixers)
             found = _KNOWN[key] = Traits(
                 vocabulary=config.vocab_size,
                 layers=getattr(config, "num_hidden_layers", 0),
@@ -121,7 +122,7 @@ class Traits:
                 or getattr(config, "max_seq_len", None)  # MPT's
                 or getattr(config, "max_target_positions", None)  # Whisper's
                 or sys.maxsize,
-                masks=masks if mixers is None or mixers <= {DeltaMixer} else replace(masks, trees=False),
+                masks=replace(masks, trees=False) if copies else masks,
                 column_masks=None if mixers is None or not masks.trees else masks,
                 keeps=keeps,
                 is_recurrent=is_recurrent,

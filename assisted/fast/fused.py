@@ -1,8 +1,9 @@
 """Runs models with fewer operations or faster matrix products, as another object of the model's class with its parameters.
 
 In small models, or over few tokens, launching operations takes most of the time of a forward pass. A layer of the Llama
-family takes about twenty operations here instead of fifty. Other models keep their layers, and their wide products use a
-layout that is fast over few tokens. The output is compared with the original model's before use.
+family takes about twenty operations here instead of fifty, and so do layers of hybrids with the gated delta rule. Other models
+keep their layers, and their wide products use a layout that is fast over few tokens. The output is compared with the original
+model's before use.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,21 +24,26 @@ from transformers.activations import SiLUActivation
 
 from ..engine.agreement import agree
 from ..engine.cache import SlotCache, SlotLayer
+from ..engine.delta import DeltaMixer, inputs_of, outputs_of
 from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.libraries import CACHE, is_wrapper_subclass
 from ..engine.parts import Tap, few_ids, with_children
 from ..engine.prepared import CallSettings, PreparedModule
+from ..engine.recurrent import slots_for, target_runner
 from ..engine.runner import CachedModel
 from ..engine.sublayers import Path, Skippable
 from ..engine.traits import Traits
 from ..engine.trust import Trust, trust
-from . import native, regional
+from . import delta, native, regional
+from .delta import NativeMixer
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, size_of_copies
 from .regional import CompiledLayer, CompiledPass, Form, Takeover
 from .sources import Modules, Source, Weights
 
-_FAMILY = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_FAMILY = dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Next", "OlmoHybrid"), "Model")
+_FAMILY |= dict.fromkeys(("Qwen3_5", "Qwen3_5Moe"), "TextModel")
+"""The names of layers that are fused, without their ends, and how the name of the model around them ends."""
 _KNOWN = ("transformers.", "assisted.")  # packages whose rotary embeddings follow their `rope_type`
 _TABLE = 2**13  # positions with tabulated angles
 _SEEN = 2**22  # entries of a prompt's mask that become lists of slots
@@ -165,7 +171,9 @@ def copy_bytes(model: PreTrainedModel, dtype: torch.dtype, memory: int | None = 
     if layers is None:
         wide: list[Any] = [module for module in model.modules() if PackedLinear.gains(module)]
         return sum(size_of_copies([module.weight.shape], dtype) for module in wide)
-    products: list[Any] = [modules for layer in layers for modules in _joined(layer)]
+    products: list[Any] = [modules for layer in layers for modules in (*_of_mixer(layer), *_of_mlp(layer))]
+    joined = {id(module) for modules in products for module in modules}
+    products += [[m] for m in layers.modules() if PackedLinear.gains(m) and id(m) not in joined]
     products.append([model.get_output_embeddings()])
     return sum(size_of_copies([module.weight.shape for module in modules], dtype) for modules in products)
 
@@ -190,7 +198,7 @@ class _Fusion:
         key: a module of the model that stays the same between calls.
         source: the current state of what it is built from.
         make: builds the modules that replace the model's.
-        is_family: its layers are fused, so it runs `through_parts` and supports `last_only`.
+        is_family: its layers are fused. If all of them are, it runs `through_parts` and supports `last_only`.
     """
 
     key: nn.Module
@@ -203,12 +211,14 @@ class _Fusion:
         weights = self.source.weights
         copied = () if weights.checksums is None else weights.tensors
         made = with_children(model, children)
-        layers = children.get(("model", "layers"), ())
-        in_c = all(isinstance(layer, FusedLayer) and layer.native is not None for layer in layers)  # type: ignore[union-attr]
+        layers: Any = next((child for path, child in children.items() if path[-1] == "layers"), ())
+        # those of a text model inside another one run through the forward of both
+        whole = ("model", "layers") in children and all(isinstance(layer, FusedMLP) for layer in layers)
+        in_c = all(isinstance(layer, FusedLayer) and layer.native is not None for layer in layers)
         return PreparedModule(
             made,
-            self.is_family,
-            self.is_family,
+            whole,
+            whole,
             copied,
             sum(low.nbytes for low in self.source.kept.tensors),
             runs=("layers in C" if in_c else "fused layers") if self.is_family else "packed products",
@@ -237,9 +247,9 @@ def _fusion(model: PreTrainedModel, trusted: Trust) -> _Fusion | None:
         return None
     layers = _layers(model)
     if layers is not None:
-        base: Any = model.model
+        base: Any = model.get_submodule(".".join(_path(model)))
         norms = [] if is_touched(base.norm) else [base.norm]
-        modules, parameters = looked_over(layers, *norms, model.lm_head, base.rotary_emb)
+        modules, parameters = looked_over(layers, *norms, model.lm_head, *filter(None, [base.rotary_emb]))
         if any(map(is_touched, modules)):
             return None
         copied = may_copy(parameters)
@@ -294,42 +304,109 @@ def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Childre
     of_head = Product([model.lm_head], copied)  # first: converting it takes as much again, which the layers use later
     of_head.most = sys.maxsize  # it computes no prompts
     head = Called(of_head)
-    shared = Shared()
-    own = [FusedLayer(layer, shared, copied) for layer in layers]
-    own[-1].is_last = True
-    norm = model.model.norm
-    return {
-        ("model", "layers"): nn.ModuleList(own),
-        ("model", "rotary_emb"): Angles(model.model.rotary_emb, model.config, model.dtype),
-        ("model", "norm"): norm if is_touched(norm) else Called(Norm(norm)),
-        ("lm_head",): head,
-    }
+    path, angles = _path(model), None
+    norm = model.get_submodule(".".join((*path, "norm")))
+    children: _Children = {("lm_head",): head, (*path, "norm"): norm if is_touched(norm) else Called(norm_of(norm))}
+    if any("self_attn" in layer._modules and _is_fusible(layer) for layer in layers):
+        base = model.get_submodule(".".join(path))
+        angles = Angles(base.rotary_emb, base.config, model.dtype)
+        children |= {(*path, "rotary_emb"): angles}
+    shared = Shared(angles)
+    own = [fused_layer(layer, shared, copied) for layer in layers]
+    if isinstance(own[-1], FusedLayer):
+        own[-1].is_last = True
+    return {(*path, "layers"): nn.ModuleList(own), **children}
 
 
-class FusedLayer(Skippable):
-    """RMSNorm, rotary attention, RMSNorm and gated MLP, as in the family's layers.
+def fused_layer(layer: Any, shared: Shared, copied: bool) -> nn.Module:
+    """The faster form of a layer of a known family. copied: weights may be copied."""
+    if not _is_fusible(layer):
+        return _packed_inside(layer, copied)
+    return (FusedLayer if "self_attn" in layer._modules else DeltaLayer)(layer, shared, copied)
+
+
+class FusedMLP(Skippable):
+    """What fused layers share: RMSNorm, something, RMSNorm and an MLP.
 
     It uses plain attributes only, because looking up a submodule takes as long as a small operation.
     """
 
-    def __init__(self, layer: Any, shared: Shared, copied: bool):
+    whole_mlp: Callable[[torch.Tensor], Any] | None = None  # one that is not fused
+
+    def __init__(self, layer: Any, copied: bool):
         super().__init__()
+        self.before_attention, self.before_mlp = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
+        if parts := _of_mlp(layer):
+            self.activation = layer.mlp.act_fn.forward
+            self.gate_up, self.down = [Product(modules, copied) for modules in parts]
+        else:
+            self.whole_mlp = _packed_inside(layer.mlp, copied).forward
+
+    def without(self, paths: Collection[Path]) -> nn.Module:
+        return Called(self._attention_alone if ("mlp",) in paths else self._mlp_alone)
+
+    def transform(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Add the MLP's output to the residual stream, [B, n, D]."""
+        normed = self.before_mlp(hidden_states)
+        if self.whole_mlp is not None:
+            made = self.whole_mlp(normed)
+            return hidden_states + (made[0] if isinstance(made, tuple) else made)
+        gate, up = self.gate_up.raw(normed).chunk(2, -1)
+        return hidden_states + self.down.raw(self.activation(gate).mul_(up))
+
+    def _attention_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _mlp_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.transform(hidden_states)
+
+
+class DeltaLayer(FusedMLP):
+    """RMSNorm, the gated delta rule, RMSNorm and an MLP, as in hybrids' layers. Prompts run through the layer's own mixer."""
+
+    def __init__(self, layer: Any, shared: Shared, copied: bool):
+        super().__init__(layer, copied)
+        own = layer.linear_attn
+        (inputs, out), norm = _of_mixer(layer), outputs_of(own)[0]
+        kind = NativeMixer if norm.weight.dtype == torch.float32 and delta.loaded()[0] is not None else DeltaMixer
+        self.linear_attn = kind(own, Product(inputs, copied), GatedNorm(norm), Product(out, copied))
+        self.mix = self.linear_attn.forward
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:
+        """hidden_states: [B, n, D]. attention_mask: of a prompt with padding, [B, n]. kwargs: the cache, under the name of
+        `CACHE`. Returns [B, n, D]."""
+        return self.transform(self._attention_alone(hidden_states, attention_mask, **kwargs))
+
+    def _attention_alone(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        return hidden_states + self.mix(self.before_attention(hidden_states), kwargs.get(CACHE), attention_mask)
+
+
+class FusedLayer(FusedMLP):
+    """RMSNorm, rotary attention, RMSNorm and MLP, as in the family's layers; attention may have a gate at its output."""
+
+    ungated: torch.Tensor | None = None  # the indices of query and key heads if there are gates among them
+
+    def __init__(self, layer: Any, shared: Shared, copied: bool):
+        super().__init__(layer, copied)
         attention, mlp = layer.self_attn, layer.mlp
         self.index: int = attention.layer_idx
         self.is_last = False  # among the model's layers
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
         self.key_heads = attention.k_proj.out_features // self.head_size
-        self.query_heads = attention.q_proj.out_features // self.head_size
+        self.query_heads = self.key_heads * attention.num_key_value_groups
         self.shared = shared
-        self.activation = mlp.act_fn.forward
-        self.before_attention = Norm(layer.input_layernorm)
-        self.query_norm = Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.key_norm = Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
-        self.before_mlp = Norm(layer.post_attention_layernorm)
-        products = self.heads, self.output, self.gate_up, self.down = [Product(m, copied) for m in _joined(layer)]
-        is_known = isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
-        self.native = self._native(products) if is_known else None
+        self.query_norm = norm_of(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.key_norm = norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.heads, self.output = [Product(modules, copied) for modules in _of_mixer(layer)]
+        if attention.q_proj.out_features > self.query_heads * self.head_size:  # each query head has a gate after it
+            ends = torch.arange(2 * self.query_heads, 2 * self.query_heads + self.key_heads)
+            self.ungated = torch.cat([torch.arange(0, 2 * self.query_heads, 2), ends]).to(
+                layer.input_layernorm.weight.device
+            )
+        is_plain = self.ungated is None and self.shared.turn is None and type(self.before_attention) is Norm
+        is_known = is_plain and self.whole_mlp is None and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+        self.native = self._native([self.heads, self.output, self.gate_up, self.down]) if is_known else None
         self.compiled: CompiledLayer | None = None
         self.is_compilable = is_known and copied
 
@@ -345,7 +422,7 @@ class FusedLayer(Skippable):
         layer.before_attention, layer.before_mlp = made[:2]
         layer.query_norm, layer.key_norm = made[2:] if form.norms else (None, None)
         layer.heads, layer.output, layer.gate_up, layer.down = products
-        layer.shared = _Given()
+        layer.shared = _Given(None)
         return layer
 
     @property
@@ -427,9 +504,6 @@ class FusedLayer(Skippable):
             return None
         epsilon = self.before_attention.epsilon
         return native.NativeLayer(found, weights, self.key_heads, self.head_size, epsilon, self.scaling)
-
-    def without(self, paths: Collection[Path]) -> nn.Module:
-        return Called(self._attention_alone if ("mlp",) in paths else self._mlp_alone)
 
     def forward(
         self,
@@ -524,13 +598,18 @@ class FusedLayer(Skippable):
         """Add the attention's output for the input `normed`, [B, n, any], to the residual stream, [B, n, D]."""
         rows, width, _ = hidden_states.shape
         heads = self.heads(normed).view(rows, width, -1, self.head_size)
-        # shape: [B, n, query heads + 2 key heads, head size]
+        # shape: [B, n, query heads + 2 key heads, head size], with gates between query heads
         turning, value = heads[:, :, : -self.key_heads], heads[:, :, -self.key_heads :]
+        if self.ungated is not None:
+            turning = heads.index_select(2, self.ungated)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = turning[:, :, : self.query_heads], turning[:, :, self.query_heads :]
-            turning = torch.cat([self.query_norm(query), self.key_norm(key)], 2)
+            query, key = self.query_norm.weight, self.key_norm.weight
+            weight = torch.cat([query.expand(self.query_heads, -1), key.expand(self.key_heads, -1)])
+            turning = self.query_norm(turning, weight)
         cos, sin = position_embeddings
-        turned = _plus_product(turning * cos, turning.roll(self.head_size // 2, -1), sin).transpose(1, 2)
+        turn = self.shared.turn
+        beside = turning.roll(self.head_size // 2, -1) if turn is None else turning.index_select(-1, turn)
+        turned = _plus_product(turning * cos, beside, sin).transpose(1, 2)
         query, key, value = turned[:, : self.query_heads], turned[:, self.query_heads :], value.transpose(1, 2)
         if (cache := kwargs.get(CACHE)) is not None:
             key, value = cache.update(key, value, self.index)
@@ -539,30 +618,32 @@ class FusedLayer(Skippable):
             attention_mask = None if attention_mask is None else attention_mask[:, :, -1:]
         causal, group = attention_mask is None and width > 1, self.query_heads // self.key_heads
         # on a CPU, sdpa reads the keys once per query head, so the heads of a group are joined into one
-        beside = group if query.device.type == "cpu" and not causal else 1
+        together = group if query.device.type == "cpu" and not causal else 1
         seen = F.scaled_dot_product_attention(
-            query.reshape(rows, self.query_heads // beside, beside * width, self.head_size),
+            query.reshape(rows, self.query_heads // together, together * width, self.head_size),
             key,
             value,
-            attn_mask=self.shared.additive(attention_mask, query.dtype, beside),
+            attn_mask=self.shared.additive(attention_mask, query.dtype, together),
             is_causal=causal,
             scale=self.scaling,
-            enable_gqa=group != beside,
+            enable_gqa=group != together,
         )
-        seen = seen.reshape(rows, self.query_heads, width, self.head_size)
+        seen = seen.reshape(rows, self.query_heads, width, self.head_size).transpose(1, 2)
+        if self.ungated is not None:
+            seen = seen * heads[:, -width:, 1 : 2 * self.query_heads : 2].sigmoid()
         # sums and activations take low-bit products in the dtype they are computed in, which spares conversions
-        return hidden_states + self.output.raw(seen.transpose(1, 2).reshape(rows, width, -1))
-
-    def transform(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Add the MLP's output to the residual stream, [B, n, D]."""
-        gate, up = self.gate_up.raw(self.before_mlp(hidden_states)).chunk(2, -1)
-        return hidden_states + self.down.raw(self.activation(gate).mul_(up))
+        return hidden_states + self.output.raw(seen.reshape(rows, width, -1))
 
     def _attention_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return self.attend(hidden_states, self.before_attention(hidden_states), **kwargs)
 
-    def _mlp_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self.transform(hidden_states)
+
+def _of_mixer(layer: Any) -> list[list[Any]]:
+    """The linear modules of a layer's attention or delta rule: those for its input together, and the one at its end."""
+    if "linear_attn" in layer._modules:
+        return [inputs_of(layer.linear_attn), [outputs_of(layer.linear_attn)[1]]]
+    attention = layer.self_attn
+    return [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
 
 
 def _at_once(
@@ -592,11 +673,18 @@ def _at_once(
     return made[-1]
 
 
-def _joined(layer: Any) -> list[list[Any]]:
-    """The linear modules of a layer, those with the same input together, in the order in which `FusedLayer` runs them."""
-    attention, mlp = layer.self_attn, layer.mlp
-    heads = [attention.q_proj, attention.k_proj, attention.v_proj]
-    return [heads, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+def _of_mlp(layer: Any) -> list[list[Any]]:
+    """The same of its MLP; none if that has experts."""
+    mlp = layer.mlp
+    return [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]] if hasattr(mlp, "down_proj") else []
+
+
+def _packed_inside(module: nn.Module, copied: bool) -> nn.Module:
+    """The same module with faster products in it."""
+    wide = {
+        tuple(name.split(".")): m for name, m in module.named_modules() if copied and name and PackedLinear.gains(m)
+    }
+    return with_children(module, {path: PackedLinear.of(own) for path, own in wide.items()})  # type: ignore[arg-type]
 
 
 class Called(nn.Module):
@@ -613,6 +701,9 @@ class Called(nn.Module):
 class Angles(nn.Module):
     """The rotary embedding in the layout of heads: cosines and signed sines. On a CPU they come from a table if they depend on
     the position alone.
+
+    Attributes:
+        turn: [D] int64, for each number of a head the one that it turns with; None if they are half a head apart.
     """
 
     def __init__(self, rotary: nn.Module, config: Any, dtype: torch.dtype):
@@ -625,6 +716,14 @@ class Angles(nn.Module):
         fixed = kind in ("default", "linear", "llama3") and type(rotary).__module__.startswith(_KNOWN)
         known = min(config.max_position_embeddings, _TABLE) if fixed else 0
         self.whole = known == config.max_position_embeddings  # every position of the context is in the table
+        device = next((buffer.device for buffer in rotary.buffers()), torch.device("cpu"))
+        turned = rotary(torch.zeros(1, dtype=dtype, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device))
+        turned = turned[0].shape[-1]
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.rest, self.turn = size - turned, None  # numbers of a head that do not turn
+        if self.rest:
+            self.turn = torch.arange(size, device=device)
+            self.turn[:turned] = self.turn[:turned].roll(turned // 2)
         self.table = None if known == 0 else self._angles(torch.zeros(1, dtype=dtype), torch.arange(known)[None])
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -635,6 +734,7 @@ class Angles(nn.Module):
         if (
             table is None
             or hidden.device.type != "cpu"
+            or position_ids.dim() > 2  # three rows of positions are those of text and of images
             or last >= table[0].shape[1]
             or (is_compiling and not self.whole)
         ):
@@ -647,18 +747,24 @@ class Angles(nn.Module):
     def _angles(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = (part[:, :, None] for part in self.rotary[0](hidden, position_ids=position_ids))
         half = sin.shape[-1] // 2
-        return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        return (F.pad(cos, (0, self.rest), value=1.0), F.pad(sin, (0, self.rest))) if self.rest else (cos, sin)
 
 
 class Shared:
     """Values that all layers of a model would compute from the same inputs, computed once per forward pass.
 
+    Args:
+        angles: what computes the layers' angles; None if no layer has any.
+
     Attributes:
+        turn: see `Angles`.
         seconds: spent so far in forward passes over few columns.
         began: when the last forward pass began.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, angles: Angles | None) -> None:
+        self.turn = None if angles is None else angles.turn
         self.mask: tuple[Any, torch.Tensor] | None = None
         self.passed: tuple[Any, Any, native.NativePass] | None = None
         self.given: tuple[Any, Any, CompiledPass] | None = None
@@ -756,7 +862,8 @@ class Norm:
     """RMSNorm, with the same rounding as in the family's models."""
 
     def __init__(self, norm: Any):
-        self.weight, self.epsilon = norm.weight, norm.variance_epsilon
+        self.weight = norm.weight
+        self.epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         size = self.weight.shape[0]
         # as tensors: an operation with a number takes twice as long as one with a tensor
         self.least = torch.tensor((self.epsilon * size) ** 0.5, device=self.weight.device)
@@ -764,49 +871,131 @@ class Norm:
         weight = self.weight
         self.in_c = weight.is_cpu and weight.dtype == torch.bfloat16 and not size % 16 and native.is_available()
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.in_c and hidden.dtype == torch.bfloat16 and not torch.compiler.is_compiling():
+    def __call__(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., D] -> [..., D]. weight: instead of its own."""
+        if weight is None and self.in_c and hidden.dtype == torch.bfloat16 and not torch.compiler.is_compiling():
             return native.norm(hidden, self.weight, self.epsilon)
-        precise = hidden.dtype == torch.float32
+        weight = self.weight if weight is None else weight
+        if hidden.dtype == torch.float32 and hidden.device.type != "cpu" and weight.dim() == 1:
+            return F.rms_norm(hidden, weight.shape, weight, self.epsilon)
+        return self.alone(hidden).to(hidden.dtype).mul_(weight)
+
+    def alone(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The norm without a weight, in float32."""
+        wide = hidden if hidden.dtype == torch.float32 else hidden.float()
         if hidden.device.type != "cpu":
-            if precise:
-                return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
-            return self.weight * F.rms_norm(hidden.float(), self.weight.shape, None, self.epsilon).to(hidden.dtype)
+            return F.rms_norm(wide, wide.shape[-1:], None, self.epsilon)
         # on a CPU, rms_norm is seven operations; these are five cheaper ones: the root of a sum of squares and of epsilon
-        wide = hidden if precise else hidden.float()
-        root = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self.least).mul_(self.share)
-        return (wide / root).to(hidden.dtype).mul_(self.weight)
+        return wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self.least).mul_(self.share)
+
+
+class WideNorm(Norm):
+    """The norm of families that round after the weight; Qwen's add 1 to it."""
+
+    def __init__(self, norm: Any):
+        super().__init__(norm)
+        self.adds_one = not hasattr(norm, "variance_epsilon")
+
+    def __call__(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        weight, normed = (self.weight if weight is None else weight).float(), self.alone(hidden)
+        if self.adds_one and hidden.dtype == torch.float32:
+            return torch.addcmul(normed, normed, weight)
+        return (normed * (1.0 + weight if self.adds_one else weight)).to(hidden.dtype)
+
+
+class GatedNorm(Norm):
+    """RMSNorm, then the product with a gate after SiLU."""
+
+    def __call__(self, hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return (super().__call__(hidden) * F.silu(gate.float())).to(hidden.dtype)
+
+
+def norm_of(norm: Any) -> Norm:
+    """The faster form of a family's RMSNorm."""
+    wide = not hasattr(norm, "variance_epsilon") or type(norm).__name__.startswith("Olmo")
+    return WideNorm(norm) if wide else Norm(norm)
 
 
 def _layers(model: Any) -> nn.ModuleList | None:
     """The layers of a model of the family; None if `FusedLayer` can't replace them."""
     base: Any = getattr(model, "model", None)
+    base = getattr(base, "language_model", base)
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not layers or not hasattr(model, "lm_head"):
         return None
     masks = Traits.of(model).masks
-    if not masks.trees or masks.additive or len(masks.windows) > 1:
+    if not masks.trees or masks.additive or len({*masks.windows.values()}) > 1:
         return None
     return layers if len(layers) == base.config.num_hidden_layers and _is_family(base, layers) else None
 
 
+def _path(model: Any) -> tuple[str, ...]:
+    """Where the text model with the layers is."""
+    return ("model", "language_model") if hasattr(model.model, "language_model") else ("model",)
+
+
 def _is_family(base: Any, layers: Any) -> bool:
-    """Whether all modules whose code is replaced are of the classes that `FusedLayer` stands for. Linear modules and
-    activations are called, whatever they are."""
-    name = type(layers[0]).__name__.removesuffix("DecoderLayer")
-    home = sys.modules.get(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
-    if name not in _FAMILY or home is None:
-        return False
-    norm: type = getattr(home, f"{name}RMSNorm")
-    expected: list[tuple[Any, type]] = [(base, getattr(home, f"{name}Model")), (base.norm, norm)]
-    for layer in layers:
-        parts = {"self_attn": f"{name}Attention", "mlp": f"{name}MLP"}
-        norms = [(layer, "input_layernorm"), (layer, "post_attention_layernorm")]
-        norms += [(layer.self_attn, part) for part in ("q_norm", "k_norm") if part in layer.self_attn._modules]
-        expected += [(layer, getattr(home, f"{name}DecoderLayer"))]
-        expected += [(layer._modules.get(part), getattr(home, kind)) for part, kind in parts.items()]
-        expected += [(owner._modules.get(part), norm) for owner, part in norms]
-    return all(type(module) is kind for module, kind in expected) and isinstance(layers[0].mlp.act_fn, nn.Module)
+    """Whether all modules whose code is replaced are of the classes that fused layers stand for. Linear modules and activations
+    are called, whatever they are."""
+    family = _Family.of(layers[0])
+    return (
+        family is not None
+        and family.are(base, _FAMILY[family.name])
+        and family.are(base.norm, "RMSNorm")
+        and any(map(_is_fusible, layers))
+        and all(map(family.has, layers))
+    )
+
+
+def is_known(layer: nn.Module) -> bool:
+    """Whether `fused_layer` has a faster form of a layer, which need not be a model's."""
+    family = _Family.of(layer)
+    return family is not None and _is_fusible(layer) and family.has(layer)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """A known family, by its name and its module in transformers."""
+
+    name: str
+    home: ModuleType
+
+    @staticmethod
+    def of(layer: nn.Module) -> _Family | None:
+        kind = type(layer)
+        name = next((name for name in _FAMILY for end in _LAYERS if kind.__name__ == name + end), None)
+        home = sys.modules.get(kind.__module__)
+        own = home is not None and home.__name__.startswith("transformers.models.")
+        return _Family(name, home) if name is not None and home is not None and own else None
+
+    def are(self, module: Any, *kinds: str) -> bool:
+        """Whether a module is of one of these classes, and not of one derived from it."""
+        return any(type(module) is getattr(self.home, self.name + kind, None) for kind in kinds)
+
+    def has(self, layer: nn.Module) -> bool:
+        """Whether a layer is of the family, with all of its parts if it has a faster form."""
+        if not self.are(layer, *_LAYERS) or not _is_fusible(layer):
+            return self.are(layer, *_LAYERS)
+        parts: Any = layer._modules
+        mixer: Any = parts.get("self_attn", parts.get("linear_attn"))
+        norms = [parts["input_layernorm"], parts.get("post_attention_layernorm")]
+        if "self_attn" in parts:
+            mixes = self.are(mixer, "Attention")
+            norms += [mixer._modules[part] for part in ("q_norm", "k_norm") if part in mixer._modules]
+        else:
+            mixes = self.are(mixer, "GatedDeltaNet") and self.are(outputs_of(mixer)[0], "RMSNormGated")
+            mixes = mixes and type(mixer.conv1d) is nn.Conv1d
+        whole = self.are(parts.get("mlp"), "SparseMoeBlock")
+        known = whole or (self.are(parts.get("mlp"), "MLP") and isinstance(parts["mlp"].act_fn, nn.Module))
+        return mixes and known and all(self.are(norm, "RMSNorm") for norm in norms)
+
+
+_LAYERS = ("DecoderLayer", "LinearAttentionDecoderLayer", "AttentionDecoderLayer")
+
+
+def _is_fusible(layer: nn.Module) -> bool:
+    """Whether a layer of a known family has a faster form. Some have their norms at other places."""
+    return "input_layernorm" in layer._modules
 
 
 def _low_bit_bytes(model: nn.Module) -> int:
@@ -834,10 +1023,16 @@ def _has_same_bits(prepared: PreparedModule) -> bool:
 @torch.no_grad()
 def _agree_in_rounds(model: PreTrainedModel, other: PreparedModule) -> bool:
     """Compare them on a prompt and the forward pass after it."""
-    ids, masks = few_ids(model, 8), Traits.of(model).masks
-    runs = [CachedModel(m, SlotCache(1, 8), masks) for m in (model, other)]
-    expected, found = (torch.cat([run.prefill(ids[:, :4], None), run(ids[:, 4:])], 1) for run in runs)
-    return _near(model, found, expected)
+    ids, traits = few_ids(model, 8), Traits.of(model)
+    masks, made = traits.column_masks or traits.masks, []
+    for module in (model, other):
+        run = target_runner(module, slots_for(model, None, 1, 16, masks), masks)
+        logits = [run.prefill(ids[:, :4], None), run(ids[:, 4:])]
+        if traits.is_recurrent:
+            run.commit([2])
+            logits.append(run(ids[:, 6:7]))
+        made.append(torch.cat(logits, 1))
+    return _near(model, made[1], made[0])
 
 
 @torch.no_grad()

@@ -97,34 +97,48 @@ def folder() -> Path:
 @functools.cache
 def loaded() -> tuple[Any, str]:
     """The compiled library and an empty string, or None and why there is none."""
-    where = os.environ.get(VARIABLE, "")
-    if where == "0":
+    if os.environ.get(VARIABLE, "") == "0":
         return None, f"{VARIABLE} is 0"
     if platform.system() != "Linux" or platform.machine().lower() not in ("x86_64", "amd64"):
         return None, "it is for Linux on x86-64"
-    flags = Path("/proc/cpuinfo")
-    if not flags.is_file() or not {"avx512_bf16", "avx512_vnni"} <= set(flags.read_text().split()):
+    if not {"avx512_bf16", "avx512_vnni"} <= processor_flags():
         return None, "this processor has no AVX512-BF16"
+    library, reason = compiled("native.c", _FLAGS)
+    if library is not None:
+        library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
+        library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p]
+        library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
+        library.multiply.restype = library.layers.restype = library.norms.restype = None
+    return library, reason
+
+
+def processor_flags() -> set[str]:
+    """What Linux says that the processor can do; nothing on other systems."""
+    flags = Path("/proc/cpuinfo")
+    return set(flags.read_text().split()) if flags.is_file() else set()
+
+
+def compiled(name: str, flags: Sequence[str]) -> tuple[Any, str]:
+    """A file in C beside this one as a library, compiled once, and an empty string; or None and why there is none."""
+    if os.environ.get(VARIABLE, "") == "0":
+        return None, f"{VARIABLE} is 0"
+    if platform.system() != "Linux":
+        return None, "it is for Linux"
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None, "no C compiler was found"
-    source = Path(__file__).with_name("native.c")
-    key = hashlib.sha256(source.read_bytes() + " ".join((compiler, *_FLAGS)).encode()).hexdigest()[:16]
+    source = Path(__file__).with_name(name)
+    key = hashlib.sha256(source.read_bytes() + " ".join((compiler, *flags)).encode()).hexdigest()[:16]
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = folder() / f"native-{key}.so"
+        file = folder() / f"{source.stem}-{key}.so"
         if not file.is_file() or file.stat().st_uid != os.getuid():
-            _compile([*compiler.split(), *_FLAGS, str(source), "-lm"], file)
-        library = ctypes.CDLL(str(file))
+            _compile([*compiler.split(), *flags, str(source), "-lm"], file)
+        return ctypes.CDLL(str(file)), ""
     except subprocess.CalledProcessError as error:
         return None, f"{compiler} failed: {error.stderr.strip().splitlines()[-1] if error.stderr.strip() else error}"
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         return None, f"{type(error).__name__}: {error}"
-    library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
-    library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p]
-    library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
-    library.multiply.restype = library.layers.restype = library.norms.restype = None
-    return library, ""
 
 
 def _compile(command: list[str], file: Path) -> None:
@@ -137,7 +151,7 @@ def _compile(command: list[str], file: Path) -> None:
 @functools.cache
 def has_tiles() -> bool:
     """Whether the processor has AMX, with which products of many columns are faster than these."""
-    return " amx_bf16" in Path("/proc/cpuinfo").read_text()
+    return "amx_bf16" in processor_flags()
 
 
 def most_columns() -> int:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head with fewer operations. In so small a layer, launching operations takes most of the time of a step."""
+"""EAGLE-3 and MTP heads with fewer operations. In so small a layer, launching operations takes most of the time of a step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from ..engine.agreement import agree
 from ..engine.hooks import is_touched
 from ..engine.parts import with_children
 from ..engine.prepared import PreparedModule
-from ..fast.fused import Angles, Called, FusedLayer, Norm, Shared, fused_product
+from ..fast.fused import Angles, Called, FusedLayer, Norm, Shared, fused_layer, fused_product, is_known, norm_of
 from ..fast.products import PackedLinear, may_copy
 from ..fast.sources import Modules, Source, Weights
 from .eagle import EagleHead
+from .mtp import MTPHead, SequentialMTP
 
 
-def source_of(head: EagleHead) -> Source:
+def source_of(head: EagleHead | MTPHead | SequentialMTP) -> Source:
     """Everything a fused head is made from; it stays valid while this is the same."""
     on_host = head.device.type == "cpu"
     return Source(
@@ -25,32 +26,65 @@ def source_of(head: EagleHead) -> Source:
     )
 
 
-def fused_head(head: EagleHead) -> PreparedModule:
+def fused_head(head: EagleHead | MTPHead | SequentialMTP) -> PreparedModule:
     """The same head with fewer operations and its current weights. Layers stay unfused if the output would differ or copies are
-    not allowed. EAGLE-1 heads, which use the target's output embedding, are not changed.
+    not allowed. EAGLE-1 heads, which use the target's output embedding, are not changed, and no MTP heads of unknown families.
     """
+    if isinstance(head, SequentialMTP):
+        made = [_fused_mtp(layer) for layer in head.layers]
+        layers = nn.ModuleList([one.module for one in made])
+        warning = next((one.warning for one in made if one.warning), None)
+        return PreparedModule(with_children(head, {("layers",): layers}), warning=warning)
+    if isinstance(head, MTPHead):
+        return _fused_mtp(head)
     if head.config.version == 1:
         return PreparedModule(head)
     children: dict[tuple[str, ...], nn.Module] = {("lm_head",): fused_product(head.lm_head)}
     if not may_copy(head.parameters()) or any(map(is_touched, head.modules())):
         return PreparedModule(with_children(head, children))
-    shared = Shared()
+    angles = Angles(head.rotary_emb, head.config.of_layer(), head.dtype)
+    shared = Shared(angles)
     first, *others = head.layers
-    layers = [_First(first, shared), *(FusedLayer(layer, shared, True) for layer in others)]
-    layers[-1].is_last = True
+    own = [_First(first, shared), *(FusedLayer(layer, shared, True) for layer in others)]
+    own[-1].is_last = True
     of_taps = getattr(head, "fc_norm", ())
     children |= {
         ("fc",): PackedLinear.of(head.fc) if PackedLinear.gains(head.fc) else head.fc,
         ("norm",): Called(Norm(head.norm)),
         **({("fc_norm",): nn.ModuleList(Called(Norm(norm)) for norm in of_taps)} if of_taps else {}),
-        ("layers",): nn.ModuleList(layers),
-        ("rotary_emb",): Angles(head.rotary_emb, head.config.of_layer(), head.dtype),
+        ("layers",): nn.ModuleList(own),
+        ("rotary_emb",): angles,
     }
     other = with_children(head, children)
     if _agree(head, other):
         return PreparedModule(other, last_only=True)
     warning = "the EAGLE head's layers run as they are: the logits of their faster form differ by more than rounding"
     return PreparedModule(with_children(head, {("lm_head",): children[("lm_head",)]}), warning=warning)
+
+
+def _fused_mtp(head: MTPHead) -> PreparedModule:
+    if not may_copy(head.parameters()) or any(map(is_touched, head.modules())) or not is_known(head.layer):
+        return PreparedModule(head)
+    angles = Angles(head.rotary_emb, head.layer_config, head.dtype)
+    children: dict[tuple[str, ...], nn.Module] = {
+        ("layer",): fused_layer(head.layer, Shared(angles), True),
+        ("rotary_emb",): angles,
+        ("fc",): PackedLinear.of(head.fc) if PackedLinear.gains(head.fc) else head.fc,
+    }
+    for name, norm in head.named_children():
+        if name.endswith("norm") and not isinstance(norm, nn.Identity):
+            children[name,] = Called(norm_of(norm))
+    if not head.shares_output:
+        children["output",] = fused_product(head.output)
+    other = with_children(head, children)
+    numbers = torch.randn(2, 1, 4, head.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = (part(*numbers.to(head.dtype)) for part in (head, other))
+    if agree(found, expected, head.dtype):
+        return PreparedModule(other)
+    return PreparedModule(
+        head, warning="the MTP head runs as it is: the states of its faster form differ by more than rounding"
+    )
 
 
 class _First(FusedLayer):

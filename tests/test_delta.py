@@ -1,0 +1,223 @@
+"""Hybrids with the gated delta rule in fewer operations, and the rule in C: the layers' own output, and their states."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from architectures import DELTA, LINEAR_LAYERS, RECURRENT, _entry, build, random_ids
+from image_models import FAMILIES
+from pairs import CALL, no_fallback
+from test_parts import assert_same, snapshot
+
+from assisted import AssistedModelForCausalLM
+from assisted.drafts import Draft
+from assisted.engine.columns import Columns
+from assisted.engine.delta import DeltaMixer
+from assisted.engine.recurrent import slots_for, target_runner
+from assisted.engine.traits import Traits
+from assisted.fast import delta, fused, products
+from assisted.fast.delta import NativeMixer
+from assisted.fast.fused import DeltaLayer, FusedLayer
+
+BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
+NAMES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"]
+ROUNDING = 2e-4  # of states and logits, float32
+PARENTS = torch.tensor([[-1, -1, 0, 1], [-1, 0, 1, 2]])
+
+needed = pytest.mark.skipif(delta.loaded()[0] is None, reason=delta.loaded()[1])
+over_names = pytest.mark.parametrize("name", NAMES)
+
+
+BY_NAME["qwen3_5_moe"] = _entry("qwen3_5_moe", "qwen3_5_moe_text", **LINEAR_LAYERS, **DELTA)
+
+
+def built(name):
+    return build(BY_NAME[name])
+
+
+def runners(model, rows=2):
+    other = fused.fused(model)
+    assert other.module is not model
+    masks = Traits.of(model).column_masks
+    return [target_runner(one, slots_for(model, None, rows, 64, masks), masks) for one in (model, other)]
+
+
+@torch.no_grad()
+def compare(model, error=ROUNDING):
+    """Padding, chains and trees, from which rows keep different columns; single columns; rows that have ended."""
+    ids = random_ids(model, 2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    both = runners(model)
+    columns = random_ids(model, 2, 5, seed=9)
+    tree = Draft(columns[:, 1:], torch.tensor([4, 4]), parents=PARENTS)
+
+    def same(run):
+        one, two = (run(runner) for runner in both)
+        assert torch.allclose(one, two, atol=error)
+
+    same(lambda run: run.prefill(ids, mask))
+    for draft, kept, path in (
+        (tree, [3, 2], [[0, 1, 3], [0, 1]]),
+        (None, [1, 4], None),
+        (None, [2, 2], None),
+        (tree, [2, 4], [[0, 2], [0, 1, 2, 3]]),
+    ):
+        same(lambda run, draft=draft: run(columns, draft))
+        for run in both:
+            run.commit(kept, path)
+        for one, two in zip(*(run.cache.states() for run in both), strict=True):
+            assert torch.allclose(one, two, atol=error)
+        same(lambda run: run(columns[:, :1]))
+        for run in both:
+            run.commit([1, 1])
+    for run in both:
+        run.run_only([1])
+    same(lambda run: run(columns))
+
+
+@over_names
+@pytest.mark.parametrize("in_c", [pytest.param(True, marks=needed), False])
+def test_says_the_same_over_padding_chains_and_trees(name, in_c, monkeypatch):
+    if not in_c:
+        monkeypatch.setattr(delta, "loaded", lambda: (None, "of the test"))
+    model = built(name)
+    before = snapshot(model)
+    layers = fused.fused(model).module.model.layers
+    assert type(layers[0]) is DeltaLayer and type(layers[0].linear_attn) is (NativeMixer if in_c else DeltaMixer)
+    assert isinstance(layers[1], FusedLayer) == (name != "olmo_hybrid")  # whose norms stand elsewhere
+    compare(model)
+    assert_same(before, snapshot(model))
+
+
+@over_names
+@pytest.mark.parametrize("copied", [False, True])
+@torch.no_grad()
+def test_half_precision(name, copied, monkeypatch):
+    """Every number is rounded where the layers round it; products of joined weights may add in another order."""
+    if not products.packs(torch.bfloat16):
+        pytest.skip("this processor does not multiply bfloat16")
+    model = built(name).to(torch.bfloat16)
+    monkeypatch.setattr(fused, "may_copy", lambda parameters: copied)
+    one, two = runners(model)
+    ids = random_ids(model, 2, 14)
+    assert torch.allclose(one.prefill(ids[:, :6], None), two.prefill(ids[:, :6], None), atol=0.1)
+    own, found = one(ids[:, 6:]), two(ids[:, 6:])
+    assert (own - found).abs().median() < 0.02 * own.std()
+
+
+@over_names
+@torch.no_grad()
+def test_reads_the_weights_as_they_are_now(name):
+    model = built(name)
+    mixer = model.model.layers[0].linear_attn
+    layers = fused.fused(model).module.model.layers
+    assert fused.fused(model).module.model.layers is layers
+    for change in (
+        lambda: mixer.A_log.data.add_(0.5),  # unseen by version counters
+        lambda: mixer.conv1d.weight.mul_(1.5),
+        lambda: setattr(mixer, "dt_bias", torch.nn.Parameter(mixer.dt_bias + 0.3)),
+        lambda: model.model.layers[0].input_layernorm.weight.data.add_(0.2),
+    ):
+        change()
+        compare(model)
+
+
+@over_names
+def test_text_is_plain(name):
+    target = built(name)
+    model = AssistedModelForCausalLM.from_models(target, draft="suffix", draft_length=4)
+    ids = random_ids(target, 1, 8).repeat(1, 3)
+    with no_fallback():
+        for batch in (ids, torch.cat([ids, random_ids(target, 1, 24, seed=4)])):
+            kwargs = CALL | {"max_new_tokens": 24}
+            assert model.generate(batch, **kwargs).tolist() == target.generate(batch, **kwargs).tolist()
+            assert model.report.passes == "fused layers"
+            assert model.report.drafted > 0
+    model.fast = "eager"
+    model.generate(ids, **kwargs)
+    assert model.report.passes == "eager"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_of_another_class_keep_their_code(name):
+    model = built(name)
+    for part in (model.model.layers[0], model.model.layers[0].linear_attn, model.model.layers[0].linear_attn.conv1d):
+        own = type(part)
+        part.__class__ = type(own.__name__, (own,), {"__module__": own.__module__})
+        assert not any(isinstance(layer, DeltaLayer) for layer in fused.fused(model).module.model.layers)
+        part.__class__ = own
+    assert isinstance(fused.fused(model).module.model.layers[0], DeltaLayer)
+
+
+@pytest.mark.parametrize("fault", ["output", "state"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rule_that_computes_something_else_is_found_out(name, fault, monkeypatch):
+    """In the columns themselves, or in what they leave to the next ones."""
+    own = DeltaMixer.over_columns
+
+    def wrong(self, *given):
+        made, read = own(self, *given)
+        return (1.1 * made, read) if fault == "output" else (made, replace(read, values=3 * read.values))
+
+    monkeypatch.setattr(NativeMixer, "over_columns", wrong)
+    monkeypatch.setattr(delta, "loaded", lambda: (object(), ""))
+    model = built(name)
+    made = fused.fused(model)
+    assert made.module is model and "differ by more than rounding" in made.warning
+
+
+@needed
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["column", "chain", "tree", "wide chain"])
+@pytest.mark.parametrize("sizes", [(2, 4, 8, 8), (3, 3, 24, 40), (1, 4, 16, 10)], ids=str)
+def test_the_rule_in_c(rows, kind, sizes):
+    """Against operations of torch, over random numbers, write strengths up to 2 and decays from none to all."""
+    keys, heads, dk, dv = sizes
+    model = build(BY_NAME["olmo_hybrid"])
+    config = type(model.config)(
+        **{
+            **model.config.to_dict(),
+            "linear_num_key_heads": keys,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": dk,
+            "linear_value_head_dim": dv,
+        }
+    )
+    torch.manual_seed(rows)
+    own = type(model.model.layers[0].linear_attn)(config, 0)
+    assert own.allow_neg_eigval
+    mixer = NativeMixer(own, norm=fused.GatedNorm(own.o_norm))
+    width = {"column": 1, "chain": 4, "tree": 5, "wide chain": 20}[kind]
+    draft = None
+    if kind == "tree":
+        draft = Draft(torch.zeros(rows, 4).long(), torch.full((rows,), 4), parents=PARENTS[[0, 1, 0][:rows]])
+    columns = Columns.of(width, draft, torch.device("cpu"))
+    with torch.no_grad():
+        own.o_norm.weight.normal_()
+        own.dt_bias.normal_(std=4)
+        parts = mixer.arrange(own, mixer.joined(2 * torch.randn(rows, width, config.hidden_size)))
+        given = parts, torch.randn(rows, own.conv_dim, 4), torch.randn(rows, heads, dk, dv), columns
+        (one, read_one), (two, read_two) = mixer.over_columns(*given), DeltaMixer.over_columns(mixer, *given)
+        assert torch.allclose(one, two, rtol=1e-4, atol=1e-4)
+        last = torch.arange(rows) % width
+        for part, other in zip(
+            *(read.states_after(last, list(given[1:3])) for read in (read_one, read_two)), strict=True
+        ):
+            assert torch.allclose(part, other, rtol=1e-4, atol=1e-4)
+        assert read_one.nbytes == read_two.nbytes
+
+
+def test_a_hybrid_that_reads_images():
+    """Its text model is inside another one, whose forward runs; angles of pictures come from the model's own module."""
+    family = next(family for family in FAMILIES if family.name == "qwen3_5")
+    target = family.build()
+    made = fused.fused(target)
+    assert not made.through_parts and made.runs == "fused layers"
+    assert isinstance(made.module.model.language_model.layers[0], DeltaLayer | FusedLayer)
+    model = AssistedModelForCausalLM.from_models(target, draft="suffix", draft_length=4)
+    inputs = family.inputs(2)
+    kwargs = {**inputs, **CALL, "max_new_tokens": 16}
+    with no_fallback():
+        assert model.generate(**kwargs).tolist() == target.generate(**kwargs).tolist()
+    assert model.report.passes == "fused layers"

@@ -110,8 +110,8 @@ class Head(StateHead):
     needs_mask = False
 
     def resume(self, states: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-        """The input states [B, n, W] of text, from those of `fuse`, which may be changed. last: [B, H], what the head has
-        returned for the column before; None if there is none."""
+        """The input states [B, n, W] of text, from those of `fuse`, which may be changed. last: [B, H] in the head's dtype,
+        what it has returned for the column before; None if there is none."""
         return states
 
     def forward(

@@ -233,7 +233,7 @@ class SequentialMTP(Head):
         return super().logits(states[..., : self.config.hidden_size], target)
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Those of each layer."""
+        """Those of each layer by name, [H, 2H] and so on, in its dtype."""
         return [layer.tensors() for layer in self.layers]
 
     def require_runs(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from architectures import ARCHITECTURES, REFUSED, VOCABULARY, build, half_right, random_ids
 from covering import each_once, over
 from made_tokenizers import characters
+from pairs import said_by
 
 from assisted import AssistedModelForCausalLM
 from assisted.drafts import DraftingStopped
@@ -35,7 +36,7 @@ def models(architecture, draft):
 def both(target, model, ids, draft_length=4, **kwargs):
     """The same call, plainly and assisted; any fallback to plain decoding is an error."""
     kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True, "pad_token_id": 0} | kwargs
-    plain = target.generate(ids, **kwargs)
+    plain = said_by(target, ids, **kwargs)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=DraftingStopped)
         return plain, model.generate(ids, draft_length=draft_length, **kwargs)

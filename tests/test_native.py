@@ -22,6 +22,7 @@ from assisted.engine.agreement import agree
 from assisted.engine.cache import SlotCache
 from assisted.engine.needs import Needs
 from assisted.engine.parts import find_layers
+from assisted.engine.prepared import one_by_one
 from assisted.engine.runner import CachedModel
 from assisted.engine.session import go_on
 from assisted.engine.traits import Traits
@@ -230,7 +231,7 @@ def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
 
     expected = [store[:, :, :23] for store in single.cache.stores]
     ways = [read(23), read(23, 2), read(9)]
-    monkeypatch.setattr(native, "_AT_ONCE", 4)
+    monkeypatch.setattr(native, "AT_ONCE", 4)
     ways += [read(23), read(23, 2), read(9)]
     for way in ways:
         found = [store[-1:, :, :23] for store in way.cache.stores]
@@ -244,7 +245,7 @@ def test_taps_keep_the_layers_of_one_call() -> None:
     needs = Needs(find_layers(model), frozenset({1, 2}))
     one, other = (
         CachedModel(part, SlotCache(1, 64), Traits.of(model).masks, needs)
-        for part in (fused.fused(model), replace(fused.fused(model), at_once=None))
+        for part in (fused.fused(model), replace(fused.fused(model), run_layers=one_by_one))
     )
     for run_ in (one, other):
         run_.prefill(ids, None)

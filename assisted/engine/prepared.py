@@ -6,7 +6,7 @@ Independent of slots, masks and drafting.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,6 +76,13 @@ class CallSettings:
         return replace(self, mode="eager") if self.ranks.several else self
 
 
+def one_by_one(layers: Iterable[nn.Module], hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+    """The output of layers, [B, n, D]. given: their further arguments."""
+    for layer in layers:
+        hidden_states = layer(hidden_states, use_cache=True, **given)
+    return hidden_states
+
+
 @dataclass(frozen=True)
 class PreparedModule:
     """A module as it is run: unchanged, or in the form that `fast.fused` builds.
@@ -94,7 +101,7 @@ class PreparedModule:
         taps: modules in it whose output is needed in addition to the forward's, by index of the hidden state.
         inject: for parts and heads, the module that holds their input states.
         runs: how, for `report.passes`.
-        at_once: runs all layers in one call, given their list and a layer's arguments; it returns None where it cannot.
+        run_layers: runs all layers, given their list, hidden states and a layer's further arguments.
     """
 
     module: Any
@@ -108,7 +115,7 @@ class PreparedModule:
     taps: Mapping[int, Tap] = field(default_factory=dict)
     inject: Inject | None = None
     runs: str = "eager"
-    at_once: Callable[..., torch.Tensor | None] | None = None
+    run_layers: Callable[..., torch.Tensor] = one_by_one
 
     def tapped(self, needs: Needs) -> PreparedModule:
         """The same module as another object that also keeps the needed hidden states of its last forward pass."""

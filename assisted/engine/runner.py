@@ -225,11 +225,6 @@ class CachedModel(Runner):
         mask = mask["full_attention"] if isinstance(mask, dict) else mask  # recurrent layers read none over columns
         hidden = base.embed_tokens(ids.to(self.device))
         rotary = base.rotary_emb(hidden, position_ids=kwargs["position_ids"])
-        given = {"attention_mask": mask, "position_embeddings": rotary, CACHE: self.cache}
-        at_once = self.prepared.at_once
-        made = None if at_once is None else at_once(base.layers, hidden, **given)
-        if made is None:
-            made = hidden
-            for layer in base.layers:
-                made = layer(made, position_ids=kwargs["position_ids"], use_cache=True, **given)
+        given = {"position_ids": kwargs["position_ids"], "position_embeddings": rotary, CACHE: self.cache}
+        made = self.prepared.run_layers(base.layers, hidden, attention_mask=mask, **given)
         return self.model.lm_head(base.norm(made))

@@ -28,7 +28,7 @@ from ..engine.delta import DeltaMixer, inputs_of, outputs_of
 from ..engine.hooks import is_touched, is_untouched, looked_over
 from ..engine.libraries import CACHE, is_wrapper_subclass
 from ..engine.parts import Tap, few_ids, with_children
-from ..engine.prepared import CallSettings, PreparedModule
+from ..engine.prepared import CallSettings, PreparedModule, one_by_one
 from ..engine.recurrent import slots_for, target_runner
 from ..engine.runner import CachedModel
 from ..engine.sublayers import Path, Skippable
@@ -222,7 +222,7 @@ class _Fusion:
             copied,
             sum(low.nbytes for low in self.source.kept.tensors),
             runs=("layers in C" if in_c else "fused layers") if self.is_family else "packed products",
-            at_once=_at_once if in_c else None,
+            run_layers=_at_once if in_c else one_by_one,
         )
 
 
@@ -651,25 +651,26 @@ def _at_once(
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    """The output of layers in C, one after the other, in one call; None if they cannot run this pass so. Taps keep theirs."""
-    taps = {index: layer for index, layer in enumerate(layers) if type(layer) is Tap}
+    **given: Any,
+) -> torch.Tensor:
+    """`one_by_one` of layers in C in one call, where they can run this pass. Taps keep their layer's output."""
     each: list[Any] = [layer.layer if type(layer) is Tap else layer for layer in layers]
-    if any(type(layer) is not FusedLayer or layer.native is None for layer in each):
-        return None
-    cache = kwargs[CACHE]
-    slots: list[torch.Tensor] = []
-    for layer in each:
-        if hidden_states.dtype != torch.bfloat16 or (own := _slots(cache, layer.index)) is None:
-            return None
-        slots += own
-    if len({(layer.native.sizes, part.shape[2]) for layer, part in zip(each, slots[::2], strict=True)}) > 1:
-        return None
+    cache, slots = given[CACHE], []
+    if hidden_states.dtype == torch.bfloat16 and all(
+        type(own) is FusedLayer and own.native is not None for own in each
+    ):
+        slots = [_slots(cache, own.index) for own in each]
+    found = [part for part in slots if part is not None]
+    alike = {(own.native.sizes, keys.shape[2]) for own, (keys, _) in zip(each, found, strict=False)}
+    if len(found) < len(each) or len(alike) > 1:
+        given |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
+        return one_by_one(layers, hidden_states, **given)
     around = each[0].shared.around(hidden_states, attention_mask, position_embeddings, cache, each[0].index)
-    made = native.run([layer.native for layer in each], hidden_states.contiguous(), slots, around)
-    for index, tap in taps.items():
-        tap.hidden = made[index]
+    stores = [store for part in found for store in part]
+    made = native.run([own.native for own in each], hidden_states.contiguous(), stores, around)
+    for index, layer in enumerate(layers):
+        if type(layer) is Tap:
+            layer.hidden = made[index]
     return made[-1]
 
 

@@ -32,7 +32,7 @@ user's cache folder."""
 GROUP = 32  # inputs that share a scale and a zero point; inputs are padded to a multiple
 OUTPUTS = 32  # outputs are padded to a multiple
 _TILE = 16  # outputs that lie together
-_AT_ONCE = 256  # columns of a layer
+AT_ONCE = 256  # columns of a layer
 _ROUNDED = 10  # a thread's numbers for a group of a column's inputs
 _FLAGS = (
     "-O3",
@@ -386,7 +386,7 @@ class NativePass:
         self.made_for: NativeLayer | None = None
         of_cos, of_sin, of_places, *of_lists = (part.data_ptr() for part in self.held)
         self.struct = _Pass(rows, width, of_cos, of_sin, len(cos), of_places, first, *(of_lists or (None, None)))
-        self.struct.threads, self.struct.at_once = torch.get_num_threads(), min(rows * width, _AT_ONCE)
+        self.struct.threads, self.struct.at_once = torch.get_num_threads(), min(rows * width, AT_ONCE)
 
     def buffer(self, layer: NativeLayer) -> int:
         """The address of the pass with buffers that suffice for a layer."""

@@ -142,7 +142,7 @@ def test_layers_are_the_models(name: str, bits: float, monkeypatch: pytest.Monke
     assert in_c == [bits == 16 or "biases" not in name] * 2
     calls = []
     run = native.run
-    monkeypatch.setattr(native, "run", lambda *args: calls.append(len(args[0])) or run(*args))
+    monkeypatch.setattr(native, "run", lambda *args, **made: calls.append(len(args[0])) or run(*args, **made))
     ids, mask = ids_of(9, 2), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :4] = 0
     columns, tree = ids_of(6, 2, seed=1), PARENTS.repeat(2, 1)
@@ -155,8 +155,8 @@ def test_layers_are_the_models(name: str, bits: float, monkeypatch: pytest.Monke
         run_.commit([1, 1])
         logits.append(run_(ids_of(4, 2, seed=3)))
         found.append(torch.cat(logits, 1))
-    # a prompt is read layer by layer, and of the last layer only one column is needed; other passes are one call
-    assert calls == ([1, 2, 2, 2] if in_c[0] else [])
+    # a prompt is read layer by layer, the last one for keys and values, then for one column; other passes are one call
+    assert calls == ([1, 1, 1, 2, 2, 2] if in_c[0] else [])
     assert agree(found[1], found[0], torch.bfloat16)
 
 

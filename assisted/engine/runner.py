@@ -213,9 +213,8 @@ class CachedModel(Runner):
         return positions.masked_fill(depths >= on_device(used, self.device)[:, None], 0)
 
     def _forward(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        # not for the prompt; 2-D masks are for the whole forward
         if self.prepared.through_parts and self.masks.trees and "logits_to_keep" not in kwargs:
-            return self._through_parts(ids, kwargs)
+            return self._through_parts(ids, kwargs)  # not for prompts, nor with 2-D masks
         kwargs[self.traits.cache_argument] = self.cache
         given = {"input_ids": ids.to(self.device), "use_cache": True, "return_dict": True, **self.constants, **kwargs}
         return self.model(**given).logits
@@ -223,8 +222,8 @@ class CachedModel(Runner):
     def _through_parts(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         base, mask = self.model.base_model, kwargs.get("attention_mask")
         mask = mask["full_attention"] if isinstance(mask, dict) else mask  # recurrent layers read none over columns
-        hidden = base.embed_tokens(ids.to(self.device))
-        rotary = base.rotary_emb(hidden, position_ids=kwargs["position_ids"])
-        given = {"position_ids": kwargs["position_ids"], "position_embeddings": rotary, CACHE: self.cache}
+        hidden, positions = base.embed_tokens(ids.to(self.device)), kwargs["position_ids"]
+        angles = base.rotary_emb(hidden, position_ids=positions)
+        given = {"position_ids": positions, "position_embeddings": angles, CACHE: self.cache}
         made = self.prepared.run_layers(base.layers, hidden, attention_mask=mask, **given)
         return self.model.lm_head(base.norm(made))

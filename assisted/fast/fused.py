@@ -560,13 +560,18 @@ class FusedLayer(FusedMLP):
         cache = kwargs.get(CACHE)
         if self.native is None or hidden_states.dtype != torch.bfloat16:
             return None
-        slots = _slots(cache, self.index)
-        if slots is None and not (last_only and self.is_last):
-            slots = self._slots_to_read(hidden_states, attention_mask, cache)
+        slots = _slots(cache, self.index) or self._slots_to_read(hidden_states, attention_mask, cache)
         if slots is None:
             return None
-        around = self.shared.around(hidden_states, attention_mask, position_embeddings, kwargs[CACHE], self.index)
-        return self.native(hidden_states.contiguous(), *slots, around, beside)
+        hidden, mask, angles = hidden_states.contiguous(), attention_mask, position_embeddings
+        around = self.shared.around(hidden, mask, angles, kwargs[CACHE], self.index)
+        if last_only and self.is_last:
+            native.run([self.native], hidden, slots, around, beside)
+            hidden, mask = hidden[:, -1:].contiguous(), None if mask is None else mask[:, :, -1:]
+            beside = None if beside is None else beside[:, -1:].contiguous()
+            angles = angles[0][:, -1:], angles[1][:, -1:]
+            around = self.shared.around(hidden, mask, angles, kwargs[CACHE], self.index)
+        return self.native(hidden, *slots, around, beside)
 
     def _slots_to_read(
         self, hidden_states: torch.Tensor, mask: torch.Tensor | None, cache: Any
@@ -667,7 +672,8 @@ def _at_once(
         return one_by_one(layers, hidden_states, **given)
     around = each[0].shared.around(hidden_states, attention_mask, position_embeddings, cache, each[0].index)
     stores = [store for part in found for store in part]
-    made = native.run([own.native for own in each], hidden_states.contiguous(), stores, around)
+    made = hidden_states.new_empty(len(each), *hidden_states.shape)
+    native.run([own.native for own in each], hidden_states.contiguous(), stores, around, made=made)
     for index, layer in enumerate(layers):
         if type(layer) is Tap:
             layer.hidden = made[index]

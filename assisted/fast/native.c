@@ -453,7 +453,7 @@ static void finish_heads(const Layer *l, const Pass *s, int64_t c, bf16 *heads, 
 
 /* The columns [from, from + n) of a layer's output [columns, hidden] for hidden [columns, hidden], within a parallel region.
    beside: what queries, keys and values are computed from; NULL for the norm of hidden. keys, values [rows, key heads, capacity,
-   head size]. */
+   head size]. out: NULL if only keys and values are needed. */
 static void layer(
     const Layer *l, const Pass *s, const bf16 *hidden, const bf16 *beside, bf16 *keys, bf16 *values, int64_t capacity, bf16 *out,
     int64_t from, int64_t n) {
@@ -471,6 +471,7 @@ static void layer(
     product(&l->heads, beside ? beside + from * l->heads.inputs : normed, n, NULL, heads, s->scratch, own);
 #pragma omp for schedule(static)
     for (int64_t c = 0; c < n; c++) finish_heads(l, s, from + c, heads + c * l->heads.outputs, keys, values, capacity);
+    if (!out) return;
 #pragma omp for schedule(static, 1)
     for (int64_t i = 0; i < n * l->key_heads; i++) { /* in turn, because a prompt's columns see more and more slots */
         const int64_t c = i / l->key_heads, h = i % l->key_heads, at = from + c;
@@ -495,14 +496,14 @@ static void layer(
 }
 
 /* The layers of a model, one after the other, each over some columns at a time, whose numbers stay in the cache. slots: each layer's
-   keys and values. out [count, columns, hidden]: the output of each. */
+   keys and values. out [count, columns, hidden]: the output of each; NULL, of a single layer, if only keys and values are needed. */
 void layers(
     const Layer *const *each, int64_t count, const Pass *s, const bf16 *hidden, const bf16 *beside, bf16 *const *slots,
     int64_t capacity, bf16 *out) {
     const int64_t columns = s->rows * s->width;
 #pragma omp parallel num_threads(s->threads)
     for (int64_t i = 0; i < count; i++) {
-        bf16 *to = out + i * columns * each[i]->hidden;
+        bf16 *to = out ? out + i * columns * each[i]->hidden : NULL;
         for (int64_t from = 0; from < columns; from += s->at_once) {
             const int64_t n = columns - from < s->at_once ? columns - from : s->at_once;
             layer(

@@ -333,7 +333,9 @@ class NativeLayer:
         """[R, n, hidden] -> [R, n, hidden], all contiguous. keys, values: [R or more, key heads, slots, head size], where the
         columns' own are written. beside: [R, n, any], what queries, keys and values are computed from, if that is not the
         norm of `hidden`."""
-        return run([self], hidden, [keys, values], around, beside)[0]
+        made = torch.empty_like(hidden)
+        run([self], hidden, [keys, values], around, beside, made=made)
+        return made
 
 
 def run(
@@ -342,16 +344,15 @@ def run(
     slots: Sequence[torch.Tensor],
     around: NativePass,
     beside: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The outputs of layers of the same sizes, one after the other, [layers, R, n, hidden]. slots: keys, values of each.
-    beside: of the first one, see `NativeLayer`."""
-    made = hidden.new_empty(len(layers), *hidden.shape)
+    made: torch.Tensor | None = None,
+) -> None:
+    """Run layers of the same sizes, one after the other. slots: keys and values of each. beside: of the first one. made: gets
+    the outputs, [layers, R, n, hidden]; None, for a single layer, if only its keys and values are needed."""
     each = (c_void_p * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
     places = (c_void_p * len(slots))(*(part.data_ptr() for part in slots))
-    pointers = (hidden.data_ptr(), 0 if beside is None else beside.data_ptr(), ctypes.addressof(places))
-    buffer, capacity = around.buffer(layers[0]), slots[0].shape[2]
-    loaded()[0].layers(ctypes.addressof(each), len(layers), buffer, *pointers, capacity, made.data_ptr())
-    return made
+    read, written = (0 if part is None else part.data_ptr() for part in (beside, made))
+    pointers = (hidden.data_ptr(), read, ctypes.addressof(places), slots[0].shape[2], written)
+    loaded()[0].layers(ctypes.addressof(each), len(layers), around.buffer(layers[0]), *pointers)
 
 
 class NativePass:

@@ -214,7 +214,7 @@ class _Fusion:
         layers: Any = next((child for path, child in children.items() if path[-1] == "layers"), ())
         # those of a text model inside another one run through the forward of both
         whole = ("model", "layers") in children and all(isinstance(layer, FusedMLP) for layer in layers)
-        in_c = all(isinstance(layer, FusedLayer) and layer.native is not None for layer in layers)
+        in_c = bool(layers) and all(isinstance(layer, FusedLayer) and layer.native is not None for layer in layers)
         return PreparedModule(
             made,
             whole,

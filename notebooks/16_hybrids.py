@@ -289,7 +289,8 @@ compare(prediction, {name: passes for name, (_, passes, _) in ways.items()})
 
 # %%
 k, v, decay, beta = (torch.stack(part) for part in zip(*tokens))
-as_heads = (part[None, None] for part in (k, k, v, decay.log(), beta))  # one row, one head; queries do not matter here
+both = torch.cat([k, k])  # queries, which do not matter here, then keys
+as_heads = (part[None, None] for part in (both, v, decay.log(), beta))  # one row, one head
 _, noted = delta_rule(*as_heads, state[None, None], Columns(len(tokens)))
 layer_read = Read(Columns(len(tokens)), torch.zeros(1, 1, 4 + len(tokens)), *noted)
 for kept in range(1, 6):

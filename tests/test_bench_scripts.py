@@ -58,7 +58,7 @@ SECTIONS = {
     "benchmarks/the-loop": [("overhead", "overhead")],
     "benchmarks/trained-drafts": [("drafts", "drafts"), ("losses", "losses")],
     "benchmarks/which-draft": [("single", "shipped_pair"), ("heads", "heads")],
-    "concepts/fast-path": [("measured", "products")],
+    "concepts/fast-path": [("measured", "products"), ("compile-wait", "compile_wait")],
     "howto/many-users": [("engines", "many_engines"), ("many", "many_users")],
     "howto/memory": [("sessions", "sessions")],
     "howto/rl-rollouts": [("rollouts", "rollouts")],

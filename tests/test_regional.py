@@ -67,7 +67,9 @@ def answers(model, ids, **kwargs):
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_compiled_layers_say_what_plain_says(name, uncompiled):
     target = build(BY_NAME[name])
-    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3, fast="compile")
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3)
+    for one in (target, model.drafter.model):
+        fused.compile_layers(one)
     report = answers(model, random_ids(target, 1, 12))
     if fused.fused(target).module.model.layers[0].form is None:  # windows, for one
         pytest.skip("is not fused here")
@@ -112,20 +114,34 @@ def test_auto_takes_them_between_calls_once_they_pay(uncompiled):
 
 def test_a_change_of_the_model_is_followed(uncompiled):
     target = build(BY_NAME["llama"])
-    model = AssistedModelForCausalLM.from_models(target, draft="suffix", draft_length=3, fast="compile")
+    model = AssistedModelForCausalLM.from_models(target, draft="suffix", draft_length=3)
     ids = random_ids(target, 1, 12)
-    before = answers(model, ids)
-    assert before.passes == "compiled layers"
+
+    def passes():
+        earlier = answers(model, ids).passes  # no code of an earlier state
+        fused.compile_layers(target)
+        return earlier, answers(model, ids).passes
+
+    anew = ("fused layers", "compiled layers")
+    assert passes() == anew
+    assert answers(model, ids).passes == "compiled layers"
     with torch.no_grad():
         target.model.layers[1].mlp.down_proj.weight.mul_(-1)
-    assert answers(model, ids).passes == "compiled layers"
+    assert passes() == anew
     for layer in target.model.layers:
         layer.self_attn.scaling *= 3
-    assert answers(model, ids).passes == "compiled layers"
+    assert passes() == anew
     hook = target.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
-    assert answers(model, ids).passes == "eager"
+    assert passes() == ("eager", "eager")
     hook.remove()
-    assert answers(model, ids).passes == "compiled layers"
+    assert passes()[1] == "compiled layers"
+
+
+def test_whole_passes_are_compiled_where_a_call_waits(uncompiled):
+    target = build(BY_NAME["llama"])
+    fused.compile_layers(target)
+    assert fused.prepare(target, CallSettings("auto")).runs == "compiled layers"
+    assert fused.prepare(target, CallSettings("compile")).runs == "fused layers"  # which are compiled together
 
 
 def test_a_compiler_that_fails_is_reported(monkeypatch):

@@ -93,26 +93,46 @@ def prepare(
     return made
 
 
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the layers of a model now, and wait for it; calls with `fast="auto"` then take them. Nothing happens to models
+    whose layers can't be compiled by themselves."""
+    made = fused(model)
+    takeover = _takeover(made)
+    if takeover is not None:
+        takeover.begin(
+            made.module.model.layers, lambda found: _agree_in_rounds(model, _with_layers(made, found)), False
+        )
+
+
 def _taken_over(made: PreparedModule, model: PreTrainedModel, settings: CallSettings) -> PreparedModule:
-    """The model with compiled layers if they are ready. With `fast="compile"` a call waits for them; otherwise they are begun
-    once they pay off, and a later call takes them."""
-    layers = getattr(getattr(made.module, "model", None), "layers", ())
-    if settings.bits or not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
+    """The model with compiled layers if they are ready. They are begun once they pay off, and a later call takes them. With
+    `fast="compile"` whole passes are compiled instead, which takes longer and makes them faster."""
+    takeover = None if settings.bits or settings.mode == "compile" else _takeover(made)
+    if takeover is None:
         return made
-    takeover = TAKEOVERS.setdefault(layers, {}).setdefault(torch.get_num_threads(), Takeover())
-    if takeover.layers is None and takeover.reason is None:
-        form, waits = layers[0].form, settings.mode == "compile"
+    layers = made.module.model.layers
+    if takeover.layers is None and takeover.reason is None and regional.pays(layers[0].shared.seconds, layers[0].form):
+        takeover.begin(layers, lambda found: _agree_in_rounds(model, _with_layers(made, found)), True)
+    if takeover.reason is not None:
+        settings.note(f"layers of {type(model).__name__} are not compiled one by one: {takeover.reason}")
+    return made if takeover.layers is None else _with_layers(made, takeover.layers)
+
+
+def _takeover(made: PreparedModule) -> Takeover | None:
+    """How far the compiled layers of a model are; None if its layers can't be compiled by themselves."""
+    layers = getattr(getattr(made.module, "model", None), "layers", ())
+    if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
+        return None
+    known, form = TAKEOVERS.setdefault(layers, {}), layers[0].form
+    if (threads := torch.get_num_threads()) not in known:
         if (
             not regional.fits(form)
             or any(layer.form != form for layer in layers)
             or not may_take(len(layers) * form.entries * torch.float32.itemsize)
         ):
-            return made
-        if waits or regional.pays(layers[0].shared.seconds, form):
-            takeover.begin(layers, lambda found: _agree_in_rounds(model, _with_layers(made, found)), not waits)
-    if takeover.reason is not None:
-        settings.note(f"layers of {type(model).__name__} are not compiled one by one: {takeover.reason}")
-    return made if takeover.layers is None else _with_layers(made, takeover.layers)
+            return None
+        known[threads] = Takeover()
+    return known[threads]
 
 
 def _with_layers(made: PreparedModule, layers: nn.ModuleList) -> PreparedModule:

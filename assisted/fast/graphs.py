@@ -40,11 +40,6 @@ def captures_for(mode: str, device: torch.device) -> type[Captures] | None:
     return CompiledCode if mode == "compile" else None
 
 
-def _is_compiled(runner: Runner) -> bool:
-    """Whether its layers are compiled already, one by one. They are code for one row."""
-    return runner.prepared.runs == "compiled layers" and runner.cache.rows == 1
-
-
 class Graphs(Passes):
     """The captured forward passes of one model, kept between calls.
 
@@ -92,7 +87,7 @@ class Graphs(Passes):
         """
         runner.settings, runner.cache.outlives = settings, settings.outlives
         kind = captures_for(settings.mode, runner.device)
-        if kind is None or not runner.is_capturable or _is_compiled(runner):
+        if kind is None or not runner.is_capturable:
             return runner
         with self._lock:
             if self._settings is settings or (self._settings is not None and not self._settings.over):

@@ -69,7 +69,7 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         f"`python benchmarks/hybrid.py`: {its['prompts']} prompts of held-out code, {found['new_tokens']} new tokens, "
         f"{its['dtype']}, CPU threads: {its['threads']}, {its['processor']}, torch {its['torch']}. Drafts have "
-        f"{found['draft_length']} tokens, trees twice that depth. Speed is relative to plain `generate` in its fastest mode, "
+        f"{found['draft_length']} tokens, trees twice that depth. Speed is relative to plain `generate`, "
         "and to this package's loop without a draft."
     ]
     for title, race in found["races"].items():

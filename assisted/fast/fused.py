@@ -520,7 +520,8 @@ class FusedLayer(FusedMLP):
         weights = [None if norm is None else norm.weight for norm in norms]
         fits = len(found) == len(products) and all(p.outputs == n.outputs for p, n in zip(products, found, strict=True))
         fits = fits and {weight.dtype for weight in weights if weight is not None} == {torch.bfloat16}
-        if not fits or self.head_size % 32 or found[1].outputs != self.before_attention.weight.shape[0]:
+        fits = fits and self.head_size % 32 == 0 and self.head_size <= native.WIDEST
+        if not fits or found[1].outputs != self.before_attention.weight.shape[0]:
             return None
         epsilon = self.before_attention.epsilon
         return native.NativeLayer(found, weights, self.key_heads, self.head_size, epsilon, self.scaling)
@@ -604,7 +605,6 @@ class FusedLayer(FusedMLP):
             or cache.start is not None
             or not isinstance(cache.places, slice)
             or (mask is not None and (mask.dtype != torch.bool or mask.numel() > _SEEN))
-            or (native.has_tiles() and rows * width > native.most_columns())
         ):
             return None
         layer, like = cache.layer(self.index), hidden_states.new_empty(rows, self.key_heads, 0, self.head_size)

@@ -33,6 +33,8 @@ GROUP = 32  # inputs that share a scale and a zero point; inputs are padded to a
 OUTPUTS = 32  # outputs are padded to a multiple
 _TILE = 16  # outputs that lie together
 AT_ONCE = 256  # columns of a layer
+WIDEST = 256  # the largest head size
+MOST = 1024  # the most columns of a product by itself; for more, torch's own products are as fast
 _ROUNDED = 10  # a thread's numbers for a group of a column's inputs
 _FLAGS = (
     "-O3",
@@ -47,6 +49,7 @@ _FLAGS = (
     "-shared",
     "-fPIC",
 )
+_TILES = "-mamx-tile", "-mamx-bf16", "-mamx-int8"
 _SECONDS = 120  # for the compiler
 
 
@@ -103,7 +106,10 @@ def loaded() -> tuple[Any, str]:
         return None, "it is for Linux on x86-64"
     if not {"avx512_bf16", "avx512_vnni"} <= processor_flags():
         return None, "this processor has no AVX512-BF16"
-    library, reason = compiled("native.c", _FLAGS)
+    has_tiles = {"amx_bf16", "amx_int8"} <= processor_flags()
+    library, reason = compiled("native.c", (*_FLAGS, *_TILES)) if has_tiles else (None, "")
+    if library is None or not library.may_use_tiles():  # an old compiler, or a system that grants no tiles
+        library, reason = compiled("native.c", _FLAGS)
     if library is not None:
         library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
         library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p]
@@ -146,17 +152,6 @@ def _compile(command: list[str], file: Path) -> None:
         partial = Path(folder, file.name)
         subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True, timeout=_SECONDS)
         partial.replace(file)  # another process loads the whole file or none
-
-
-@functools.cache
-def has_tiles() -> bool:
-    """Whether the processor has AMX, with which products of many columns are faster than these."""
-    return "amx_bf16" in processor_flags()
-
-
-def most_columns() -> int:
-    """The most columns for which these are the fastest products."""
-    return 64 if has_tiles() else 1024
 
 
 def is_available() -> bool:
@@ -383,7 +378,7 @@ class NativePass:
             lists = [seen.nonzero()[:, 2].contiguous(), F.pad(seen.sum(-1).flatten().cumsum(0), (1, 0))]
         angles = (part.expand(-1, width, -1, -1).contiguous() for part in (cos, sin))  # a tree's level has one position
         self.held = *angles, places.expand(rows, -1).contiguous(), *lists
-        self.most = end - first + _TILE  # numbers for a query's weights
+        self.most = end - first + 2 * _TILE + 1  # a query's weights, rounded up, from the start of a line on
         self.made_for: NativeLayer | None = None
         of_cos, of_sin, of_places, *of_lists = (part.data_ptr() for part in self.held)
         self.struct = _Pass(rows, width, of_cos, of_sin, len(cos), of_places, first, *(of_lists or (None, None)))
@@ -394,7 +389,7 @@ class NativePass:
         like = self.made_for
         if like is None or like.sizes != layer.sizes:
             struct, columns = self.struct, self.struct.at_once
-            struct.of_thread = max(columns * (layer.sizes[1] // GROUP) * _ROUNDED, 4 * self.most)
+            struct.of_thread = max(columns * (layer.sizes[1] // GROUP) * _ROUNDED, 16 * self.most)
             self.buffers = (
                 torch.empty(columns * layer.sizes[0], dtype=torch.bfloat16),
                 torch.empty(struct.threads * struct.of_thread),

@@ -1,4 +1,4 @@
-"""Products and layers in C for processors with AVX512-BF16, compiled once by the system's C compiler.
+"""Products and layers in C for models in bfloat16 and float32, compiled once by the system's C compiler for its processor.
 
 torch's own products with 8 or 4 bits take twice as long for five columns as for one. These take little longer, and a column's
 bits do not depend on the other columns. Knows tensors and the compiler; `products` and `fused` decide where they are used.
@@ -35,21 +35,14 @@ _TILE = 16  # outputs that lie together
 AT_ONCE = 256  # columns of a layer
 WIDEST = 256  # the largest head size
 MOST = 1024  # the most columns of a product by itself; for more, torch's own products are as fast
-_ROUNDED = 10  # a thread's numbers for a group of a column's inputs
-_FLAGS = (
-    "-O3",
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512vl",
-    "-mavx512dq",
-    "-mavx512bf16",
-    "-mavx512vnni",
-    "-mfma",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-)
-_TILES = "-mamx-tile", "-mamx-bf16", "-mamx-int8"
+# a product and a sum are contracted only where the code says so, or the compiler would choose that for each number of columns
+_FLAGS = ("-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
+_TILES = ("amx_tile", "amx_bf16", "amx_int8")
+_PROCESSORS = (
+    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"),
+    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
+    ("avx2", "fma"),
+)  # what they have, as Linux names it; the first that fits
 _SECONDS = 120  # for the compiler
 
 
@@ -98,24 +91,34 @@ def folder() -> Path:
 
 
 @functools.cache
-def loaded() -> tuple[Any, str]:
-    """The compiled library and an empty string, or None and why there is none."""
+def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
+    """The library compiled for numbers of a dtype, bfloat16 or float32, and an empty string; or None and why there is none."""
     if os.environ.get(VARIABLE, "") == "0":
         return None, f"{VARIABLE} is 0"
     if platform.system() != "Linux" or platform.machine().lower() not in ("x86_64", "amd64"):
         return None, "it is for Linux on x86-64"
-    if not {"avx512_bf16", "avx512_vnni"} <= processor_flags():
-        return None, "this processor has no AVX512-BF16"
-    has_tiles = {"amx_bf16", "amx_int8"} <= processor_flags()
-    library, reason = compiled("native.c", (*_FLAGS, *_TILES)) if has_tiles else (None, "")
+    known = processor_flags()
+    able = next((names for names in _PROCESSORS if known.issuperset(names)), None)
+    if able is None:
+        return None, "this processor has neither AVX512 nor AVX2"
+    library = None
+    if dtype == torch.bfloat16 and known.issuperset((*able, *_TILES)):
+        library, reason = compiled("native.c", _flags(*able, *_TILES))
     if library is None or not library.may_use_tiles():  # an old compiler, or a system that grants no tiles
-        library, reason = compiled("native.c", _FLAGS)
+        library, reason = compiled("native.c", [*_flags(*able), *(["-DFLOAT32"] if dtype == torch.float32 else [])])
     if library is not None:
+        library.of_group = c_int64.in_dll(library, "most_of_group").value
         library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
         library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p]
         library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
         library.multiply.restype = library.layers.restype = library.norms.restype = None
     return library, reason
+
+
+def _flags(*names: str) -> list[str]:
+    """For a processor that has these."""
+    dashed = (name.replace("_", "-") if name.startswith("amx") else name.replace("_", "") for name in names)
+    return [*_FLAGS, *("-m" + name for name in dashed)]
 
 
 def processor_flags() -> set[str]:
@@ -134,7 +137,8 @@ def compiled(name: str, flags: Sequence[str]) -> tuple[Any, str]:
     if compiler is None:
         return None, "no C compiler was found"
     source = Path(__file__).with_name(name)
-    key = hashlib.sha256(source.read_bytes() + " ".join((compiler, *flags)).encode()).hexdigest()[:16]
+    text = b"".join(part.read_bytes() for part in (source, *sorted(source.parent.glob("*.h"))))
+    key = hashlib.sha256(text + " ".join((compiler, *flags)).encode()).hexdigest()[:16]
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         file = folder() / f"{source.stem}-{key}.so"
@@ -154,15 +158,16 @@ def _compile(command: list[str], file: Path) -> None:
         partial.replace(file)  # another process loads the whole file or none
 
 
-def is_available() -> bool:
-    """Whether products and layers in C run here; compiles them if that has not been done."""
-    return loaded()[0] is not None
+def is_available(dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether products and layers in C of a dtype run here; compiles them if that has not been done."""
+    return dtype in (torch.bfloat16, torch.float32) and loaded(dtype)[0] is not None
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
-    """A weight of bfloat16, or its levels in int8, [out, in], in the kernels' layout, [out / 32, any] uint8."""
+    """A weight of float32 or bfloat16, or its levels in int8, [out, in], in the kernels' layout, [out / 32, any] uint8."""
     weight = _padded(weight.detach())
-    pairs = weight.view(-1, OUTPUTS, weight.shape[1] // 2, 2)
+    together = 1 if weight.dtype == torch.float32 else 2
+    pairs = weight.view(-1, OUTPUTS, weight.shape[1] // together, together)
     return in_large_pages(pairs.transpose(1, 2).contiguous().view(torch.uint8).flatten(1))
 
 
@@ -242,9 +247,9 @@ class NativeProduct:
     """A product with a weight in the kernels' layout.
 
     Args:
-        weights: of `packed` and the like, with 16, 8 or 4 bits.
+        weights: of `packed` and the like, with 32, 16, 8 or 4 bits.
         inputs: padded to a multiple of `GROUP`.
-        bits: 16, 8 or 4.
+        bits: 32 for products of float32; 16, 8 or 4 for those of bfloat16.
         scales: of 8 bits, [out] float32.
         bias: [out], or None.
         input_bits: 16, or 8 beside weights of 4 bits: a column's inputs are rounded with a scale for each group, and the
@@ -261,33 +266,35 @@ class NativeProduct:
         input_bits: int = 16,
     ):
         self.inputs, self.outputs = inputs, OUTPUTS * len(weights)
+        self.dtype = torch.float32 if bits == 32 else torch.bfloat16
+        self.library = loaded(self.dtype)[0]
         full = [None if part is None else F.pad(part.float(), (0, self.outputs - len(part))) for part in (scales, bias)]
         self.held = weights, *full
         addresses = (0 if part is None else part.data_ptr() for part in self.held)
         self.struct = _Product(*addresses, self.outputs, inputs, bits, input_bits)
 
     def __call__(self, columns: torch.Tensor) -> torch.Tensor:
-        """[n, inputs] bfloat16 -> [n, outputs] bfloat16."""
+        """[n, inputs] -> [n, outputs], in its dtype."""
         columns = columns.contiguous()  # the last columns of several rows lie apart
         n, threads = len(columns), torch.get_num_threads()
         made = columns.new_empty(n, self.outputs)
-        scratch = torch.empty(threads * n * (self.inputs // GROUP) * _ROUNDED)
+        scratch = torch.empty(threads * n * (self.inputs // GROUP) * self.library.of_group)
         own = ctypes.addressof(self.struct)
-        loaded()[0].multiply(own, columns.data_ptr(), n, made.data_ptr(), scratch.data_ptr(), threads)
+        self.library.multiply(own, columns.data_ptr(), n, made.data_ptr(), scratch.data_ptr(), threads)
         return made
 
 
 def norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of vectors of bfloat16, [..., D]. weight: [D], where D is a multiple of 16."""
+    """RMSNorm of vectors of bfloat16 or float32, [..., D]. weight: [D], of the same dtype, where D is a multiple of 16."""
     hidden, size = hidden.contiguous(), len(weight)
     made = torch.empty_like(hidden)
     given = hidden.data_ptr(), weight.data_ptr(), hidden.numel() // size, size, epsilon, made.data_ptr()
-    loaded()[0].norms(*given)
+    loaded(hidden.dtype)[0].norms(*given)
     return made
 
 
 class NativeLayer:
-    """A layer of the Llama family, of products and weights of norms. It uses the model's own weights of norms.
+    """A layer of the Llama family, of products and the model's own weights of norms, all of one dtype.
 
     Args:
         products: of queries, keys and values together; of the attention's output; of gate and up together; of down.
@@ -306,6 +313,7 @@ class NativeLayer:
     ):
         heads, output, _, down = self.products = products
         self.norms = norms
+        self.dtype, self.library = heads.dtype, heads.library
         hidden, inner = output.outputs, down.inputs
         # of the buffer for a column, and the widest input
         self.sizes = 3 * hidden + heads.outputs + output.inputs + 3 * inner, max(heads.inputs, inner, output.inputs)
@@ -347,7 +355,7 @@ def run(
     places = (c_void_p * len(slots))(*(part.data_ptr() for part in slots))
     read, written = (0 if part is None else part.data_ptr() for part in (beside, made))
     pointers = (hidden.data_ptr(), read, ctypes.addressof(places), slots[0].shape[2], written)
-    loaded()[0].layers(ctypes.addressof(each), len(layers), around.buffer(layers[0]), *pointers)
+    layers[0].library.layers(ctypes.addressof(each), len(layers), around.buffer(layers[0]), *pointers)
 
 
 class NativePass:
@@ -389,9 +397,9 @@ class NativePass:
         like = self.made_for
         if like is None or like.sizes != layer.sizes:
             struct, columns = self.struct, self.struct.at_once
-            struct.of_thread = max(columns * (layer.sizes[1] // GROUP) * _ROUNDED, 16 * self.most)
+            struct.of_thread = max(columns * (layer.sizes[1] // GROUP) * layer.library.of_group, 16 * self.most)
             self.buffers = (
-                torch.empty(columns * layer.sizes[0], dtype=torch.bfloat16),
+                torch.empty(columns * layer.sizes[0], dtype=layer.dtype),
                 torch.empty(struct.threads * struct.of_thread),
             )
             struct.buffer, struct.scratch = (part.data_ptr() for part in self.buffers)

@@ -12,6 +12,9 @@
 typedef float Sums[TILE][TILES * TILE];
 enum { OF_SUMS = TILES * TILE * sizeof(float) };
 
+/* Bytes by which weights are fetched ahead while those before them are multiplied, which takes a fifth off the time of few columns. */
+enum { AHEAD = 8192 };
+
 /* Inputs whose weights are expanded at once; the most blocks of a product; and the most columns for which integer products without
    tiles, which find the same, take less time. */
 enum { CHUNK = 256, BLOCKS = 16, ALONE = 4 };
@@ -41,7 +44,8 @@ static void configure(int columns, int is_of_8) {
 INLINE void expand(const Product *p, const uint8_t *weights, int64_t groups, bf16 *to) {
     const __m512i levels = _mm512_loadu_si512(LEVELS), nibble = _mm512_set1_epi8(15);
     const int64_t bytes = p->bits == 4 ? BYTES4 : GROUP * TILES * TILE;
-    for (int64_t g = 0; g < groups; g++, weights += bytes, to += GROUP * TILES * TILE)
+    for (int64_t g = 0; g < groups; g++, weights += bytes, to += GROUP * TILES * TILE) {
+        for (int64_t i = 0; i < bytes; i += LINE) _mm_prefetch((const char *)weights + AHEAD + i, _MM_HINT_T0);
         if (p->bits == 8) {
             UNROLLED for (int i = 0; i < GROUP; i++) {
                 const __m128i *packed = (const __m128i *)weights + 2 * i;
@@ -65,6 +69,7 @@ INLINE void expand(const Product *p, const uint8_t *weights, int64_t groups, bf1
                 }
             }
         }
+}
 }
 
 /* Loads the weights of a group and multiplies them with the inputs of one or two blocks. stride: of columns, in bytes. */
@@ -244,9 +249,12 @@ typedef struct {
 
 enum { KEYS = 32, WIDEST = 256 }; /* slots of a step; the largest head size */
 
+/* Whether slots [j, end) of a list, which ascends, lie one after the other. */
+INLINE int lie_together(const int64_t *slots, int64_t j, int64_t end) { return !slots || slots[end - 1] - slots[j] == end - 1 - j; }
+
 /* Where `KEYS` keys or values from slot j on lie, one after the other; some are copied, and zeros stand for what is not there. */
 INLINE const bf16 *some_slots(const bf16 *from, const int64_t *slots, int64_t j, int64_t count, int64_t size, bf16 *copied) {
-    if (!slots && j + KEYS <= count) return from + j * size;
+    if (j + KEYS <= count && lie_together(slots, j, j + KEYS)) return from + (slots ? slots[j] : j) * size;
     for (int64_t i = 0; i < KEYS; i++) {
         if (j + i < count)
             memcpy(copied + i * size, from + (slots ? slots[j + i] : j + i) * size, size * sizeof(bf16));
@@ -392,8 +400,19 @@ static void attend_in_tiles(
         mean_in_tiles(q, scratch, shares, values, slots, count, size, at, size - at < 64 ? 1 : 2, copied);
 }
 
-/* Attention of n columns from `from` on, within a parallel region. Columns of a row that see all slots up to their own stand
-   together. */
+/* How many slots a column sees. */
+INLINE int64_t seen_by(const Pass *s, int64_t c) {
+    return s->slots ? s->starts[c + 1] - s->starts[c] : s->places[c] - s->first + 1;
+}
+
+/* Whether these are the first slots. */
+INLINE int sees_start(const Pass *s, int64_t c) {
+    if (!s->slots) return 1;
+    const int64_t *slots = s->slots + s->starts[c], count = seen_by(s, c);
+    return count > 0 && slots[0] == 0 && lie_together(slots, 0, count);
+}
+
+/* Attention of n columns from `from` on, within a parallel region. Columns of a row that see its first slots stand together. */
 static void attend_all(
     const Layer *l, const Pass *s, const bf16 *heads, const bf16 *keys, const bf16 *values, int64_t capacity, bf16 *seen,
     int64_t from, int64_t n) {
@@ -401,16 +420,19 @@ static void attend_all(
     own += (LINE - (uintptr_t)own % LINE) % LINE / sizeof(float);
     const int64_t size = l->head_size, group = l->query_heads / l->key_heads, together = group < TILE ? TILE / group : 1;
     int64_t begin[n + 1], blocks = 0;
-    for (int64_t c = 0; c < n; c++)
-        if (!blocks || s->slots || c - begin[blocks - 1] == together || (from + c) % s->width == 0) begin[blocks++] = c;
+    for (int64_t c = 0; c < n; c++) {
+        const int is_new = !blocks || c - begin[blocks - 1] == together || (from + c) % s->width == 0;
+        if (is_new || !sees_start(s, from + c) || !sees_start(s, from + c - 1)) begin[blocks++] = c;
+    }
     begin[blocks] = n;
     configure(TILE, 0);
 #pragma omp for schedule(static, 1)
     for (int64_t i = 0; i < blocks * l->key_heads; i++) { /* in turn, because a prompt's columns see more and more slots */
         const int64_t b = i / l->key_heads, h = i % l->key_heads, at = from + begin[b], end = from + begin[b + 1];
         const int64_t of = ((at / s->width * l->key_heads + h) * capacity + s->first) * size;
-        const int64_t *slots = s->slots ? s->slots + s->starts[at] : NULL;
-        const int64_t count = s->slots ? s->starts[at + 1] - s->starts[at] : s->places[end - 1] - s->first + 1;
+        int64_t count = 0;
+        for (int64_t c = at; c < end; c++) count = seen_by(s, c) > count ? seen_by(s, c) : count;
+        const int64_t *slots = sees_start(s, at) ? NULL : s->slots + s->starts[at];
         for (int64_t first = 0; first < group; first += TILE) {
             Queries q = {.lanes = 0};
             for (int i = 0; i < TILE; i++) q.counts[i] = (int32_t)count;
@@ -418,7 +440,7 @@ static void attend_all(
                 for (int64_t k = first; k < group && k < first + TILE; k++) {
                     q.queries[q.lanes] = heads + (c - from) * l->heads.outputs + (h * group + k) * size;
                     q.seen[q.lanes] = seen + (c - from) * l->output.inputs + (h * group + k) * size;
-                    q.counts[q.lanes++] = (int32_t)(slots ? count : s->places[c] - s->first + 1);
+                    q.counts[q.lanes++] = (int32_t)seen_by(s, c);
                 }
             attend_in_tiles(&q, keys + of, values + of, slots, count, size, l->scaling, own);
         }

@@ -243,8 +243,10 @@ static void blocks_of(
 typedef struct {
     const bf16 *queries[TILE];
     bf16 *seen[TILE];
-    int32_t counts[TILE]; /* of slots that a query sees: the first ones of the block's */
-    int lanes;
+    int32_t counts[TILE];        /* of slots that a query sees */
+    const int64_t *slots[TILE];  /* these slots, in order; NULL for the first ones */
+    int lanes, of_column;        /* lanes of a column, which lie together */
+    int64_t count, shared;       /* the most slots; up to where all columns see the first ones */
 } Queries;
 
 enum { KEYS = 32, WIDEST = 256 }; /* slots of a step; the largest head size */
@@ -265,23 +267,36 @@ INLINE const bf16 *some_slots(const bf16 *from, const int64_t *slots, int64_t j,
     return copied;
 }
 
-/* scores [count, rounded up to KEYS][16]: of queries [size / 32][16 pairs][16 lanes][2] with the keys. */
-INLINE void score(
-    const bf16 *queries, const bf16 *keys, const int64_t *slots, int64_t count, int64_t size, float *scores, bf16 *copied) {
-    for (int64_t j = 0; j < count; j += KEYS) {
-        const bf16 *some = some_slots(keys, slots, j, count, size, copied);
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int64_t k = 0; k < size; k += 32) {
-            _tile_loadd(6, queries + k * TILE, LINE);
-            _tile_loadd(4, some + k, size * sizeof(bf16));
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(5, some + TILE * size + k, size * sizeof(bf16));
-            _tile_dpbf16ps(1, 5, 6);
-        }
-        _tile_stored(0, scores + j * TILE, LINE);
-        _tile_stored(1, scores + (j + TILE) * TILE, LINE);
+/* scores [KEYS][16]: of queries [size / 32][16 pairs][16 lanes][2] with keys that lie one after the other. */
+INLINE void score_some(const bf16 *queries, const bf16 *keys, int64_t size, float *scores) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t k = 0; k < size; k += 32) {
+        _tile_loadd(6, queries + k * TILE, LINE);
+        _tile_loadd(4, keys + k, size * sizeof(bf16));
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, keys + TILE * size + k, size * sizeof(bf16));
+        _tile_dpbf16ps(1, 5, 6);
     }
+    _tile_stored(0, scores, LINE);
+    _tile_stored(1, scores + TILE * TILE, LINE);
+}
+
+INLINE __mmask16 lanes_of(const Queries *q, int lane) { return (__mmask16)(((1 << q->of_column) - 1) << lane); }
+
+/* scores [count, rounded up to KEYS][16]. Slots that columns do not share are scored for each column by itself. */
+INLINE void score(const Queries *q, const bf16 *queries, const bf16 *keys, int64_t size, float *scores, bf16 *copied) {
+    _Alignas(LINE) float own[KEYS][TILE];
+    int64_t j = 0;
+    for (; j < q->shared; j += KEYS)
+        score_some(queries, some_slots(keys, NULL, j, q->count, size, copied), size, scores + j * TILE);
+    for (; j < q->count; j += KEYS)
+        for (int lane = 0; lane < q->lanes; lane += q->of_column) {
+            if (j >= q->counts[lane]) continue;
+            score_some(queries, some_slots(keys, q->slots[lane], j, q->counts[lane], size, copied), size, own[0]);
+            for (int64_t i = 0; i < KEYS; i++)
+                _mm512_mask_store_ps(scores + (j + i) * TILE, lanes_of(q, lane), _mm512_load_ps(own[i]));
+        }
 }
 
 /* Transposes sixteen vectors of sixteen numbers. */
@@ -310,7 +325,8 @@ INLINE void transpose(const int32_t *from, int32_t *to) {
 
 /* The softmax of scores times its divisor, in bfloat16, in their place: [16 lanes][32 slots] for each `KEYS` slots. Returns one over
    the divisors. */
-INLINE __m512 weights_in_tiles(const Queries *q, float *scores, int64_t count, float scaling) {
+INLINE __m512 weights_in_tiles(const Queries *q, float *scores, float scaling) {
+    const int64_t count = q->count;
     const __m512i counts = _mm512_loadu_si512(q->counts);
     const __m512 scale = _mm512_set1_ps(scaling);
     const int32_t least = _mm512_reduce_min_epi32(counts);
@@ -344,36 +360,46 @@ INLINE __m512 weights_in_tiles(const Queries *q, float *scores, int64_t count, f
     return _mm512_maskz_div_ps(_mm512_cmpgt_epi32_mask(counts, _mm512_setzero_si512()), _mm512_set1_ps(1), sum);
 }
 
-/* 32 * parts numbers of each query's mean of values from number `at` on. Values of two slots are interleaved, see `mean`. */
-INLINE void mean_in_tiles(
-    const Queries *q, const float *weights, const float *shares, const bf16 *values, const int64_t *slots, int64_t count,
-    int64_t size, int64_t at, int parts, bf16 *copied) {
+/* Adds to the sums of 32 * parts numbers those of `KEYS` values, which are interleaved for that by twos, see `mean`. */
+INLINE void add_values(const void *weights, const bf16 *values, int64_t size, int parts) {
     _Alignas(LINE) bf16 pairs[2 * 2][TILE][32];
-    _Alignas(LINE) float sums[2 * 2][TILE][TILE];
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t j = 0; j < count; j += KEYS) {
-        const bf16 *some = some_slots(values, slots, j, count, size, copied) + at;
-        for (int64_t i = 0; i < KEYS / 2; i++) UNROLLED for (int k = 0; k < parts; k++) {
-            const __m512i a = _mm512_loadu_si512(some + 2 * i * size + 32 * k);
-            const __m512i b = _mm512_loadu_si512(some + (2 * i + 1) * size + 32 * k);
-            _mm512_store_si512(pairs[2 * k][i], _mm512_unpacklo_epi16(a, b));
-            _mm512_store_si512(pairs[2 * k + 1][i], _mm512_unpackhi_epi16(a, b));
-        }
-        __asm__ volatile("" ::: "memory");
-        _tile_loadd(4, weights + j * TILE, LINE);
-        _tile_loadd(6, pairs[0], LINE);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, pairs[1], LINE);
-        _tile_dpbf16ps(1, 4, 7);
-        if (parts == 1) continue;
+    for (int64_t i = 0; i < KEYS / 2; i++) UNROLLED for (int k = 0; k < parts; k++) {
+        const __m512i a = _mm512_loadu_si512(values + 2 * i * size + 32 * k);
+        const __m512i b = _mm512_loadu_si512(values + (2 * i + 1) * size + 32 * k);
+        _mm512_store_si512(pairs[2 * k][i], _mm512_unpacklo_epi16(a, b));
+        _mm512_store_si512(pairs[2 * k + 1][i], _mm512_unpackhi_epi16(a, b));
+    }
+    __asm__ volatile("" ::: "memory");
+    _tile_loadd(4, weights, LINE);
+    _tile_loadd(6, pairs[0], LINE);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, pairs[1], LINE);
+    _tile_dpbf16ps(1, 4, 7);
+    if (parts > 1) {
         _tile_loadd(6, pairs[2], LINE);
         _tile_dpbf16ps(2, 4, 6);
         _tile_loadd(7, pairs[3], LINE);
         _tile_dpbf16ps(3, 4, 7);
     }
+    __asm__ volatile("" ::: "memory"); /* before `pairs` is written again */
+}
+
+/* 32 * parts numbers of each query's mean of values from number `at` on. */
+INLINE void mean_in_tiles(
+    const Queries *q, const float *weights, const float *shares, const bf16 *values, int64_t size, int64_t at, int parts,
+    bf16 *copied) {
+    _Alignas(LINE) float sums[2 * 2][TILE][TILE];
+    begin_sums(2);
+    int64_t j = 0;
+    for (; j < q->shared; j += KEYS)
+        add_values(weights + j * TILE, some_slots(values, NULL, j, q->count, size, copied) + at, size, parts);
+    for (; j < q->count; j += KEYS)
+        for (int lane = 0; lane < q->lanes; lane += q->of_column) {
+            if (j >= q->counts[lane]) continue;
+            _Alignas(LINE) float own[TILE][TILE] = {{0}};
+            memcpy(own[lane], weights + (j + lane) * TILE, q->of_column * LINE);
+            add_values(own, some_slots(values, q->slots[lane], j, q->counts[lane], size, copied) + at, size, parts);
+        }
     _tile_stored(0, sums[0], LINE);
     _tile_stored(1, sums[1], LINE);
     _tile_stored(2, sums[2], LINE);
@@ -383,10 +409,9 @@ INLINE void mean_in_tiles(
             store_in_order(q->seen[lane] + at + 32 * k, _mm512_load_ps(sums[2 * k][lane]), _mm512_load_ps(sums[2 * k + 1][lane]), shares[lane]);
 }
 
-/* Attention of queries to the first `count` slots. scratch: 16 numbers for each slot, rounded up to `KEYS`. */
+/* Attention of queries. scratch: 16 numbers for each slot, rounded up to `KEYS`. */
 static void attend_in_tiles(
-    const Queries *q, const bf16 *keys, const bf16 *values, const int64_t *slots, int64_t count, int64_t size, float scaling,
-    float *scratch) {
+    const Queries *q, const bf16 *keys, const bf16 *values, int64_t size, float scaling, float *scratch) {
     _Alignas(LINE) int32_t queries[WIDEST / 2 * TILE];
     _Alignas(LINE) bf16 copied[KEYS * WIDEST];
     _Alignas(LINE) float shares[TILE];
@@ -394,10 +419,10 @@ static void attend_in_tiles(
     for (int lane = 0; lane < q->lanes; lane++)
         for (int64_t i = 0; i < size / 2; i++) memcpy(queries + i * TILE + lane, q->queries[lane] + 2 * i, sizeof(int32_t));
     __asm__ volatile("" ::: "memory");
-    score((const bf16 *)queries, keys, slots, count, size, scratch, copied);
-    _mm512_store_ps(shares, weights_in_tiles(q, scratch, count, scaling));
+    score(q, (const bf16 *)queries, keys, size, scratch, copied);
+    _mm512_store_ps(shares, weights_in_tiles(q, scratch, scaling));
     for (int64_t at = 0; at < size; at += 64)
-        mean_in_tiles(q, scratch, shares, values, slots, count, size, at, size - at < 64 ? 1 : 2, copied);
+        mean_in_tiles(q, scratch, shares, values, size, at, size - at < 64 ? 1 : 2, copied);
 }
 
 /* How many slots a column sees. */
@@ -405,14 +430,20 @@ INLINE int64_t seen_by(const Pass *s, int64_t c) {
     return s->slots ? s->starts[c + 1] - s->starts[c] : s->places[c] - s->first + 1;
 }
 
-/* Whether these are the first slots. */
-INLINE int sees_start(const Pass *s, int64_t c) {
-    if (!s->slots) return 1;
-    const int64_t *slots = s->slots + s->starts[c], count = seen_by(s, c);
-    return count > 0 && slots[0] == 0 && lie_together(slots, 0, count);
+/* How many of them are the first ones. */
+INLINE int64_t first_of(const Pass *s, int64_t c) {
+    int64_t least = 0, most = seen_by(s, c);
+    while (s->slots && least < most) {
+        const int64_t middle = (least + most + 1) / 2;
+        if (s->slots[s->starts[c] + middle - 1] == middle - 1)
+            least = middle;
+        else
+            most = middle - 1;
+    }
+    return most;
 }
 
-/* Attention of n columns from `from` on, within a parallel region. Columns of a row that see its first slots stand together. */
+/* Attention of n columns from `from` on, within a parallel region. Columns of a row stand together. */
 static void attend_all(
     const Layer *l, const Pass *s, const bf16 *heads, const bf16 *keys, const bf16 *values, int64_t capacity, bf16 *seen,
     int64_t from, int64_t n) {
@@ -420,29 +451,32 @@ static void attend_all(
     own += (LINE - (uintptr_t)own % LINE) % LINE / sizeof(float);
     const int64_t size = l->head_size, group = l->query_heads / l->key_heads, together = group < TILE ? TILE / group : 1;
     int64_t begin[n + 1], blocks = 0;
-    for (int64_t c = 0; c < n; c++) {
-        const int is_new = !blocks || c - begin[blocks - 1] == together || (from + c) % s->width == 0;
-        if (is_new || !sees_start(s, from + c) || !sees_start(s, from + c - 1)) begin[blocks++] = c;
-    }
+    for (int64_t c = 0; c < n; c++)
+        if (!blocks || c - begin[blocks - 1] == together || (from + c) % s->width == 0) begin[blocks++] = c;
     begin[blocks] = n;
     configure(TILE, 0);
 #pragma omp for schedule(static, 1)
     for (int64_t i = 0; i < blocks * l->key_heads; i++) { /* in turn, because a prompt's columns see more and more slots */
         const int64_t b = i / l->key_heads, h = i % l->key_heads, at = from + begin[b], end = from + begin[b + 1];
         const int64_t of = ((at / s->width * l->key_heads + h) * capacity + s->first) * size;
-        int64_t count = 0;
-        for (int64_t c = at; c < end; c++) count = seen_by(s, c) > count ? seen_by(s, c) : count;
-        const int64_t *slots = sees_start(s, at) ? NULL : s->slots + s->starts[at];
+        int64_t count = 0, shared = INT64_MAX;
+        for (int64_t c = at; c < end; c++) {
+            const int64_t own_count = seen_by(s, c), firsts = first_of(s, c);
+            if (own_count > count) count = own_count;
+            if (firsts < own_count && firsts < shared) shared = firsts;
+        }
+        shared = shared < count ? shared / KEYS * KEYS : count;
         for (int64_t first = 0; first < group; first += TILE) {
-            Queries q = {.lanes = 0};
+            Queries q = {.count = count, .shared = shared, .of_column = (int)(group - first < TILE ? group - first : TILE)};
             for (int i = 0; i < TILE; i++) q.counts[i] = (int32_t)count;
             for (int64_t c = at; c < end; c++)
-                for (int64_t k = first; k < group && k < first + TILE; k++) {
+                for (int64_t k = first; k < first + q.of_column; k++) {
                     q.queries[q.lanes] = heads + (c - from) * l->heads.outputs + (h * group + k) * size;
                     q.seen[q.lanes] = seen + (c - from) * l->output.inputs + (h * group + k) * size;
+                    q.slots[q.lanes] = s->slots ? s->slots + s->starts[c] : NULL;
                     q.counts[q.lanes++] = (int32_t)seen_by(s, c);
                 }
-            attend_in_tiles(&q, keys + of, values + of, slots, count, size, l->scaling, own);
+            attend_in_tiles(&q, keys + of, values + of, size, l->scaling, own);
         }
     }
     _tile_release();

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import math
 import mmap
 import os
 import platform
@@ -29,10 +30,12 @@ import torch.nn.functional as F
 VARIABLE = "ASSISTED_KERNELS"
 """The environment variable with the folder that keeps the compiled library; "0": compile nothing. By default, a folder in the
 user's cache folder."""
+DTYPES = torch.bfloat16, torch.float32
 GROUP = 32  # inputs that share a scale and a zero point; inputs are padded to a multiple
 OUTPUTS = 32  # outputs are padded to a multiple
 _TILE = 16  # outputs that lie together
 AT_ONCE = 256  # columns of a layer
+FLOAT32_COLUMNS = 64  # up to which products of float32 are faster than torch's
 # a product and a sum are contracted only where the code says so, or the compiler would choose that for each number of columns
 _FLAGS = ("-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 _PROCESSORS = (
@@ -156,9 +159,19 @@ def most_columns() -> int:
     return 64 if has_tiles() else 1024
 
 
+def most_of(dtype: torch.dtype) -> int:
+    """The most columns of numbers of a dtype for which these are the fastest products."""
+    return FLOAT32_COLUMNS if dtype == torch.float32 else most_columns()
+
+
+def most_of_layers(dtype: torch.dtype) -> float:
+    """The same of a prompt's columns and whole layers."""
+    return most_of(dtype) if dtype == torch.float32 or has_tiles() else math.inf
+
+
 def is_available(dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether products and layers in C of a dtype run here; compiles them if that has not been done."""
-    return dtype in (torch.bfloat16, torch.float32) and loaded(dtype)[0] is not None
+    return dtype in DTYPES and loaded(dtype)[0] is not None
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:

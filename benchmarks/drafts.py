@@ -58,8 +58,9 @@ def train(args: argparse.Namespace) -> dict[str, Path]:
     """Train what is not trained yet, each in a process of its own. Returns the folders by name."""
     folders = {name: args.work / name.lower().replace(" ", "-") for name in TRAININGS}
     folders = {name: folder for name, folder in folders.items() if name in args.only}
+    dtype = ("--dtype", "bfloat16", "--bfloat16") if args.bfloat16 else ()
     for name, folder in folders.items():
-        train_one(args, folder, *TRAININGS[name])
+        train_one(args, folder, *TRAININGS[name], *dtype)
     return folders
 
 
@@ -179,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--only", nargs="+", default=list(TRAININGS), choices=list(TRAININGS), help="(default: all)")
     found.add_argument("--cpu-time", action="store_true", help="for a busy machine; with one thread")
     found.add_argument("--train-only", action="store_true", help="train and measure nothing")
+    found.add_argument("--bfloat16", action="store_true", help="train in it, with a target in it")
     return found
 
 

@@ -61,6 +61,14 @@ KINDS = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3For
 PARENTS = torch.tensor([[-1, 0, 0, -1, 3]])
 
 
+PRODUCTS: dict[float, Any] = {
+    16: lambda module: native.NativeProduct(native.packed(module.weight), module.in_features, 16),
+    8: lambda module: low_bit(module, 8, 16).native_product,
+    4: lambda module: low_bit(module, 4, 16).native_product,
+    4.8: lambda module: low_bit(module, 4, 8).native_product,
+}
+
+
 def built(name: str, bits: float = 16) -> Any:
     config = copy.deepcopy(CONFIGS[name])
     torch.manual_seed(0)
@@ -80,9 +88,11 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         pytest.skip("this processor cannot run them")
     monkeypatch.setattr(native, "_PROCESSORS", (names,))
     native.loaded.cache_clear()
-    assert native.is_available() and native.is_available(torch.float32)
-    yield
-    native.loaded.cache_clear()
+    try:
+        assert native.is_available() and native.is_available(torch.float32)
+        yield
+    finally:
+        native.loaded.cache_clear()
 
 
 def ids_of(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -125,6 +135,33 @@ def test_products(bits: float, outputs: int, inputs: int) -> None:
     for some in range(1, 21):
         assert torch.equal(product(columns[:some].contiguous())[:, :outputs].double(), made[:some])
         assert torch.equal(product(columns[some:].contiguous())[:, :outputs].double(), made[some:])
+    many = columns.repeat(14, 1)[:289]  # more than are computed together
+    assert torch.equal(product(many)[:, :outputs].double(), made.repeat(14, 1)[:289])
+
+
+@needed
+@pytest.mark.skipif("amx_int8" not in native.processor_flags(), reason="this processor has no AMX")
+@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
+@torch.no_grad()
+def test_without_tiles(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a system that grants no tiles."""
+    model, ids = built("grouped", bits), ids_of(40)
+    run_, path = runner(fused.fused(model)), ids_of(6, seed=1)
+    module = nn.Linear(96, 64, bias=False).to(torch.bfloat16)
+    columns = torch.randn(21, 96).to(torch.bfloat16)
+    product = PRODUCTS[bits](module)
+    made = [torch.cat([run_.prefill(ids, None), run_(path)], 1), product(columns)]
+    flags = native.processor_flags() - {"amx_int8"}
+    monkeypatch.setattr(native, "processor_flags", lambda: flags)
+    native.loaded.cache_clear()
+    try:
+        assert not hasattr(native.loaded()[0], "may_use_tiles")
+        run_ = runner(fused.fused(model))
+        found = [torch.cat([run_.prefill(ids, None), run_(path)], 1), product(columns)]
+    finally:
+        native.loaded.cache_clear()
+    assert agree(found[0], made[0], torch.bfloat16) and agree(found[1], made[1], torch.bfloat16)
+    assert bits != 4.8 or torch.equal(found[1], made[1])
 
 
 @needed

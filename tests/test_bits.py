@@ -30,11 +30,12 @@ DRAFTS: dict[str, Any] = {
 } | {"a tree of two": ["suffix", "zoo:draft"]}
 
 
-@pytest.fixture(scope="module", params=[16, 8, 4, 4.8])
+@pytest.fixture(scope="module", params=[32, 16, 8, 4, 4.8])
 def target(request: pytest.FixtureRequest) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.bfloat16)
+    dtype = torch.float32 if request.param == 32 else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=dtype)
     weights = {8: PackedConfig(8), 4: PackedConfig(4), 4.8: PackedConfig(4, input_bits=8)}
-    return model if request.param == 16 else quantize_copy(model, weights[request.param])
+    return model if request.param >= 16 else quantize_copy(model, weights[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,21 @@ def test_rows_of_a_batch_are_those_of_single_prompts(target: Any, prompts: Any) 
 
 
 @needed
+def test_long_prompts_of_a_batch_are_those_of_single_ones(target: Any) -> None:
+    """In C as well, and where rows of equal length lie apart."""
+    ids = torch.randint(5, 300, (3, 120), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    pair = AssistedModelForCausalLM.from_models(target, draft="suffix", exact="bits")
+    call = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    both = pair.generate(ids, attention_mask=mask, **call)
+    for row in range(3):
+        one = pair.generate(ids[row, mask[row].bool()][None], **call)
+        for ours, alone in zip(both.logits, one.logits, strict=True):
+            assert torch.equal(ours[row], alone[0])
+
+
+@needed
 def test_a_seed_makes_the_same_texts_call_after_call(target: Any, prompts: Any) -> None:
     found = []
     for draft in ("zoo:draft", "suffix"):
@@ -147,7 +163,7 @@ def test_what_cannot_be_exact_to_the_bit_is_refused(monkeypatch: pytest.MonkeyPa
         AssistedModelForCausalLM.from_models(other, draft="suffix", exact="digits")
     with pytest.raises(ValueError, match="needs fast='auto', and fast is 'compile'"):
         AssistedModelForCausalLM.from_models(other, draft="suffix", exact="bits", fast="compile")
-    monkeypatch.setattr(native, "loaded", lambda: (None, "no C compiler was found"))
+    monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "no C compiler was found"))
     model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="no C compiler was found"):
         AssistedModelForCausalLM.from_models(model, draft="suffix", exact="bits").generate(ids, max_new_tokens=4)

@@ -175,7 +175,7 @@ def test_bfloat16_is_rounded_where_the_model_rounds(name, in_c, monkeypatch):
     if not products.packs(torch.bfloat16):
         pytest.skip("this processor does not multiply bfloat16")
     if not in_c:
-        monkeypatch.setattr(native, "loaded", lambda: (None, "of the test"))
+        monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "of the test"))
     elif not native.is_available():
         pytest.skip(native.loaded()[1])
     model = build(BY_NAME[name])

@@ -34,7 +34,7 @@ CALL = {"max_new_tokens": 24, "do_sample": False}
 @pytest.fixture(params=["of torch", "in C"], autouse=True)
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "of torch":
-        monkeypatch.setattr(native, "loaded", lambda: (None, "of the test"))
+        monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "of the test"))
     elif not native.is_available():
         pytest.skip(native.loaded()[1])
 
@@ -309,7 +309,7 @@ def test_the_name_of_inputs_in_8_bits(tmp_path: Path) -> None:
 
 
 def test_inputs_keep_their_bits_without_the_products_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "loaded", lambda: (None, "no C compiler was found"))
+    monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "no C compiler was found"))
     llama(tmp_path)
     warned: list[str] = []
     monkeypatch.setattr(logging.get_logger("assisted.loading.packed"), "warning_once", warned.append)

@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 WEIGHTS = {8: PackedConfig(8), 4: PackedConfig(4), 4.8: PackedConfig(4, input_bits=8)}  # 4.8: inputs of 8 bits, too
+BITS = [32, 16, 8, 4, 4.8]  # 32: everything in float32
+PROCESSORS: dict[str, tuple[str, ...]] = {
+    "AVX2": ("avx2", "fma"),
+    "AVX512 without bfloat16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
+    "none of these": (),
+}
 KINDS = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
 # of a row that has read seven tokens: the last of them, and five nodes
 PARENTS = torch.tensor([[-1, 0, 0, -1, 3]])
@@ -69,8 +76,23 @@ def built(name: str, bits: float = 16) -> Any:
     for name_, parameter in model.named_parameters():  # norms and biases that matter
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 1.0 if "norm" in name_ else 0.0, 0.2)
-    model = model.to(torch.bfloat16)
-    return model if bits == 16 else quantize_copy(model, WEIGHTS[bits])
+    model = model if bits == 32 else model.to(torch.bfloat16)
+    return model if bits >= 16 else quantize_copy(model, WEIGHTS[bits])
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels compiled as for a processor that can do less."""
+    names = PROCESSORS[request.param]
+    if not native.processor_flags().issuperset(names):
+        pytest.skip("this processor cannot run them")
+    monkeypatch.setattr(native, "_PROCESSORS", (names,))
+    native.loaded.cache_clear()
+    try:
+        assert native.is_available() and native.is_available(torch.float32)
+        yield
+    finally:
+        native.loaded.cache_clear()
 
 
 def ids_of(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -84,16 +106,17 @@ def runner(model: Any, rows: int = 1) -> CachedModel:
 
 
 @needed
-@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (70, 40), (192, 576), (576, 192), (320, 96)])
 @torch.no_grad()
 def test_products(bits: float, outputs: int, inputs: int) -> None:
     """Compared in float64 with the weight that the product's own columns of the unit matrix show."""
     torch.manual_seed(1)
-    module = nn.Linear(inputs, outputs, bias=False).to(torch.bfloat16)
-    columns = F.pad(torch.randn(21, inputs), (0, -inputs % 32)).to(torch.bfloat16)
-    if bits == 16:
-        product, weight = native.NativeProduct(native.packed(module.weight), columns.shape[1], 16), module.weight
+    dtype = torch.float32 if bits == 32 else torch.bfloat16
+    module = nn.Linear(inputs, outputs, bias=False).to(dtype)
+    columns = F.pad(torch.randn(21, inputs), (0, -inputs % 32)).to(dtype)
+    if bits >= 16:
+        product, weight = native.NativeProduct(native.packed(module.weight), columns.shape[1], int(bits)), module.weight
     else:
         low = low_bit(module, int(bits), 8 if bits == 4.8 else 16)
         assert isinstance(low, NativeLinear) and low.input_bits == (8 if bits == 4.8 else 16)
@@ -108,7 +131,7 @@ def test_products(bits: float, outputs: int, inputs: int) -> None:
         read = ((read.view(21, -1, 32) / steps).round() * steps).view(21, -1)
     expected = read[:, :inputs] @ weight.double().t()
     # a weight of 4 bits that is shown has been rounded to bfloat16
-    assert (made - expected).abs().max() < 2**-6 * expected.abs().max()
+    assert (made - expected).abs().max() < (2**-20 if bits == 32 else 2**-6) * expected.abs().max()
     for some in range(1, 21):
         assert torch.equal(product(columns[:some].contiguous())[:, :outputs].double(), made[:some])
         assert torch.equal(product(columns[some:].contiguous())[:, :outputs].double(), made[some:])
@@ -142,13 +165,33 @@ def test_without_tiles(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needed
-@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("bits", BITS)
+def test_products_of_other_processors(bits: float) -> None:
+    test_products(bits, 192, 160)
+
+
+@needed
+@pytest.mark.usefixtures("processor")
+@torch.no_grad()
+def test_other_processors_round_to_the_nearest_number() -> None:
+    """The unit matrix shows it: ties to even, infinities, and what is not a number."""
+    numbers = [1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -3e38, 3.4e38, 1e-30, float("inf"), float("-inf")]
+    bias = torch.tensor([*numbers, float("nan")])
+    product = native.NativeProduct(native.packed(torch.zeros(10, 32, dtype=torch.bfloat16)), 32, 16, bias=bias)
+    made = product(torch.zeros(1, 32, dtype=torch.bfloat16))[0, :10]
+    assert torch.equal(made[:-1], bias.to(torch.bfloat16)[:-1]) and made[-1].isnan()
+
+
+@needed
+@pytest.mark.parametrize("bits", BITS)
 @torch.no_grad()
 def test_columns_that_lie_apart(bits: float) -> None:
     """The last columns of a batch's rows, from which an output head computes the logits after a prompt."""
-    module = nn.Linear(64, 64, bias=bits == 16).to(torch.bfloat16)
-    run = products.PackedLinear.of(module) if bits == 16 else low_bit(module, int(bits), 8 if bits == 4.8 else 16)
-    whole = torch.randn(3, 7, 64).to(torch.bfloat16)
+    dtype = torch.float32 if bits == 32 else torch.bfloat16
+    module = nn.Linear(64, 64, bias=bits >= 16).to(dtype)
+    run = products.PackedLinear.of(module) if bits >= 16 else low_bit(module, int(bits), 8 if bits == 4.8 else 16)
+    whole = torch.randn(3, 7, 64).to(dtype)
     assert torch.equal(run(whole[:, -1:]), run(whole)[:, -1:])
     joined = products.Product([run] if bits < 16 else [module], True)
     assert joined.native is not None
@@ -166,7 +209,7 @@ def test_a_products_bias_is_added_before_rounding() -> None:
 
 
 @needed
-@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_layers_are_the_models(name: str, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +217,7 @@ def test_layers_are_the_models(name: str, bits: float, monkeypatch: pytest.Monke
     other = fused.fused(model)
     layers = other.module.model.layers
     in_c = [layer.native is not None for layer in layers]
-    assert in_c == [bits == 16 or "biases" not in name] * 2
+    assert in_c == [bits >= 16 or "biases" not in name] * 2
     calls = []
     run = native.run
     monkeypatch.setattr(native, "run", lambda *args, **made: calls.append(len(args[0])) or run(*args, **made))
@@ -192,7 +235,18 @@ def test_layers_are_the_models(name: str, bits: float, monkeypatch: pytest.Monke
         found.append(torch.cat(logits, 1))
     # a prompt is read layer by layer, the last one for keys and values, then for one column; other passes are one call
     assert calls == ([1, 1, 1, 2, 2, 2] if in_c[0] else [])
-    assert agree(found[1], found[0], torch.bfloat16)
+    assert agree(found[1], found[0], model.dtype)
+    if bits == 32:
+        assert torch.allclose(found[1], found[0], atol=2e-6)
+
+
+@needed
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("bits", BITS)
+def test_layers_of_other_processors(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_layers_are_the_models("norms of heads", bits, monkeypatch)
+    test_a_column_has_the_same_bits_alone_in_a_draft_in_a_tree_and_beside_other_rows("norms of heads", bits)
+    test_a_prompt_has_the_bits_of_its_tokens_one_by_one("norms of heads", bits, monkeypatch)
 
 
 def _bits(run_: CachedModel, columns: torch.Tensor, draft: Draft | None = None) -> torch.Tensor:
@@ -202,7 +256,7 @@ def _bits(run_: CachedModel, columns: torch.Tensor, draft: Draft | None = None) 
 
 
 @needed
-@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "biases" not in name])
 @torch.no_grad()
 def test_a_column_has_the_same_bits_alone_in_a_draft_in_a_tree_and_beside_other_rows(name: str, bits: float) -> None:
@@ -238,7 +292,7 @@ def test_a_column_has_the_same_bits_alone_in_a_draft_in_a_tree_and_beside_other_
 
 
 @needed
-@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "biases" not in name])
 @torch.no_grad()
 def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
@@ -309,10 +363,36 @@ def test_without_kernels_everything_runs_and_says_why(setting: str, tmp_path: Pa
 
 
 @needed
-@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
+@torch.no_grad()
+def test_long_prompts_in_float32_run_through_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls, run = built("grouped", 32), [], native.run
+    monkeypatch.setattr(native, "run", lambda *args, **made: calls.append(args) or run(*args, **made))
+    monkeypatch.setattr(native, "FLOAT32_COLUMNS", 16)
+    other = fused.fused(model)
+    calls.clear()
+    ids = ids_of(17)
+    found = [runner(one).prefill(ids, None) for one in (fused.PreparedModule(model), other)]
+    assert not calls and torch.allclose(*found, atol=2e-6)
+
+
+@needed
+def test_layers_in_c_are_not_compiled_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("grouped", 32)
+    monkeypatch.setattr(fused.regional, "LEAST", 1)
+    fused.compile_layers(model)
+    assert not fused.TAKEOVERS.get(fused.fused(model).module.model.layers)
+    pair = AssistedModelForCausalLM.from_models(model, draft="suffix")
+    pair.generate(ids_of(9), max_new_tokens=8, do_sample=False)
+    assert pair.report.passes == "layers in C"
+
+
+@needed
+@pytest.mark.parametrize("bits", BITS)
 def test_text_of_a_pair(bits: float) -> None:
     target = built("grouped", bits)
     pair = AssistedModelForCausalLM.from_models(target, draft="suffix")
     ids = ids_of(20, 2)
     made = [pair.generate(ids, max_new_tokens=24, do_sample=False, draft_length=length) for length in (1, 3, 7)]
     assert all(torch.equal(made[0], other) for other in made)
+    if bits == 32:
+        assert torch.equal(made[0], target.generate(ids, max_new_tokens=24, do_sample=False))

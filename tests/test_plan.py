@@ -272,7 +272,7 @@ def test_the_line_of_a_quantized_target_has_its_imports(folder: Path, quantizati
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_smaller_targets_on_a_cpu(folder: Path, has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "is_available", lambda: has_kernels)
+    monkeypatch.setattr(native, "is_available", lambda *dtype: has_kernels)
     found = plan(str(folder), device="cpu", context=64)
     offered = [one.quantization for one in found.candidates]
     assert offered == [None, "int8", "int4", *(["int4-int8"] if has_kernels else [])]

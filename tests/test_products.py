@@ -87,7 +87,7 @@ def test_kernels_are_few_whatever_is_multiplied(dtype, monkeypatch):
     if not packs(dtype):
         pytest.skip("this processor does not multiply the type")
     monkeypatch.setattr(products, "_WIDE", 1)
-    monkeypatch.setattr(native, "loaded", lambda: (None, "of the test"))
+    monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "of the test"))
     modules = [linear(32, 64, dtype=dtype), linear(32, 16, dtype=dtype)]
     together, packed = Product(modules, True), PackedLinear.of(modules[0])
     with Widths() as widths:

@@ -127,8 +127,8 @@ def _way(target: PreTrainedModel) -> str | None:
 
 
 def _kernels(target: PreTrainedModel) -> dict[str, str]:
-    """What the kernels in C cost that a target in bfloat16 on a CPU could use, but that are not here."""
-    why = native.loaded()[1] if target.device.type == "cpu" and target.dtype == torch.bfloat16 else ""
+    """What the kernels in C cost that a target on a CPU could use, but that are not here."""
+    why = native.loaded(target.dtype)[1] if target.device.type == "cpu" and target.dtype in native.DTYPES else ""
     return {"kernels in C": f"{why}: forward passes over several tokens take longer"} if why else {}
 
 

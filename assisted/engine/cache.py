@@ -135,6 +135,7 @@ class SlotCache(Cache):
         self.start: int | torch.Tensor | None = None
         self.places: slice | list[int] = slice(None)  # the rows whose prompt is being read,
         self.first = 0  # starting at this column
+        self.alike = False  # columns are computed in the same way however many come along, for `exact="bits"`
         self.top = 0
         self.row_index = torch.arange(rows)[:, None]  # of the last forward pass
 

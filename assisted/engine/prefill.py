@@ -35,6 +35,7 @@ def by_groups(
     row as if it were alone. Returns the output of all rows, [B, 1, ...].
     """
     taps, rows = list(taps), sorted(cache.running)
+    cache.alike = alike
     apart = apart and not cache.layers and cache.visible is not None and cache.visible.shape[1] <= width
     parts: list[Group] = groups(cache.visible, rows, device, alike) if apart else [(rows, 0)]
     if parts == [(cache.order, 0)]:
@@ -59,12 +60,14 @@ def by_groups(
 def groups(visible: torch.Tensor | None, rows: Sequence[int], device: torch.device, alike: bool = False) -> list[Group]:
     """The forward passes that read these rows of a batch with the least work, each from its own first column to the end.
 
-    visible: [B, n] bool, False at padding; None without padding. alike: without any padding before a row's first token.
-    Padding after it is read.
+    visible: [B, n] bool, False at padding; None without padding. alike: each row by itself, without any padding before its
+    first token. Padding after it is read.
     """
     if visible is None or len(rows) == 1:
         return [(list(rows), 0 if visible is None else _first(visible, rows)[0])]
-    price = 0 if alike else _PRICE_CPU if device.type == "cpu" else _PRICE
+    if alike:  # rows of equal length may lie apart, where layers in C cannot read them at once
+        return [([row], first) for row, first in zip(rows, _first(visible, rows), strict=True)]
+    price = _PRICE_CPU if device.type == "cpu" else _PRICE
     width = visible.shape[1]
     ordered = sorted(zip(_first(visible, rows), rows, strict=True), reverse=True)  # the shortest row first
     # for the first i rows: the least work, and the start of their last group

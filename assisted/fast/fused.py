@@ -121,7 +121,7 @@ def _taken_over(made: PreparedModule, model: PreTrainedModel, settings: CallSett
 def _takeover(made: PreparedModule) -> Takeover | None:
     """How far the compiled layers of a model are; None if its layers can't be compiled by themselves."""
     layers = getattr(getattr(made.module, "model", None), "layers", ())
-    if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
+    if not layers or not all(isinstance(layer, FusedLayer) and layer.native is None for layer in layers):
         return None
     known, form = TAKEOVERS.setdefault(layers, {}), layers[0].form
     if (threads := torch.get_num_threads()) not in known:
@@ -144,9 +144,10 @@ def require_bits(prepared: PreparedModule) -> None:
     form of a model."""
     layers = getattr(getattr(prepared.module, "model", None), "layers", ())
     if not layers or not all(isinstance(layer, FusedLayer) and layer.native is not None for layer in layers):
+        dtype = prepared.module.dtype if prepared.module.dtype in native.DTYPES else torch.bfloat16
         reason = (
-            native.loaded()[1]
-            or "the model is not of the Llama family in bfloat16, with layers of fitting sizes, on a CPU"
+            native.loaded(dtype)[1]
+            or "the model is not of the Llama family in bfloat16 or float32, with layers of fitting sizes, on a CPU"
         )
         raise ValueError(f"exact: 'bits' needs layers that run in C, see the page \"How a pass is run\"; {reason}")
     if layers not in _SAME_BITS:
@@ -519,8 +520,8 @@ class FusedLayer(FusedMLP):
         norms = (self.before_attention, self.before_mlp, self.query_norm, self.key_norm)
         weights = [None if norm is None else norm.weight for norm in norms]
         fits = len(found) == len(products) and all(p.outputs == n.outputs for p, n in zip(products, found, strict=True))
-        fits = fits and {weight.dtype for weight in weights if weight is not None} == {torch.bfloat16}
-        fits = fits and self.head_size % 32 == 0 and self.head_size <= native.WIDEST
+        kinds = {weight.dtype for weight in weights if weight is not None} | {product.dtype for product in found}
+        fits = fits and len(kinds) == 1 and self.head_size % 32 == 0 and self.head_size <= native.WIDEST
         if not fits or found[1].outputs != self.before_attention.weight.shape[0]:
             return None
         epsilon = self.before_attention.epsilon
@@ -579,7 +580,7 @@ class FusedLayer(FusedMLP):
     ) -> torch.Tensor | None:
         """`forward` in C; None if that cannot run this pass. beside: see `NativeLayer`."""
         cache = kwargs.get(CACHE)
-        if self.native is None or hidden_states.dtype != torch.bfloat16:
+        if self.native is None or hidden_states.dtype != self.native.dtype:
             return None
         slots = _slots(cache, self.index) or self._slots_to_read(hidden_states, attention_mask, cache)
         if slots is None:
@@ -605,6 +606,7 @@ class FusedLayer(FusedMLP):
             or cache.start is not None
             or not isinstance(cache.places, slice)
             or (mask is not None and (mask.dtype != torch.bool or mask.numel() > _SEEN))
+            or (hidden_states.dtype == torch.float32 and rows * width > native.FLOAT32_COLUMNS and not cache.alike)
         ):
             return None
         layer, like = cache.layer(self.index), hidden_states.new_empty(rows, self.key_heads, 0, self.head_size)
@@ -681,9 +683,8 @@ def _at_once(
     """`one_by_one` of layers in C in one call, where they can run this pass. Taps keep their layer's output."""
     each: list[Any] = [layer.layer if type(layer) is Tap else layer for layer in layers]
     cache, slots = given[CACHE], []
-    if hidden_states.dtype == torch.bfloat16 and all(
-        type(own) is FusedLayer and own.native is not None for own in each
-    ):
+    dtype = hidden_states.dtype
+    if all(type(own) is FusedLayer and own.native is not None and own.native.dtype == dtype for own in each):
         slots = [_slots(cache, own.index) for own in each]
     found = [part for part in slots if part is not None]
     alike = {(own.native.sizes, keys.shape[2]) for own, (keys, _) in zip(each, found, strict=False)}
@@ -896,11 +897,11 @@ class Norm:
         self.least = torch.tensor((self.epsilon * size) ** 0.5, device=self.weight.device)
         self.share = torch.tensor(size**-0.5, device=self.weight.device)
         weight = self.weight
-        self.in_c = weight.is_cpu and weight.dtype == torch.bfloat16 and not size % 16 and native.is_available()
+        self.in_c = weight.is_cpu and not size % 16 and native.is_available(weight.dtype)
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """[..., D] -> [..., D]. weight: instead of its own."""
-        if weight is None and self.in_c and hidden.dtype == torch.bfloat16 and not torch.compiler.is_compiling():
+        if weight is None and self.in_c and hidden.dtype == self.weight.dtype and not torch.compiler.is_compiling():
             return native.norm(hidden, self.weight, self.epsilon)
         weight = self.weight if weight is None else weight
         if hidden.dtype == torch.float32 and hidden.device.type != "cpu" and weight.dim() == 1:

@@ -212,6 +212,12 @@ INLINE __m512i four_of(const int8_t *from) { return (__m512i)_mm512_broadcastss_
 
 /* ---- Products ---- */
 
+enum { AHEAD = 4096 };
+
+/* Weights that are multiplied soon: while several columns are computed, the processor would not fetch enough by itself. Not where
+   AVX512-BF16 multiplies without tiles: AMD's processors read more slowly then. */
+INLINE void fetch(const void *line) { __builtin_prefetch((const char *)line + AHEAD); }
+
 typedef struct {
     const uint8_t *weights; /* of two tiles after two tiles, see `native.py` */
     const float *scales;    /* [outputs], of 8 bits only */
@@ -371,8 +377,9 @@ INLINE void accumulate16(
     const int64_t pairs = p->inputs / 2;
     for (int64_t k = 0; k < pairs; k++) {
         __m512bh weight[TILES];
-        UNROLLED for (int t = 0; t < TILES; t++)
+        UNROLLED for (int t = 0; t < TILES; t++) {
             weight[t] = (__m512bh)_mm512_loadu_si512(weights + (k * TILES + t) * 4 * TILE);
+        }
         UNROLLED for (int c = 0; c < columns; c++) {
             const __m512bh both = two_of(x + c * p->inputs + 2 * k);
             UNROLLED for (int t = 0; t < TILES; t++) sums[t][c] = (vec)_mm512_dpbf16_ps((__m512)sums[t][c], weight[t], both);
@@ -420,6 +427,7 @@ INLINE void accumulate(
     for (int64_t k = 0; k < p->inputs; k++) {
         const float *line = (const float *)weights + k * TILES * TILE;
         vec one[MOST];
+        UNROLLED for (int t = 0; t < TILES; t++) fetch(line + t * TILE);
         UNROLLED for (int c = 0; c < columns; c++) one[c] = all(x[c * p->inputs + k]);
         UNROLLED for (int t = 0; t < PARTS; t++) {
             const vec weight = wide(line + t * WIDE);
@@ -496,6 +504,7 @@ INLINE void accumulate4(
         const uint8_t *group = weights + g * BYTES4;
         const Group *own[MOST];
         vec part[PARTS][MOST];
+        UNROLLED for (int line = 0; line < BYTES4; line += LINE) fetch(group + line);
         UNROLLED for (int c = 0; c < columns; c++) own[c] = x + c * groups + g;
         UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++) part[t][c] = all(0);
         for (int j = 0; j < 4; j++) UNROLLED for (int i = 0; i < 8; i++) {
@@ -523,6 +532,7 @@ INLINE void accumulate4of8(
         const Group *own[MOST];
         __m256i pairs[PARTS][MOST];
         vec part[PARTS][MOST];
+        UNROLLED for (int line = 0; line < BYTES4; line += LINE) fetch(group + line);
         UNROLLED for (int c = 0; c < columns; c++) own[c] = x + c * groups + g;
         UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++) pairs[t][c] = _mm256_setzero_si256();
         for (int j = 0; j < 4; j++) UNROLLED for (int t = 0; t < PARTS; t++) {
@@ -551,6 +561,7 @@ INLINE void accumulate8(
     const int64_t groups = p->inputs / GROUP;
     for (int64_t g = 0; g < groups; g++) for (int i = 0; i < GROUP; i += 2) {
         const uint8_t *line = weights + (g * GROUP + i) * TILES * TILE;
+        fetch(line);
         UNROLLED for (int odd = 0; odd < 2; odd++) {
             vec one[MOST];
             UNROLLED for (int c = 0; c < columns; c++) one[c] = all(x[c * groups + g].inputs[i + odd]);
@@ -570,6 +581,7 @@ INLINE void accumulate16(
     const int64_t groups = p->inputs / GROUP;
     for (int64_t g = 0; g < groups; g++) for (int i = 0; i < GROUP; i += 2) {
         const uint8_t *line = weights + (g * GROUP + i) * TILES * TILE * 2;
+        UNROLLED for (int t = 0; t < TILES; t++) fetch(line + t * LINE);
         UNROLLED for (int odd = 0; odd < 2; odd++) {
             vec one[MOST];
             UNROLLED for (int c = 0; c < columns; c++) one[c] = all(x[c * groups + g].inputs[i + odd]);

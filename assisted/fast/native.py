@@ -29,20 +29,23 @@ import torch.nn.functional as F
 VARIABLE = "ASSISTED_KERNELS"
 """The environment variable with the folder that keeps the compiled library; "0": compile nothing. By default, a folder in the
 user's cache folder."""
+DTYPES = torch.bfloat16, torch.float32
 GROUP = 32  # inputs that share a scale and a zero point; inputs are padded to a multiple
 OUTPUTS = 32  # outputs are padded to a multiple
 _TILE = 16  # outputs that lie together
 AT_ONCE = 256  # columns of a layer
+FLOAT32_COLUMNS = 256  # up to which products of float32 are as fast as torch's
 WIDEST = 256  # the largest head size
-MOST = 1024  # the most columns of a product by itself; for more, torch's own products are as fast
+MOST = 1024  # the most columns of a product of bfloat16 by itself; for more, torch's own products are as fast
 # a product and a sum are contracted only where the code says so, or the compiler would choose that for each number of columns
 _FLAGS = ("-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
-_TILES = ("amx_tile", "amx_bf16", "amx_int8")
+_AVX512 = "avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"
 _PROCESSORS = (
-    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"),
-    ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
+    (*_AVX512, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+    (*_AVX512, "avx512_bf16", "avx512_vnni"),
+    _AVX512,
     ("avx2", "fma"),
-)  # what they have, as Linux names it; the first that fits
+)  # what they can do, as Linux names it; the first that fits
 _SECONDS = 120  # for the compiler
 
 
@@ -97,28 +100,21 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
         return None, f"{VARIABLE} is 0"
     if platform.system() != "Linux" or platform.machine().lower() not in ("x86_64", "amd64"):
         return None, "it is for Linux on x86-64"
-    known = processor_flags()
-    able = next((names for names in _PROCESSORS if known.issuperset(names)), None)
-    if able is None:
-        return None, "this processor has neither AVX512 nor AVX2"
-    library = None
-    if dtype == torch.bfloat16 and known.issuperset((*able, *_TILES)):
-        library, reason = compiled("native.c", _flags(*able, *_TILES))
-    if library is None or not library.may_use_tiles():  # an old compiler, or a system that grants no tiles
-        library, reason = compiled("native.c", [*_flags(*able), *(["-DFLOAT32"] if dtype == torch.float32 else [])])
-    if library is not None:
+    known, reason = processor_flags(), "this processor has neither AVX512 nor AVX2"
+    for names in _PROCESSORS:
+        if not known.issuperset(names) or (dtype == torch.float32 and "avx512_bf16" in names):
+            continue
+        flags = [*_FLAGS, *("-m" + name.replace("x512_", "x512").replace("_", "-") for name in names)]
+        library, reason = compiled("native.c", [*flags, "-DFLOAT32"] if dtype == torch.float32 else flags)
+        if library is None or ("amx_tile" in names and not library.may_use_tiles()):
+            continue  # an old compiler, or a system that grants no tiles
         library.of_group = c_int64.in_dll(library, "most_of_group").value
         library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
         library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p]
         library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
         library.multiply.restype = library.layers.restype = library.norms.restype = None
-    return library, reason
-
-
-def _flags(*names: str) -> list[str]:
-    """For a processor that has these."""
-    dashed = (name.replace("_", "-") if name.startswith("amx") else name.replace("_", "") for name in names)
-    return [*_FLAGS, *("-m" + name for name in dashed)]
+        return library, ""
+    return None, reason
 
 
 def processor_flags() -> set[str]:
@@ -158,9 +154,14 @@ def _compile(command: list[str], file: Path) -> None:
         partial.replace(file)  # another process loads the whole file or none
 
 
+def most_of(dtype: torch.dtype) -> int:
+    """The most columns of numbers of a dtype for which these are the fastest products."""
+    return FLOAT32_COLUMNS if dtype == torch.float32 else MOST
+
+
 def is_available(dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether products and layers in C of a dtype run here; compiles them if that has not been done."""
-    return dtype in (torch.bfloat16, torch.float32) and loaded(dtype)[0] is not None
+    return dtype in DTYPES and loaded(dtype)[0] is not None
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ def size_of_copies(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
     if kind is None:
         return 0
     outputs, into = sum(out for out, _ in shapes), shapes[0][1]
-    if dtype == torch.bfloat16 and _runs_in_c(into):
+    if _runs_in_c(into, dtype):
         return into * (outputs + -outputs % native.OUTPUTS) * dtype.itemsize
     found = numbers * kind.itemsize
     if _keeps(numbers, dtype) and (len(shapes) > 1 or _is_tall(outputs, into, dtype)):
@@ -91,9 +91,9 @@ def size_of_copies(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
     return found
 
 
-def _runs_in_c(inputs: int) -> bool:
-    """Whether products in bfloat16 with so many inputs run in C."""
-    return inputs % native.GROUP == 0 and native.is_available()
+def _runs_in_c(inputs: int, dtype: torch.dtype) -> bool:
+    """Whether products of a dtype with so many inputs run in C."""
+    return inputs % native.GROUP == 0 and native.is_available(dtype)
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
@@ -178,9 +178,10 @@ class Product:
         if biases:
             self.bias = biases[0] if len(biases) == 1 else torch.cat([bias.detach() for bias in biases])
         self.entries, self.large, self.outputs = weight.numel(), weight.numel() >= _LARGE, len(weight)
-        if weight.dtype == torch.bfloat16 and _runs_in_c(weight.shape[1]):
-            bias = None if self.bias is None else self.bias.float()
-            self.native = native.NativeProduct(native.packed(weight), weight.shape[1], 16, bias=bias)
+        if _runs_in_c(weight.shape[1], weight.dtype):
+            bias, bits = None if self.bias is None else self.bias.float(), 8 * weight.dtype.itemsize
+            self.native = native.NativeProduct(native.packed(weight), weight.shape[1], bits, bias=bias)
+            self.most = native.most_of(weight.dtype)
             return
         if packs(weight.dtype):
             self.packed = _packed(weight)
@@ -197,7 +198,7 @@ class Product:
         """The same, in the dtype that the product was computed in if that is another one."""
         columns = inputs.shape[:-1].numel()
         if self.native is not None and not torch.compiler.is_compiling() and columns <= self.most:
-            made = self.native(inputs.reshape(columns, -1).to(torch.bfloat16))
+            made = self.native(inputs.reshape(columns, -1).to(self.native.dtype))
             return made[:, : self.outputs].view(*inputs.shape[:-1], self.outputs)
         if self.low is not None:
             return self.low.raw(inputs)

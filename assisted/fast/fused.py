@@ -312,11 +312,13 @@ def _source(modules: list[nn.Module], parameters: list[torch.Tensor], copied: bo
 
 
 def _low_bit_weights(modules: list[LowBitLinear]) -> Weights:
-    """Their tensors, with addresses of packed weights, which joined ones share, and checksums of scales, which these copy."""
+    """Their tensors, with addresses of packed weights, which joined ones share, and checksums of scales and biases, which these
+    copy."""
     addresses = torch.tensor([module.packed.data_ptr() for module in modules], dtype=torch.int64)
     # of rows as long as they can be, which are summed faster
     scales = [module.scales.flatten(1) if module.scales.dim() == 3 else module.scales for module in modules]
-    copied = Weights.of((scale for scale in scales if scale.is_cpu), True).checksums or ()
+    biases = [module.bias for module in modules if module.bias is not None]
+    copied = Weights.of((part for part in (*scales, *biases) if part.is_cpu), True).checksums or ()
     return Weights(tuple(tensor for m in modules for tensor in (m.packed, m.scales)), (addresses, *copied))
 
 

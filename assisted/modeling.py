@@ -53,9 +53,9 @@ from .loading.adapters import base_path, has_adapter, outside_layers, require_in
 from .loading.backends.quanto import copy_shells
 from .loading.classes import auto_class
 from .loading.files import copy_processor, inside, loading, require_sound, write_index
-from .loading.gguf import load_gguf, named_in, read_config, reading_once, unmarked
+from .loading.gguf import named_in, read_config, reading_once, unmarked
 from .loading.names import DTYPES, closest
-from .loading.quantization import memory_bytes
+from .loading.quantization import load_from_gguf, memory_bytes
 from .loading.vocabulary import find_tokenizer
 from .lossy import LossyTypical
 from .many import Answer, Preparation, generate_many
@@ -233,7 +233,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         kwargs = trusting(path, base, **_with_dtype(config, kwargs))
         of_file: dict[str, Any] = {}
         if gguf_file is not None:
-            target = load_gguf(path, gguf_file, "target", *model_args, **kwargs)
+            target = load_from_gguf(path, gguf_file, *model_args, **kwargs)
             of_file = {"gguf_file": gguf_file, **_only(kwargs, "subfolder")}
         else:
             with loading("target", path):

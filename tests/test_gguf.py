@@ -15,6 +15,9 @@ from pairs import no_fallback
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, DraftModel
+from assisted.fast.low_bit import LowBitLinear
+from assisted.loading.packed import PackedConfig
+from assisted.loading.quantization import quantize_copy
 
 pytest.importorskip("gguf", reason="needs the `gguf` extra")
 
@@ -132,6 +135,18 @@ def test_dtype_and_config_are_passed_on(one: Path) -> None:
     )
     assert pair.dtype == torch.bfloat16
     assert not pair.target.is_quantized
+
+
+@pytest.mark.parametrize("config", [PackedConfig(8), PackedConfig(4, input_bits=8), PackedConfig(8).to_dict()])
+def test_a_target_is_quantized_after_it_was_read(file: Path, config: Any) -> None:
+    pair = AssistedModelForCausalLM.from_pretrained(file, quantization_config=config, dtype=torch.bfloat16)
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    expected = quantize_copy(read, config)
+    assert isinstance(pair.target.lm_head, LowBitLinear)
+    ids = prompt(file).input_ids
+    assert torch.equal(pair.target(ids).logits, expected(ids).logits)
+    pair.generate(**prompt(file), **CALL, draft_length=4)
+    assert pair.report is not None and pair.report.accepted > 0
 
 
 def test_what_cannot_be_honoured(one: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from assisted import MTP, AssistedModelForCausalLM, zoo
+from assisted import MTP, AssistedModelForCausalLM, DraftModel, zoo
 from assisted.cli.main import main
 from assisted.drafters import parse
 from assisted.engine.cache import SlotCache
@@ -29,6 +29,7 @@ from assisted.engine.verifiable import expected_masks, masks_of
 from assisted.engine.window import keep_last
 from assisted.fast import native
 from assisted.fast.fused import copy_bytes, fused
+from assisted.fast.low_bit import LowBitLinear
 from assisted.fast.products import Product, copied_in, packs
 from assisted.heads.mtp import save_mtp
 from assisted.lengths.cost_model import expected_tokens
@@ -259,26 +260,49 @@ def test_a_saved_pair_and_its_line(folder: Path, tmp_path: Path) -> None:
     assert names["pair"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("quantization", ["int8", "nf4", "int4-int8"])
+@pytest.mark.parametrize("quantization", ["int8", "nf4", "int4", "int4-int8"])
 def test_the_line_of_a_quantized_target_has_its_imports(folder: Path, quantization: str) -> None:
-    for device in {"int8": ("cuda", "cpu"), "nf4": ("cuda",), "int4-int8": ("cpu",)}[quantization]:
+    for device in {"int8": ("cuda", "cpu"), "nf4": ("cuda",)}.get(quantization, ("cpu",)):
         found = plan(str(folder), memory="2GB", device=device, context=64, quantization=quantization)
         names: dict[str, Any] = {}
         exec("\n".join(found.imports), names)
         config = "PackedConfig" if device == "cpu" else "BitsAndBytesConfig"
         assert config in names and config in found.line
-        assert ("input_bits=8" in found.line) == (quantization == "int4-int8")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "int4-int8"])
+def test_the_line_loads_what_the_name_means(folder: Path, quantization: str) -> None:
+    """A target as a draft of this name is loaded, the bits of its inputs included."""
+    found = plan(str(folder), device="cpu", context=64, quantization=quantization)
+    names: dict[str, Any] = {}
+    exec("\n".join([*found.imports, f"pair = {found.line}"]), names)
+    draft = load_quantized(str(folder), quantization, dtype=torch.bfloat16)
+    kinds = [
+        [m.kind for m in model.modules() if isinstance(m, LowBitLinear)] for model in (names["pair"].target, draft)
+    ]
+    assert kinds[0] == kinds[1] and kinds[0]
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_smaller_targets_on_a_cpu(folder: Path, has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "is_available", lambda *dtype: has_kernels)
     found = plan(str(folder), device="cpu", context=64)
-    offered = [one.quantization for one in found.candidates]
-    assert offered == [None, "int8", "int4", *(["int4-int8"] if has_kernels else [])]
+    assert [one.quantization for one in found.candidates] == [None, "int8", "int4"]
     sizes = {one.quantization: one.parts[0].bytes for one in found.candidates}
     assert sizes["int4"] < sizes["int8"] < sizes[None]
-    assert ("4 bits, inputs in 8" in str(found)) == has_kernels
+
+
+@pytest.mark.parametrize(
+    "draft", [["suffix", "zoo:draft"], "suffix+zoo:draft", ["ngram", DraftModel("zoo:draft")], DraftModel("zoo:draft")]
+)
+def test_the_line_names_the_whole_draft(draft: Any) -> None:
+    found = plan("zoo:target", draft, device="cpu", context=64)
+    names: dict[str, Any] = {}
+    exec("\n".join([*found.imports, f"pair = {found.line}"]), names)
+    loaded = AssistedModelForCausalLM.from_pretrained("zoo:target", draft=draft)
+    members = [getattr(pair.drafter, "members", [pair.drafter]) for pair in (names["pair"], loaded)]
+    assert [type(member) for member in members[0]] == [type(member) for member in members[1]]
+    assert found.best.draft == found.draft and found.draft in str(found)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from assisted import MTP, AssistedModelForCausalLM, SessionPool
 from assisted.chat import Conversation
 from assisted.drafters import eagle
 from assisted.engine import pool as engine_pool
+from assisted.fast import sources
 from assisted.fast.sources import Source
 
 PREFIX, NEW = 32, 6  # tokens in common, and of each question
@@ -504,6 +505,25 @@ def test_conversations_share_what_they_have_in_common() -> None:
             assert reply.text == theirs.say(message, **call).text
             assert reply.cached_tokens == report_of(model).cached_tokens
             assert (reply.cached_tokens > 16) == (number + turn > 0)
+
+
+def test_a_call_reads_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the comparison with what the pool's sessions and the fused model were made from."""
+    target = build(BY_NAME["llama"])
+    model, (prompt, *_) = pooled(target), questions(target)
+    own = {id(weight): 0 for weight in target.parameters()}
+    checksum = sources._checksum
+
+    def counting(tensor: torch.Tensor) -> torch.Tensor:
+        for weight in target.parameters():
+            own[id(weight)] += weight.data_ptr() == tensor.data_ptr()
+        return checksum(tensor)
+
+    model.generate(prompt, **CALL)
+    monkeypatch.setattr(sources, "_checksum", counting)
+    for _ in range(2):
+        model.generate(prompt, **CALL)
+    assert set(own.values()) == {2}
 
 
 def test_a_whole_models_state_is_compared() -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from assisted.drafters import registry
+from assisted.drafters import Suffix, registry
+from assisted.plan import Shapes, Use, parts
 
 pytestmark = pytest.mark.documents
 
@@ -51,6 +52,15 @@ def one_of_each_type() -> list[str]:
     for name, model in MODELS.items():
         found.setdefault(name if "gemma-4" in name else model["fields"]["model_type"], name)
     return list(found.values())
+
+
+def test_recurrent_states_are_those_of_the_plan(recipes: ModuleType) -> None:
+    fields = next(model["fields"] for model in MODELS.values() if model["fields"]["model_type"] == "qwen3_5_text")
+    small = {key: TINY.get(key, value) if value else value for key, value in fields.items()}
+    counted = recipes.planned(small, None, 100) - recipes.planned(small, None, 0)
+    shapes = Shapes.of_config(recipes.model_of(small).config)
+    found = {part.name: part.bytes for part in parts(shapes, Suffix(), Use(100, dtype=torch.bfloat16))}
+    assert counted == 2 * 100 * sum(shapes.states.per_token) + found["target: recurrent states"]
 
 
 @pytest.mark.parametrize("name", one_of_each_type())

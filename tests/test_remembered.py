@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "folder" / "costs.json"
     monkeypatch.setenv(remembered.VARIABLE, str(path))
     monkeypatch.setattr(remembered, "_WRITTEN", {})
+    monkeypatch.setattr(remembered, "_warned", False)
     return path
 
 
@@ -113,7 +115,9 @@ def test_only_regular_files_are_read_and_replaced(tmp_path: Path, file: Path, mo
     for path in (folder, pipe, link, loop, tmp_path / ("x" * 300), Path("~nobody-of-this-name/costs.json")):
         monkeypatch.setenv(remembered.VARIABLE, str(path))
         monkeypatch.setattr(remembered, "_WRITTEN", {})
-        remembered.remember("a", COSTS)
+        monkeypatch.setattr(remembered, "_warned", False)
+        with pytest.warns(UserWarning, match="ASSISTED_COSTS: costs are not kept in '.*': "):
+            remembered.remember("a", COSTS)
         assert remembered.recall("a") is None
     assert sorted(tmp_path.iterdir()) == before
     assert not list(folder.iterdir()) and pipe.is_fifo() and link.is_symlink() and loop.is_symlink()
@@ -134,9 +138,13 @@ def test_it_can_be_switched_off_and_need_not_be_writable(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "taken").write_text("a file where the folder should be")
-    for value in ("", str(tmp_path / "taken" / "costs.json")):
+    for value, expected in (("", 0), (str(tmp_path / "taken" / "costs.json"), 1)):
         monkeypatch.setenv(remembered.VARIABLE, value)
-        remembered.remember("a", COSTS)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for key in "abc":
+                remembered.remember(key, COSTS)
+        assert len(caught) == expected  # one in a process
         assert remembered.recall("a") is None
     assert not file.exists()
 

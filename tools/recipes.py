@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from assisted.bench.table import markdown_table
 from assisted.drafters import DraftModel, Suffix, parse
-from assisted.plan import Shapes, Use, parts, weight_bytes
+from assisted.plan import Shapes, Use, parts, recurrent_bytes, weight_bytes
 from benchmarks.tables import publish
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +92,7 @@ def planned(
     for one, how in zip(shapes, (use.quantization, None), strict=False):
         total += weight_bytes(one, how, torch.bfloat16)
         if context:
-            total += 2 * context * sum(one.states.per_token) + 2 * one.states.fixed
+            total += 2 * context * sum(one.states.per_token) + recurrent_bytes(one, use, verified=one is shapes[0])
     return total
 
 

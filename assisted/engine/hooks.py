@@ -5,6 +5,7 @@ Such a module must be called as it is; nothing may run in its place. Covers the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ _OWN = ("transformers.", "assisted.loading.quantization")
 
 
 def looked_over(*modules: nn.Module) -> tuple[list[nn.Module], list[torch.Tensor]]:
-    """All submodules and parameters of these modules, each once. One traversal, because every call makes it."""
+    """All submodules and parameters of these modules, each once, in torch's order. One traversal: every call makes it."""
     found: dict[int, nn.Module] = {}  # by id, which takes half as long as hashing tensors
     parameters: dict[int, torch.Tensor] = {}
     left = list(reversed(modules))
@@ -28,15 +29,31 @@ def looked_over(*modules: nn.Module) -> tuple[list[nn.Module], list[torch.Tensor
         if id(module) not in found:
             found[id(module)] = module
             parameters.update((id(p), p) for p in module._parameters.values() if p is not None)
-            left += [child for child in module._modules.values() if child is not None]
+            left += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found.values()), list(parameters.values())
+
+
+def name_of(model: nn.Module, module: nn.Module) -> str:
+    """The name of a module of a model, for a message."""
+    name = next((name for name, one in model.named_modules() if one is module), "")
+    return name or f"the {type(model).__name__}"
 
 
 def is_touched(module: nn.Module) -> bool:
     """Whether a call of this module does more than its class: hooks, a replaced or compiled forward, or a weight of a tensor
     subclass (torchao's)."""
-    replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
-    return has_hooks(module) or replaced or (type(module) is nn.Linear and is_wrapper_subclass(module.weight))
+    return any_touched([module])
+
+
+def any_touched(modules: Iterable[nn.Module]) -> bool:
+    """Whether `is_touched` is true of one of these modules. Hooks of all modules are looked up once."""
+    return bool(global_hooks()) or any(
+        _has_own_hooks(module)
+        or "forward" in module.__dict__
+        or module._compiled_call_impl is not None
+        or (type(module) is nn.Linear and is_wrapper_subclass(module.weight))
+        for module in modules
+    )
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -45,8 +62,10 @@ def has_hooks(module: nn.Module) -> bool:
     Hooks of transformers itself don't count. A call that asked for hidden states or attentions leaves its hooks on the model,
     and they do nothing in other calls.
     """
-    if global_hooks():
-        return True
+    return bool(global_hooks()) or _has_own_hooks(module)
+
+
+def _has_own_hooks(module: nn.Module) -> bool:
     if not module._forward_hooks and not module._forward_pre_hooks:
         return False
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
@@ -62,7 +81,7 @@ def is_untouched(model: PreTrainedModel) -> bool:
 def offloading_hooks(model: nn.Module) -> list[Any]:
     """accelerate's hooks that fetch a module's weights from a disk or from main memory, in the order of the modules."""
     found = []
-    for module in model.modules():
+    for module in looked_over(model)[0]:
         hook = hook_of(module)
         for part in (hook, *getattr(hook, "hooks", ())):  # a SequentialHook holds several
             if getattr(part, "offload", False) and getattr(part, "weights_map", None) is not None:

@@ -33,6 +33,7 @@ class CallSettings:
         spent_once: seconds that the call has spent so far on one-time work, mainly captures.
         ranks: the processes that must decide alike, because each holds a part of the weights.
         warnings: what has failed in this call and only cost speed, for `report.warnings`.
+        read: the target's `fast.sources.Weights`, if the call has just read them, until they are used.
     """
 
     mode: str = "eager"
@@ -42,6 +43,7 @@ class CallSettings:
     spent_once: float = 0.0
     ranks: Ranks = ALONE
     warnings: list[str] = field(default_factory=list)
+    read: Any = None
     _trusted: dict[int, Trust] = field(default_factory=dict)
     _checked: set[Code] = field(default_factory=set)
 

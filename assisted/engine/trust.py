@@ -29,7 +29,7 @@ from transformers.generation import stopping_criteria
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .hooks import looked_over
+from .hooks import looked_over, name_of
 from .libraries import CACHE_NAMES, LOOP, LOOP_METHOD, NOT_IN_FORWARD, active_modes, attention_of, global_hooks, hook_of
 from .parts import unwrapped
 
@@ -94,7 +94,7 @@ def trust(model: Any, checked: set[Code] | None = None) -> Trust:
         if module._buffers:
             kinds.update(map(type, module._buffers.values()))
         if module._forward_hooks or module._forward_pre_hooks or hook_of(module) is not None:
-            hooks += [(_name_of(model, module), hook) for hook in _hooks(module)]
+            hooks += [(name_of(model, module), hook) for hook in _hooks(module)]
         for child in module._modules.keys():  # noqa: SIM118, a scripted module's cannot be iterated over
             if (type(module), child) not in seen:
                 seen.add((type(module), child))
@@ -112,13 +112,13 @@ def trust(model: Any, checked: set[Code] | None = None) -> Trust:
                 for function in _functions(value):
                     if not _is_own(function):
                         records.append(record := _examined(function))
-                        what = f"the {name} of {_name_of(model, module)} was replaced: {_blame_of(record)}"
+                        what = f"the {name} of {name_of(model, module)} was replaced: {_blame_of(record)}"
                         is_between = name in _steps() or record.between or module in wrappers
                         (between if is_between else forward).append(what)
                 if module not in wrappers and _is_of_another(value, name, module):
-                    forward.append(f"the {name} of {_name_of(model, module)} was replaced by that of another module")
+                    forward.append(f"the {name} of {name_of(model, module)} was replaced by that of another module")
         if isinstance(module, torch.jit.ScriptModule):
-            forward.append(f"{_name_of(model, module)} is traced or scripted")
+            forward.append(f"{name_of(model, module)} is traced or scripted")
     for config in configs.values():
         kinds.add(type(config))
         used = attention_of(config)
@@ -530,8 +530,3 @@ def _is_of_another(value: Any, name: str, owner: nn.Module) -> bool:
 def _where(function: FunctionType) -> str:
     code = function.__code__
     return f"{function.__qualname__} of {code.co_filename}, line {code.co_firstlineno}"
-
-
-def _name_of(model: nn.Module, module: nn.Module) -> str:
-    name = next((name for name, one in model.named_modules() if one is module), "")
-    return name or f"the {type(model).__name__}"

@@ -8,6 +8,7 @@ model's before use.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import weakref
@@ -25,7 +26,7 @@ from transformers.activations import SiLUActivation
 from ..engine.agreement import agree
 from ..engine.cache import SlotCache, SlotLayer
 from ..engine.delta import DeltaMixer, inputs_of, outputs_of
-from ..engine.hooks import is_touched, is_untouched, looked_over
+from ..engine.hooks import any_touched, is_touched, is_untouched, looked_over
 from ..engine.libraries import CACHE, is_wrapper_subclass
 from ..engine.parts import Tap, few_ids, with_children
 from ..engine.prepared import CallSettings, PreparedModule, one_by_one
@@ -49,22 +50,23 @@ _TABLE = 2**13  # positions with tabulated angles
 _SEEN = 2**22  # entries of a prompt's mask that become lists of slots
 
 
-def fused(model: PreTrainedModel, trusted: Trust | None = None) -> PreparedModule:
+def fused(model: PreTrainedModel, trusted: Trust | None = None, read: Weights | None = None) -> PreparedModule:
     """The same model with fewer operations if its family is known, or with faster products if it has wide ones; else unchanged.
 
     trusted: whose code it runs, if that is known already. Only transformers' own code is replaced.
+    read: weights whose checksums this call has just computed.
 
     Its logits differ from the model's only by rounding, as those of forward passes of different widths do. Copies are kept
     between calls. Every call compares their source (weights, attributes, code) with the model and rebuilds them after a change.
     """
     trusted = trust(model) if trusted is None else trusted
-    fusion = _fusion(model, trusted)
+    fusion = _fusion(model, trusted, read)
     if fusion is None:
         return PreparedModule(model, low_bit_bytes=_low_bit_bytes(model))
     source, children = _MADE.get(fusion.key, (None, None))
     if source is None or not source.same(fusion.source):
         made = fusion.make()
-        fusion = _fusion(model, trusted) or fusion  # joined low-bit weights are other tensors now
+        fusion = _fusion(model, trusted, read) or fusion  # joined low-bit weights are other tensors now
         agree_on = _agree_in_rounds if fusion.is_family else _agree_at_once
         children = made if agree_on(model, fusion.prepared(model, made)) else None
         _MADE[fusion.key] = fusion.source, children
@@ -84,9 +86,11 @@ def prepare(
     began = time.perf_counter()
     trusted = settings.trust_in(model)
     if settings.fuses and trusted.is_own:
-        made = _taken_over((fuse or fused)(model, trusted), model, settings)
+        fuse = fuse or functools.partial(fused, read=settings.read)
+        made = _taken_over(fuse(model, trusted), model, settings)
     else:
         made = PreparedModule(model, is_own=trusted.is_own)
+    settings.read = None  # whatever runs from here on may change weights
     if made.warning is not None:
         settings.note(made.warning)
     settings.spent_once += time.perf_counter() - began
@@ -251,7 +255,7 @@ class _Fusion:
 _MADE: weakref.WeakKeyDictionary[nn.Module, tuple[Source, _Children | None]] = weakref.WeakKeyDictionary()
 
 
-def _fusion(model: PreTrainedModel, trusted: Trust) -> _Fusion | None:
+def _fusion(model: PreTrainedModel, trusted: Trust, read: Weights | None) -> _Fusion | None:
     """How this model can be run faster; None if it can't, or if other code has changed its modules."""
     if (
         Traits.of(model).crosses
@@ -271,16 +275,16 @@ def _fusion(model: PreTrainedModel, trusted: Trust) -> _Fusion | None:
         base: Any = model.get_submodule(".".join(_path(model)))
         norms = [] if is_touched(base.norm) else [base.norm]
         modules, parameters = looked_over(layers, *norms, model.lm_head, *filter(None, [base.rotary_emb]))
-        if any(map(is_touched, modules)):
+        if any_touched(modules):
             return None
         copied = may_copy(parameters)
         return _Fusion(
             layers,
-            _source([*modules, base], parameters, copied, trusted),
+            _source([*modules, base], parameters, copied, trusted, read),
             lambda: _fused_children(model, layers, copied),
             True,
         )
-    if any(map(is_touched, looked_over(model)[0])):
+    if any_touched(looked_over(model)[0]):
         return None
     wide = {name: module for name, module in model.named_modules() if PackedLinear.gains(module)}
     weights = [module.weight for module in wide.values()]
@@ -288,13 +292,15 @@ def _fusion(model: PreTrainedModel, trusted: Trust) -> _Fusion | None:
         return None
     return _Fusion(
         next(iter(wide.values())),
-        _source(list(wide.values()), weights, True, trusted),
+        _source(list(wide.values()), weights, True, trusted, read),
         lambda: {tuple(name.split(".")): PackedLinear.of(module) for name, module in wide.items()},
         False,
     )
 
 
-def _source(modules: list[nn.Module], parameters: list[torch.Tensor], copied: bool, trusted: Trust) -> Source:
+def _source(
+    modules: list[nn.Module], parameters: list[torch.Tensor], copied: bool, trusted: Trust, read: Weights | None
+) -> Source:
     """The source of a faster model: these modules, and the code of the whole model."""
     low = [module for module in modules if isinstance(module, LowBitLinear)]  # joined, but not copied
     others = (module for module in modules if not isinstance(module, LowBitLinear))
@@ -305,7 +311,7 @@ def _source(modules: list[nn.Module], parameters: list[torch.Tensor], copied: bo
     buffers = [buffer for buffer in found if not is_wrapper_subclass(buffer)]
     return Source(
         held,
-        Weights.of(parameters, copied),
+        Weights.of(parameters, copied, read),
         # angles are tabulated on a CPU only
         Weights.of(buffers, all(buffer.device.type == "cpu" for buffer in buffers)),
         _low_bit_weights(low),
@@ -313,11 +319,13 @@ def _source(modules: list[nn.Module], parameters: list[torch.Tensor], copied: bo
 
 
 def _low_bit_weights(modules: list[LowBitLinear]) -> Weights:
-    """Their tensors, with addresses of packed weights, which joined ones share, and checksums of scales, which these copy."""
+    """Their tensors, with addresses of packed weights, which joined ones share, and checksums of scales and biases, which these
+    copy."""
     addresses = torch.tensor([module.packed.data_ptr() for module in modules], dtype=torch.int64)
     # of rows as long as they can be, which are summed faster
     scales = [module.scales.flatten(1) if module.scales.dim() == 3 else module.scales for module in modules]
-    copied = Weights.of((scale for scale in scales if scale.is_cpu), True).checksums or ()
+    biases = [module.bias for module in modules if module.bias is not None]
+    copied = Weights.of((part for part in (*scales, *biases) if part.is_cpu), True).checksums or ()
     return Weights(tuple(tensor for m in modules for tensor in (m.packed, m.scales)), (addresses, *copied))
 
 

@@ -90,7 +90,12 @@ class LowBitLinear(nn.Module):
     @property
     def kind(self) -> tuple[Any, ...]:
         """The same for modules that can be joined, if they read the same inputs."""
-        return type(self), self.bits, self.input_bits, self.in_features
+        return type(self), self.bits, self.input_bits, self.in_features, self.adds_bias
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the product adds the bias, before it is rounded."""
+        return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> LowBitLinear:
         """Move with the model; a cast of the model does not cast the scales, whose dtype the kernels prescribe."""
@@ -102,10 +107,10 @@ class LowBitLinear(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out], in the inputs' dtype."""
         made = self.raw(inputs).to(inputs.dtype)
-        return made if self.bias is None else made + self.bias
+        return made if self.bias is None or self.adds_bias else made + self.bias
 
     def raw(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out] bfloat16, without the bias."""
+        """[..., in] -> [..., out] bfloat16, with the bias only if the product adds it."""
         given = inputs.reshape(-1, self.in_features).to(LOW_BIT_DTYPE)
         if self.padded:
             given = F.pad(given, (0, self.padded))
@@ -116,8 +121,9 @@ class LowBitLinear(nn.Module):
 
     @property
     def is_product(self) -> bool:
-        """Whether the product alone is the result, without padding and bias."""
-        return self.bias is None and not self.padded and self.out_features % self._multiples[1] == 0
+        """Whether `raw` is the result, without padding."""
+        has_bias = self.bias is None or self.adds_bias
+        return has_bias and not self.padded and self.out_features % self._multiples[1] == 0
 
     def _product(self, given: torch.Tensor) -> torch.Tensor:
         """[n, padded in] bfloat16 -> [n, padded out] bfloat16."""
@@ -158,18 +164,32 @@ class NativeLinear(LowBitLinear):
     def _product(self, given: torch.Tensor) -> torch.Tensor:
         self._require_cpu(given)
         columns, inputs = given.shape
+        bias = self.bias if self.adds_bias else None
         if torch.compiler.is_compiling():
-            return native.multiply(given, self.packed, self.scales, self.bits, self.input_bits)
+            own = self.scales.new_empty(0) if bias is None else bias
+            return native.multiply(given, self.packed, self.scales, own, self.bits, self.input_bits)
         if columns > inputs and self.input_bits == 16:
-            return given @ self._transposed(inputs)
+            weight = self._transposed(inputs).t()
+            return F.linear(given, weight, None if bias is None else F.pad(bias, (0, len(weight) - len(bias))))
         return self.native_product(given)
+
+    @property
+    def adds_bias(self) -> bool:
+        """One of another dtype would lose more by the rounding of the sum than the product does."""
+        return self.bias is not None and self.bias.dtype == LOW_BIT_DTYPE
 
     @property
     def native_product(self) -> native.NativeProduct:
         """The product with the current weights."""
+        return self._native(self.bias if self.adds_bias else None)
+
+    def _native(self, bias: torch.Tensor | None) -> native.NativeProduct:
         scales = self.scales if self.bits == 8 else None
         inputs = self.in_features + self.padded
-        return native.NativeProduct(self.packed, inputs, self.bits, scales, input_bits=self.input_bits)
+        return native.NativeProduct(self.packed, inputs, self.bits, scales, bias, self.input_bits)
+
+    def _transposed(self, inputs: int) -> torch.Tensor:
+        return self._native(None)(torch.eye(inputs, dtype=LOW_BIT_DTYPE))
 
 
 @torch.inference_mode(False)
@@ -177,15 +197,18 @@ class NativeLinear(LowBitLinear):
 def joined(modules: Sequence[nn.Module]) -> LowBitLinear | None:
     """Modules with the same inputs as a single one, with their outputs one after the other; None if they cannot be joined.
 
-    No weight is held twice: the modules then keep views of the joined weights. Only scales are copied; `fused` reads them at
-    every call, which would wait for an accelerator.
+    No weight is held twice: the modules then keep views of the joined weights. Only scales and biases are copied; `fused` reads
+    them at every call, which would wait for an accelerator.
     """
     low = [module for module in modules if isinstance(module, LowBitLinear)]
     if len(modules) == len(low) == 1:
         return low[0]
     if not len(modules) == len(low) > 1 or len({module.kind for module in low}) > 1:
         return None
-    if any(module.bias is not None or module.out_features % module._multiples[2] for module in low):
+    biases = [module.bias.detach() for module in low if module.bias is not None]
+    if biases and not (low[0].adds_bias and len(biases) == len(low)):
+        return None
+    if any(module.out_features % module._multiples[2] for module in low):
         return None
     if not all(module.packed.is_cpu for module in low):
         return None
@@ -196,7 +219,8 @@ def joined(modules: Sequence[nn.Module]) -> LowBitLinear | None:
     for module, own in zip(low, packed.split([len(module.packed) for module in low]), strict=True):
         module.packed = own
     scales = torch.cat([module.scales for module in low], 1 if low[0].scales.dim() == 3 else 0)
-    whole = type(low[0])(packed, scales, None, inputs, sum(module.out_features for module in low), bits)
+    bias: Any = torch.cat(biases) if biases else None
+    whole = type(low[0])(packed, scales, bias, inputs, sum(module.out_features for module in low), bits)
     whole.input_bits = low[0].input_bits
     return whole
 

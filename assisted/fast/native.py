@@ -410,13 +410,16 @@ class NativePass:
 
 @torch.library.custom_op("assisted::low_bit_product", mutates_args=(), device_types="cpu")
 def multiply(
-    columns: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor, bits: int, input_bits: int
+    columns: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, bits: int, input_bits: int
 ) -> torch.Tensor:
-    """A `NativeProduct` as an operator, for compilers. scales: empty for 4 bits."""
+    """A `NativeProduct` as an operator, for compilers. scales: empty for 4 bits. bias: empty if there is none."""
     own = scales if bits == 8 else None
-    return NativeProduct(weights, columns.shape[1], bits, own, input_bits=input_bits)(columns)
+    added = bias if len(bias) else None
+    return NativeProduct(weights, columns.shape[1], bits, own, added, input_bits)(columns)
 
 
 @multiply.register_fake
-def _(columns: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor, bits: int, input_bits: int) -> torch.Tensor:
+def _(
+    columns: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, bits: int, input_bits: int
+) -> torch.Tensor:
     return columns.new_empty(columns.shape[0], OUTPUTS * weights.shape[0])

@@ -39,10 +39,14 @@ class Weights:
 
     @staticmethod
     @torch.no_grad()
-    def of(tensors: Iterable[torch.Tensor], copied: bool) -> Weights:
-        """copied: also compare values, otherwise only the identity of the tensors."""
+    def of(tensors: Iterable[torch.Tensor], copied: bool, read: Weights | None = None) -> Weights:
+        """copied: also compare values, otherwise only the identity of the tensors. read: weights that were read just now, whose
+        checksums need not be computed again."""
         held = tuple(tensors)
-        return Weights(held, tuple(_checksum(tensor.detach()) for tensor in held) if copied else None)
+        if not copied:
+            return Weights(held, None)
+        known = {} if read is None else dict(zip(map(id, read.tensors), read.checksums or (), strict=False))
+        return Weights(held, tuple(known[id(one)] if id(one) in known else _checksum(one.detach()) for one in held))
 
     def same(self, other: Weights) -> bool:
         """Whether a copy made from one is valid for the other."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..engine.agreement import agree
-from ..engine.hooks import is_touched
+from ..engine.hooks import any_touched
 from ..engine.parts import with_children
 from ..engine.prepared import PreparedModule
 from ..fast.fused import Angles, Called, FusedLayer, Norm, Shared, fused_layer, fused_product, is_known, norm_of
@@ -40,7 +40,7 @@ def fused_head(head: EagleHead | MTPHead | SequentialMTP) -> PreparedModule:
     if head.config.version == 1:
         return PreparedModule(head)
     children: dict[tuple[str, ...], nn.Module] = {("lm_head",): fused_product(head.lm_head)}
-    if not may_copy(head.parameters()) or any(map(is_touched, head.modules())):
+    if not may_copy(head.parameters()) or any_touched(head.modules()):
         return PreparedModule(with_children(head, children))
     angles = Angles(head.rotary_emb, head.config.of_layer(), head.dtype)
     shared = Shared(angles)
@@ -63,7 +63,7 @@ def fused_head(head: EagleHead | MTPHead | SequentialMTP) -> PreparedModule:
 
 
 def _fused_mtp(head: MTPHead) -> PreparedModule:
-    if not may_copy(head.parameters()) or any(map(is_touched, head.modules())) or not is_known(head.layer):
+    if not may_copy(head.parameters()) or any_touched(head.modules()) or not is_known(head.layer):
         return PreparedModule(head)
     angles = Angles(head.rotary_emb, head.layer_config, head.dtype)
     children: dict[tuple[str, ...], nn.Module] = {

@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import threading
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ _WIDEST = 2**16  # positions of a forward pass
 _CHANGED = 0.1  # relative change from which an entry is written again
 _LOCK = threading.Lock()
 _WRITTEN: dict[str, Costs] = {}  # by this process, which spares reading the file after every call
+_warned = False
 
 
 def recall(key: str) -> Costs | None:
@@ -30,12 +32,15 @@ def recall(key: str) -> Costs | None:
 
 
 def remember(key: str, costs: Costs) -> None:
-    """Keep costs for later processes, unless the file has nearly the same. A file that cannot be written is left alone.
+    """Keep costs for later processes, unless the file has nearly the same. A file that cannot be written is left alone, and one
+    warning says so.
 
     key: of everything that the costs depend on.
     """
     file = _file()
     if file is None:
+        if os.environ.get(VARIABLE):
+            _warn("its path cannot be resolved")
         return
     with _LOCK:
         if key in _WRITTEN and _near(_WRITTEN[key], costs):
@@ -48,14 +53,23 @@ def remember(key: str, costs: Costs) -> None:
         text = json.dumps({key: asdict(costs) for key, costs in kept}) + "\n"
         try:
             if os.path.lexists(file) and not file.is_file():
+                _warn("it is not a regular file")
                 return
             file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f"{file.name}.", dir=file.parent) as folder:
                 partial = Path(folder, file.name)
                 partial.write_text(text, encoding="utf-8")
                 partial.replace(file)  # another process reads the old file or the new one, never a part
-        except OSError:
-            return
+        except OSError as error:
+            _warn(f"{type(error).__name__}: {error.strerror or error}")
+
+
+def _warn(reason: str) -> None:
+    """Once in a process, since every later call fails for the same reason."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(f"{VARIABLE}: costs are not kept in {os.environ[VARIABLE]!r}: {reason}", stacklevel=3)
 
 
 def _file() -> Path | None:

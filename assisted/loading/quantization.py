@@ -22,16 +22,18 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..engine.cross import Encoded, alone, is_encoder_decoder
+from ..engine.hooks import looked_over, name_of
 from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key
 from ..engine.parts import few_ids, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .backends import BACKENDS, NAMES, Backend, find, names, placed
 from .classes import auto_class
 from .files import copy_files
-from .gguf import unmarked
+from .gguf import load_gguf, unmarked
 
 __all__ = [
     "NAMES",
+    "load_from_gguf",
     "load_quantized",
     "memory_bytes",
     "quantize_copy",
@@ -122,6 +124,18 @@ def load_quantized(
     model = auto_class(config).from_pretrained(path, dtype=dtype, device_map=device_map, **kwargs)
     model.config.__dict__.pop(RECORD, None)
     return _settled(model)
+
+
+def load_from_gguf(path: str, gguf_file: str, *model_args: Any, **kwargs: Any) -> PreTrainedModel:
+    """`load_gguf` of a target. With a `quantization_config` of another format, the dequantized weights are then quantized:
+    transformers refuses such a config beside a GGUF file. Raises ValueError as `load_gguf` and `quantize_copy` do."""
+    given = kwargs.get("quantization_config")
+    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    if given is None or str(getattr(method, "value", method)) == "gguf":
+        return load_gguf(path, gguf_file, "target", *model_args, **kwargs)
+    return quantize_copy(
+        load_gguf(path, gguf_file, "target", *model_args, **{**kwargs, "quantization_config": None}), given
+    )
 
 
 def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrainedModel:
@@ -222,12 +236,15 @@ def rounds_by_pass(model: nn.Module) -> str | None:
     Some dynamic quantization scales all activations of a forward pass by the largest one: torch's own, and torchao's with
     `PerTensor`. Scales per token do not have this effect.
     """
-    for name, module in model.named_modules():
+    modules, parameters = looked_over(model)
+    for module in modules:
         if type(module).__module__.startswith(_SCALED_PER_PASS):
-            return f"{name} quantizes its inputs by the largest number of a forward pass"
-        activations = getattr(getattr(module, "weight", None), "act_quant_kwargs", None)
+            return f"{name_of(model, module)} quantizes its inputs by the largest number of a forward pass"
+    for weight in parameters:
+        activations = None if type(weight) is nn.Parameter else getattr(weight, "act_quant_kwargs", None)
         if type(getattr(activations, "granularity", None)).__name__ == "PerTensor":
-            return f"{name} quantizes its inputs with one scale for a whole forward pass"
+            owner = next(module for module in modules if any(own is weight for own in module._parameters.values()))
+            return f"{name_of(model, owner)} quantizes its inputs with one scale for a whole forward pass"
     return None
 
 

@@ -5,6 +5,18 @@ from __future__ import annotations
 from .choice import Candidate, Plan, plan
 from .devices import CARDS, Device
 from .shapes import Shapes
-from .sizes import Part, Use, parts, weight_bytes
+from .sizes import Part, Use, parts, recurrent_bytes, weight_bytes
 
-__all__ = ["CARDS", "Candidate", "Device", "Part", "Plan", "Shapes", "Use", "parts", "plan", "weight_bytes"]
+__all__ = [
+    "CARDS",
+    "Candidate",
+    "Device",
+    "Part",
+    "Plan",
+    "Shapes",
+    "Use",
+    "parts",
+    "plan",
+    "recurrent_bytes",
+    "weight_bytes",
+]

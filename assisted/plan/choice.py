@@ -12,7 +12,6 @@ import torch
 from .. import zoo
 from ..drafters import DraftModel, parse
 from ..drafters.base import Spec
-from ..fast import native
 from ..loading.backends import find, placed
 from .devices import Device, bytes_of, card, here
 from .shapes import Shapes
@@ -20,14 +19,14 @@ from .sizes import Part, Use, parts, weight_bytes
 from .speed import Speed, predict
 
 GB = 10**9
-_LOWER = {"cuda": ("int8", "nf4"), "cpu": ("int8", "int4", "int4-int8")}
+_LOWER = {"cuda": ("int8", "nf4"), "cpu": ("int8", "int4")}
 """What a target is quantized to if it does not fit; its output is then the quantized model's."""
 _TITLES = {
     None: "as stored",
     "int8": "8 bits",
     "nf4": "4 bits (nf4)",
     "int4": "4 bits",
-    "int4-int8": "4 bits, inputs in 8",
+    "int4-int8": "4 bits",
 }
 
 
@@ -251,7 +250,7 @@ def plan(
         models = [getattr(one, "model", None) for one in spec.parts() if one.quantizes == "model"]
         path = next((model for model in models if isinstance(model, str)), None)
         their_draft = None if path is None else Shapes.read(path, "draft", trust_remote_code)
-    wanted = their_draft.name if their_draft is not None else "suffix" if draft is None else str(draft)
+    wanted = _named(draft)
     found = tuple(
         _candidate(shapes, one, name, replace(use, quantization=how, draft_quantization=low), their_draft, place)
         for how, one, name, low in _variants(shapes, spec, wanted, use)
@@ -274,12 +273,21 @@ def _variants(shapes: Shapes, spec: Spec, wanted: str, use: Use) -> list[tuple[s
         drafts.append((parse("suffix"), "suffix", None))
     levels: Sequence[str | None] = [use.quantization]
     if use.quantization is None and shapes.quantized is None:
-        levels = [None, *(name for name in _LOWER[use.device] if name != "int4-int8" or native.is_available())]
+        levels = [None, *_LOWER[use.device]]
     found = []
     for level in levels:
         again = "target" in quantized and level is not None  # a copy of quantized weights cannot be quantized
         found += [(level, one, name, low) for one, name, low in drafts if not (again and name == wanted)]
     return found
+
+
+def _named(draft: Any) -> str:
+    """A draft as a string that `from_pretrained` takes, if there is one."""
+    if isinstance(draft, (list, tuple)):
+        return "+".join(map(_named, draft))
+    if isinstance(draft, DraftModel) and isinstance(draft.model, str):
+        return draft.model
+    return "suffix" if draft is None else draft.name if isinstance(draft, Shapes) else str(draft)
 
 
 def _candidate(shapes: Shapes, spec: Spec, name: str, use: Use, draft: Shapes | None, place: Device) -> Candidate:

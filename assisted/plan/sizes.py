@@ -18,7 +18,7 @@ from ..engine.window import most_slots
 from ..fast.fused import copy_bytes
 from ..fast.products import copied_in
 from ..loading.quantization import stored_bytes
-from .shapes import Shapes, States
+from .shapes import Shapes
 
 MIB = 2**20
 # Of a CPU measured by benchmarks/plan.py, of a GPU assumed.
@@ -69,10 +69,11 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
     """
     dtype = use.dtype or target.model.dtype
     found = [Part("target: weights", weight_bytes(target, use.quantization, dtype))]
-    states = _of_states(target.states, use, dtype.itemsize)
-    if target.states.fixed:
-        states["recurrent states"] = _verified_states(target, use)
-    found += [Part(f"target: {name}", size) for name, size in states.items()]
+    states = {
+        **_of_states(target, use, dtype.itemsize),
+        "recurrent states": recurrent_bytes(target, use, verified=True),
+    }
+    found += [Part(f"target: {name}", size) for name, size in states.items() if size]
     found += _of_draft(target, spec, draft, use, dtype)
     if use.fast and use.device == "cpu" and use.quantization is None and target.quantized is None:
         copies = copy_bytes(target.model, dtype, memory)
@@ -104,10 +105,18 @@ def _widest(use: Use, window: int | None = None) -> int:
     return slots_for(needed + WIDTHS[-1]) if use.fast and use.device == "cuda" else needed
 
 
-def _of_states(states: States, use: Use, itemsize: int, window: int | None = None) -> dict[str, int]:
-    """Keys and values, and recurrent states with the copy that a draft model returns to."""
-    keys = use.rows * _widest(use, window) * itemsize * sum(states.per_token)
-    sizes = {"keys and values": keys, "recurrent states": 2 * use.rows * states.fixed}
+def recurrent_bytes(shapes: Shapes, use: Use, verified: bool) -> int:
+    """Bytes of a model's recurrent states: of a target (`verified`) with what it keeps to verify a draft, of a draft model with
+    the copy that it returns to."""
+    if verified and shapes.states.fixed:
+        return _verified_states(shapes, use)
+    return 2 * use.rows * shapes.states.fixed
+
+
+def _of_states(shapes: Shapes, use: Use, itemsize: int, window: int | None = None) -> dict[str, int]:
+    """Keys and values, and the recurrent states of a draft model."""
+    keys = use.rows * _widest(use, window) * itemsize * sum(shapes.states.per_token)
+    sizes = {"keys and values": keys, "recurrent states": recurrent_bytes(shapes, use, verified=False)}
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -140,7 +149,7 @@ def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype:
                 f"draft_window: {window} is not possible, as this draft has recurrent states; leave it out"
             )
         how = use.draft_quantization or (quantization if isinstance(quantization, str) else None)
-        found = {"weights": weight_bytes(draft, how, dtype), **_of_states(draft.states, use, dtype.itemsize, window)}
+        found = {"weights": weight_bytes(draft, how, dtype), **_of_states(draft, use, dtype.itemsize, window)}
         if use.fast and use.device == "cpu" and how is None and draft.quantized is None:
             found["copies of weights"] = copy_bytes(draft.model, dtype, None)
         return found

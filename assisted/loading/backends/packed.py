@@ -33,7 +33,7 @@ _FORMATS = {
         lambda dtype: PackedConfig(4, input_bits=8 if native.is_available() else 16),
         _bytes_4,
         elsewhere="int4-quanto",
-        code="PackedConfig(4)",
+        code="PackedConfig(4, input_bits=8)",
     ),
     "int4-int8": Format(
         lambda dtype: PackedConfig(4, input_bits=8),

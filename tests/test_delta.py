@@ -10,7 +10,7 @@ from pairs import CALL, no_fallback
 from test_parts import assert_same, snapshot
 from transformers import DynamicCache
 
-from assisted import AssistedModelForCausalLM
+from assisted import MTP, AssistedModelForCausalLM, decoding, verification
 from assisted.drafts import Draft
 from assisted.engine.columns import Columns
 from assisted.engine.delta import DeltaMixer
@@ -19,6 +19,7 @@ from assisted.engine.traits import Traits
 from assisted.fast import delta, fused, products
 from assisted.fast.delta import NativeMixer
 from assisted.fast.fused import DeltaLayer, FusedLayer
+from assisted.heads import fused as heads_fused
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
 NAMES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"]
@@ -175,7 +176,7 @@ def test_layers_in_c_that_compute_something_else_are_found_out(fault, monkeypatc
 def test_a_rule_that_computes_something_else_is_found_out(name, fault, monkeypatch):
     """In the columns themselves, or in what they leave to the next ones."""
     own = DeltaMixer.over_columns
-    monkeypatch.setattr(fused, "_fits_floats", lambda layer: False)
+    monkeypatch.setattr(fused, "_is_float", lambda module: False)
 
     def wrong(self, *given):
         made, read = own(self, *given)
@@ -308,6 +309,37 @@ def test_texts_in_c(width, sizes, dtype, monkeypatch):
         found.recurrent_states[0], own.recurrent_states[0], atol=1e-4 if dtype == torch.float32 else 0.03
     )
     assert found.has_previous_state == own.has_previous_state
+
+
+@needed
+def test_a_step_of_the_mtp_head_in_c(monkeypatch):
+    """The same drafts as by operations of torch, whose text is the target's own."""
+    model = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=MTP(tree=False), draft_length=4)
+    ids = model.tokenizer("class Stack:\n    def push(self, item):\n", return_tensors="pt").input_ids
+    drafts, steps, own = {True: [], False: []}, [], delta.FloatHead.__call__
+
+    def step(self, embeddings, *rest):
+        steps.append(embeddings.shape[1])
+        return own(self, embeddings, *rest)
+
+    for in_c, found in drafts.items():
+
+        def judge(draft, *rest, found=found):
+            found.append(draft.tokens)
+            return verification.judge(draft, *rest)
+
+        with monkeypatch.context() as patch, no_fallback():
+            patch.setattr(decoding, "judge", judge)
+            patch.setattr(delta.FloatHead, "__call__", step)
+            if not in_c:
+                patch.setattr(heads_fused, "_in_c", lambda *given: None)
+                model.drafter._fused = None
+            text = model.generate(ids, **CALL | {"max_new_tokens": 40})
+        assert text.tolist() == model.target.generate(ids, **CALL | {"max_new_tokens": 40}).tolist()
+        assert bool(steps) == in_c
+        steps.clear()
+    assert [draft.tolist() for draft in drafts[True]] == [draft.tolist() for draft in drafts[False]]
+    assert any(draft.shape[1] == 4 for draft in drafts[True])
 
 
 def test_a_hybrid_that_reads_images():

@@ -8,8 +8,9 @@ from architectures import DELTA, LINEAR_LAYERS, RECURRENT, _entry, build, random
 from image_models import FAMILIES
 from pairs import CALL, no_fallback
 from test_parts import assert_same, snapshot
+from transformers import DynamicCache
 
-from assisted import AssistedModelForCausalLM
+from assisted import MTP, AssistedModelForCausalLM, decoding, verification
 from assisted.drafts import Draft
 from assisted.engine.columns import Columns
 from assisted.engine.delta import DeltaMixer
@@ -18,6 +19,7 @@ from assisted.engine.traits import Traits
 from assisted.fast import delta, fused, products
 from assisted.fast.delta import NativeMixer
 from assisted.fast.fused import DeltaLayer, FusedLayer
+from assisted.heads import fused as heads_fused
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
 NAMES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"]
@@ -150,17 +152,38 @@ def test_layers_of_another_class_keep_their_code(name):
     assert isinstance(fused.fused(model).module.model.layers[0], DeltaLayer)
 
 
+@needed
+@pytest.mark.parametrize("fault", ["output", "state"])
+def test_layers_in_c_that_compute_something_else_are_found_out(fault, monkeypatch):
+    """In the columns themselves, or in what they leave to the next ones."""
+    run, advance = delta.run, delta.PassRead.advance
+
+    def wrong(*given):
+        made, read = run(*given)
+        return made + 0.1 * made.flip(-1), read  # the last norm would undo a factor
+
+    def stays(self, last):
+        advance(self, [max(column - 1, 0) for column in last])
+
+    monkeypatch.setattr(*((delta, "run", wrong) if fault == "output" else (delta.PassRead, "advance", stays)))
+    model = built("qwen3_5")
+    made = fused.fused(model)
+    assert made.module is model and "differ by more than rounding" in made.warning
+
+
 @pytest.mark.parametrize("fault", ["output", "state"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rule_that_computes_something_else_is_found_out(name, fault, monkeypatch):
     """In the columns themselves, or in what they leave to the next ones."""
     own = DeltaMixer.over_columns
+    monkeypatch.setattr(fused, "_is_float", lambda module: False)
 
     def wrong(self, *given):
         made, read = own(self, *given)
         return (1.1 * made, read) if fault == "output" else (made, replace(read, values=3 * read.values))
 
     monkeypatch.setattr(NativeMixer, "over_columns", wrong)
+    monkeypatch.setattr(NativeMixer, "of_text", DeltaMixer.of_text)
     monkeypatch.setattr(delta, "loaded", lambda: (object(), ""))
     model = built(name)
     made = fused.fused(model)
@@ -168,11 +191,40 @@ def test_a_rule_that_computes_something_else_is_found_out(name, fault, monkeypat
 
 
 @needed
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kind", ["column", "chain", "tree", "wide chain"])
-@pytest.mark.parametrize("sizes", [(2, 4, 8, 8), (3, 3, 24, 40), (1, 4, 16, 10)], ids=str)
-def test_the_rule_in_c(rows, kind, sizes):
-    """Against operations of torch, over random numbers, write strengths up to 2 and decays from none to all."""
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_states_after_a_rejection_are_those_of_a_prompt(name, ended):
+    """Layers in C: whatever was drafted beside, each row's states are those of its committed text, read as a prompt."""
+    model = built(name)
+    ids, columns = random_ids(model, 3, 9), random_ids(model, 3, 5, seed=3)
+    prepared, masks = fused.fused(model), Traits.of(model).column_masks
+    kinds = [layer.floats is not None for layer in prepared.module.model.layers if isinstance(layer, fused.FusedMLP)]
+    assert kinds and all(kinds) == (name != "qwen3_next")  # whose layers have experts
+    run = target_runner(prepared, slots_for(model, None, 3, 64, masks), masks)
+    run.prefill(ids, None)
+    texts, rows = [row.tolist() for row in ids], [0, 2] if ended else [0, 1, 2]
+    run.run_only(rows)
+    tree = Draft(columns[:, 1:], torch.tensor([4, 4, 4]), parents=PARENTS[[0, 1, 0]])
+    for draft, paths in ((tree, [[0, 1, 3], [0], [0, 2]]), (None, [[0, 1], [0, 1, 2, 3, 4], [0]])):
+        run(columns, draft)
+        kept = [len(path) if row in rows else 0 for row, path in enumerate(paths)]
+        run.commit(kept, None if draft is None else paths)
+        for row in rows:
+            texts[row] += columns[row, paths[row]].tolist()
+    for place, row in enumerate(run.cache.order):
+        alone = target_runner(model, slots_for(model, None, 1, 64, masks), masks)
+        alone.prefill(torch.tensor([texts[row]]), None)
+        for one, two in zip(alone.cache.states(), run.cache.states(), strict=True):
+            assert torch.allclose(one[0], two[place], atol=ROUNDING)
+
+
+SIZES = pytest.mark.parametrize("sizes", [(2, 4, 8, 8), (3, 3, 24, 40), (1, 4, 16, 10)], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def mixer_of(sizes, dtype, seed):
+    """A layer with write strengths up to 2, and with decays from none to all."""
     keys, heads, dk, dv = sizes
     model = build(BY_NAME["olmo_hybrid"])
     config = type(model.config)(
@@ -184,28 +236,110 @@ def test_the_rule_in_c(rows, kind, sizes):
             "linear_value_head_dim": dv,
         }
     )
-    torch.manual_seed(rows)
+    torch.manual_seed(seed)
     own = type(model.model.layers[0].linear_attn)(config, 0)
     assert own.allow_neg_eigval
-    mixer = NativeMixer(own, norm=fused.GatedNorm(own.o_norm))
+    with torch.no_grad():
+        own.o_norm.weight.normal_()
+        own.dt_bias.normal_(std=4)
+    own = own.to(dtype).eval()
+    return NativeMixer(own, norm=fused.GatedNorm(own.o_norm)), config.hidden_size
+
+
+def assert_near(one, two):
+    """Of bfloat16, most numbers have the same bits: they are rounded at the same places."""
+    assert one.dtype == two.dtype
+    if one.dtype == torch.bfloat16:
+        assert (one == two).float().mean() > 0.9
+    atol = 1e-4 if one.dtype == torch.float32 else 0.03
+    assert torch.allclose(one, two, rtol=atol, atol=atol)
+
+
+@needed
+@torch.no_grad()
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["column", "chain", "tree", "wide chain"])
+@SIZES
+def test_the_rule_in_c(rows, kind, sizes, dtype, monkeypatch):
+    """Against operations of torch, over random numbers."""
+    mixer, hidden = mixer_of(sizes, dtype, rows)
+    own, (_, heads, dk, dv) = mixer.own, sizes
     width = {"column": 1, "chain": 4, "tree": 5, "wide chain": 20}[kind]
     draft = None
     if kind == "tree":
         draft = Draft(torch.zeros(rows, 4).long(), torch.full((rows,), 4), parents=PARENTS[[0, 1, 0][:rows]])
     columns = Columns.of(width, draft, torch.device("cpu"))
-    with torch.no_grad():
-        own.o_norm.weight.normal_()
-        own.dt_bias.normal_(std=4)
-        parts = mixer.arrange(own, mixer.joined(2 * torch.randn(rows, width, config.hidden_size)))
-        given = parts, torch.randn(rows, own.conv_dim, 4), torch.randn(rows, heads, dk, dv), columns
-        (one, read_one), (two, read_two) = mixer.over_columns(*given), DeltaMixer.over_columns(mixer, *given)
-        assert torch.allclose(one, two, rtol=1e-4, atol=1e-4)
-        last = torch.arange(rows) % width
-        for part, other in zip(
-            *(read.states_after(last, list(given[1:3])) for read in (read_one, read_two)), strict=True
-        ):
-            assert torch.allclose(part, other, rtol=1e-4, atol=1e-4)
-        assert read_one.nbytes == read_two.nbytes
+    parts = mixer.arrange(own, mixer.joined(2 * torch.randn(rows, width, hidden, dtype=dtype)))
+    before, state = torch.randn(rows, own.conv_dim, 4, dtype=dtype), torch.randn(rows, heads, dk, dv)
+    given = parts, before, state, columns
+    two, read_two = DeltaMixer.over_columns(mixer, *given)
+    monkeypatch.setattr(DeltaMixer, "over_columns", None)  # it does not fall back
+    one, read_one = mixer.over_columns(*given)
+    assert_near(one, two)
+    last = torch.arange(rows) % width
+    for part, other in zip(*(read.states_after(last, [before, state]) for read in (read_one, read_two)), strict=True):
+        assert_near(part, other)
+    assert read_one.nbytes == read_two.nbytes
+
+
+@needed
+@torch.no_grad()
+@DTYPES
+@pytest.mark.parametrize("width", [1, 2, 70])
+@SIZES
+def test_texts_in_c(width, sizes, dtype, monkeypatch):
+    """Against the layer's own prompt, with padding, and a second text after it."""
+    mixer, hidden = mixer_of(sizes, dtype, width)
+    config = build(BY_NAME["olmo_hybrid"]).config  # layer 0 is the one
+    caches, made = [DynamicCache(config=config) for _ in range(2)], ([], [])
+    for count, mask in ((width, torch.ones(2, width).long()), (3, None), (1, None)):
+        text = 2 * torch.randn(2, count, hidden, dtype=dtype)
+        if mask is not None and width > 2:
+            mask[0, :2] = 0
+        made[0].append(DeltaMixer.of_text(mixer, text, caches[0], mask))
+        with monkeypatch.context() as patch:
+            patch.setattr(DeltaMixer, "of_text", None)
+            made[1].append(mixer.of_text(text, caches[1], mask))
+    for one, two in zip(*made, strict=True):
+        assert_near(one, two)
+    own, found = (cache.layers[0] for cache in caches)
+    assert_near(found.conv_states[0], own.conv_states[0])
+    assert torch.allclose(
+        found.recurrent_states[0], own.recurrent_states[0], atol=1e-4 if dtype == torch.float32 else 0.03
+    )
+    assert found.has_previous_state == own.has_previous_state
+
+
+@needed
+def test_a_step_of_the_mtp_head_in_c(monkeypatch):
+    """The same drafts as by operations of torch, whose text is the target's own."""
+    model = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=MTP(tree=False), draft_length=4)
+    ids = model.tokenizer("class Stack:\n    def push(self, item):\n", return_tensors="pt").input_ids
+    drafts, steps, own = {True: [], False: []}, [], delta.FloatHead.__call__
+
+    def step(self, embeddings, *rest):
+        steps.append(embeddings.shape[1])
+        return own(self, embeddings, *rest)
+
+    for in_c, found in drafts.items():
+
+        def judge(draft, *rest, found=found):
+            found.append(draft.tokens)
+            return verification.judge(draft, *rest)
+
+        with monkeypatch.context() as patch, no_fallback():
+            patch.setattr(decoding, "judge", judge)
+            patch.setattr(delta.FloatHead, "__call__", step)
+            if not in_c:
+                patch.setattr(heads_fused, "_in_c", lambda *given: None)
+                model.drafter._fused = None
+            text = model.generate(ids, **CALL | {"max_new_tokens": 40})
+        assert text.tolist() == model.target.generate(ids, **CALL | {"max_new_tokens": 40}).tolist()
+        assert bool(steps) == in_c
+        steps.clear()
+    assert [draft.tolist() for draft in drafts[True]] == [draft.tolist() for draft in drafts[False]]
+    assert any(draft.shape[1] == 4 for draft in drafts[True])
 
 
 def test_a_hybrid_that_reads_images():

@@ -77,7 +77,8 @@ class Read:
 
 
 class DeltaMixer(nn.Module):
-    """Runs a layer of transformers' over several columns after its state. Prompts and all else run as the layer itself does.
+    """Runs a layer of transformers' over several columns after its state. Prompts and all else run as the layer itself does,
+    or as a derived class has them.
 
     Args:
         own: the layer, not changed.
@@ -107,16 +108,20 @@ class DeltaMixer(nn.Module):
     ) -> torch.Tensor:
         columns: Columns | None = getattr(cache_params, "columns", None)
         if columns is None:
-            mixed: torch.Tensor = self.own(
-                hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
-            )
-            return mixed
+            return self.of_text(hidden_states, cache_params, attention_mask, **kwargs)
         rows, (before, state) = len(hidden_states), cache_params.states_of(self.layer_idx)
         projected = self.arrange(self.own, self.joined(hidden_states))
         made, read = self.over_columns(projected, before[:rows], state[:rows], columns)
         cache_params.note(self.layer_idx, read)
         result: torch.Tensor = self.out(made)
         return result
+
+    def of_text(
+        self, hidden_states: torch.Tensor, cache: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """`forward` for a prompt, or a text without a cache."""
+        mixed: torch.Tensor = self.own(hidden_states, cache_params=cache, attention_mask=attention_mask, **kwargs)
+        return mixed
 
     def over_columns(
         self, projected: Projected, before: torch.Tensor, state: torch.Tensor, columns: Columns

@@ -150,6 +150,19 @@ class Read(Protocol):
         ...
 
 
+class PassRead(Protocol):
+    """What several layers have read in a forward pass; it changes their states itself."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        ...
+
+    def advance(self, last: list[int]) -> None:
+        """Let the states become those after one column of each running row. last: -1 for rows whose states stay."""
+        ...
+
+
 class ColumnCache(StateCache):
     """States that change only when columns are committed. Rows may differ in length, and columns may form trees.
 
@@ -161,6 +174,7 @@ class ColumnCache(StateCache):
         super().__init__(rows, limit, config)
         self.columns: Columns | None = None
         self._read: dict[int, Read] = {}
+        self._together: list[PassRead] = []
         self._most = 0, 0  # columns of the widest forward pass, and bytes of what layers have read in it
 
     def states_of(self, layer: int) -> list[torch.Tensor]:
@@ -184,12 +198,17 @@ class ColumnCache(StateCache):
         """Keep what a layer has read, until `commit`."""
         self._read[layer] = read
 
+    def note_together(self, read: PassRead) -> None:
+        """The same for several layers."""
+        self._together.append(read)
+
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
         """As SlotCache. The states become those after each row's last kept column."""
-        if self._read:
+        if self._read or self._together:
             assert self.columns is not None
             if self.columns.width > self._most[0]:
-                self._most = self.columns.width, sum(read.nbytes for read in self._read.values())
+                sizes = [read.nbytes for read in self._read.values()] + [read.nbytes for read in self._together]
+                self._most = self.columns.width, sum(sizes)
             kept = [counts[row] for row in self.running]
             ends = [max(count, 1) - 1 for count in kept]
             last = ends if path is None else [path[row][end] for row, end in zip(self.running, ends, strict=True)]
@@ -204,10 +223,16 @@ class ColumnCache(StateCache):
     def go_back(self) -> None:
         """As StateCache; what was read since is forgotten."""
         self._read.clear()
+        self._together.clear()
         super().go_back()
 
     def _advance(self, last: list[int], moves: list[bool] | None) -> None:
         """last: column of each running row whose state is next. moves: the rows that keep any column; None for all."""
+        for together in self._together:
+            together.advance(
+                last if moves is None else [at if moved else -1 for at, moved in zip(last, moves, strict=True)]
+            )
+        self._together.clear()
         rows = len(last)
         for layer, read in self._read.items():
             before = [state[:rows] for state in self.states_of(layer)]

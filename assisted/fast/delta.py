@@ -1,21 +1,24 @@
-"""The gated delta rule over few columns in C, for float32 on a CPU. By operations of torch it takes some forty of them between
-the two products of a layer, longer than the arithmetic. Deals with one layer's tensors; `fused` decides where it is used.
+"""The gated delta rule over few columns in C, and whole layers of hybrids, for float32 on a CPU. By operations of torch, such a
+layer takes some seventy of them, longer than the arithmetic. Deals with tensors; `fused` decides where it is used.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from ..engine.columns import Columns
 from ..engine.delta import DeltaMixer, Projected, Read
 from . import native
 
-_MOST = 2**14  # numbers of a head's values over all columns, which lie on the stack
+MOST = 2**14  # numbers of a head's values over all columns, which lie on the stack
 _FLAGS = (
     "-O3",
     "-fno-math-errno",
@@ -26,13 +29,16 @@ _FLAGS = (
     "-shared",
     "-fPIC",
 )
-_SHARED = 2**18  # products of a number and a state's entry from which several threads are faster
+_SHARED = 2**18  # products of a number and a state's or a weight's entry from which several threads are faster
+_COLUMNS = 256  # of a forward pass; for more, torch's products are as fast
+_BLOCK = 32  # outputs that lie together; they are filled up to a multiple
 
 
 class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("key_heads", "heads", "dk", "dv", "size")),
         *((name, c_float) for name in ("strongest", "epsilon")),
+        *((name, c_int64) for name in ("rounds", "rounds_norm")),
     )
 
 
@@ -40,52 +46,424 @@ class _Columns(ctypes.Structure):
     _fields_ = (("data", c_void_p), ("stride", c_int64))
 
 
+class _Product(ctypes.Structure):
+    _fields_ = (("weights", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Product) for name in ("into", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("before_mixer", "before_mlp")),
+        *((name, c_float) for name in ("mixer_epsilon", "mlp_epsilon")),
+        *((name, c_int64) for name in ("hidden", "inner", "is_attention")),
+        *((name, c_int64) for name in ("query_heads", "key_heads", "head_size", "turned", "is_gated")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm")),
+        *((name, c_float) for name in ("head_epsilon", "scaling")),
+        ("shape", _Shape),
+        *((name, c_void_p) for name in ("conv", "conv_bias", "a_log", "shift", "norm")),
+    )
+
+
+class _Head(ctypes.Structure):
+    _fields_ = (
+        ("fuse", _Product),
+        *((name, c_void_p) for name in ("embed_norm", "hidden_norm", "end_norm")),
+        *((name, c_float) for name in ("embed_epsilon", "hidden_epsilon", "end_epsilon")),
+    )
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "width")),
+        *((name, c_void_p) for name in ("parents", "cos", "sin")),
+        ("angles", c_int64),
+        ("places", c_void_p),
+        ("first", c_int64),
+        *((name, c_void_p) for name in ("slots", "starts")),
+        *((name, c_int64) for name in ("capacity", "threads")),
+        ("buffer", c_void_p),
+        ("top", c_int64),
+        ("scratch", c_void_p),
+    )
+
+
 @functools.cache
 def loaded() -> tuple[Any, str]:
     """The compiled library and an empty string, or None and why there is none."""
-    vectors = ("-mavx2", "-mfma") if {"avx2", "fma"} <= native.processor_flags() else ()
+    flags = native.processor_flags()
+    vectors = ["-mavx2", "-mfma"] if {"avx2", "fma"} <= flags else []
+    vectors += ["-mavx512f"] if vectors and "avx512f" in flags else []
     library, reason = native.compiled("delta.c", (*_FLAGS, *vectors))
     if library is not None:
         library.mix.argtypes = [c_void_p, c_int64, c_int64, c_void_p, *[_Columns] * 4, *[c_void_p] * 13, c_int]
-        library.mix.restype = None
+        library.mix_texts.argtypes = [c_void_p, c_int64, c_int64, *[_Columns] * 4, *[c_void_p] * 9, c_int]
+        library.mix_texts.restype = None
+        library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 5]
+        library.step.argtypes, library.step.restype = [c_void_p] * 7, None
+        library.advance.argtypes = [c_void_p, *[c_int64] * 3, *[c_void_p] * 4, c_int]
+        library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int]
+        library.layer_numbers.argtypes, library.layer_numbers.restype = [c_void_p], c_int64
+        library.mix.restype = library.layers.restype = library.advance.restype = library.multiply.restype = None
     return library, reason
 
 
 class NativeMixer(DeltaMixer):
-    """A `DeltaMixer` that runs in C where it can. It uses the model's own weights, at the address that they have now."""
+    """A `DeltaMixer` that runs in C where it can, prompts too. It uses the model's own weights, at the address that they have
+    now. In bfloat16 it rounds where the layer does; states are float32 there as well."""
 
     def over_columns(
         self, projected: Projected, before: torch.Tensor, state: torch.Tensor, columns: Columns
     ) -> tuple[torch.Tensor, Read]:
-        own: Any = self.own
         rows, heads, dk, dv = state.shape
-        n, (_, channels, size) = columns.width, before.shape
-        norm: Any = self.gated_norm
-        conv, gate = own.conv1d, projected[1]
-        given = (conv.weight, conv.bias, own.A_log, own.dt_bias, norm.weight)
-        if (
-            n * dv > _MOST
-            or conv.weight.shape[-1] != size
-            or not all(part is None or _is_plain(part) for part in (*given, before, state))
-            or not all(part.stride(-1) == 1 and part.stride(0) == n * part.stride(1) for part in projected)
-            or gate.dtype != torch.float32
-            or torch.compiler.is_compiling()
-        ):
+        n, size = columns.width, before.shape[2]
+        if n * dv > MOST or not self._fits(projected, before, state):
             return super().over_columns(projected, before, state, columns)
-        inputs, read = before.new_empty(rows, channels, size + n), before.new_empty(rows, n, channels)
-        decay, keys = before.new_empty(rows, heads, n), before.new_empty(rows, heads, n, dk)
-        written, made = before.new_empty(rows, heads, n, dv), before.new_empty(rows, n, heads * dv)
+        dtype = before.dtype
+        inputs = None if dtype == torch.float32 else torch.cat([before, projected[0].transpose(1, 2)], 2)
+        given, past = [*map(_in_floats, projected)], _in_floats(before)
+        noted = past.new_empty(rows, past.shape[1], size + n) if inputs is None else None
+        decay, keys = state.new_empty(rows, heads, n), state.new_empty(rows, heads, n, dk)
+        written, made = state.new_empty(rows, heads, n, dv), state.new_empty(rows, n, heads * dv)
+        read = state.new_empty(rows, n, past.shape[1])
         parents = columns.parents.contiguous() if columns.parents is not None and n > 1 else None
-        shape = _Shape(own.num_k_heads, heads, dk, dv, size, self.strongest, norm.variance_epsilon)
-        tensors = (*given, before, state, inputs, decay, keys, written, made, read)
+        weights, shape = self.weights(), self.shape(dtype)
+        tensors = (*weights, past, state, noted, decay, keys, written, made, read)
         loaded()[0].mix(
             ctypes.addressof(shape),
             *(rows, n, None if parents is None else parents.data_ptr()),
-            *(_Columns(part.data_ptr(), part.stride(1)) for part in projected),
+            *(_Columns(part.data_ptr(), part.stride(1)) for part in given),
             *(None if part is None else part.data_ptr() for part in tensors),
-            torch.get_num_threads() if rows * n * heads * dk * dv >= _SHARED else 1,
+            _threads(rows * n * heads * dk * dv),
         )
-        return made, Read(columns, inputs, decay, keys, written)
+        inputs = noted if inputs is None else inputs
+        assert inputs is not None
+        return made.to(dtype), Read(columns, inputs, decay, keys, written)
+
+    def of_text(
+        self, hidden_states: torch.Tensor, cache: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        own: Any = self.own
+        rows, n, _ = hidden_states.shape
+        past = state = None
+        if cache is not None:
+            past, state = cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
+        heads, dk, dv, size = own.num_v_heads, own.head_k_dim, own.head_v_dim, own.conv1d.weight.shape[-1]
+        channels = own.conv1d.weight.shape[0]
+        like = hidden_states.new_empty(0)
+        whole = kwargs or (cache is not None and cache.is_recording_past(self.layer_idx))
+        before = like.new_zeros(rows, channels, size) if past is None else past
+        state = torch.zeros(rows, heads, dk, dv) if state is None else state.clone()
+        if attention_mask is not None:
+            hidden_states = (hidden_states * attention_mask[:, :, None]).to(like.dtype)
+        if whole or not hidden_states.is_cpu or before.shape != (rows, channels, size) or state.shape[0] != rows:
+            return super().of_text(hidden_states, cache, attention_mask, **kwargs)
+        projected = self.arrange(own, self.joined(hidden_states))
+        if not self._fits(projected, before, state):
+            return super().of_text(hidden_states, cache, attention_mask, **kwargs)
+        given, before = [*map(_in_floats, projected)], _in_floats(before)
+        made, read = state.new_empty(rows, n, heads * dv), state.new_empty(rows, n, channels)
+        weights, shape = self.weights(), self.shape(like.dtype)
+        loaded()[0].mix_texts(
+            *(ctypes.addressof(shape), rows, n),
+            *(_Columns(part.data_ptr(), part.stride(1)) for part in given),
+            *(None if part is None else part.data_ptr() for part in (*weights, before, state, made, read)),
+            _threads(rows * n * heads * dk * dv),
+        )
+        if cache is not None:
+            cache.update_conv_state(projected[0].transpose(1, 2), self.layer_idx, conv_kernel_size=size)
+            cache.update_recurrent_state(state, self.layer_idx)
+        result: torch.Tensor = self.out(made.to(like.dtype))
+        return result
+
+    def _fits(self, projected: Projected, before: torch.Tensor, state: torch.Tensor) -> bool:
+        """Whether the rule in C can run over these; see `over_columns`."""
+        own: Any = self.own
+        norm: Any = self.gated_norm
+        conv, dtype, n = own.conv1d, before.dtype, projected[0].shape[1]
+        return (
+            dtype in (torch.float32, torch.bfloat16)
+            and conv.weight.shape[-1] == before.shape[2]
+            and all(part is None or part.dtype == dtype for part in (conv.weight, conv.bias, *projected))
+            and all(part.dtype in (dtype, torch.float32) for part in (own.A_log, own.dt_bias, norm.weight))
+            and all(part.is_cpu for part in (conv.weight, own.A_log, own.dt_bias, norm.weight, before))
+            and _is_plain(state)
+            and before.is_contiguous()
+            and all(part.stride(-1) == 1 and part.stride(0) == n * part.stride(1) for part in projected)
+            and not torch.compiler.is_compiling()
+        )
+
+    def weights(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order of the arguments in C, the convolution's as [K, C]."""
+        own: Any = self.own
+        norm: Any = self.gated_norm
+        small = own.conv1d.bias, own.A_log, own.dt_bias, norm.weight
+        conv = own.conv1d.weight.detach()[:, 0].t().float().contiguous()
+        return conv, *(None if part is None else _in_floats(part.detach()) for part in small)
+
+    def shape(self, dtype: torch.dtype) -> _Shape:
+        """dtype: of the layer."""
+        own: Any = self.own
+        norm: Any = self.gated_norm
+        sizes = own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim, own.conv1d.weight.shape[-1]
+        halves = dtype == torch.bfloat16, norm.weight.dtype == dtype == torch.bfloat16
+        return _Shape(*sizes, self.strongest, norm.variance_epsilon, *map(int, halves))
+
+
+class FloatProduct:
+    """The concatenated outputs of several linear modules for one input, from a copy of their weights.
+
+    Args:
+        modules: of float32.
+        order: of all outputs, [out] int64; None for their own.
+    """
+
+    def __init__(self, modules: Sequence[nn.Linear], order: torch.Tensor | None = None):
+        biases = [module.bias for module in modules if module.bias is not None]
+        weight = torch.cat([module.weight.detach() for module in modules])
+        bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
+        self.outputs, self.inputs = weight.shape
+        blocks = F.pad(weight, (0, 0, 0, -self.outputs % _BLOCK)).view(-1, _BLOCK, self.inputs)
+        packed = native.in_large_pages(blocks.transpose(1, 2).contiguous().view(torch.uint8))
+        self.held, self.modules = (packed, bias), modules
+        self.struct = _Product(packed.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out], of a single module."""
+        if not fits(inputs, ()):
+            made: torch.Tensor = self.modules[0](inputs)
+            return made
+        inputs, columns = inputs.contiguous(), inputs.shape[:-1].numel()
+        made = inputs.new_empty(*inputs.shape[:-1], self.outputs)
+        given = ctypes.addressof(self.struct), inputs.data_ptr(), columns, made.data_ptr()
+        loaded()[0].multiply(*given, _threads(columns * self.outputs * self.inputs))
+        return made
+
+
+class FloatLayer:
+    """A layer of products, norms and either attention or the delta rule. It uses copies of all weights.
+
+    Args:
+        products: for the mixer's input, of the mixer's output, of gate and up together, of down.
+        norms: what the norms before mixer and MLP multiply by, [hidden], and their epsilons.
+        fields: the further fields of the struct, with tensors for addresses.
+    """
+
+    def __init__(
+        self,
+        products: Sequence[FloatProduct],
+        norms: Sequence[tuple[torch.Tensor, float]],
+        fields: Mapping[str, Any],
+    ):
+        tensors = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+        self.held = products, norms, tensors
+        (first, mixer_epsilon), (second, mlp_epsilon) = norms
+        self.hidden, self.entries = products[1].outputs, sum(part.outputs * part.inputs for part in products)
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        self.struct = _Layer(
+            *(product.struct for product in products),
+            *(first.data_ptr(), second.data_ptr(), mixer_epsilon, mlp_epsilon, self.hidden, products[3].inputs),
+            **{**fields, **addresses},
+        )
+        self.is_attention = bool(self.struct.is_attention)
+        self.numbers: int = loaded()[0].layer_numbers(ctypes.addressof(self.struct))
+
+    def noted(self, rows: int, width: int) -> tuple[int, int, int, int]:
+        """How many numbers a pass notes: inputs, decays, keys, and what is written (`Read`)."""
+        if self.is_attention:
+            return 0, 0, 0, 0
+        shape, columns = self.struct.shape, rows * width
+        channels = 2 * shape.key_heads * shape.dk + shape.heads * shape.dv
+        of_columns = (columns * shape.heads * count for count in (1, shape.dk, shape.dv))
+        return rows * channels * (shape.size + width), *of_columns
+
+
+def attention_layer(
+    products: Sequence[Sequence[nn.Linear]],
+    norms: Sequence[tuple[torch.Tensor, float]],
+    of_heads: Sequence[tuple[torch.Tensor, float]],
+    sizes: tuple[int, int, int],
+    turned: int,
+    is_gated: bool,
+    scaling: float,
+) -> FloatLayer:
+    """A layer with rotary attention.
+
+    products, norms: as `FloatLayer`. of_heads: the same for queries and keys, or nothing. sizes: query heads, key heads, and
+    numbers of a head, of which `turned` turn. is_gated: each query head has a gate after it.
+    """
+    query_heads, key_heads, size = sizes
+    order = None
+    if is_gated:
+        own = torch.arange(2 * query_heads).view(-1, 2)
+        beside = torch.arange(2 * query_heads, 2 * (query_heads + key_heads))
+        heads = torch.cat([own[:, 0], beside, own[:, 1]])
+        order = (heads[:, None] * size + torch.arange(size)).flatten()
+    into, *others = products
+    fields: dict[str, Any] = dict(zip(("query_heads", "key_heads", "head_size"), sizes, strict=True))
+    fields |= {"is_attention": 1, "turned": turned, "is_gated": int(is_gated), "scaling": scaling}
+    if of_heads:
+        (fields["query_norm"], fields["head_epsilon"]), (fields["key_norm"], _) = of_heads
+    return FloatLayer([FloatProduct(into, order), *map(FloatProduct, others)], norms, fields)
+
+
+def delta_layer(
+    products: Sequence[Sequence[nn.Linear]], norms: Sequence[tuple[torch.Tensor, float]], mixer: NativeMixer
+) -> FloatLayer:
+    """A layer with the delta rule. products, norms: as `FloatLayer`. mixer: of the layer."""
+    own: Any = mixer.own
+    into, *others = products
+    outputs = sum(module.out_features for module in into)
+    order = torch.cat(mixer.arrange(own, torch.arange(outputs)[None, None]), -1).flatten()
+    names = "conv", "conv_bias", "a_log", "shift", "norm"
+    weights = zip(names, mixer.weights(), strict=True)
+    copies = {name: weight.clone() for name, weight in weights if weight is not None}
+    fields = {"shape": mixer.shape(torch.float32), **copies}
+    return FloatLayer([FloatProduct(into, order), *map(FloatProduct, others)], norms, fields)
+
+
+class PassRead:
+    """What the layers of a forward pass have read, as `Read`, all in one tensor.
+
+    Args:
+        layers: of the pass.
+        stores: keys and values of each with attention, the states of each other one.
+        columns, rows: of the pass.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[FloatLayer],
+        stores: Sequence[torch.Tensor],
+        columns: Columns | None,
+        rows: int,
+        width: int,
+    ):
+        self.layers, self.stores, self.rows, self.width = layers, stores, rows, width
+        sizes = [size for layer in layers for size in layer.noted(rows, width)]
+        self.notes, at, places = torch.empty(sum(sizes)), 0, []
+        first = self.notes.data_ptr()
+        for size in sizes:
+            places.append(first + at * torch.float32.itemsize)
+            at += size
+        self.each = (c_void_p * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
+        self.places = (c_void_p * len(places))(*places)
+        self.of_stores = (c_void_p * len(stores))(*(store.data_ptr() for store in stores))
+        tree = columns is not None and columns.parents is not None and width > 1
+        self.parents = columns.parents.contiguous() if tree else None  # type: ignore[union-attr]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what was read."""
+        return self.notes.nbytes
+
+    def advance(self, last: Sequence[int]) -> None:
+        """Let the states become those after a column of each row, -1 for those that stay. last: [R]."""
+        wanted = (c_int64 * self.rows)(*last)
+        loaded()[0].advance(
+            *(ctypes.addressof(self.each), len(self.layers), self.rows, self.width),
+            *(None if self.parents is None else self.parents.data_ptr(), ctypes.addressof(wanted)),
+            *(ctypes.addressof(self.of_stores), ctypes.addressof(self.places), _threads(self.notes.numel())),
+        )
+
+
+def fits(hidden: torch.Tensor, stores: Sequence[torch.Tensor]) -> bool:
+    """Whether columns can run in C. hidden: [..., D]."""
+    return (
+        hidden.dtype == torch.float32
+        and hidden.is_cpu
+        and hidden.shape[:-1].numel() <= _COLUMNS
+        and not torch.compiler.is_compiling()
+        and all(map(_is_plain, stores))
+    )
+
+
+def run(
+    layers: Sequence[FloatLayer],
+    hidden: torch.Tensor,
+    stores: Sequence[torch.Tensor],
+    around: native.NativePass | None,
+    columns: Columns | None,
+) -> tuple[torch.Tensor, PassRead]:
+    """Run layers of the same width, one after the other, over several columns.
+
+    hidden: [R, n, D]. stores: two for each layer, as `PassRead`. around: of passes with attention. columns: of passes with the
+    delta rule. Returns the outputs, [layers, R, n, D], and what was read.
+    """
+    hidden, (rows, width, size) = hidden.contiguous(), hidden.shape
+    read = PassRead(layers, stores, columns, rows, width)
+    made = hidden.new_empty(len(layers), rows, width, size)
+    struct, _buffer = _pass(layers, hidden, stores, around, read.parents)
+    loaded()[0].layers(
+        *(ctypes.addressof(read.each), len(layers), ctypes.addressof(struct), hidden.data_ptr()),
+        *(ctypes.addressof(read.of_stores), ctypes.addressof(read.places), made.data_ptr()),
+    )
+    return made, read
+
+
+class FloatHead:
+    """An MTP head with one layer. It uses copies of all weights.
+
+    Args:
+        fuse: of embedding and state.
+        norms: what those of embedding, of state and at the end multiply by, [hidden], and their epsilons; None for no norm.
+        layer: with attention.
+    """
+
+    def __init__(self, fuse: FloatProduct, norms: Sequence[tuple[torch.Tensor, float] | None], layer: FloatLayer):
+        self.held, self.layer = (fuse, norms), layer
+        addresses = (None if norm is None else norm[0].data_ptr() for norm in norms)
+        self.struct = _Head(fuse.struct, *addresses, *(0.0 if norm is None else norm[1] for norm in norms))
+
+    def __call__(
+        self,
+        embeddings: torch.Tensor,
+        states: torch.Tensor,
+        stores: Sequence[torch.Tensor],
+        around: native.NativePass,
+    ) -> torch.Tensor:
+        """A step over several columns. embeddings, states: [R, n, D]. stores: keys and values. Returns states [R, n, D]."""
+        embeddings, states = embeddings.contiguous(), states.contiguous()
+        made = torch.empty_like(states)
+        struct, _buffer = _pass([self.layer], states, stores, around, None, 4 * self.layer.hidden)
+        of_stores = (c_void_p * 2)(*(store.data_ptr() for store in stores))
+        structs = ctypes.addressof(self.struct), ctypes.addressof(self.layer.struct), ctypes.addressof(struct)
+        given = embeddings.data_ptr(), states.data_ptr(), ctypes.addressof(of_stores), made.data_ptr()
+        loaded()[0].step(*structs, *given)
+        return made
+
+
+def _pass(
+    layers: Sequence[FloatLayer],
+    hidden: torch.Tensor,
+    stores: Sequence[torch.Tensor],
+    around: native.NativePass | None,
+    parents: torch.Tensor | None,
+    more: int = 0,
+) -> tuple[_Pass, torch.Tensor]:
+    """The struct of a pass, and its buffer, which must outlive it. more: numbers of the buffer for a column. See `run`."""
+    rows, width, _ = hidden.shape
+    threads = _threads(max(layer.entries for layer in layers) * rows * width)
+    top = 0 if around is None else around.most
+    buffer = torch.empty(rows * width * (more + max(layer.numbers for layer in layers)) + threads * top)
+    struct = _Pass(rows, width, None if parents is None else parents.data_ptr())
+    if around is not None:
+        cos, sin, places, *lists = (part.data_ptr() for part in around.held)
+        struct.cos, struct.sin, struct.places, struct.angles = cos, sin, places, len(around.held[0])
+        struct.first, (struct.slots, struct.starts) = around.struct.first, lists or (None, None)
+        struct.capacity = next(stores[2 * at].shape[2] for at, layer in enumerate(layers) if layer.is_attention)
+    struct.threads, struct.buffer, struct.top = threads, buffer.data_ptr(), top
+    struct.scratch = buffer.data_ptr() + (buffer.numel() - threads * top) * buffer.itemsize
+    return struct, buffer
+
+
+def _threads(products: int) -> int:
+    return torch.get_num_threads() if products >= _SHARED else 1
+
+
+def _in_floats(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float32 else tensor.float()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

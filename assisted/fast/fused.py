@@ -12,7 +12,7 @@ import functools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -240,6 +240,7 @@ class _Fusion:
         # those of a text model inside another one run through the forward of both
         whole = ("model", "layers") in children and all(isinstance(layer, FusedMLP) for layer in layers)
         in_c = bool(layers) and all(isinstance(layer, FusedLayer) and layer.native is not None for layer in layers)
+        in_floats = bool(layers) and all(isinstance(layer, FusedMLP) and layer.floats is not None for layer in layers)
         return PreparedModule(
             made,
             whole,
@@ -247,7 +248,7 @@ class _Fusion:
             copied,
             sum(low.nbytes for low in self.source.kept.tensors),
             runs=("layers in C" if in_c else "fused layers") if self.is_family else "packed products",
-            run_layers=_at_once if in_c else one_by_one,
+            run_layers=_at_once if in_c else _floats_at_once if in_floats else one_by_one,
         )
 
 
@@ -330,9 +331,15 @@ def _low_bit_weights(modules: list[LowBitLinear]) -> Weights:
 
 
 def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Children:
-    of_head = Product([model.lm_head], copied)  # first: converting it takes as much again, which the layers use later
-    of_head.most = sys.maxsize  # it computes no prompts
-    head = Called(of_head)
+    is_hybrid = any("linear_attn" in layer._modules for layer in layers)
+    if is_hybrid and copied and _is_float(model.lm_head) and delta.loaded()[0] is not None:
+        head = Called(delta.FloatProduct([model.lm_head]))
+    else:
+        of_head = Product(
+            [model.lm_head], copied
+        )  # first: converting it takes as much again, which the layers use later
+        of_head.most = sys.maxsize  # it computes no prompts
+        head = Called(of_head)
     path, angles = _path(model), None
     norm = model.get_submodule(".".join((*path, "norm")))
     children: _Children = {("lm_head",): head, (*path, "norm"): norm if is_touched(norm) else Called(norm_of(norm))}
@@ -341,17 +348,42 @@ def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Childre
         angles = Angles(base.rotary_emb, base.config, model.dtype)
         children |= {(*path, "rotary_emb"): angles}
     shared = Shared(angles)
-    own = [fused_layer(layer, shared, copied) for layer in layers]
+    own = [fused_layer(layer, shared, copied, is_hybrid) for layer in layers]
     if isinstance(own[-1], FusedLayer):
         own[-1].is_last = True
     return {(*path, "layers"): nn.ModuleList(own), **children}
 
 
-def fused_layer(layer: Any, shared: Shared, copied: bool) -> nn.Module:
-    """The faster form of a layer of a known family. copied: weights may be copied."""
+def fused_layer(layer: Any, shared: Shared, copied: bool, in_floats: bool = False) -> nn.Module:
+    """The faster form of a layer of a known family. copied: weights may be copied. in_floats: in C if it is of float32."""
     if not _is_fusible(layer):
         return _packed_inside(layer, copied)
-    return (FusedLayer if "self_attn" in layer._modules else DeltaLayer)(layer, shared, copied)
+    # what runs in C has copies of its own
+    in_floats = in_floats and copied and _fits_floats(layer)
+    made: Any = (FusedLayer if "self_attn" in layer._modules else DeltaLayer)(layer, shared, copied and not in_floats)
+    if in_floats:
+        products = [*_of_mixer(layer), *_of_mlp(layer)]
+        made.floats = made.of_floats(products, [norm.factor() for norm in (made.before_attention, made.before_mlp)])
+    return made
+
+
+def _fits_floats(layer: Any) -> bool:
+    """Whether a layer runs in C in float32, by its parts alone."""
+    products = [*_of_mixer(layer), *_of_mlp(layer)]
+    linear: list[Any] = [module for modules in products for module in modules]
+    biases = [{module.bias is None for module in modules} for modules in products]
+    return (
+        len(products) == len(biases) == 4
+        and all(map(_is_float, linear))
+        and all(len(kinds) == 1 for kinds in biases)
+        and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation)
+        and {part.dtype for part in layer.parameters()} == {torch.float32}
+        and delta.loaded()[0] is not None
+    )
+
+
+def _is_float(module: Any) -> bool:
+    return type(module) is nn.Linear and module.weight.dtype == torch.float32
 
 
 class FusedMLP(Skippable):
@@ -361,6 +393,7 @@ class FusedMLP(Skippable):
     """
 
     whole_mlp: Callable[[torch.Tensor], Any] | None = None  # one that is not fused
+    floats: delta.FloatLayer | None = None  # the layer in C, of float32
 
     def __init__(self, layer: Any, copied: bool):
         super().__init__()
@@ -397,13 +430,32 @@ class DeltaLayer(FusedMLP):
         super().__init__(layer, copied)
         own = layer.linear_attn
         (inputs, out), norm = _of_mixer(layer), outputs_of(own)[0]
-        kind = NativeMixer if norm.weight.dtype == torch.float32 and delta.loaded()[0] is not None else DeltaMixer
+        in_c = own.conv1d.weight.dtype in (torch.float32, torch.bfloat16) and delta.loaded()[0] is not None
+        kind = NativeMixer if in_c else DeltaMixer
         self.linear_attn = kind(own, Product(inputs, copied), GatedNorm(norm), Product(out, copied))
         self.mix = self.linear_attn.forward
+
+    def of_floats(self, products: list[list[Any]], norms: list[tuple[torch.Tensor, float]]) -> delta.FloatLayer:
+        """The layer in C. products, norms: see `FloatLayer`."""
+        assert isinstance(self.linear_attn, NativeMixer)
+        return delta.delta_layer(products, norms, self.linear_attn)
+
+    def stores(self, cache: Any) -> Sequence[torch.Tensor] | None:
+        """The states for a pass over columns; None for others."""
+        columns = getattr(cache, "columns", None)
+        if columns is None or columns.width * self.linear_attn.own.head_v_dim > delta.MOST:
+            return None
+        found: list[torch.Tensor] = cache.states_of(self.linear_attn.layer_idx)
+        return found if len(found) == 2 and found[0].shape[-1] == self.linear_attn.own.conv1d.weight.shape[-1] else None
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:
         """hidden_states: [B, n, D]. attention_mask: of a prompt with padding, [B, n]. kwargs: the cache, under the name of
         `CACHE`. Returns [B, n, D]."""
+        cache: Any = kwargs.get(CACHE)
+        if self.floats is not None and (stores := self.stores(cache)) and delta.fits(hidden_states, stores):
+            made, read = delta.run([self.floats], hidden_states, stores, None, cache.columns)
+            cache.note_together(read)
+            return made[0]
         return self.transform(self._attention_alone(hidden_states, attention_mask, **kwargs))
 
     def _attention_alone(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
@@ -438,6 +490,18 @@ class FusedLayer(FusedMLP):
         self.native = self._native([self.heads, self.output, self.gate_up, self.down]) if is_known else None
         self.compiled: CompiledLayer | None = None
         self.is_compilable = is_known and copied
+
+    def of_floats(self, products: list[list[Any]], norms: list[tuple[torch.Tensor, float]]) -> delta.FloatLayer:
+        """The layer in C. products, norms: see `FloatLayer`."""
+        of_heads = [norm.factor() for norm in (self.query_norm, self.key_norm) if norm is not None]
+        turn, size = self.shared.turn, self.head_size
+        turned = size if turn is None else int((turn != torch.arange(size)).sum())
+        sizes = self.query_heads, self.key_heads, size
+        return delta.attention_layer(products, norms, of_heads, sizes, turned, self.ungated is not None, self.scaling)
+
+    def stores(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values for a pass over columns; None for others."""
+        return _slots(cache, self.index)
 
     @classmethod
     def of_form(cls, form: Form, products: list[Any], norms: list[torch.Tensor]) -> FusedLayer:
@@ -587,7 +651,10 @@ class FusedLayer(FusedMLP):
         **kwargs: Any,
     ) -> torch.Tensor | None:
         """`forward` in C; None if that cannot run this pass. beside: see `NativeLayer`."""
-        cache = kwargs.get(CACHE)
+        cache: Any = kwargs.get(CACHE)
+        if self.floats is not None and (stores := self.stores(cache)) and delta.fits(hidden_states, stores):
+            around = self.shared.around(hidden_states, attention_mask, position_embeddings, cache, self.index)
+            return delta.run([self.floats], hidden_states, stores, around, None)[0][0]
         if self.native is None or hidden_states.dtype != self.native.dtype:
             return None
         slots = _slots(cache, self.index) or self._slots_to_read(hidden_states, attention_mask, cache)
@@ -703,6 +770,37 @@ def _at_once(
     stores = [store for part in found for store in part]
     made = hidden_states.new_empty(len(each), *hidden_states.shape)
     native.run([own.native for own in each], hidden_states.contiguous(), stores, around, made=made)
+    for index, layer in enumerate(layers):
+        if type(layer) is Tap:
+            layer.hidden = made[index]
+    return made[-1]
+
+
+def _floats_at_once(
+    layers: Iterable[nn.Module],
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    **given: Any,
+) -> torch.Tensor:
+    """As `_at_once`, of a hybrid in float32."""
+    each: list[Any] = [layer.layer if type(layer) is Tap else layer for layer in layers]
+    cache: Any = given[CACHE]
+    found = [own.stores(cache) if type(own) in (FusedLayer, DeltaLayer) else None for own in each]
+    stores = [store for part in found for store in part or ()]
+    attention = [own for own in each if type(own) is FusedLayer]
+    capacities = {part[0].shape[2] for own, part in zip(each, found, strict=True) if part and type(own) is FusedLayer}
+    if None in found or len(capacities) > 1 or not delta.fits(hidden_states, stores):
+        given |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
+        return one_by_one(layers, hidden_states, **given)
+    around = None
+    if attention:
+        own, columns = attention[0], cache.columns
+        if columns is not None and columns.parents is None and cache.visible is None:
+            attention_mask = None  # each column sees all slots up to its own
+        around = own.shared.around(hidden_states, attention_mask, position_embeddings, cache, own.index)
+    made, read = delta.run([own.floats for own in each], hidden_states, stores, around, cache.columns)
+    cache.note_together(read)
     for index, layer in enumerate(layers):
         if type(layer) is Tap:
             layer.hidden = made[index]
@@ -907,6 +1005,10 @@ class Norm:
         weight = self.weight
         self.in_c = weight.is_cpu and not size % 16 and native.is_available(weight.dtype)
 
+    def factor(self) -> tuple[torch.Tensor, float]:
+        """A copy of what it multiplies by, [D] float32, and its epsilon."""
+        return self.weight.detach().float().clone(), self.epsilon
+
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """[..., D] -> [..., D]. weight: instead of its own."""
         if weight is None and self.in_c and hidden.dtype == self.weight.dtype and not torch.compiler.is_compiling():
@@ -931,6 +1033,10 @@ class WideNorm(Norm):
     def __init__(self, norm: Any):
         super().__init__(norm)
         self.adds_one = not hasattr(norm, "variance_epsilon")
+
+    def factor(self) -> tuple[torch.Tensor, float]:
+        factor, epsilon = super().factor()
+        return factor.add_(1.0) if self.adds_one else factor, epsilon
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         weight, normed = (self.weight if weight is None else weight).float(), self.alone(hidden)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..engine.agreement import agree
+from ..engine.cache import SlotCache
 from ..engine.hooks import any_touched
 from ..engine.parts import with_children
 from ..engine.prepared import PreparedModule
+from ..fast import delta
 from ..fast.fused import Angles, Called, FusedLayer, Norm, Shared, fused_layer, fused_product, is_known, norm_of
 from ..fast.products import PackedLinear, may_copy
 from ..fast.sources import Modules, Source, Weights
@@ -67,7 +70,7 @@ def _fused_mtp(head: MTPHead) -> PreparedModule:
         return PreparedModule(head)
     angles = Angles(head.rotary_emb, head.layer_config, head.dtype)
     children: dict[tuple[str, ...], nn.Module] = {
-        ("layer",): fused_layer(head.layer, Shared(angles), True),
+        ("layer",): fused_layer(head.layer, Shared(angles), True, True),
         ("rotary_emb",): angles,
         ("fc",): PackedLinear.of(head.fc) if PackedLinear.gains(head.fc) else head.fc,
     }
@@ -77,14 +80,48 @@ def _fused_mtp(head: MTPHead) -> PreparedModule:
     if not head.shares_output:
         children["output",] = fused_product(head.output)
     other = with_children(head, children)
-    numbers = torch.randn(2, 1, 4, head.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    other.in_c = _in_c(head, children[("layer",)], angles)
+    numbers = torch.randn(2, 1, 4, head.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(head.dtype)
     with torch.no_grad():
-        expected, found = (part(*numbers.to(head.dtype)) for part in (head, other))
+        expected, found = (_in_two_steps(part, *numbers) for part in (head, other))
     if agree(found, expected, head.dtype):
         return PreparedModule(other)
     return PreparedModule(
         head, warning="the MTP head runs as it is: the states of its faster form differ by more than rounding"
     )
+
+
+def _in_two_steps(head: MTPHead, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """A head's states after four columns, [1, 4, H] each. The second step reads the slots of the first, as in a call."""
+    cache, made = SlotCache(1, 4), []
+    cache.begin_rounds()
+    for first in (0, 2):
+        cache.place(2, states.device)
+        columns = slice(first, first + 2)
+        seen = torch.ones(2, cache.top, dtype=torch.bool).tril(first)[None, None]
+        made.append(head(embeddings[:, columns], states[:, columns], torch.arange(first, first + 2)[None], seen, cache))
+        cache.commit([2])
+    return torch.cat(made, 1)
+
+
+def _in_c(head: MTPHead, layer: Any, angles: Angles) -> Callable[..., torch.Tensor | None] | None:
+    """The head's `forward` in C; None if its layer has no such form. layer: the fused one."""
+    if layer.floats is None or head.fc.weight.dtype != torch.float32:
+        return None
+    norms = [getattr(head, f"{name}_norm") for name in ("embed", "hidden", "end")]
+    factors = [None if isinstance(norm, nn.Identity) else norm_of(norm).factor() for norm in norms]
+    in_floats = delta.FloatHead(delta.FloatProduct([head.fc]), factors, layer.floats)
+
+    def run(
+        embeddings: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any
+    ) -> torch.Tensor | None:
+        stores = layer.stores(cache)
+        if stores is None or embeddings.dtype != states.dtype or not delta.fits(states, stores):
+            return None
+        around = layer.shared.around(states, mask, angles(states, positions), cache, layer.index)
+        return in_floats(embeddings, states, stores, around)
+
+    return run
 
 
 class _First(FusedLayer):

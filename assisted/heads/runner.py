@@ -163,7 +163,17 @@ class HeadRunner(Runner):
         cache, width = self.cache, ids.shape[1]
         cache.place(width, self.device)
         slots = cache.ends(self.device) + torch.arange(width, device=self.device)  # [rows, n]
-        seen = None
+        seen, in_c = None, getattr(self.head, "in_c", None)
+        if in_c is not None and cache.visible is None:  # each column sees all slots up to its own
+            found: torch.Tensor | None = in_c(
+                self.head.embed(cache.of_running(ids), self.target),
+                cache.of_running(self.inject.hidden),
+                (slots + cache.of_running(self.first)).clamp(min=0),
+                None,
+                cache,
+            )
+            if found is not None:
+                return cache.spread(found)
         # if every slot is visible, or attention is purely causal, most heads need no mask
         is_simple = cache.visible is None and (width == cache.top or width == len(slots) == 1)
         if self.head.needs_mask or not is_simple:

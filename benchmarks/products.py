@@ -35,7 +35,7 @@ def least(dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
     modules = [nn.Linear(INNER, OUTER, bias=False).to(dtype) for _ in range(_BYTES // weight_bytes)]
     ways: dict[str, tuple[bool, list[Any]]] = {"torch": (True, modules), "torch, oneDNN off": (False, modules)}
     ways["packed"] = True, without_kernels(lambda: [PackedLinear.of(module) for module in modules])
-    if dtype == torch.bfloat16 and native.is_available():
+    if native.is_available(dtype):
         ways["in C"] = True, [PackedLinear.of(module) for module in modules]
     return timed(ways, dtype, rounds)
 
@@ -52,7 +52,7 @@ def least_of_low_bits(bits: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def without_kernels(make: Callable[[], list[Any]]) -> list[Any]:
-    with patch.object(native, "loaded", lambda: (None, "of this benchmark")):
+    with patch.object(native, "loaded", lambda *dtype: (None, "of this benchmark")):
         return make()
 
 

@@ -12,15 +12,17 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from architectures import VOCABULARY, build
+from architectures import RECURRENT, VOCABULARY, build
 from pairs import BY_NAME, CALL, no_fallback
 from pairs import tokenizer as tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from assisted import AssistedModelForCausalLM
+from assisted import MTP, AssistedModelForCausalLM
+from assisted.drafters.mtp import MTPDrafting
 from assisted.extras import install
 from assisted.heads.eagle_formats import load_eagle
 from assisted.heads.medusa import MedusaHeads
+from assisted.heads.mtp import load_mtp
 from assisted.training import checkpoints, eagle, trainer
 from assisted.training.assistant import AssistantSettings, AssistantTraining
 from assisted.training.block import BlockSettings, BlockTraining
@@ -66,6 +68,7 @@ def methods(target, text):
         "p-eagle": lambda: EagleTraining(target, EagleSettings(parallel=3)),
         "eagle-1": lambda: EagleTraining(target, EagleSettings(version=1, positions=2)),
         "mtp": lambda: MTPTraining(target, MTPSettings(positions=3)),
+        "mtp-layers": lambda: MTPTraining(target, MTPSettings(layers=2, positions=3)),
         "assistant": lambda: AssistantTraining(target, AssistantSettings(layers=2, positions=3)),
         "dflash": lambda: BlockTraining(target, BlockSettings(block=4, anchors=8, window=6)),
         "dspark": lambda: BlockTraining(
@@ -360,7 +363,7 @@ def test_what_is_written_drafts(name, target, text, tmp_path):
         "pard": "",
         "early-exit": "early-exit:2",
         "medusa": "medusa:",
-        "mtp": "mtp:",
+        **dict.fromkeys(("mtp", "mtp-layers"), "mtp:"),
         "assistant": "",
         **dict.fromkeys(("dflash", "dspark", "dflash2"), "dflash:"),
     }.get(name, "eagle:")
@@ -384,6 +387,64 @@ def test_a_target_in_half_precision_teaches(name, text):
     assert loss.isfinite()
     assert all(p.dtype == torch.float32 for p in method.trained())
     assert any(p.grad is not None and p.grad.any() for p in method.trained())
+
+
+# ---- several MTP layers
+
+
+def test_layers_in_turn_learn_and_draft_what_the_training_computes(target, text, tmp_path, monkeypatch):
+    """Each drafted token is the training's for its position, also the last layer's own continuation."""
+    method = made("mtp-layers", target, text)
+    quietly(method, text, Plan(steps=60, batch=8, context=16, lr=1e-2, evaluate_every=60), tmp_path)
+    first, *_, last = (row["greedy"] for row in rows(tmp_path) if "greedy" in row)
+    assert last[0] > 0.5
+    assert last[1] > first[1] + 0.3
+    head = load_mtp(tmp_path, target)
+    assert len(head.layers) == 2
+    assert not torch.equal(head.layers[0].fc.weight, head.layers[1].fc.weight)
+
+    propose, compared = MTPDrafting.propose, []
+
+    def watched(self, text, budget):
+        draft = propose(self, text, budget)
+        tokens, found = draft.tokens[0, : draft.lengths[0]].tolist(), []
+        ids = torch.cat([text.ids[:, : text.lengths[0]], torch.tensor([tokens[:-1]], dtype=torch.int64)], 1)
+        for _, states in method._unrolled(ids, method._features(ids), len(tokens)):
+            found.append(int(method.student.logits(states, target)[0, -1].argmax()))
+        compared.append((tokens, found))
+        return draft
+
+    monkeypatch.setattr(MTPDrafting, "propose", watched)
+    model = AssistedModelForCausalLM.from_models(
+        target.eval(), MTP(str(tmp_path), tree=False), draft_length=4, fast="eager"
+    )
+    with no_fallback(), torch.no_grad():
+        model.generate(torch.from_numpy(text.training[None, :12].astype(np.int64)), **CALL)
+    assert max(len(tokens) for tokens, _ in compared) == 4
+    assert all(tokens == found for tokens, found in compared)
+
+
+def test_layers_are_counted_and_trained(target, text):
+    one, two = (MTPTraining(target, MTPSettings(layers=layers)) for layers in (1, 2))
+    assert two.student.layers[0].fc.weight.data_ptr() != two.student.layers[1].fc.weight.data_ptr()
+    for field in ("trained", "gradients", "optimizer", "checkpoint"):
+        assert getattr(needs(two, PLAN), field) == 2 * getattr(needs(one, PLAN), field)
+    assert len(two.matrices()) == 2 * len(one.matrices())
+    two.loss(torch.from_numpy(text.training[:64].astype(np.int64)).view(2, 32), 0).backward()
+    assert all(p.grad is not None and p.grad.any() for p in two.matrices())
+    with pytest.raises(ValueError, match="unroll: 2 is less than the 3 layers"):
+        MTPSettings(layers=3, unroll=2)
+
+
+def test_layers_share_what_the_familys_checkpoints_have_once(text, tmp_path):
+    """Qwen's have one fusion and one norm of each kind for all MTP layers."""
+    target = build(next(one for one in RECURRENT if one.name == "qwen3_next"))
+    method = MTPTraining(target, MTPSettings(layers=2, unroll=2, positions=2))
+    quietly(method, text, Plan(steps=2, batch=2, context=16), tmp_path)
+    head = load_mtp(tmp_path, target)
+    assert torch.equal(head.layers[0].fc.weight, head.layers[1].fc.weight)
+    parts = zip(head.layers[0].layer.parameters(), head.layers[1].layer.parameters(), strict=True)
+    assert not all(torch.equal(one, two) for one, two in parts)
 
 
 # ---- distillation

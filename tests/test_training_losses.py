@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assisted.training.losses import DIVERGENCES, agreement, divergence, log_probabilities
+from assisted.training import losses
+from assisted.training.losses import DIVERGENCES, agreement, divergence, divergence_of_states, log_probabilities
 
 
 def logits(seed, *shape):
@@ -124,3 +125,53 @@ def test_agreement_is_acceptance():
     found = agreement(target, draft)
     assert found.greedy == 0.5
     assert found.sampled == pytest.approx((0.8 + 0.6) / 2)
+
+
+@pytest.mark.parametrize("at_once", [1, 20, 10_000])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_gradients_computed_with_the_loss_are_those_of_autograd(name, at_once, monkeypatch):
+    """Also where some tokens exclude others, and in pieces that end within a row."""
+    monkeypatch.setattr(losses, "CACHED", at_once)
+    monkeypatch.setattr(losses, "PRODUCT", 4 * at_once)
+    target, states = logits(0, 3, 7, 9), logits(1, 3, 7, 4)
+    target[1, 2, :4] = -torch.inf
+    output = torch.nn.Linear(4, 9).requires_grad_(False)
+    log_p, weights = log_probabilities(target), torch.rand(3, 7)
+    states.requires_grad_()
+    drafted = output(states)
+    expected = (DIVERGENCES[name](log_p, drafted.log_softmax(-1)) * weights).sum()
+    by_states, by_drafted = torch.autograd.grad(expected, (states, drafted), retain_graph=True)
+    for found in (
+        divergence(name, log_p, drafted, weights) * weights.sum(),
+        divergence_of_states(name, log_p, states, weights, output),
+    ):
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(3 * found, states, retain_graph=True)[0], 3 * by_states)
+    found = divergence(name, log_p, drafted, weights) * weights.sum()
+    torch.testing.assert_close(torch.autograd.grad(found, drafted)[0], by_drafted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_output_layer_in_bfloat16_or_rounded_to_it(dtype):
+    """What is rounded differs by rounding."""
+    output = torch.nn.Linear(32, 50, bias=False, dtype=torch.bfloat16).requires_grad_(False).to(dtype)
+    log_p, states, weights = (
+        log_probabilities(logits(0, 2, 9, 50)),
+        logits(1, 2, 9, 32).requires_grad_(),
+        torch.ones(2, 9),
+    )
+    expected = DIVERGENCES["kl+tv"](log_p, output.float()(states).log_softmax(-1)).sum()
+    wanted = torch.autograd.grad(expected, states)[0]
+    output.to(dtype)
+    found = divergence_of_states("kl+tv", log_p, states, weights, output, rounded=True)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(found, states)[0], wanted, rtol=0.05, atol=0.02)
+
+
+def test_agreement_in_pieces(monkeypatch):
+    pair = logits(0, 5, 7, 11), logits(1, 5, 7, 11)
+    whole = agreement(*pair)
+    monkeypatch.setattr(losses, "CACHED", 40)
+    found = agreement(*pair)
+    assert found.greedy == pytest.approx(whole.greedy)
+    assert found.sampled == pytest.approx(whole.sampled)

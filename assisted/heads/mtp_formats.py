@@ -29,7 +29,7 @@ from .. import zoo
 from ..loading.files import fields_of, files_by_tensor, headers, loading, local_folder, write_json
 from .files import find_folder, require_tensors
 
-__all__ = ["has_mtp", "is_mtp", "read_mtp", "stored_mtp", "write_mtp", "written_names"]
+__all__ = ["common_names", "has_mtp", "is_mtp", "read_mtp", "stored_mtp", "write_mtp", "written_names"]
 
 _BLOCK = 128  # the side of the squares of an FP8 weight that share a scale
 _PACKED = re.compile(r"packed|qweight|qzeros|g_idx|absmax|scale|\.biases$")
@@ -237,6 +237,13 @@ def written_names(config: PreTrainedConfig) -> set[str]:
     """The tensors that `write_mtp` takes besides `layer.*`. config: the target's text config."""
     layout = _FAMILIES.get(config.model_type, _SPECULATORS)
     return {f"{name}.weight" for name in _FIXED if getattr(layout, name)}
+
+
+def common_names(config: PreTrainedConfig) -> set[str]:
+    """The norms and the fusion, by their names here without `.weight`, that all MTP layers of the target's family share."""
+    layout = _FAMILIES.get(config.model_type, _SPECULATORS)
+    parts = [name for name in _FIXED if getattr(layout, name)]
+    return {name for name in parts if layout.stored(f"{name}.weight", 0, 1) == layout.stored(f"{name}.weight", 1, 1)}
 
 
 def is_mtp(fields: Mapping[str, Any], folder: Path) -> bool:

@@ -3,6 +3,7 @@ target runs unchanged, without gradients; the taps sit in another object that sh
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..engine.needs import find_final_norm
 from ..engine.parts import find_layers, tapped
+from .frozen import RoundedLayers, fits_bfloat16
 
 
 class Seen(NamedTuple):
@@ -26,6 +28,8 @@ class Features:
 
     taps: indices into transformers' `hidden_states`: i in [1, L) is the output of layer i - 1, L that of the final norm.
     compiled: compile the layers, for this object's runs alone. Raises ValueError for a tap that does not exist.
+
+    `rounded`: whether products with its weights are rounded (`fits_bfloat16`).
     """
 
     def __init__(self, target: PreTrainedModel, taps: Sequence[int] = (), compiled: bool = False):
@@ -40,9 +44,11 @@ class Features:
             own = [torch.compile(layer) for layer in own]
         norm = find_final_norm(target, layers) if last in taps else ()
         self._model, self._taps = tapped(target, layers, taps, norm, own)
+        self.rounded = not compiled and fits_bfloat16(target)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> Seen:
         """ids: [B, T] int64."""
-        logits = self._model(input_ids=ids, use_cache=False, return_dict=True).logits
+        with RoundedLayers() if self.rounded else contextlib.nullcontext():
+            logits = self._model(input_ids=ids, use_cache=False, return_dict=True).logits
         return Seen({tap: module.hidden for tap, module in self._taps.items()}, logits)

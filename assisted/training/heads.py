@@ -15,7 +15,8 @@ from ..engine.parts import find_layers
 from ..heads.base import Head
 from ..heads.eagle import unrolled_mask
 from .features import Features, Seen
-from .losses import Agreement, agreement, divergence, log_probabilities, summed
+from .frozen import plain_output, rounded_products
+from .losses import Agreement, agreement, divergence, divergence_of_states, log_probabilities, summed
 from .method import Method
 
 SPREAD = 2.0  # standard deviation of the logits of a head that has learned nothing, at most
@@ -48,12 +49,19 @@ class HeadTraining(Method):
             total = total + weight * self._token_loss(log_p[:, there], counts[:, there], states)
         return total / sum(weights)
 
+    @torch.no_grad()
     def acceptance(self, ids: Tensor) -> list[Agreement]:
-        head, seen = self.student, self._features(ids)
+        seen = self._features(ids)
         return [
-            agreement(seen.logits[:, there], head.over_all(head.logits(states, self.target)))
+            agreement(seen.logits[:, there], self._drafted(states))
             for there, states in self._unrolled(ids, seen, self.about.positions)
         ]
+
+    def _drafted(self, states: Tensor) -> Tensor:
+        """The head's logits over the whole vocabulary, without gradients: [..., H] -> [..., V]."""
+        head = self.student
+        with torch.no_grad(), rounded_products(self._features.rounded and head.shares_output):
+            return head.over_all(head.logits(states, self.target))
 
     def _unrolled(self, ids: Tensor, seen: Seen, steps: int) -> Iterator[tuple[slice, Tensor]]:
         """The head's states for each drafted position in turn, [B, T - steps, H], and where the target's logits for the same
@@ -85,6 +93,10 @@ class HeadTraining(Method):
 
     def _token_loss(self, log_p: Tensor, counts: Tensor, states: Tensor) -> Tensor:
         """log_p: [B, n, Vd], counts: [B, n], states: [B, n, H]. Returns a scalar."""
+        output = self.target.get_output_embeddings()
+        if self.student.shares_output and plain_output(output) and states.device.type == "cpu":
+            found = divergence_of_states(self.about.loss, log_p, states, counts, output, self._features.rounded)
+            return found / counts.sum().clamp(min=1)
 
         def of_rows(taught: Tensor, weights: Tensor, some: Tensor) -> Tensor:
             drafted = self.student.logits(some, self.target)

@@ -236,7 +236,7 @@ def test_a_faster_form_that_differs_is_not_used_and_the_report_says_so(monkeypat
 
 
 def test_nothing_is_fused_or_copied_where_that_is_not_wanted(monkeypatch):
-    def refused(model, trusted):
+    def refused(model, trusted, **given):
         raise AssertionError("fused")
 
     monkeypatch.setattr(fused, "fused", refused)

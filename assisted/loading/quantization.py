@@ -128,7 +128,8 @@ def load_quantized(
 
 def load_from_gguf(path: str, gguf_file: str, *model_args: Any, **kwargs: Any) -> PreTrainedModel:
     """`load_gguf` of a target. With a `quantization_config` of another format, the dequantized weights are then quantized:
-    transformers refuses such a config beside a GGUF file. Raises ValueError as `load_gguf` and `quantize_copy` do."""
+    transformers refuses such a config beside a GGUF file. path, gguf_file and the others: see `load_gguf`. Raises ValueError as
+    that and `quantize_copy` do."""
     given = kwargs.get("quantization_config")
     method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
     if given is None or str(getattr(method, "value", method)) == "gguf":

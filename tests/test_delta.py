@@ -176,7 +176,7 @@ def test_layers_in_c_that_compute_something_else_are_found_out(fault, monkeypatc
 def test_a_rule_that_computes_something_else_is_found_out(name, fault, monkeypatch):
     """In the columns themselves, or in what they leave to the next ones."""
     own = DeltaMixer.over_columns
-    monkeypatch.setattr(fused, "_is_float", lambda module: False)
+    monkeypatch.setattr(fused, "is_float", lambda module: False)
 
     def wrong(self, *given):
         made, read = own(self, *given)
@@ -314,8 +314,11 @@ def test_texts_in_c(width, sizes, dtype, monkeypatch):
 @needed
 def test_a_step_of_the_mtp_head_in_c(monkeypatch):
     """The same drafts as by operations of torch, whose text is the target's own."""
-    model = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=MTP(tree=False), draft_length=4)
-    ids = model.tokenizer("class Stack:\n    def push(self, item):\n", return_tensors="pt").input_ids
+
+    def pair():
+        return AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=MTP(tree=False), draft_length=4)
+
+    ids = pair().tokenizer("class Stack:\n    def push(self, item):\n", return_tensors="pt").input_ids
     drafts, steps, own = {True: [], False: []}, [], delta.FloatHead.__call__
 
     def step(self, embeddings, *rest):
@@ -332,8 +335,8 @@ def test_a_step_of_the_mtp_head_in_c(monkeypatch):
             patch.setattr(decoding, "judge", judge)
             patch.setattr(delta.FloatHead, "__call__", step)
             if not in_c:
-                patch.setattr(heads_fused, "_in_c", lambda *given: None)
-                model.drafter._fused = None
+                patch.setattr(heads_fused, "head_in_c", lambda *given: None)
+            model = pair()
             text = model.generate(ids, **CALL | {"max_new_tokens": 40})
         assert text.tolist() == model.target.generate(ids, **CALL | {"max_new_tokens": 40}).tolist()
         assert bool(steps) == in_c

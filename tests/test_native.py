@@ -86,7 +86,7 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     names = PROCESSORS[request.param]
     if not native.processor_flags().issuperset(names):
         pytest.skip("this processor cannot run them")
-    monkeypatch.setattr(native, "_PROCESSORS", (names,))
+    monkeypatch.setattr(native, "PROCESSORS", (names,))
     native.loaded.cache_clear()
     try:
         assert native.is_available() and native.is_available(torch.float32)

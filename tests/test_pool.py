@@ -512,7 +512,7 @@ def test_a_call_reads_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = build(BY_NAME["llama"])
     model, (prompt, *_) = pooled(target), questions(target)
     own = {id(weight): 0 for weight in target.parameters()}
-    checksum = sources._checksum
+    checksum = sources.checksum
 
     def counting(tensor: torch.Tensor) -> torch.Tensor:
         for weight in target.parameters():
@@ -520,7 +520,7 @@ def test_a_call_reads_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return checksum(tensor)
 
     model.generate(prompt, **CALL)
-    monkeypatch.setattr(sources, "_checksum", counting)
+    monkeypatch.setattr(sources, "checksum", counting)
     for _ in range(2):
         model.generate(prompt, **CALL)
     assert set(own.values()) == {2}

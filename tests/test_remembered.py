@@ -25,7 +25,6 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "folder" / "costs.json"
     monkeypatch.setenv(remembered.VARIABLE, str(path))
     monkeypatch.setattr(remembered, "_WRITTEN", {})
-    monkeypatch.setattr(remembered, "_warned", False)
     return path
 
 
@@ -115,7 +114,6 @@ def test_only_regular_files_are_read_and_replaced(tmp_path: Path, file: Path, mo
     for path in (folder, pipe, link, loop, tmp_path / ("x" * 300), Path("~nobody-of-this-name/costs.json")):
         monkeypatch.setenv(remembered.VARIABLE, str(path))
         monkeypatch.setattr(remembered, "_WRITTEN", {})
-        monkeypatch.setattr(remembered, "_warned", False)
         with pytest.warns(UserWarning, match="ASSISTED_COSTS: costs are not kept in '.*': "):
             remembered.remember("a", COSTS)
         assert remembered.recall("a") is None

@@ -119,9 +119,7 @@ class SlotCache(Cache):
 
     def __init__(self, rows: int, limit: int, right_aligned: bool = False):
         super().__init__(layers=[])
-        self.rows = rows
-        self.limit = limit
-        self.right_aligned = right_aligned
+        self.rows, self.limit, self.right_aligned = rows, limit, right_aligned
         self.capacity = 0
         self._is_short = False  # of memory
         self.outlives = False  # the call: a session goes on from these slots

@@ -332,7 +332,7 @@ def _low_bit_weights(modules: list[LowBitLinear]) -> Weights:
 
 def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Children:
     is_hybrid = any("linear_attn" in layer._modules for layer in layers)
-    if is_hybrid and copied and _is_float(model.lm_head) and delta.loaded()[0] is not None:
+    if is_hybrid and copied and is_float(model.lm_head) and delta.loaded()[0] is not None:
         head = Called(delta.FloatProduct([model.lm_head]))
     else:
         of_head = Product(
@@ -374,7 +374,7 @@ def _fits_floats(layer: Any) -> bool:
     biases = [{module.bias is None for module in modules} for modules in products]
     return (
         len(products) == len(biases) == 4
-        and all(map(_is_float, linear))
+        and all(map(is_float, linear))
         and all(len(kinds) == 1 for kinds in biases)
         and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation)
         and {part.dtype for part in layer.parameters()} == {torch.float32}
@@ -382,7 +382,8 @@ def _fits_floats(layer: Any) -> bool:
     )
 
 
-def _is_float(module: Any) -> bool:
+def is_float(module: Any) -> bool:
+    """Whether a module is a plain product in float32."""
     return type(module) is nn.Linear and module.weight.dtype == torch.float32
 
 

@@ -40,7 +40,7 @@ MOST = 1024  # the most columns of a product of bfloat16 by itself; for more, to
 # a product and a sum are contracted only where the code says so, or the compiler would choose that for each number of columns
 _FLAGS = ("-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 _AVX512 = "avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"
-_PROCESSORS = (
+PROCESSORS = (
     (*_AVX512, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
     (*_AVX512, "avx512_bf16", "avx512_vnni"),
     _AVX512,
@@ -101,7 +101,7 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
     if platform.system() != "Linux" or platform.machine().lower() not in ("x86_64", "amd64"):
         return None, "it is for Linux on x86-64"
     known, reason = processor_flags(), "this processor has neither AVX512 nor AVX2"
-    for names in _PROCESSORS:
+    for names in PROCESSORS:
         if not known.issuperset(names) or (dtype == torch.float32 and "avx512_bf16" in names):
             continue
         flags = [*_FLAGS, *("-m" + name.replace("x512_", "x512").replace("_", "-") for name in names)]

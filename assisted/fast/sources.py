@@ -46,7 +46,7 @@ class Weights:
         if not copied:
             return Weights(held, None)
         known = {} if read is None else dict(zip(map(id, read.tensors), read.checksums or (), strict=False))
-        return Weights(held, tuple(known[id(one)] if id(one) in known else _checksum(one.detach()) for one in held))
+        return Weights(held, tuple(known[id(one)] if id(one) in known else checksum(one.detach()) for one in held))
 
     def same(self, other: Weights) -> bool:
         """Whether a copy made from one is valid for the other."""
@@ -56,7 +56,7 @@ class Weights:
         return self.checksums is None or all(map(torch.equal, self.checksums, other.checksums or ()))
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The checksum of a tensor, see `Weights`."""
     if tensor.dim() < 2 or not tensor.numel():
         return tensor.reshape(-1).view(torch.uint8).clone()

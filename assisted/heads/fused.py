@@ -80,7 +80,7 @@ def _fused_mtp(head: MTPHead) -> PreparedModule:
     if not head.shares_output:
         children["output",] = fused_product(head.output)
     other = with_children(head, children)
-    other.in_c = _in_c(head, children[("layer",)], angles)
+    other.in_c = head_in_c(head, children[("layer",)], angles)
     numbers = torch.randn(2, 1, 4, head.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(head.dtype)
     with torch.no_grad():
         expected, found = (_in_two_steps(part, *numbers) for part in (head, other))
@@ -104,7 +104,7 @@ def _in_two_steps(head: MTPHead, embeddings: torch.Tensor, states: torch.Tensor)
     return torch.cat(made, 1)
 
 
-def _in_c(head: MTPHead, layer: Any, angles: Angles) -> Callable[..., torch.Tensor | None] | None:
+def head_in_c(head: MTPHead, layer: Any, angles: Angles) -> Callable[..., torch.Tensor | None] | None:
     """The head's `forward` in C; None if its layer has no such form. layer: the fused one."""
     if layer.floats is None or head.fc.weight.dtype != torch.float32:
         return None

@@ -23,7 +23,7 @@ _WIDEST = 2**16  # positions of a forward pass
 _CHANGED = 0.1  # relative change from which an entry is written again
 _LOCK = threading.Lock()
 _WRITTEN: dict[str, Costs] = {}  # by this process, which spares reading the file after every call
-_warned = False
+_WARNED: set[str] = set()  # files, each of which is named once
 
 
 def recall(key: str) -> Costs | None:
@@ -65,11 +65,11 @@ def remember(key: str, costs: Costs) -> None:
 
 
 def _warn(reason: str) -> None:
-    """Once in a process, since every later call fails for the same reason."""
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(f"{VARIABLE}: costs are not kept in {os.environ[VARIABLE]!r}: {reason}", stacklevel=3)
+    """Once for a file, since later calls fail for the same reason."""
+    named = os.environ[VARIABLE]
+    if named not in _WARNED:
+        _WARNED.add(named)
+        warnings.warn(f"{VARIABLE}: costs are not kept in {named!r}: {reason}", stacklevel=3)
 
 
 def _file() -> Path | None:

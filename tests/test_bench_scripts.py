@@ -54,7 +54,7 @@ SECTIONS = {
     "benchmarks/larger-targets": [("grown", "grown")],
     "benchmarks/long-contexts": [("contexts", "contexts")],
     "benchmarks/memory": [("memory", "memory")],
-    "benchmarks/other-engines": [("engines", "engines"), ("engines_kernels", "engines_kernels")],
+    "benchmarks/other-engines": [(name, name) for name in ("engines", "engines_kernels", "engines_tiles")],
     "benchmarks/the-loop": [("overhead", "overhead")],
     "benchmarks/trained-drafts": [("drafts", "drafts"), ("losses", "losses")],
     "benchmarks/which-draft": [("single", "shipped_pair"), ("heads", "heads")],
@@ -110,7 +110,7 @@ def test_pages_show_the_committed_figures(
         pair = script("shipped_pair", monkeypatch)
         text = pair.markdown(found[0], pair.PARTS[marker])
     else:
-        text = script(files[0].removesuffix("_kernels"), monkeypatch).markdown(found[0])
+        text = script(files[0].removesuffix("_kernels").removesuffix("_tiles"), monkeypatch).markdown(found[0])
     (shown,) = re.findall(
         rf"(?s)<!-- {marker}:begin -->\n(.*?)\n<!-- {marker}:end -->", (ROOT / "docs" / f"{page}.md").read_text()
     )

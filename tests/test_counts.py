@@ -62,7 +62,7 @@ def passes(monkeypatch):
 
     monkeypatch.setattr(CachedModel, "_forward", counted)
     for module in (fused, model_drafter):  # on a CPU, fused models look positions up, which reads them
-        monkeypatch.setattr(module, "fused", lambda model, trusted: PreparedModule(model))
+        monkeypatch.setattr(module, "fused", lambda model, trusted, **read: PreparedModule(model))
     monkeypatch.setattr(trust, "active_modes", list)  # the modes here only count
     return seen
 

@@ -43,7 +43,7 @@ def _recorded(monkeypatch):
     monkeypatch.setattr(graphs, "captures_for", lambda mode, device: None if mode == "eager" else CudaGraphs)
     # on a CPU, fused models look positions up, which no capture may
     for module in (fused, model_drafter):
-        monkeypatch.setattr(module, "fused", lambda model, trusted: PreparedModule(model))
+        monkeypatch.setattr(module, "fused", lambda model, trusted, **read: PreparedModule(model))
     monkeypatch.setattr(eagle, "fused_head", PreparedModule)
 
 
@@ -179,7 +179,7 @@ def test_low_bit_weights_round_to_half_precision(monkeypatch, low_bits):
         return [logits + 0.03 * logits.std() * torch.randn_like(logits), *outputs[1:]]
 
     monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, trusted: lambda: rounded(run()))
-    monkeypatch.setattr(fused, "fused", lambda model, trusted: PreparedModule(model, low_bit_bytes=low_bits))
+    monkeypatch.setattr(fused, "fused", lambda model, trusted, **read: PreparedModule(model, low_bit_bytes=low_bits))
     model = build(BY_NAME["llama"]).requires_grad_(False)
     runner, holder = served(model)
     runner.prefill(random_ids(model, 1, 9), None)

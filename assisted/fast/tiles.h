@@ -106,7 +106,7 @@ INLINE void get_sums(const void *one, const void *two, int blocks) {
     _tile_loadd(3, (const float *)two + TILE, OF_SUMS);
 }
 
-/* `multiply_group` with integers: weights of `expand_to_bytes`. */
+/* `multiply_group` with integers, of which `expand` makes bytes. */
 INLINE void multiply_group_of_8(const uint8_t *weights, const int8_t *one, const int8_t *two, int64_t stride, int blocks) {
     _tile_loadd(6, weights, LINE);
     _tile_loadd(7, weights + GROUP * TILE, LINE);

@@ -351,9 +351,9 @@ for one in examined.drafts:
 # your own text.
 #
 # **`assisted plan`** answers step 4, from the headers of the files alone. We compute the two largest parts by hand: the
-# weights, and the keys and values of 512 tokens and a draft of 16.
+# weights, and the keys and values of 512 tokens and a draft of 16. What copies of weights take depends on the processor.
 
-# %%
+# %% tags=["measured"]
 planned = plan(TARGET, HEAD, device="cpu", context=512, dtype=torch.float32)
 counted = {part.name: part.bytes for part in planned.best.parts}
 config = target.config

@@ -189,7 +189,7 @@ def main() -> None:
     if args.train_only:
         train(args)
         return
-    publish(markdown(figures(args, measure)), args.docs, "drafts")
+    publish(markdown(figures(args, measure)), args.docs, args.read.stem if args.read else "drafts")
 
 
 if __name__ == "__main__":

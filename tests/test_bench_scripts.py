@@ -56,7 +56,7 @@ SECTIONS = {
     "benchmarks/memory": [("memory", "memory")],
     "benchmarks/other-engines": [(name, name) for name in ("engines", "engines_kernels", "engines_tiles")],
     "benchmarks/the-loop": [("overhead", "overhead")],
-    "benchmarks/trained-drafts": [("drafts", "drafts"), ("losses", "losses")],
+    "benchmarks/trained-drafts": [(name, name) for name in ("drafts", "drafts_smollm2", "losses")],
     "benchmarks/which-draft": [("single", "shipped_pair"), ("heads", "heads")],
     "concepts/fast-path": [("measured", "products"), ("compile-wait", "compile_wait")],
     "howto/many-users": [("engines", "many_engines"), ("many", "many_users")],
@@ -110,7 +110,8 @@ def test_pages_show_the_committed_figures(
         pair = script("shipped_pair", monkeypatch)
         text = pair.markdown(found[0], pair.PARTS[marker])
     else:
-        text = script(files[0].removesuffix("_kernels").removesuffix("_tiles"), monkeypatch).markdown(found[0])
+        made_by = re.sub("_(kernels|tiles|smollm2)$", "", files[0])
+        text = script(made_by, monkeypatch).markdown(found[0])
     (shown,) = re.findall(
         rf"(?s)<!-- {marker}:begin -->\n(.*?)\n<!-- {marker}:end -->", (ROOT / "docs" / f"{page}.md").read_text()
     )

@@ -55,6 +55,19 @@ class Maskless(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
+class Amplifying(LlamaForCausalLM):
+    """Multiplies its logits, errors included, and folds them; `off` is added in passes over several tokens."""
+
+    gain, off = 1.0, 0.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = torch.sin(self.gain * output.logits)
+        if output.logits.shape[1] > 1:
+            output.logits += self.off * torch.randn(output.logits.shape, generator=torch.Generator().manual_seed(0))
+        return output
+
+
 def lambda_around(model: Any) -> None:
     original = model.forward
     model.forward = lambda *args, **kwargs: original(*args, **kwargs)
@@ -121,6 +134,22 @@ def test_a_class_that_ignores_what_it_is_given_is_refused(kind: type) -> None:
         text = model.generate(ids, **CALL)
     assert text.tolist() == target.generate(ids, **CALL).tolist()
     assert model.report is not None and (model.report.way, model.report.drafted) == ("plain", 0)
+
+
+@pytest.mark.parametrize("gain, off", [(200, 0.0), (1, 1e-3), (200, 0.1)])
+def test_rounding_is_told_from_an_error_by_what_the_model_makes_of_it(
+    gain: float, off: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding that a class amplifies to a thousandth of its logits; an error of that size in another one; both."""
+    monkeypatch.setattr(Amplifying, "gain", gain)
+    monkeypatch.setattr(Amplifying, "off", off)
+    target = build(BY_NAME["llama"])
+    target.__class__ = Amplifying
+    if not off:
+        require_verifiable(target)
+        return
+    with pytest.raises(ValueError, match="differ from those over one token"):
+        require_verifiable(target)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)

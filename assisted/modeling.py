@@ -55,7 +55,7 @@ from .loading.classes import auto_class
 from .loading.files import copy_processor, inside, loading, require_sound, write_index
 from .loading.gguf import named_in, read_config, reading_once, unmarked
 from .loading.names import DTYPES, closest
-from .loading.quantization import load_from_gguf, memory_bytes
+from .loading.quantization import load_from_gguf, memory_bytes, save_target, with_recorded
 from .loading.vocabulary import find_tokenizer
 from .lossy import LossyTypical
 from .many import Answer, Preparation, generate_many
@@ -237,7 +237,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             of_file = {"gguf_file": gguf_file, **_only(kwargs, "subfolder")}
         else:
             with loading("target", path):
-                kind = auto_class(config.target if saved else config)
+                kind, own = auto_class(config.target if saved else config), _only(kwargs, "trust_remote_code")
+                kwargs = with_recorded(AutoConfig.from_pretrained(base, **own) if saved else config, kwargs)
                 target = kind.from_pretrained(path, *model_args, **kwargs)
         found = tokenizer or find_tokenizer(path, **hub, **of_file)
         if found is None and base != path:
@@ -566,7 +567,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             save_adapter(target, folder / "target", "target", **kwargs)
         else:
             target = unmarked(target)
-            target.save_pretrained(folder / "target", **kwargs)
+            save_target(target, folder / "target", **kwargs)
         if kwargs.get("is_main_process") is False:
             return
         write_index(folder, "target")

@@ -308,6 +308,32 @@ def test_the_name_of_inputs_in_8_bits(tmp_path: Path) -> None:
     assert torch.equal(again(ids).logits, copied(ids).logits)
 
 
+@pytest.mark.parametrize("config", [PackedConfig(8), PackedConfig(4, input_bits=8)], ids=["8", "4"])
+def test_a_pair_with_such_a_target_is_saved_and_read_back(config: PackedConfig, tmp_path: Path) -> None:
+    """To the bit, from the pair's folder and from the target's, again and again; another quantization can be asked for."""
+    original = llama(tmp_path / "original")
+    name, ids = str(tmp_path / "original"), torch.arange(8)[None]
+    pair = AssistedModelForCausalLM.from_pretrained(name, draft="suffix", quantization_config=config)
+    expected = pair.target(ids).logits
+    assert not torch.equal(expected, original(ids).logits)
+    pair.save_pretrained(tmp_path / "once")
+    AssistedModelForCausalLM.from_pretrained(tmp_path / "once").save_pretrained(tmp_path / "twice")
+    for folder in ("once", "once/target", "twice"):
+        again = AssistedModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert torch.equal(again.target(ids).logits, expected)
+        assert again.target.config.quantization_config.to_dict() == pair.target.config.quantization_config.to_dict()
+        assert again.generate(ids, **CALL).tolist() == pair.generate(ids, **CALL).tolist()
+    with torch.no_grad():
+        pair.target.model.norm.weight.add_(1)
+    with pytest.raises(
+        ValueError, match="target: its quantized weights cannot be saved, and those that they were made"
+    ):
+        pair.save_pretrained(tmp_path / "changed")
+    other = AssistedModelForCausalLM.from_pretrained(tmp_path / "once", quantization_config=PackedConfig(4))
+    assert other.target.config.quantization_config.bits == 4
+    assert {m.input_bits for m in other.target.modules() if isinstance(m, LowBitLinear)} == {16}
+
+
 def test_inputs_keep_their_bits_without_the_products_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "no C compiler was found"))
     llama(tmp_path)

@@ -23,6 +23,7 @@ from ..engine.libraries import lost
 from ..engine.traits import Traits
 from ..engine.trust import trust
 from ..fast import native
+from ..fast.low_bit import LowBitLinear
 from ..lengths.base import Costs
 from ..modeling import AssistedModelForCausalLM
 from ..training.data import read_files
@@ -35,6 +36,12 @@ PROMPT_TOKENS = 160  # of the caller's own text
 FEWEST_TOKENS = 8
 SEEN = 5  # the fewest rounds that reached a position for which its acceptance is reported
 _CHARACTERS = 8  # per token, at most on average
+
+
+def _parameters(target: PreTrainedModel) -> int:
+    """How many weights a target has, with those of 8 and 4 bits, which are no parameters."""
+    low = (module for module in target.modules() if isinstance(module, LowBitLinear))
+    return target.num_parameters() + sum(module.in_features * module.out_features for module in low)
 
 
 def examine(
@@ -92,7 +99,7 @@ def examine(
         target=name,
         way=_way(target),
         machine=machine(target.device, target.dtype),
-        parameters=target.num_parameters(),
+        parameters=_parameters(target),
         text="held-out code" if text in (None, "zoo") else str(text),
         prompts=max((len(one.calls) for one in found.values()), default=0),
         checked=len(plain.seconds),

@@ -41,7 +41,9 @@ __all__ = [
     "resolve",
     "rounds_by_pass",
     "save_quantized",
+    "save_target",
     "stored_bytes",
+    "with_recorded",
 ]
 
 Quantization: TypeAlias = str | dict[str, Any] | QuantizationConfigMixin
@@ -169,14 +171,17 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
     return _settled(copied)
 
 
-def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | PreTrainedModel | None = None) -> None:
-    """Save a draft such that `load_quantized(folder)` restores it bit for bit.
+def save_quantized(
+    model: PreTrainedModel, folder: str | Path, source: str | PreTrainedModel | None = None, **kwargs: Any
+) -> None:
+    """Save a model such that `load_quantized(folder)` restores it bit for bit.
 
     The folder is an ordinary checkpoint of the original weights; config.json also records how to quantize them. An unquantized
     model is saved as it is. Of a model with a PEFT adapter, only the adapter is saved, with the path of its base model; the
     quantization must then be given again when loading.
 
-    source: the path or the unquantized model that `model` was quantized from; None for the path it was loaded from.
+    source: the path or the unquantized model that `model` was quantized from; None for the path it was loaded from. kwargs: of
+    `save_pretrained` for original weights.
 
     Raises ValueError if the original weights are unknown or differ, and for a quantized model with an adapter unless `source`
     is the adapter's path.
@@ -201,12 +206,44 @@ def save_quantized(model: PreTrainedModel, folder: str | Path, source: str | Pre
         if _is_quantized(original):  # transformers cannot save a model from a prequantized checkpoint
             copy_files(str(source), Path(folder), "*.safetensors", "*.safetensors.index.json", "generation_config.json")
         else:
-            original.save_pretrained(folder)
+            original.save_pretrained(folder, **kwargs)
     config = copy.deepcopy(original.config)
     config.architectures, config.dtype = [type(original).__name__], model.dtype
     if not _is_quantized(original):  # otherwise its config already holds the method
         setattr(config, RECORD, model.config.quantization_config.to_dict())
     config.save_pretrained(folder)
+
+
+def save_target(model: PreTrainedModel, folder: Path, **kwargs: Any) -> None:
+    """Save a target without an adapter such that `with_recorded` reads it back bit for bit. Weights that transformers cannot
+    save quantized are saved as they were before, with a record of how to quantize them.
+
+    model: the target. folder: of the target, in that of the pair. kwargs: of `save_pretrained`. Raises ValueError if such
+    weights are not at the path that the target was loaded from.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None or quantizer.is_serializable():
+        model.save_pretrained(folder, **kwargs)
+        return
+    try:
+        save_quantized(model, folder, **kwargs)
+    except ValueError as error:
+        raise ValueError(
+            "target: its quantized weights cannot be saved, and those that they were made from are not at "
+            f"{model.name_or_path!r}; save the unquantized model, and quantize it whenever you load it"
+        ) from error
+
+
+def with_recorded(config: PretrainedConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for a target's `from_pretrained`, with the quantization that `save_target` recorded in its config, if any. It
+    is taken out of the config. One that is given remains.
+
+    config: of the target. kwargs: for `from_pretrained`."""
+    record = config.__dict__.pop(RECORD, None)
+    if record is None or kwargs.get("quantization_config") is not None:
+        return kwargs
+    packed = _device_type(kwargs.get("device_map")) == "cpu"
+    return {**kwargs, "quantization_config": resolve(record, _computed_in(kwargs.get("dtype"), config), packed)}
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from architectures import Architecture, build, made_once, tiny
-from eagle_heads import written
+from eagle_heads import learn, written
 from transformers import PreTrainedModel
 
 from assisted.engine.needs import Needs
@@ -95,17 +95,15 @@ def trained_assistant(
         keys[kind] = Keys(*flat, seen.repeat(rows, 1)[:, None, None])
     wanted = ids.masked_fill(slots >= lengths[:, None], -100)
     positions = columns.repeat(rows)[:, None]
-    optimizer = torch.optim.Adam(head.parameters(), lr=lr)
-    for _ in range(steps):
+
+    def loss_of() -> torch.Tensor:
         state, loss = states[:, :-1].to(head.dtype).flatten(0, 1)[:, None].clone(), torch.zeros(())
         for step in range(unrolled):
             read = embeddings.roll(-step, 1)[:, 1:].flatten(0, 1)[:, None]
             ended, state = head(read, state, positions, keys)
             logits = head.logits(ended).view(rows, width - 1, -1)[:, : width - 2 - step]
             loss = loss + torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted[:, 2 + step :])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    for parameter in target.parameters():
-        parameter.grad = None
+        return loss
+
+    learn(target, head.parameters(), loss_of, steps, lr)
     return head

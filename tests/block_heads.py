@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from architectures import made_once
-from eagle_heads import features_of, written
+from eagle_heads import features_of, learn, written
 from transformers import PreTrainedModel
 
 from assisted.heads.block import BlockHead
@@ -51,19 +51,17 @@ def trained_block(target: PreTrainedModel, steps: int = 60, seed: int = 0, **fie
         known = torch.full((head.config.vocab_size,), -100)
         known[head.draft_tokens] = torch.arange(len(head.draft_tokens))
         labels = known[labels.clamp(min=0)].where(labels >= 0, labels)
-    optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], lr=5e-3)
-    for _ in range(steps):
+
+    def loss_of() -> torch.Tensor:
         states = draft_blocks(head, target, ids, features, anchors)
         logits, base = teacher_forced(head, target, states, after(ids, anchors, drafts))
         loss = torch.zeros(())
         for some in (base, logits) if head.config.selector_rank else (logits,):
             losses = torch.nn.functional.cross_entropy(some.movedim(-1, 1).clamp(min=-50), labels, reduction="none")
             loss = loss + losses[labels >= 0].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    for parameter in target.parameters():
-        parameter.grad = None
+        return loss
+
+    learn(target, [p for p in head.parameters() if p.requires_grad], loss_of, steps, lr=5e-3)
     return head
 
 

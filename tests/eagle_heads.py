@@ -6,6 +6,7 @@ For the tests of heads and drafters. Knows the head's module; nothing of draftin
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.traits import Traits
 from assisted.heads.eagle import EagleConfig, EagleHead, unrolled_mask
 
-__all__ = ["features_of", "random_head", "trained_head", "written"]
+__all__ = ["features_of", "learn", "random_head", "trained_head", "unrolled_loss", "written"]
 
 
 def random_head(target: PreTrainedModel, version: int = 3, seed: int = 0, **fields: Any) -> EagleHead:
@@ -55,6 +56,42 @@ def written(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.tensor([len(text) for text in texts])
 
 
+def learn(
+    target: PreTrainedModel,
+    parameters: Iterable[torch.Tensor],
+    loss_of: Callable[[], torch.Tensor],
+    steps: int,
+    lr: float,
+) -> None:
+    """Steps of Adam over parameters of a head. The target's gradients are dropped."""
+    optimizer = torch.optim.Adam(parameters, lr=lr)
+    for _ in range(steps):
+        loss = loss_of()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for parameter in target.parameters():
+        parameter.grad = None
+
+
+def unrolled_loss(
+    head: Any,
+    target: PreTrainedModel,
+    embeddings: torch.Tensor,
+    states: torch.Tensor,
+    wanted: torch.Tensor,
+    unrolled: int,
+) -> torch.Tensor:
+    """Of `unrolled` steps of a head over its own states. embeddings, states: [B, n, H]. wanted: [B, n + 1], or -100."""
+    cache, columns, loss = DynamicCache(), states.shape[1], torch.zeros(())
+    for step in range(unrolled):
+        positions = torch.arange(step, columns + step)[None]
+        states = head(embeddings.roll(-step, 1), states, positions, unrolled_mask(columns, step), cache)
+        logits = head.logits(states[:, : columns - 1 - step], target)
+        loss = loss + torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted[:, 2 + step :])
+    return loss
+
+
 @made_once
 def trained_head(
     target: PreTrainedModel, version: int = 3, steps: int = 30, unrolled: int = 2, seed: int = 0, **fields: Any
@@ -65,23 +102,12 @@ def trained_head(
     features = features_of(target, head, ids)[:, :-1].clone()
     with torch.no_grad():
         embeddings = head.embed(ids[:, 1:], target)
-    columns = features.shape[1]
     known = torch.full((head.config.vocab_size,), -100)
     known[head.draft_tokens] = torch.arange(len(head.draft_tokens))
     wanted = known[ids].masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -100)
-    optimizer = torch.optim.Adam(head.parameters(), lr=2e-2)
-    positions = torch.arange(columns)[None]
-    for _ in range(steps):
-        states, cache = head.fuse(features), DynamicCache()
-        loss = torch.zeros(())
-        for step in range(unrolled):
-            read = embeddings.roll(-step, 1)
-            states = head(read, states, positions + step, unrolled_mask(columns, step), cache)
-            logits = head.logits(states[:, : columns - 1 - step], target)
-            loss = loss + torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted[:, 2 + step :])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    for parameter in target.parameters():
-        parameter.grad = None
+
+    def loss() -> torch.Tensor:
+        return unrolled_loss(head, target, embeddings, head.fuse(features), wanted, unrolled)
+
+    learn(target, head.parameters(), loss, steps, lr=2e-2)
     return head

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 from architectures import made_once
-from eagle_heads import features_of, written
-from transformers import DynamicCache, PreTrainedModel
+from eagle_heads import features_of, learn, unrolled_loss, written
+from transformers import PreTrainedModel
 
-from assisted.heads.eagle import unrolled_mask
 from assisted.heads.mtp import MTPHead, SequentialMTP, first_tensors
 
 __all__ = ["random_layers", "random_mtp", "trained_layers", "trained_mtp"]
@@ -42,18 +41,16 @@ def trained_layers(target: PreTrainedModel, number: int = 3, steps: int = 60) ->
     with torch.no_grad():
         embeddings = layers[0].embed(ids[:, 1:], target)
     wanted = ids.masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -100)
-    optimizer = torch.optim.Adam([p for layer in layers for p in layer.parameters()], lr=5e-3)
-    for _ in range(steps):
+
+    def loss_of() -> torch.Tensor:
         states, loss = features, torch.zeros(())
         for ahead, layer in enumerate(layers):
             states = layer(embeddings[:, ahead:], states[:, : embeddings.shape[1] - ahead])
             logits = layer.logits(states[:, :-1], target)
             loss = loss + torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted[:, 2 + ahead :])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    for parameter in target.parameters():
-        parameter.grad = None
+        return loss
+
+    learn(target, [p for layer in layers for p in layer.parameters()], loss_of, steps, lr=5e-3)
     return SequentialMTP(layers)
 
 
@@ -71,24 +68,16 @@ def trained_mtp(
     features = features_of(target, head, ids)[:, :-1].clone()
     with torch.no_grad():
         embeddings = head.embed(ids[:, 1:], target)
-    columns = features.shape[1]
     wanted = ids.masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -100)
-    optimizer = torch.optim.Adam(head.parameters(), lr=lr)
-    positions = torch.arange(columns)[None]
-    for _ in range(steps):
-        states, cache = features, DynamicCache()
-        loss = torch.zeros(())
-        for step in range(unrolled):
-            read = embeddings.roll(-step, 1)
-            states = head(read, states, positions + step, unrolled_mask(columns, step), cache)
-            logits = head.logits(states[:, : columns - 1 - step], target)
-            loss = loss + torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted[:, 2 + step :])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+
+    def loss() -> torch.Tensor:
         if blind:
             with torch.no_grad():
                 head.fc.weight[:, : head.config.hidden_size] = 0
-    for parameter in target.parameters():
-        parameter.grad = None
+        return unrolled_loss(head, target, embeddings, features, wanted, unrolled)
+
+    learn(target, head.parameters(), loss, steps, lr=lr)
+    if blind:
+        with torch.no_grad():
+            head.fc.weight[:, : head.config.hidden_size] = 0
     return head

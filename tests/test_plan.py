@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,18 @@ def test_the_line_names_the_whole_draft(draft: Any) -> None:
     members = [getattr(pair.drafter, "members", [pair.drafter]) for pair in (names["pair"], loaded)]
     assert [type(member) for member in members[0]] == [type(member) for member in members[1]]
     assert found.best.draft == found.draft and found.draft in str(found)
+
+
+def test_a_folder_with_a_plus_in_a_list(tmp_path: Path) -> None:
+    where = tmp_path / "a+b" / "c+d"
+    shutil.copytree(zoo.folder("draft"), where)
+    found = plan("zoo:target", ["suffix", str(where)], device="cpu", context=64)
+    assert found.draft == f"suffix+{where}"
+    for draft in (found.draft, f"{where}+suffix", f"draft-tree:{where}+suffix", str(where)):
+        assert [one.model for one in parse(draft).parts() if one.quantizes == "model"] == [str(where)]
+    names: dict[str, Any] = {}
+    exec("\n".join([*found.imports, f"pair = {found.line}"]), names)
+    assert len(names["pair"].drafter.members) == 2
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,19 @@ def test_another_run_is_not_resumed(target, text, tmp_path):
         quietly(made("medusa", target, text), other, PLAN, tmp_path)
 
 
+def test_a_checkpoint_from_before_a_setting_existed(target, text, tmp_path):
+    """It is that of a run with the setting's default: `layers` of MTP heads, for one."""
+    quietly(made("mtp", target, text), text, PLAN, tmp_path, stop_after=3)
+    path = tmp_path / "checkpoint.pt"
+    state = torch.load(path)
+    del state["about"]["layers"]
+    torch.save(state, path)
+    with pytest.raises(ValueError, match=r"layers: the checkpoint .* was written with 1, this run has 2"):
+        quietly(made("mtp-layers", target, text), text, PLAN, tmp_path)
+    quietly(made("mtp", target, text), text, PLAN, tmp_path)
+    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [*range(PLAN.steps)]
+
+
 def test_settings_have_names_of_their_own(target, text):
     """What is written down of a run would otherwise lose some."""
     for name in NAMES:

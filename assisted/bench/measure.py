@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from .. import zoo
 from ..drafters import METHODS, DraftModel, parse
 from ..drafters.other_tokenizer import TranslatedDrafter
+from ..drafters.registry import split
 from ..loading.backends import find, placed
 from ..modeling import AssistedModelForCausalLM
 from . import methods as who
@@ -227,8 +227,7 @@ def _spec(entry: Any, pair: AssistedModelForCausalLM, draft: str | None) -> Any:
     if isinstance(entry, str):
         if entry == draft:
             return _loaded(pair)
-        parts = entry.split("+")
-        if len(parts) > 1 and not Path(entry).exists():
+        if len(parts := split(entry)) > 1:
             return [_spec(part, pair, draft) for part in parts]
         return entry
     if isinstance(entry, (list, tuple)):

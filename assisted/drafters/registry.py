@@ -135,14 +135,25 @@ def _parse(draft: Any, quantization: Any) -> Spec:
         )
     method, _, rest = draft.partition(":")
     has_method = hasattr(METHODS.get(method), "named")
-    parts = draft.split("+")
-    if len(parts) > 1 and not Path(rest if has_method else draft).exists():  # a Hub id has no "+"
+    parts = split(draft)
+    if len(parts) > 1:
         if not all(parts):
             raise ValueError(f"draft: {draft!r} names nothing before or after a +; write it as suffix+zoo:draft")
         return METHODS["combined"](tuple(_parse(part, quantization) for part in parts))
     if has_method:
         return METHODS[method].named(rest)
     return _at_path(METHODS[_MODEL](draft, quantization))
+
+
+def split(drafts: str) -> list[str]:
+    """The drafts that a string such as suffix+zoo:draft names. A Hub id has no "+", but the path of a folder may have some."""
+    parts, found = drafts.split("+"), []
+    while parts:
+        names = ("+".join(parts[:count]) for count in range(len(parts), 1, -1))
+        paths = (name for name in names if any(map(os.path.exists, (name, name.partition(":")[2]))))
+        found.append(next(paths, parts[0]))
+        del parts[: found[-1].count("+") + 1]
+    return found
 
 
 def _at_path(spec: Any) -> Spec:

@@ -248,7 +248,7 @@ class _Fusion:
             copied,
             sum(low.nbytes for low in self.source.kept.tensors),
             runs=("layers in C" if in_c else "fused layers") if self.is_family else "packed products",
-            run_layers=_at_once if in_c else _floats_at_once if in_floats else one_by_one,
+            run_layers=_at_once if in_c or in_floats else one_by_one,
         )
 
 
@@ -756,52 +756,32 @@ def _at_once(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     **given: Any,
 ) -> torch.Tensor:
-    """`one_by_one` of layers in C in one call, where they can run this pass. Taps keep their layer's output."""
-    each: list[Any] = [layer.layer if type(layer) is Tap else layer for layer in layers]
-    cache, slots = given[CACHE], []
-    dtype = hidden_states.dtype
-    if all(type(own) is FusedLayer and own.native is not None and own.native.dtype == dtype for own in each):
-        slots = [_slots(cache, own.index) for own in each]
-    found = [part for part in slots if part is not None]
-    alike = {(own.native.sizes, keys.shape[2]) for own, (keys, _) in zip(each, found, strict=False)}
-    if len(found) < len(each) or len(alike) > 1:
-        given |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
-        return one_by_one(layers, hidden_states, **given)
-    around = each[0].shared.around(hidden_states, attention_mask, position_embeddings, cache, each[0].index)
-    stores = [store for part in found for store in part]
-    made = hidden_states.new_empty(len(each), *hidden_states.shape)
-    native.run([own.native for own in each], hidden_states.contiguous(), stores, around, made=made)
-    for index, layer in enumerate(layers):
-        if type(layer) is Tap:
-            layer.hidden = made[index]
-    return made[-1]
-
-
-def _floats_at_once(
-    layers: Iterable[nn.Module],
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    **given: Any,
-) -> torch.Tensor:
-    """As `_at_once`, of a hybrid in float32."""
+    """`one_by_one` of layers in C in one call, of the Llama family or of a hybrid in float32, where they can run this pass.
+    Taps keep their layer's output."""
     each: list[Any] = [layer.layer if type(layer) is Tap else layer for layer in layers]
     cache: Any = given[CACHE]
     found = [own.stores(cache) if type(own) in (FusedLayer, DeltaLayer) else None for own in each]
     stores = [store for part in found for store in part or ()]
     attention = [own for own in each if type(own) is FusedLayer]
     capacities = {part[0].shape[2] for own, part in zip(each, found, strict=True) if part and type(own) is FusedLayer}
-    if None in found or len(capacities) > 1 or not delta.fits(hidden_states, stores):
+    natives = [own.native for own in attention if own.native is not None and own.native.dtype == hidden_states.dtype]
+    in_floats = all(type(own) in (FusedLayer, DeltaLayer) and own.floats is not None for own in each)
+    fits = delta.fits(hidden_states, stores) if in_floats else len(natives) == len(each) == len(attention)
+    if not fits or None in found or len(capacities) > 1 or len({own.sizes for own in natives}) > 1:
         given |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
         return one_by_one(layers, hidden_states, **given)
-    around = None
+    around: Any = None
     if attention:
-        own, columns = attention[0], cache.columns
+        own, columns = attention[0], getattr(cache, "columns", None)
         if columns is not None and columns.parents is None and cache.visible is None:
             attention_mask = None  # each column sees all slots up to its own
         around = own.shared.around(hidden_states, attention_mask, position_embeddings, cache, own.index)
-    made, read = delta.run([own.floats for own in each], hidden_states, stores, around, cache.columns)
-    cache.note_together(read)
+    if in_floats:
+        made, read = delta.run([own.floats for own in each], hidden_states, stores, around, cache.columns)
+        cache.note_together(read)
+    else:
+        made = hidden_states.new_empty(len(each), *hidden_states.shape)
+        native.run(natives, hidden_states.contiguous(), stores, around, made=made)
     for index, layer in enumerate(layers):
         if type(layer) is Tap:
             layer.hidden = made[index]

@@ -66,7 +66,7 @@ INLINE void expand(const Product *p, const uint8_t *weights, int64_t groups, bf1
                 }
             }
         }
-}
+    }
 }
 
 /* Loads the weights of a group and multiplies them with the inputs of one or two blocks. stride: of columns, in bytes. */
@@ -173,7 +173,7 @@ INLINE void add_wide(const Blocks *s, const bf16 *weights, int64_t from, int64_t
     put_sums(sums[b], sums[b + 1], both);
 }
 
-/* The same for weights of 4 bits, whose groups have scales. own: the packed weights of these groups; expanded: the same as `expand` makes them. */
+/* The same for weights of 4 bits, whose groups have scales. own: the packed weights of these groups; expanded: of `expand`. */
 INLINE void add_narrow(
     const Blocks *s, const uint8_t *own, const bf16 *expanded, int64_t from, int64_t to, Sums *sums, int b, int both) {
     _Alignas(LINE) Sums part[2];
@@ -403,7 +403,9 @@ INLINE void mean_in_tiles(
     _tile_stored(3, sums[3], LINE);
     for (int lane = 0; lane < q->lanes; lane++)
         for (int k = 0; k < parts; k++)
-            store_in_order(q->seen[lane] + at + 32 * k, _mm512_load_ps(sums[2 * k][lane]), _mm512_load_ps(sums[2 * k + 1][lane]), shares[lane]);
+            store_in_order(
+                q->seen[lane] + at + 32 * k, _mm512_load_ps(sums[2 * k][lane]), _mm512_load_ps(sums[2 * k + 1][lane]),
+                shares[lane]);
 }
 
 /* Attention of queries. scratch: 16 numbers for each slot, rounded up to `KEYS`. */

@@ -39,16 +39,20 @@ def settings_in(path: Path) -> dict[str, Any]:
 
 
 def resume(
-    path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], about: Mapping[str, Any] | None = None
+    path: Path,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    about: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> int:
-    """Load a checkpoint, if there is one. Returns the number of steps done.
+    """Load a checkpoint, if there is one. Returns the number of steps done. about, defaults: see `require_same`.
 
     Raises ValueError for the checkpoint of a run with other settings, naming the setting.
     """
     if not path.exists():
         return 0
     state = torch.load(path, map_location="cpu", weights_only=True)
-    require_same(state["about"], about or {}, f"the checkpoint {path}")
+    require_same(state["about"], about or {}, f"the checkpoint {path}", defaults or {})
     trained = _trained(model)
     if trained.keys() != state["model"].keys():
         odd = sorted(trained.keys() ^ state["model"].keys())
@@ -61,12 +65,13 @@ def resume(
     return int(state["step"])
 
 
-def require_same(before: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
-    """Raise ValueError if a run had other settings than this one, naming the setting. what: was written by that run."""
+def require_same(before: Mapping[str, Any], now: Mapping[str, Any], what: str, defaults: Mapping[str, Any]) -> None:
+    """Raise ValueError if a run had other settings than this one, naming the setting. what: was written by that run. defaults:
+    of settings that may not have existed then."""
     for name, value in now.items():
-        if before.get(name) != value:
+        if (written := before.get(name, defaults.get(name))) != value:
             raise ValueError(
-                f"{name}: {what} was written with {before.get(name)!r}, this run has {value!r}; give the same or another folder"
+                f"{name}: {what} was written with {written!r}, this run has {value!r}; give the same or another folder"
             )
 
 

@@ -15,7 +15,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,12 @@ def train(
     optimizers = _optimizers(method, plan)
     about = {"method": method.name, **method.settings(), "text": _digest(text), **asdict(plan)}
     about = json.loads(json.dumps(about))  # as it is read back
+    defaults = {field.name: field.default for field in fields(method.about)}
     if result.exists() and not checkpoint.exists():
-        checkpoints.require_same(json.loads(result.read_text()), about, f"the result in {folder}")
+        checkpoints.require_same(json.loads(result.read_text()), about, f"the result in {folder}", defaults)
         tell(f"{folder} already holds the result")
         return folder
-    first = checkpoints.resume(checkpoint, method.student, optimizers, about)
+    first = checkpoints.resume(checkpoint, method.student, optimizers, about, defaults)
     last = plan.steps if stop_after is None else min(stop_after, plan.steps)
     shown = ""
     with torch.random.fork_rng(), _metrics(folder / METRICS, first, main) as write, _interrupts() as interrupted:

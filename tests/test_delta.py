@@ -312,37 +312,49 @@ def test_texts_in_c(width, sizes, dtype, monkeypatch):
 
 
 @needed
-def test_a_step_of_the_mtp_head_in_c(monkeypatch):
-    """The same drafts as by operations of torch, whose text is the target's own."""
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_step_of_the_mtp_head_in_c(window, monkeypatch):
+    """The same drafts from tokens, from embeddings, and by operations of torch. Their text is the target's own."""
 
     def pair():
-        return AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=MTP(tree=False), draft_length=4)
+        spec = MTP(tree=False, draft_window=window)
+        return AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=spec, draft_length=4)
 
     ids = pair().tokenizer("class Stack:\n    def push(self, item):\n", return_tensors="pt").input_ids
-    drafts, steps, own = {True: [], False: []}, [], delta.FloatHead.__call__
+    steps: list[str] = []
 
-    def step(self, embeddings, *rest):
-        steps.append(embeddings.shape[1])
-        return own(self, embeddings, *rest)
+    def noted(kind):
+        own = kind.__call__
 
-    for in_c, found in drafts.items():
+        def step(*given):
+            steps.append(kind.__name__)
+            return own(*given)
+
+        return step
+
+    drafts: dict[str | None, list] = {"TokenSteps": [], "FloatHead": [], None: []}
+    for expected, found in drafts.items():
 
         def judge(draft, *rest, found=found):
-            found.append(draft.tokens)
+            found.append(draft.tokens.tolist())
             return verification.judge(draft, *rest)
 
         with monkeypatch.context() as patch, no_fallback():
             patch.setattr(decoding, "judge", judge)
-            patch.setattr(delta.FloatHead, "__call__", step)
-            if not in_c:
+            for kind in (delta.TokenSteps, delta.FloatHead):
+                patch.setattr(kind, "__call__", noted(kind))
+            if expected is None:
                 patch.setattr(heads_fused, "head_in_c", lambda *given: None)
+            elif expected == "FloatHead":
+                patch.setattr(heads_fused.HeadInC, "steps", lambda *given: None)
             model = pair()
             text = model.generate(ids, **CALL | {"max_new_tokens": 40})
         assert text.tolist() == model.target.generate(ids, **CALL | {"max_new_tokens": 40}).tolist()
-        assert bool(steps) == in_c
+        # whether the fused head computes the same is tested by `FloatHead`
+        assert steps[-1:] == ([expected] if expected else [])
         steps.clear()
-    assert [draft.tolist() for draft in drafts[True]] == [draft.tolist() for draft in drafts[False]]
-    assert any(draft.shape[1] == 4 for draft in drafts[True])
+    assert drafts["TokenSteps"] == drafts["FloatHead"] == drafts[None]
+    assert any(len(draft[0]) == 4 for draft in drafts["TokenSteps"])
 
 
 def test_a_hybrid_that_reads_images():

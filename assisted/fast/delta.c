@@ -494,7 +494,7 @@ typedef struct {
 } Head;
 
 /* embeddings, states, out: [columns, hidden]. The buffer has 4 * hidden more numbers for a column. */
-void step(
+void step_of_states(
     const Head *h, const Layer *l, const Pass *s, const float *embeddings, const float *states, float *const *stores, float *out) {
     const int64_t n = s->rows * s->width, size = l->hidden;
     float *both = s->buffer + n * layer_numbers(l), *fused = both + 2 * n * size, *made = fused + n * size;
@@ -511,6 +511,16 @@ void step(
         for (int64_t c = 0; c < n; c++)
             if (h->end_norm) norm_of(made + c * size, h->end_norm, size, h->end_epsilon, out + c * size);
     }
+}
+
+/* The same over columns of tokens ids [columns], whose embeddings are looked up. The buffer has `hidden` more numbers for a column. */
+void step_of_tokens(
+    const Head *h, const Layer *l, const Pass *s, const float *embeddings, const int64_t *ids, const float *states,
+    float *const *stores, float *out) {
+    const int64_t n = s->rows * s->width, size = l->hidden;
+    float *found = s->buffer + n * (layer_numbers(l) + 4 * size);
+    for (int64_t c = 0; c < n; c++) memcpy(found + c * size, embeddings + ids[c] * size, size * sizeof(float));
+    step_of_states(h, l, s, found, states, stores, out);
 }
 
 /* The states of one row after a column. notes: the row's, the states too. */

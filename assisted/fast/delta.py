@@ -99,7 +99,8 @@ def loaded() -> tuple[Any, str]:
         library.mix_texts.argtypes = [c_void_p, c_int64, c_int64, *[_Columns] * 4, *[c_void_p] * 9, c_int]
         library.mix_texts.restype = None
         library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 5]
-        library.step.argtypes, library.step.restype = [c_void_p] * 7, None
+        library.step_of_states.argtypes, library.step_of_states.restype = [c_void_p] * 7, None
+        library.step_of_tokens.argtypes, library.step_of_tokens.restype = [c_void_p] * 8, None
         library.advance.argtypes = [c_void_p, *[c_int64] * 3, *[c_void_p] * 4, c_int]
         library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int]
         library.layer_numbers.argtypes, library.layer_numbers.restype = [c_void_p], c_int64
@@ -430,8 +431,59 @@ class FloatHead:
         of_stores = (c_void_p * 2)(*(store.data_ptr() for store in stores))
         structs = ctypes.addressof(self.struct), ctypes.addressof(self.layer.struct), ctypes.addressof(struct)
         given = embeddings.data_ptr(), states.data_ptr(), ctypes.addressof(of_stores), made.data_ptr()
-        loaded()[0].step(*structs, *given)
+        loaded()[0].step_of_states(*structs, *given)
         return made
+
+
+class TokenSteps:
+    """Steps of an MTP head over columns of one row, with little around them: operations of torch would take longer.
+
+    Args:
+        head: the head.
+        embeddings: of tokens, [V, hidden].
+        angles: cosines and signed sines of all positions, [1, P, 1, head size].
+        output: from states to logits.
+    """
+
+    def __init__(
+        self, head: FloatHead, embeddings: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], output: FloatProduct
+    ):
+        self.head, self.output, self.angles = head, output, tuple(part.contiguous() for part in angles)
+        self.embeddings, self.positions = embeddings, angles[0].shape[1]
+        self.width = self.capacity = 0  # of the columns and slots that there are buffers for
+
+    def __call__(
+        self, ids: torch.Tensor, states: torch.Tensor, stores: Sequence[torch.Tensor], place: int, position: int
+    ) -> torch.Tensor:
+        """ids: [1, n] int64. states: [1, n, hidden]. stores: keys and values. place, position: the slot and the position of the
+        first column, which sees all slots up to its own, as the others do. Returns states [1, n, hidden]."""
+        ids, states, width = ids.contiguous(), states.contiguous(), ids.shape[1]
+        if width > self.width or stores[0].shape[2] > self.capacity:
+            self._make_room(max(width, self.width), stores[0].shape[2])
+        struct, made, size = self.struct, torch.empty_like(states), torch.float32.itemsize
+        struct.width, struct.places = width, self.places.data_ptr() + place * torch.int64.itemsize
+        struct.threads = _threads(self.head.layer.entries * width)
+        at = position * self.angles[0].shape[-1] * size
+        struct.cos, struct.sin = (part.data_ptr() + at for part in self.angles)
+        self.of_stores[:] = [store.data_ptr() for store in stores]
+        loaded()[0].step_of_tokens(
+            *self.structs,
+            self.embeddings.data_ptr(),
+            ids.data_ptr(),
+            states.data_ptr(),
+            self.of_stores,
+            made.data_ptr(),
+        )
+        return made
+
+    def _make_room(self, width: int, capacity: int) -> None:
+        layer, threads = self.head.layer, torch.get_num_threads()
+        self.width, self.capacity, self.places = width, capacity, torch.arange(capacity)
+        numbers = width * (layer.numbers + 5 * layer.hidden)
+        self.buffer, self.of_stores = torch.empty(numbers + threads * capacity), (c_void_p * 2)()
+        self.struct = _Pass(rows=1, angles=1, capacity=capacity, top=capacity, buffer=self.buffer.data_ptr())
+        self.struct.scratch = self.buffer.data_ptr() + numbers * self.buffer.itemsize
+        self.structs = tuple(map(ctypes.addressof, (self.head.struct, layer.struct, self.struct)))
 
 
 def _pass(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,24 +103,69 @@ def _in_two_steps(head: MTPHead, embeddings: torch.Tensor, states: torch.Tensor)
     return torch.cat(made, 1)
 
 
-def head_in_c(head: MTPHead, layer: Any, angles: Angles) -> Callable[..., torch.Tensor | None] | None:
-    """The head's `forward` in C; None if its layer has no such form. layer: the fused one."""
-    if layer.floats is None or head.fc.weight.dtype != torch.float32:
-        return None
-    norms = [getattr(head, f"{name}_norm") for name in ("embed", "hidden", "end")]
-    factors = [None if isinstance(norm, nn.Identity) else norm_of(norm).factor() for norm in norms]
-    in_floats = delta.FloatHead(delta.FloatProduct([head.fc]), factors, layer.floats)
+class HeadInC:
+    """The `forward` of an MTP head in C.
 
-    def run(
-        embeddings: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any
+    Args:
+        head: the head.
+        layer: its fused layer, which has a form in C.
+        angles: of its positions.
+    """
+
+    def __init__(self, head: MTPHead, layer: Any, angles: Angles):
+        norms = [getattr(head, f"{name}_norm") for name in ("embed", "hidden", "end")]
+        factors = [None if isinstance(norm, nn.Identity) else norm_of(norm).factor() for norm in norms]
+        self.floats = delta.FloatHead(delta.FloatProduct([head.fc]), factors, layer.floats)
+        self.layer, self.angles, self.shares_output = layer, angles, head.shares_output
+
+    def __call__(
+        self,
+        embeddings: torch.Tensor,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: Any,
     ) -> torch.Tensor | None:
-        stores = layer.stores(cache)
+        """As `MTPHead.forward`; None for columns that cannot run in C."""
+        layer, stores = self.layer, self.layer.stores(cache)
         if stores is None or embeddings.dtype != states.dtype or not delta.fits(states, stores):
             return None
-        around = layer.shared.around(states, mask, angles(states, positions), cache, layer.index)
-        return in_floats(embeddings, states, stores, around)
+        around = layer.shared.around(states, mask, self.angles(states, positions), cache, layer.index)
+        return self.floats(embeddings, states, stores, around)
 
-    return run
+    def steps(self, target: Any) -> TokenSteps | None:
+        """Its steps in texts of one row, with the embeddings of a target; None if either runs in another way."""
+        output, own = target.get_output_embeddings(), target.get_input_embeddings()
+        product, table = getattr(output, "run", None), self.angles.table
+        is_plain = type(own) is nn.Embedding and own.max_norm is None and not any_touched([own])
+        if not (is_plain and self.shares_output and isinstance(product, delta.FloatProduct)) or table is None:
+            return None
+        weight = own.weight.detach()
+        if not (weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()):
+            return None
+        return TokenSteps(self, delta.TokenSteps(self.floats, weight, table, product))
+
+
+class TokenSteps:
+    """The steps of a head in one text of a call. in_c: the head. steps: the same, of tensors."""
+
+    def __init__(self, in_c: HeadInC, steps: delta.TokenSteps):
+        self.layer, self.steps, self.logits = in_c.layer, steps, steps.output
+
+    def __call__(self, ids: torch.Tensor, states: torch.Tensor, cache: SlotCache, first: int) -> torch.Tensor | None:
+        """As `HeadRunner.__call__`; None for columns that cannot run in C. first: position of the text's first column."""
+        cache.place(ids.shape[1], ids.device)
+        stores, place = self.layer.stores(cache), cache.start
+        if not isinstance(place, int) or stores is None or not delta.fits(states, stores):
+            return None
+        if place + first < 0 or place + first + ids.shape[1] > self.steps.positions:
+            return None
+        return self.steps(ids, states, stores, place, place + first)
+
+
+def head_in_c(head: MTPHead, layer: Any, angles: Angles) -> HeadInC | None:
+    """The head in C; None if its layer has no such form. layer: the fused one."""
+    return None if layer.floats is None or head.fc.weight.dtype != torch.float32 else HeadInC(head, layer, angles)
 
 
 class _First(FusedLayer):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,8 @@ class MTPHead(Head):
     embed_norm: nn.Module
     hidden_norm: nn.Module
     end_norm: nn.Module
-    in_c: Callable[..., torch.Tensor | None] | None = None
-    """The same `forward` of few columns in C, which returns None for others; of fused heads."""
+    in_c: Any = None
+    """The same `forward` of few columns in C, which returns None for others; of fused heads (`HeadInC`)."""
 
     def __init__(self, target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], index: int = 0):
         super().__init__()

@@ -69,6 +69,8 @@ class HeadRunner(Runner):
         before, dropped = (-first[:, 0]).tolist(), dropped_from(slots)
         self.cache.prompt_padding = before
         self.cache.padding = [hidden - count for hidden, count in zip(before, dropped, strict=True)]
+        in_c = getattr(self.head, "in_c", None) if slots.rows == 1 else None
+        self.steps = None if in_c is None else in_c.steps(target)
         self.first = first.to(self.device) + on_device(dropped, self.device)[:, None]
         self._has_past = min(before) < 0  # then positions can't be derived from slots
 
@@ -152,6 +154,10 @@ class HeadRunner(Runner):
         tokens: [B, n] int64. states: [B, n, H], from `Head.fuse` or an earlier step. Returns states [B, n, H], zeros for
         rows that don't run.
         """
+        if self.steps is not None and self.cache.visible is None:
+            found: torch.Tensor | None = self.steps(tokens, states, self.cache, int(self.first))
+            if found is not None:
+                return found
         self.inject.hidden = states
         kind = "head", states.shape[-1]  # several MTP layers: states of another width are read by other layers
         if self.prepared.kind != kind:
@@ -251,7 +257,7 @@ class HeadRunner(Runner):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [..., Vd] over the draft vocabulary."""
-        return self.head.logits(states, self.target)
+        return self.head.logits(states, self.target) if self.steps is None else self.steps.logits(states)
 
 
 class LevelReader(NodeReader):

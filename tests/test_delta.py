@@ -321,14 +321,16 @@ def test_a_step_of_the_mtp_head_in_c(window, monkeypatch):
         return AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=spec, draft_length=4)
 
     ids = pair().tokenizer("class Stack:\n    def push(self, item):\n", return_tensors="pt").input_ids
-    steps: list[str] = []
+    steps: list[tuple[str, torch.Tensor]] = []
+    states: dict[str | None, list[torch.Tensor]] = {}
 
     def noted(kind):
         own = kind.__call__
 
         def step(*given):
-            steps.append(kind.__name__)
-            return own(*given)
+            made = own(*given)
+            steps.append((kind.__name__, made.clone()))
+            return made
 
         return step
 
@@ -351,8 +353,13 @@ def test_a_step_of_the_mtp_head_in_c(window, monkeypatch):
             text = model.generate(ids, **CALL | {"max_new_tokens": 40})
         assert text.tolist() == model.target.generate(ids, **CALL | {"max_new_tokens": 40}).tolist()
         # whether the fused head computes the same is tested by `FloatHead`
-        assert steps[-1:] == ([expected] if expected else [])
+        assert [name for name, _ in steps[-1:]] == ([expected] if expected else [])
+        states[expected] = [made for name, made in steps if name == expected]
         steps.clear()
+    # fused heads are compared with the head itself first, which takes more steps
+    for made, other in zip(states["TokenSteps"][::-1], states["FloatHead"][::-1], strict=False):
+        torch.testing.assert_close(made, other, atol=1e-5, rtol=1e-5)
+    assert len(states["TokenSteps"]) > 20
     assert drafts["TokenSteps"] == drafts["FloatHead"] == drafts[None]
     assert any(len(draft[0]) == 4 for draft in drafts["TokenSteps"])
 

@@ -150,10 +150,15 @@ def split(drafts: str) -> list[str]:
     parts, found = drafts.split("+"), []
     while parts:
         names = ("+".join(parts[:count]) for count in range(len(parts), 1, -1))
-        paths = (name for name in names if any(map(os.path.exists, (name, name.partition(":")[2]))))
-        found.append(next(paths, parts[0]))
+        found.append(next((name for name in names if _is_path(name)), parts[0]))
         del parts[: found[-1].count("+") + 1]
     return found
+
+
+def _is_path(draft: str) -> bool:
+    """Whether a draft is at an existing path, alone or after the name of its method."""
+    method, _, path = draft.partition(":")
+    return os.path.exists(draft) or (hasattr(METHODS.get(method), "named") and os.path.exists(path))
 
 
 def _at_path(spec: Any) -> Spec:

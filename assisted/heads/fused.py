@@ -133,7 +133,7 @@ class HeadInC:
         around = layer.shared.around(states, mask, self.angles(states, positions), cache, layer.index)
         return self.floats(embeddings, states, stores, around)
 
-    def steps(self, target: Any) -> TokenSteps | None:
+    def steps(self, target: Any) -> HeadSteps | None:
         """Its steps in texts of one row, with the embeddings of a target; None if either runs in another way."""
         output, own = target.get_output_embeddings(), target.get_input_embeddings()
         product, table = getattr(output, "run", None), self.angles.table
@@ -143,10 +143,10 @@ class HeadInC:
         weight = own.weight.detach()
         if not (weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()):
             return None
-        return TokenSteps(self, delta.TokenSteps(self.floats, weight, table, product))
+        return HeadSteps(self, delta.TokenSteps(self.floats, weight, table, product))
 
 
-class TokenSteps:
+class HeadSteps:
     """The steps of a head in one text of a call. in_c: the head. steps: the same, of tensors."""
 
     def __init__(self, in_c: HeadInC, steps: delta.TokenSteps):

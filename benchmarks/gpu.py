@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py --all --out benchmarks/                    all sections, about 25 minutes
     python benchmarks/gpu.py --only speed memory --out benchmarks/      some of them
+    python benchmarks/gpu.py --all --short --out benchmarks/            less of each, about 10 minutes
     python benchmarks/gpu.py --read benchmarks/gpu.json                 the tables of a finished run
 
 The most valuable sections come first. Results are written after every item to OUT/gpu.json. A second call with the same file
@@ -108,7 +109,8 @@ def run(args: argparse.Namespace) -> Found:
 
 def section_ended(section: str, path: Path, deadline: float, args: argparse.Namespace) -> bool:
     """Run a section in a process. False if the process ended before the section did, so that another one has to go on."""
-    options = ["--section", section, "--out", str(args.out), "--device", args.device, *(["--quick"] * args.quick)]
+    options = ["--section", section, "--out", str(args.out), "--device", args.device, "--size", args.size]
+    options += ["--item", args.item] if args.item else []
     process = subprocess.Popen([sys.executable, __file__, *options], start_new_session=True)
     began, last = time.monotonic(), None
     while process.poll() is None:
@@ -145,7 +147,9 @@ def work(args: argparse.Namespace) -> None:
     if not results.found["about"]:
         results.found["about"] = measurements.about(args.device)
         results.write()
-    for item, measure in measurements.items(args.section, args.device, args.quick):
+    for item, measure in measurements.items(args.section, args.device, args.size):
+        if args.item not in item:
+            continue
         if results.done(args.section, item) or not results.begin(args.section, item):
             continue
         print(f"{args.section}: {item}", file=sys.stderr, flush=True)
@@ -283,12 +287,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks"), help=f"folder of {NAME} (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=25, help="stop after these (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="try again what failed")
-    parser.add_argument("--quick", action="store_true", help="tiny targets and few tokens, to try the script")
+    parser.add_argument("--item", metavar="TEXT", default="", help="only the items with this in their name")
+    parser.add_argument(
+        "--short", dest="size", action="store_const", const="short", default="full", help="less of everything"
+    )
+    parser.add_argument(
+        "--quick", dest="size", action="store_const", const="tiny", help="tiny targets, to try the script"
+    )
     parser.add_argument("--device", default="cuda", help="the device (default: %(default)s)")
     parser.add_argument("--read", type=Path, help="measure nothing, print the tables of this file")
     parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose `gpu` section is rewritten")
     parser.add_argument("--json", action="store_true", help="print the results as JSON, not as tables")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--size", choices=("full", "short", "tiny"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.section:
         work(args)

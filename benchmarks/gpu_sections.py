@@ -10,7 +10,7 @@ import argparse
 import gc
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,7 +24,7 @@ from tables import paired, raced
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 import assisted
-from assisted import AssistedModelForCausalLM, DraftModel, DraftTree, Eagle, zoo
+from assisted import MTP, AssistedModelForCausalLM, DraftModel, DraftTree, Eagle, Merged, zoo
 from assisted.bench import Bars, Method, Prompt, Rules, batches, pad_token, peers
 from assisted.bench.clock import now
 from assisted.bench.results import largest_gap, machine
@@ -48,10 +48,12 @@ ALONE = ("memory", "offload")
 PROMPT = 160  # tokens
 VERIFIED = 5  # columns of a verifying forward pass: a draft of four tokens
 MODES = {"eager": "eager", "captured": "auto"}  # how forward passes run, and the `fast=` for it
+HYBRID = "hybrid in float32"
 FULL = ("float32", "bfloat16")
 """Dtypes in which every draft is compared with plain `generate`; the other targets take SOME of the drafts."""
-TARGETS = (*FULL, "float16", "nf4", "int8")
+TARGETS = (*FULL, "float16", "nf4", "int8", HYBRID)
 SOME = ("zoo:draft", "zoo:draft, adaptive", "suffix", "zoo:eagle3", "zoo:medusa")
+OF_HYBRIDS = ("MTP, chains", "MTP, trees", "suffix", "recycle", "self:nf4", "early-exit:8")
 DRAFTS: dict[str, tuple[Any, Any]] = {
     "zoo:draft": ("zoo:draft", 4),
     "zoo:draft, adaptive": ("zoo:draft", "adaptive"),
@@ -69,8 +71,11 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
     "layer-skip": ("layer-skip", 4),
     "zoo:draft-other-tokenizer": ("zoo:draft-other-tokenizer", 4),
     "draft-tree:zoo:draft": ("draft-tree:zoo:draft", 8),
+    "merged trees": (Merged(["zoo:draft", "suffix"]), 8),
 }
 """By name: the draft and its length."""
+MTPS: dict[str, tuple[Any, Any]] = {"MTP, chains": (MTP(tree=False), 3), "MTP, trees": (MTP(tree=True), 8)}
+"""Of hybrids."""
 PEER = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
 
 
@@ -89,22 +94,32 @@ class Sizes:
     repeats: int
     cap: int = 12 * GB
     compiled: bool = True
+    modes: tuple[str, ...] = ("eager", "captured")  # in which every pair takes part
+    loads: tuple[int, ...] = tuple(range(10))  # of LOADS
+    trees: tuple[int | None, ...] = (64, None, 16, 256)  # nodes, None for a size by measured costs
 
 
 BIG = Sizes(
     {"zoo:target": torch.float32, "grown:1b": torch.bfloat16, "grown:8b": torch.bfloat16},
     *("grown:1b", (1, 2, 4, 8, 16, 32), (512, 4096, 16384, 32768), "grown:8b", 128, 100, 4, 3),
 )
-TINY = Sizes(
-    {"zoo:target": torch.float32}, "zoo:target", (1, 2), (64,), "zoo:target", 6, 2, 1, 1, cap=10**7, compiled=False
+SHORT = replace(
+    replace(BIG, new_tokens=64, passes=50, prompts=2, repeats=2, modes=("captured",)),
+    batches=(8, 32),
+    contexts=(512, 16384),
+    loads=(0, 3, 6, 9),
+    trees=(None,),
 )
+TINY = Sizes(
+    {"zoo:target": torch.float32}, "zoo:target", (1, 2), (64,), "zoo:target", 6, 2, 1, 1, compiled=False, trees=(64,)
+)
+SIZES = {"full": BIG, "short": SHORT, "tiny": TINY}
 
 
-def items(section: str, device: str, quick: bool) -> Iterator[tuple[str, Measure]]:
-    """The items of a section by name, in the order of their value."""
+def items(section: str, device: str, size: str) -> Iterator[tuple[str, Measure]]:
+    """The items of a section by name, in the order of their value. size: a name of SIZES."""
     transformers.logging.set_verbosity_error()
-    sizes = TINY if quick else BIG
-    yield from SECTIONS[section](torch.device(device), sizes)
+    yield from SECTIONS[section](torch.device(device), SIZES[size])
 
 
 def about(device: str) -> dict[str, Any]:
@@ -163,21 +178,22 @@ def quantized(path: Any, how: str, device: torch.device) -> PreTrainedModel:
 
 def identity(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
     """Every draft on targets of every dtype, eager and captured, one row and batches of four."""
-    drafts = list(DRAFTS) if sizes is BIG else ["zoo:draft", "suffix"]
+    drafts = list(DRAFTS) if sizes is not TINY else ["zoo:draft", "suffix"]
     for kind in TARGETS if device.type == "cuda" else FULL[:1]:
-        for name in drafts if kind in FULL else SOME:
+        for name in drafts if kind in FULL else OF_HYBRIDS if kind == HYBRID else SOME:
             yield f"{kind}, {name}", partial(texts_of, kind, name, device, sizes)
 
 
 @torch.inference_mode()
 def texts_of(kind: str, name: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """How many texts are plain's, and by how much the tokens at the first differences are apart, by mode."""
-    folder = zoo.folder("target")
+    folder = zoo.folder("hybrid" if kind == HYBRID else "target")
+    dtype = kind.split()[-1]
     if kind in ("nf4", "int8"):
         target: Any = quantized(folder, kind, device)
     else:
-        target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, kind)).to(device)
-    spec, length = DRAFTS[name]
+        target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)
+    spec, length = (DRAFTS | MTPS)[name]
     modes: dict[str, Any] = {}
     for mode, fast in MODES.items():
         pair = AssistedModelForCausalLM.from_models(target, spec, length, find_tokenizer(folder), fast=fast)
@@ -185,7 +201,7 @@ def texts_of(kind: str, name: str, device: torch.device, sizes: Sizes) -> dict[s
         gaps = []
         prompts = prompts_of(pair.tokenizer, sizes.prompts, device)
         call = Rules(sizes.new_tokens // 2).call(pad_token(pair.tokenizer))
-        for size in (1, 4)[: 2 if sizes is BIG else 1]:
+        for size in (1, 4)[: 2 if sizes is not TINY else 1]:
             work = [one.to(device) for one in batches(prompts, size, pad_token(pair.tokenizer))]
             for batch in work:
                 right, wrote = (
@@ -204,7 +220,7 @@ def texts_of(kind: str, name: str, device: torch.device, sizes: Sizes) -> dict[s
             "captured": pair.graphs.captured,
             "eager_because": pair.graphs.reason or pair.graphs.obstacle,
         }
-    if kind == "float32" and any(one["same"] < one["rows"] for one in modes.values()):
+    if dtype == "float32" and any(one["same"] < one["rows"] for one in modes.values()):
         raise AssertionError(f"other texts than plain's in float32: {modes}")
     return {"modes": modes}
 
@@ -232,19 +248,19 @@ def speed_of(name: str, dtype: torch.dtype, device: torch.device, sizes: Sizes) 
         "self:nf4, adaptive": ("self:nf4", "adaptive"),
     }
     found = [one for one in peers(target, drafted_by(target)) if one.setting == PEER]
-    found += methods(target, tokenizer, drafts)
+    found += methods(target, tokenizer, drafts, sizes)
     return {"passes": times} | race(target, tokenizer, found, device, sizes, name)
 
 
 def methods(
-    target: PreTrainedModel, tokenizer: Any, drafts: Mapping[str, tuple[Any, Any]], modes: Mapping[str, str] = MODES
+    target: PreTrainedModel, tokenizer: Any, drafts: Mapping[str, tuple[Any, Any]], sizes: Sizes
 ) -> list[Method]:
     """All that can be loaded, in every mode; the others are left out with a message."""
     found = []
     for name, (spec, length) in drafts.items():
-        for mode, fast in modes.items():
+        for mode in sizes.modes:
             try:
-                found += paired(target, tokenizer, {f"{name}: {mode}": (spec, length)}, fast)
+                found += paired(target, tokenizer, {f"{name}: {mode}": (spec, length)}, MODES[mode])
             except Exception as error:  # a package that is not installed, too little memory
                 print(f"  left out: {name}: {str(error)[:160]}", flush=True)
                 break
@@ -328,7 +344,7 @@ def batched(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]
 
 def batch_of(rows: int, device: torch.device, sizes: Sizes) -> dict[str, Any]:
     target, tokenizer = load_target(sizes.batched, sizes.targets[sizes.batched], device)
-    found = methods(target, tokenizer, FEW, {"captured": MODES["captured"]})
+    found = methods(target, tokenizer, FEW, replace(sizes, modes=("captured",)))
     return race(target, tokenizer, found, device, sizes, sizes.batched, rows)
 
 
@@ -342,7 +358,7 @@ def quantized_of(how: str, device: torch.device, sizes: Sizes) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = saved(sizes.batched, device, Path(folder))
         target = quantized(folder, how, device)
-    found = methods(target, tokenizer, FEW)
+    found = methods(target, tokenizer, FEW, sizes)
     return race(target, tokenizer, found, device, sizes, f"{sizes.batched} in {how}", compiled=False)
 
 
@@ -374,7 +390,7 @@ LOADS: tuple[dict[str, Any], ...] = (
 
 def memory_loads(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
     """The peak of a load and two calls, beside the plan."""
-    for load in LOADS if sizes is BIG else ({"context": 256},):
+    for load in [LOADS[i] for i in sizes.loads] if sizes is not TINY else [{"context": 256}]:
         title = ", ".join(f"{name} {value}" for name, value in load.items())
         yield title, partial(memory_of, load, device, sizes)
 
@@ -420,14 +436,14 @@ def memory_of(load: dict[str, Any], device: torch.device, sizes: Sizes) -> dict[
 
 def offload(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
     """Token trees for a target of which a part stays in main memory: by size, and the size chosen by measured costs."""
-    for nodes in (64, None, 16, 256):
+    for nodes in sizes.trees:
         name = "size by measured costs" if nodes is None else f"tree of {nodes}"
         yield name, partial(offload_of, nodes, device, sizes)
 
 
 def offload_of(nodes: int | None, device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """Plain `generate` and one tree size, in turns."""
-    target, tokenizer = load_target(sizes.capped, torch.bfloat16 if sizes is BIG else torch.float32, device)
+    target, tokenizer = load_target(sizes.capped, torch.bfloat16 if sizes is not TINY else torch.float32, device)
     if device.type == "cuda":
         room = {0: sizes.cap - 3 * GB, "cpu": 1000 * GB}
         kinds = target._no_split_modules and list(target._no_split_modules)
@@ -519,7 +535,7 @@ def sampled_of(name: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
     pair = AssistedModelForCausalLM.from_models(target, spec, length, find_tokenizer(folder))
     (prompt,) = prompts_of(pair.tokenizer, 1, device)
     exact, classes = joint(target, prompt.ids)
-    rows, samples = (ROWS, SAMPLES) if sizes is BIG else (16, 64)
+    rows, samples = (ROWS, SAMPLES) if sizes is not TINY else (16, 64)
     ids = prompt.ids.expand(rows, -1)
     call = Rules(6, temperature=TEMPERATURE).call(pad_token(pair.tokenizer))
     counts = torch.zeros_like(exact)

@@ -446,9 +446,10 @@ def test_first_tokens_are_streamed(pair: AssistedModelForCausalLM, batches: list
 def test_memory_is_measured_on_cuda(pair: AssistedModelForCausalLM) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA")
-    target = copy.deepcopy(pair.target).to("cuda")
-    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=3)
-    batches = bench.batches(some_prompts(letters(), ["add", "subtract"]))
+    target = copy.deepcopy(pair.target)
+    draft = half_right(target).to("cuda")
+    model = AssistedModelForCausalLM.from_models(target.to("cuda"), draft=draft, draft_length=3)
+    batches = [one.to("cuda") for one in bench.batches(some_prompts(letters(), ["add", "subtract"]))]
     field = [*methods.plain(target), of_model("ours", model)]
     measured = race(target, field, batches, RULES)
     stream(target, measured, batches, RULES)

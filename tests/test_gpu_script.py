@@ -40,7 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def arguments(folder: Path, minutes: float = 1.0) -> Namespace:
-    return Namespace(out=folder, minutes=minutes, again=False, only=["speed"], device="cpu", quick=True)
+    return Namespace(out=folder, minutes=minutes, again=False, only=["speed"], device="cpu", size="tiny", item="")
 
 
 def test_it_goes_on_after_processes_that_died_or_hang(
@@ -79,13 +79,14 @@ def test_sections_have_measurements_and_tables(gpu: ModuleType, monkeypatch: pyt
     measurements = script("gpu_sections", monkeypatch)
     assert set(gpu.SECTIONS) == set(gpu.TITLES) == set(gpu.TABLES) == set(measurements.SECTIONS)
     for section in gpu.SECTIONS:
-        names = [name for name, _ in measurements.SECTIONS[section](torch.device("cuda"), measurements.BIG)]
-        assert len(names) == len(set(names)) > 0
+        for sizes in measurements.SIZES.values():
+            names = [name for name, _ in measurements.SECTIONS[section](torch.device("cuda"), sizes)]
+            assert len(names) == len(set(names)) > 0
 
 
 def test_an_identity_item_runs(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     measurements = script("gpu_sections", monkeypatch)
-    (item, measure), *_ = measurements.items("identity", "cpu", quick=True)
+    (item, measure), *_ = measurements.items("identity", "cpu", "tiny")
     result = json.loads(json.dumps(measure()))
     assert set(result["modes"]) == {"eager", "captured"}
     assert all(one["same"] == one["rows"] == 1 for one in result["modes"].values())

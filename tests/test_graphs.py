@@ -609,9 +609,17 @@ def test_cuda_graphs(on_cuda, method):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(set(BY_NAME) - {"mpt"}))  # whose config asks for no cache in some versions
+def test_every_architecture_on_cuda(on_cuda, name):
+    target = build(BY_NAME[name])
+    check_on_cuda(*on_cuda(*pair(name, draft=half_right(target), fast="auto")))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", [Reads, Masked, Synchronizes])
 def test_a_capture_that_fails_leaves_the_device_usable(on_cuda, monkeypatch, kind):
     monkeypatch.setattr(capture, "_BROKEN", set())
+    monkeypatch.setattr(trust, "_is_own_file", lambda file: True)  # as if transformers had such a model
     target, model = pair(fast="auto")
     for layer in target.model.layers:
         layer.mlp.act_fn = kind()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .libraries import global_hooks, hook_of, is_wrapper_subclass
+from .libraries import global_hooks, hook_of, is_wrapper_subclass, reads_inputs
 
 _RECORDS = "transformers.utils.output_capturing"  # its hooks return hidden states to calls that ask for them
 # hooks of these collect outputs that are not requested here, or silence backends
@@ -106,6 +106,8 @@ def obstacle(model: nn.Module, device: torch.device) -> str | None:
             return f"the forward of {name or 'the model'} was replaced"
         if values.get("_compiled_call_impl") is not None:
             return f"{name or 'the model'} is compiled"
+        if reads_inputs(module):
+            return f"{name} looks for outliers in its inputs; llm_int8_threshold=0.0 of BitsAndBytesConfig avoids that"
         if type(module).__module__.startswith("peft."):
             return f"{name} is an adapter, which may be changed between calls"
         for tensor in (*module._parameters.values(), *module._buffers.values()):

@@ -63,6 +63,10 @@ STATE_LAYERS = frozenset(
     k for k, kind in _KINDS.items() if _NUMBERED and issubclass(kind, LinearAttentionCacheLayerMixin)
 )
 """The entries of a config's `layer_types` that stand for layers with states."""
+READS_STATES = (
+    _found("transformers.cache_utils", "Cache.get_conv_state", "prompts of hybrids are not read in C") is not None
+)
+"""Whether a cache hands out its states. From 5.21 on."""
 
 
 class UnboundedLayer(CacheLayerMixin):
@@ -178,6 +182,15 @@ _updates = _found(
 RESETS_ANGLES = _updates is not None and inspect.getsource(_updates).count("{layer_type}_max_seq_len_cached") < 2
 """Whether dynamic rotary angles depend on the present text alone. Until 5.12, the length of the longest text so far is stored
 under a wrong name, and the angles are never reset."""
+
+
+def rotary_angles(rotary: nn.Module, hidden: torch.Tensor, position_ids: torch.Tensor, **kind: Any) -> Any:
+    """What a model's rotary embedding makes of positions of text. hidden: gives dtype and device. position_ids: [B, T] int64.
+
+    Until 5.18, those with angles for pictures take one row of positions for each of their three axes."""
+    if hasattr(rotary, "mrope_section") and position_ids.dim() == 2:
+        position_ids = position_ids.expand(3, *position_ids.shape)
+    return rotary(hidden, position_ids=position_ids, **kind)
 
 
 def attention_of(config: Any) -> str | None:
@@ -446,6 +459,11 @@ def without_gradients(*models: nn.Module) -> AbstractContextManager[Any]:
     if layer is not None and any(isinstance(module, layer) for model in models for module in model.modules()):
         return torch.no_grad()
     return torch.inference_mode()
+
+
+def reads_inputs(module: nn.Module) -> bool:
+    """Whether a module decides on the host by the values of its inputs: 8-bit products of bitsandbytes that treat outliers apart."""
+    return type(module).__name__ == "Linear8bitLt" and getattr(module.state, "threshold", 0.0) > 0  # type: ignore[union-attr]
 
 
 # ---- Logits processors with a grammar

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..engine.columns import Columns
 from ..engine.delta import DeltaMixer, Projected, Read
+from ..engine.libraries import READS_STATES
 from . import native
 
 MOST = 2**14  # numbers of a head's values over all columns, which lie on the stack
@@ -143,6 +144,8 @@ class NativeMixer(DeltaMixer):
     def of_text(
         self, hidden_states: torch.Tensor, cache: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> torch.Tensor:
+        if not READS_STATES:
+            return super().of_text(hidden_states, cache, attention_mask, **kwargs)
         own: Any = self.own
         rows, n, _ = hidden_states.shape
         past = state = None

@@ -27,7 +27,7 @@ from ..engine.agreement import agree
 from ..engine.cache import SlotCache, SlotLayer
 from ..engine.delta import DeltaMixer, inputs_of, outputs_of
 from ..engine.hooks import any_touched, is_touched, is_untouched, looked_over
-from ..engine.libraries import CACHE, is_wrapper_subclass
+from ..engine.libraries import CACHE, is_wrapper_subclass, rotary_angles
 from ..engine.parts import Tap, few_ids, with_children
 from ..engine.prepared import CallSettings, PreparedModule, one_by_one
 from ..engine.recurrent import slots_for, target_runner
@@ -829,26 +829,26 @@ class Angles(nn.Module):
         self.config = getattr(rotary, "config", config)
         # the angles of other types may depend on more than the position
         fixed = kind in ("default", "linear", "llama3") and type(rotary).__module__.startswith(_KNOWN)
-        known = min(config.max_position_embeddings, _TABLE) if fixed else 0
-        self.whole = known == config.max_position_embeddings  # every position of the context is in the table
         device = next((buffer.device for buffer in rotary.buffers()), torch.device("cpu"))
-        turned = rotary(torch.zeros(1, dtype=dtype, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device))
+        known = min(config.max_position_embeddings, _TABLE) if fixed and device.type == "cpu" else 0
+        place = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        turned = rotary_angles(rotary, torch.zeros(1, dtype=dtype, device=device), place)
         turned = turned[0].shape[-1]
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.rest, self.turn = size - turned, None  # numbers of a head that do not turn
         if self.rest:
             self.turn = torch.arange(size, device=device)
             self.turn[:turned] = self.turn[:turned].roll(turned // 2)
+        self.whole = known == config.max_position_embeddings  # every position of the context is in the table
         self.table = None if known == 0 else self._angles(torch.zeros(1, dtype=dtype), torch.arange(known)[None])
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden: gives dtype and device. position_ids: [B or 1, n] int64. Returns two tensors, [B or 1, n, 1, D]."""
-        table, is_compiling = self.table, torch.compiler.is_compiling()
-        # a compiler can read no values; compiled passes stay within the context
+        table, is_compiling = self.table if hidden.device.type == "cpu" else None, torch.compiler.is_compiling()
+        # no values are read from a GPU, nor by a compiler; compiled passes stay within the context
         last = 0 if is_compiling or table is None else int(position_ids.max())
         if (
             table is None
-            or hidden.device.type != "cpu"
             or position_ids.dim() > 2  # three rows of positions are those of text and of images
             or last >= table[0].shape[1]
             or (is_compiling and not self.whole)
@@ -860,7 +860,7 @@ class Angles(nn.Module):
         return cos[0, position_ids], sin[0, position_ids]
 
     def _angles(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = (part[:, :, None] for part in self.rotary[0](hidden, position_ids=position_ids))
+        cos, sin = (part[:, :, None] for part in rotary_angles(self.rotary[0], hidden, position_ids))
         half = sin.shape[-1] // 2
         sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
         return (F.pad(cos, (0, self.rest), value=1.0), F.pad(sin, (0, self.rest))) if self.rest else (cos, sin)

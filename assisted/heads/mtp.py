@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ..engine.libraries import CACHE, set_attention
+from ..engine.libraries import CACHE, rotary_angles, set_attention
 from ..engine.needs import find_final_norm
 from ..engine.parts import find_layers, unwrapped
 from ..engine.traits import Traits
@@ -126,7 +126,7 @@ class MTPHead(Head):
             self.fc(torch.cat([self.embed_norm(embeddings), self.hidden_norm(states)], -1)),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            position_embeddings=self.rotary_emb(states, position_ids, **self._kind),
+            position_embeddings=rotary_angles(self.rotary_emb, states, position_ids, **self._kind),
             use_cache=cache is not None,
             **{CACHE: cache},
         )

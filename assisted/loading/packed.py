@@ -71,6 +71,8 @@ class _Quantizer(HfQuantizer):
     @torch.no_grad()
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         config = self.quantization_config
+        if model.device.type == "cuda":
+            raise ValueError("quantization_config: PackedConfig is for a CPU; on a GPU, use BitsAndBytesConfig")
         skipped, head = config.modules_to_not_convert or [], model.get_output_embeddings()
         if config.input_bits == 8 and not native.is_available():
             why = native.loaded()[1]

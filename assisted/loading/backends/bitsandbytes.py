@@ -26,9 +26,10 @@ def _four_bit(kind: str) -> Format:
 
 
 _EIGHT_BIT = Format(
-    lambda dtype: BitsAndBytesConfig(load_in_8bit=True),
+    # Outliers of the inputs would be found on the host, in every layer: slow, and no pass could be captured.
+    lambda dtype: BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
     lambda out, into, size: out * (into + 4),
-    code="BitsAndBytesConfig(load_in_8bit=True)",
+    code="BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
 )
 _FORMATS = {"nf4": _four_bit("nf4"), "fp4": _four_bit("fp4"), "int8-bitsandbytes": _EIGHT_BIT}
 

@@ -15,12 +15,13 @@ from pairs import CALL, ENDS, no_fallback, prompt
 from recording import Recording
 from test_needs import BESIDE, check_states
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
+from transformers import AutoModelForCausalLM
 
-from assisted import AssistedModelForCausalLM, Eagle, Merged, decoding
+from assisted import AssistedModelForCausalLM, Eagle, Merged, decoding, zoo
 from assisted.drafters import eagle, model_drafter
 from assisted.drafts import Draft, DraftingStopped
+from assisted.engine import libraries, shapes, trust
 from assisted.engine import runner as runtime
-from assisted.engine import shapes, trust
 from assisted.engine.cache import SlotCache
 from assisted.engine.prepared import CallSettings, PreparedModule
 from assisted.engine.runner import CachedModel
@@ -613,6 +614,25 @@ def test_cuda_graphs(on_cuda, method):
 def test_every_architecture_on_cuda(on_cuda, name):
     target = build(BY_NAME[name])
     check_on_cuda(*on_cuda(*pair(name, draft=half_right(target), fast="auto")))
+
+
+@pytest.mark.gpu
+def test_captures_write_into_no_memory_of_others(on_cuda):
+    """Somebody frees the workspaces of products, as compiled models do, and gets their memory."""
+    target = AutoModelForCausalLM.from_pretrained(zoo.folder("target"))
+    target, model = on_cuda(target, AssistedModelForCausalLM.from_models(target, draft="suffix", draft_length=4))
+    ids = torch.arange(20, 60, device="cuda")[None] % 30
+    call = CALL | {"max_new_tokens": 40, "attention_mask": torch.ones_like(ids)}
+    plain = target.generate(ids, **call)
+    for _ in range(2):
+        assert model.generate(ids, **call).tolist() == plain.tolist()
+    assert model.graphs.replays > 0
+    torch.cuda.synchronize()
+    libraries.forget_workspaces()
+    torch.cuda.empty_cache()
+    others = [torch.zeros(2**20, device="cuda") for _ in range(64)]
+    assert model.generate(ids, **call).tolist() == plain.tolist()
+    assert all(not other.any() for other in others)
 
 
 @pytest.mark.gpu

@@ -436,6 +436,15 @@ def load_compiled(file: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor
     return run
 
 
+forget_workspaces: Callable[[], None] = _found(
+    "torch",
+    "_C._cuda_clearCublasWorkspaces",
+    "captured passes share the workspaces of products with other code",
+    lambda: None,
+)
+"""Free the memory that products use beside their results, on all streams. The next product on a stream allocates it anew."""
+
+
 def end_pool(pool: Any) -> None:
     """Tell CUDA's allocator that an interrupted capture no longer uses this pool. Raises whatever the version raises."""
     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # type: ignore[attr-defined]

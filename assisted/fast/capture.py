@@ -24,6 +24,7 @@ from ..engine.libraries import (
     compile_graph,
     compiler_settings,
     end_pool,
+    forget_workspaces,
 )
 
 Pass = Callable[[], list[torch.Tensor]]
@@ -48,6 +49,9 @@ class CudaReplay:
             with nullcontext() if tried else NoHostReads():
                 run()  # one-time allocations (workspaces, plans) happen before the capture
             torch.cuda.synchronize(device)
+            # A graph keeps the address of the workspace. Whoever frees workspaces, as compiled models do, would let it write
+            # into other tensors; so it gets one from its own pool, which lives as long as the graph does.
+            forget_workspaces()
             self.graph = torch.cuda.CUDAGraph()
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -58,6 +62,7 @@ class CudaReplay:
                 except BaseException:
                     _tidy_up(device, pool)
                     raise
+            forget_workspaces()  # it goes back to the pool
         here.wait_stream(stream)
 
     def __call__(self) -> list[torch.Tensor]:

@@ -471,7 +471,7 @@ def without_gradients(*models: nn.Module) -> AbstractContextManager[Any]:
 
 
 def reads_inputs(module: nn.Module) -> bool:
-    """Whether a module decides on the host by the values of its inputs: 8-bit products of bitsandbytes that treat outliers apart."""
+    """Whether a module reads its inputs on the host: 8-bit products of bitsandbytes that treat outliers apart do."""
     return type(module).__name__ == "Linear8bitLt" and getattr(module.state, "threshold", 0.0) > 0  # type: ignore[union-attr]
 
 

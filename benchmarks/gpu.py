@@ -174,6 +174,7 @@ def markdown(found: Found) -> str:
     about = found["about"]
     named = ", ".join(f"{name} {about[name]}" for name in ("torch", "transformers") if name in about)
     lines = [f"`python benchmarks/gpu.py --all`: {about.get('processor', 'no device yet')}, {named}, greedy."]
+    lines[0] += f" {about['note']}" if "note" in about else ""
     for section in SECTIONS:
         items = found["sections"].get(section, {})
         measured = {item: one for item, one in items.items() if "seconds" in one}

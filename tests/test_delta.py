@@ -14,6 +14,7 @@ from assisted import MTP, AssistedModelForCausalLM, decoding, verification
 from assisted.drafts import Draft
 from assisted.engine.columns import Columns
 from assisted.engine.delta import DeltaMixer
+from assisted.engine.libraries import READS_STATES
 from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.traits import Traits
 from assisted.fast import delta, fused, products
@@ -284,6 +285,7 @@ def test_the_rule_in_c(rows, kind, sizes, dtype, monkeypatch):
 
 
 @needed
+@pytest.mark.skipif(not READS_STATES, reason="in this version of transformers a cache hands out no states")
 @torch.no_grad()
 @DTYPES
 @pytest.mark.parametrize("width", [1, 2, 70])

@@ -436,11 +436,13 @@ def load_compiled(file: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor
     return run
 
 
-forget_workspaces: Callable[[], None] = _found(
-    "torch",
-    "_C._cuda_clearCublasWorkspaces",
-    "captured passes share the workspaces of products with other code",
-    lambda: None,
+def _nothing() -> None:
+    """In builds without CUDA."""
+
+
+_SHARED = "captured passes share the workspaces of products with other code"
+forget_workspaces: Callable[[], None] = (
+    _found("torch", "_C._cuda_clearCublasWorkspaces", _SHARED, _nothing) if torch.backends.cuda.is_built() else _nothing
 )
 """Free the memory that products use beside their results, on all streams. The next product on a stream allocates it anew."""
 

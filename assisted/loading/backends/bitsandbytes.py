@@ -26,10 +26,11 @@ def _four_bit(kind: str) -> Format:
 
 
 _EIGHT_BIT = Format(
-    # Outliers of the inputs would be found on the host, in every layer: slow, and no pass could be captured.
+    # Outliers of a draft's inputs would be found on the host, in every layer: slow, and no pass could be captured. The code is
+    # for targets, whose quality they may decide.
     lambda dtype: BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
     lambda out, into, size: out * (into + 4),
-    code="BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
+    code="BitsAndBytesConfig(load_in_8bit=True)",
 )
 _FORMATS = {"nf4": _four_bit("nf4"), "fp4": _four_bit("fp4"), "int8-bitsandbytes": _EIGHT_BIT}
 

@@ -16,11 +16,15 @@ from assisted.engine.columns import Columns
 from assisted.engine.delta import DeltaMixer
 from assisted.engine.libraries import READS_STATES
 from assisted.engine.recurrent import slots_for, target_runner
+from assisted.engine.session import go_on
 from assisted.engine.traits import Traits
+from assisted.engine.trust import trust
+from assisted.engine.verifiable import masks_of
 from assisted.fast import delta, fused, products
 from assisted.fast.delta import NativeMixer
 from assisted.fast.fused import DeltaLayer, FusedLayer
 from assisted.heads import fused as heads_fused
+from assisted.heads.runner import HeadRunner
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
 NAMES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"]
@@ -316,54 +320,83 @@ def test_texts_in_c(width, sizes, dtype, monkeypatch):
 @needed
 @pytest.mark.parametrize("window", [None, 12])
 def test_a_step_of_the_mtp_head_in_c(window, monkeypatch):
-    """The same drafts from tokens, from embeddings, and by operations of torch. Their text is the target's own."""
+    """The same drafts in one call from tokens, from embeddings, and by operations of torch. Their text is the target's own."""
 
     def pair():
         spec = MTP(tree=False, draft_window=window)
         return AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=spec, draft_length=4)
 
     ids = pair().tokenizer("class Stack:\n    def push(self, item):\n", return_tensors="pt").input_ids
-    steps: list[tuple[str, torch.Tensor]] = []
-    states: dict[str | None, list[torch.Tensor]] = {}
+    own_chain, own_read, chains = delta.TokenSteps.chain, HeadRunner.read, []
 
-    def noted(kind):
-        own = kind.__call__
+    def chain(self, state, stores, place, position, count):
+        tokens, best = own_chain(self, state, stores, place, position, count)
+        read = state[:, None]
+        for at in range(count):  # token by token
+            score, token = self.output(read)[:, 0].max(-1)
+            assert (tokens[:, at], best[:, at]) == (token, score)
+            read = self(tokens[:, at : at + 1], read, stores, place + at, position + at)
+        chains.append(count)
+        return tokens, best
 
-        def step(*given):
-            made = own(*given)
-            steps.append((kind.__name__, made.clone()))
-            return made
-
-        return step
-
-    drafts: dict[str | None, list] = {"TokenSteps": [], "FloatHead": [], None: []}
-    for expected, found in drafts.items():
+    drafts: dict[str, list] = {"in one call": [], "from embeddings": [], "by torch": []}
+    states: dict[str, list[torch.Tensor]] = {way: [] for way in drafts}
+    for way, found in drafts.items():
 
         def judge(draft, *rest, found=found):
             found.append(draft.tokens.tolist())
             return verification.judge(draft, *rest)
 
+        def read(*given, way=way):
+            states[way].append(own_read(*given))
+            return states[way][-1]
+
+        chains.clear()
         with monkeypatch.context() as patch, no_fallback():
             patch.setattr(decoding, "judge", judge)
-            for kind in (delta.TokenSteps, delta.FloatHead):
-                patch.setattr(kind, "__call__", noted(kind))
-            if expected is None:
+            patch.setattr(HeadRunner, "read", read)
+            patch.setattr(delta.TokenSteps, "chain", chain)
+            if way == "by torch":
                 patch.setattr(heads_fused, "head_in_c", lambda *given: None)
-            elif expected == "FloatHead":
+            elif way == "from embeddings":
                 patch.setattr(heads_fused.HeadInC, "steps", lambda *given: None)
             model = pair()
             text = model.generate(ids, **CALL | {"max_new_tokens": 40})
         assert text.tolist() == model.target.generate(ids, **CALL | {"max_new_tokens": 40}).tolist()
-        # whether the fused head computes the same is tested by `FloatHead`
-        assert [name for name, _ in steps[-1:]] == ([expected] if expected else [])
-        states[expected] = [made for name, made in steps if name == expected]
-        steps.clear()
-    # fused heads are compared with the head itself first, which takes more steps
-    for made, other in zip(states["TokenSteps"][::-1], states["FloatHead"][::-1], strict=False):
-        torch.testing.assert_close(made, other, atol=1e-5, rtol=1e-5)
-    assert len(states["TokenSteps"]) > 20
-    assert drafts["TokenSteps"] == drafts["FloatHead"] == drafts[None]
-    assert any(len(draft[0]) == 4 for draft in drafts["TokenSteps"])
+        assert bool(chains) == (way == "in one call")
+        # whether the fused head computes the same as the head itself is tested elsewhere
+        for made, other in zip(states[way], states["in one call"], strict=True):
+            torch.testing.assert_close(made, other, atol=1e-5, rtol=1e-5)
+    assert drafts["in one call"] == drafts["from embeddings"] == drafts["by torch"]
+    assert any(len(draft[0]) == 4 for draft in drafts["in one call"])
+
+
+@needed
+@pytest.mark.skipif(not READS_STATES, reason="in this version of transformers a cache hands out no states")
+@pytest.mark.parametrize(("rows", "chunk"), [(1, None), (2, None), (1, 7), (1, 1)])
+def test_prompts_of_whole_layers_in_c(rows, chunk, monkeypatch):
+    """Logits, keys, values and states after a prompt, also in pieces, are those of the model itself."""
+    model = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft="suffix").target
+    ids = torch.randint(5, 2000, (rows, 20), generator=torch.Generator().manual_seed(rows))
+    masks, calls, own = masks_of(model, trust(model)), [], delta.read_text
+    monkeypatch.setattr(delta, "read_text", lambda *given: calls.append(given[1].shape[1]) or own(*given))
+    run = target_runner(fused.fused(model), slots_for(model, None, rows, 32, masks), masks)
+    expected = DynamicCache(config=model.config)
+    calls.clear()
+    with torch.inference_mode():
+        for part in ids.split(chunk or 20, 1):
+            if run.cache.known[0]:
+                go_on(run.cache, run.cache.known[0], 32)
+            found = run.prefill(part, None)[:, -1]
+            logits = model(part, past_key_values=expected, use_cache=True).logits[:, -1]
+            torch.testing.assert_close(found, logits, atol=2e-4, rtol=2e-4)
+    assert len(calls) == 12 * -(-20 // (chunk or 20))  # each layer, each time
+    for one, other in zip(run.cache.to_dynamic(model.config).layers, expected.layers, strict=True):
+        names = ("keys", "values") if hasattr(one, "keys") else ("conv_states", "recurrent_states")
+        for name in names:
+            given, wanted = (getattr(layer, name) for layer in (one, other))
+            given, wanted = (part[0] if isinstance(part, dict) else part for part in (given, wanted))
+            torch.testing.assert_close(given, wanted, atol=2e-4, rtol=2e-4)
 
 
 def test_a_hybrid_that_reads_images():

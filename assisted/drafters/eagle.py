@@ -398,6 +398,10 @@ class EagleDrafting(HeadDrafting):
         return self.draft_tree(reader, reader.logits(), text, depth)
 
     def _chain(self, runner: HeadRunner, text: Text, state: torch.Tensor, budget: int) -> Draft:
+        count = self.greedy_count(budget)
+        if count is not None and (made := runner.chain(state, count)) is not None:
+            return self.finished(text, *made, [count])
+
         def logits() -> torch.Tensor:
             return self.fitted(runner.head.over_all(runner.logits(state)), text)
 

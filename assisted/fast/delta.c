@@ -419,9 +419,19 @@ static void by_attention(const Layer *l, const Pass *s, float *made, float *keys
     }
 }
 
-/* The same by the delta rule. notes: inputs, decay, keys, written of the columns, as in `Read`. */
+/* The state of a convolution after inputs [n, C]: the last ones. state: [C, K]. */
+static void shift(int64_t n, Columns inputs, float *state, int64_t C, int64_t K) {
+    for (int64_t c = 0; c < C; c++)
+        for (int64_t k = 0; k < K; k++) {
+            const int64_t at = n - K + k;
+            state[c * K + k] = at < 0 ? state[c * K + K + at] : inputs.data[at * inputs.stride + c];
+        }
+}
+
+/* The same by the delta rule. notes: inputs, decay, keys, written of the columns, as in `Read`; NULL for a text, after which the
+   states are those after it. */
 static void by_delta_rule(
-    const Layer *l, const Pass *s, const float *made, const float *before_conv, const float *state, float *const *notes, float *read,
+    const Layer *l, const Pass *s, const float *made, float *before_conv, float *state, float *const *notes, float *read,
     float *mixed) {
     const Shape *shape = &l->shape;
     const int64_t H = shape->heads, dk = shape->dk, dv = shape->dv, C = channels(shape), n = s->width, stride = l->in.outputs;
@@ -429,17 +439,22 @@ static void by_delta_rule(
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < s->rows; r++) {
         Columns own = {made + r * n * stride, stride};
-        const float *past = before_conv + r * C * shape->size;
-        note(shape, n, own, past, notes[0] + r * C * (shape->size + n));
+        float *past = before_conv + r * C * shape->size;
+        if (notes) note(shape, n, own, past, notes[0] + r * C * (shape->size + n));
         convolve(shape, n, s->parents ? s->parents + r * (n - 1) : NULL, own, l->conv, l->conv_bias, past, read + r * n * C);
+        if (!notes) shift(n, own, past, C, shape->size);
     }
 #pragma omp for schedule(static)
     for (int64_t at = 0; at < s->rows * H; at++) {
         int64_t r = at / H, h = at % H;
-        head(
-            shape, h, n, s->parents ? s->parents + r * (n - 1) : NULL, read + r * n * C,
-            beside_of(shape, r, h, n, gate, strength, rate, l->a_log, l->shift, l->norm), state + at * dk * dv,
-            notes[1] + at * n, notes[2] + at * n * dk, notes[3] + at * n * dv, mixed + r * n * H * dv + h * dv);
+        Beside beside = beside_of(shape, r, h, n, gate, strength, rate, l->a_log, l->shift, l->norm);
+        float *to = mixed + r * n * H * dv + h * dv, *own = state + at * dk * dv;
+        if (notes)
+            head(
+                shape, h, n, s->parents ? s->parents + r * (n - 1) : NULL, read + r * n * C, beside, own, notes[1] + at * n,
+                notes[2] + at * n * dk, notes[3] + at * n * dv, to);
+        else
+            head_of_text(shape, h, n, read + r * n * C, beside, own, to);
     }
 }
 
@@ -475,14 +490,15 @@ static void layer(const Layer *l, const Pass *s, const float *hidden, float *con
     product(&l->down, narrow, n, middle, out);
 }
 
-/* Layers, one after the other. stores: two for each. notes: four for each, of attention not read. out [count, columns, hidden]. */
+/* Layers, one after the other. stores: two for each. notes: four for each, of attention not read; NULL for a text. out: [count,
+   columns, hidden]. */
 void layers(
     const Layer *const *each, int64_t count, const Pass *s, const float *hidden, float *const *stores, float *const *notes,
     float *out) {
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
     for (int64_t i = 0; i < count; i++) {
         float *to = out + i * s->rows * s->width * each[i]->hidden;
-        layer(each[i], s, i ? to - s->rows * s->width * each[i]->hidden : hidden, stores + 2 * i, notes + 4 * i, to);
+        layer(each[i], s, i ? to - s->rows * s->width * each[i]->hidden : hidden, stores + 2 * i, notes ? notes + 4 * i : NULL, to);
     }
 }
 
@@ -521,6 +537,31 @@ void step_of_tokens(
     float *found = s->buffer + n * (layer_numbers(l) + 4 * size);
     for (int64_t c = 0; c < n; c++) memcpy(found + c * size, embeddings + ids[c] * size, size * sizeof(float));
     step_of_states(h, l, s, found, states, stores, out);
+}
+
+/* Where the largest number is; where one is that is not a number, if there is one. */
+static int64_t largest(const float *x, int64_t count) {
+    int64_t found = 0;
+    float most = x[0];
+    for (int64_t i = 1; i < count; i++)
+        if (x[i] > most || x[i] != x[i]) most = x[found = i];
+    return found;
+}
+
+/* A greedy chain of one row: each of `count` tokens is the most probable one after `state` [hidden], which then becomes the state
+   after it, except for the last. s: of one column, that of the first token; those after it have the next slots and positions.
+   tokens, best: [count], with their logits. logits: [outputs], of the last token. */
+void greedy_chain(
+    const Head *h, const Layer *l, const Pass *s, const float *embeddings, const Product *output, float *state,
+    float *const *stores, int64_t count, int64_t *tokens, float *best, float *logits) {
+    Pass own = *s;
+    for (int64_t i = 0; i < count; i++) {
+        multiply(output, state, 1, logits, (int)s->threads);
+        best[i] = logits[tokens[i] = largest(logits, output->outputs)];
+        if (i + 1 == count) break;
+        step_of_tokens(h, l, &own, embeddings, tokens + i, state, stores, state);
+        own.cos += l->head_size, own.sin += l->head_size, own.places++;
+    }
 }
 
 /* The states of one row after a column. notes: the row's, the states too. */

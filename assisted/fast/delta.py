@@ -102,6 +102,8 @@ def loaded() -> tuple[Any, str]:
         library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 5]
         library.step_of_states.argtypes, library.step_of_states.restype = [c_void_p] * 7, None
         library.step_of_tokens.argtypes, library.step_of_tokens.restype = [c_void_p] * 8, None
+        library.greedy_chain.argtypes = [*[c_void_p] * 7, c_int64, *[c_void_p] * 3]
+        library.greedy_chain.restype = None
         library.advance.argtypes = [c_void_p, *[c_int64] * 3, *[c_void_p] * 4, c_int]
         library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int]
         library.layer_numbers.argtypes, library.layer_numbers.restype = [c_void_p], c_int64
@@ -144,24 +146,14 @@ class NativeMixer(DeltaMixer):
     def of_text(
         self, hidden_states: torch.Tensor, cache: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> torch.Tensor:
-        if not READS_STATES:
+        states = None if kwargs else self.states_for(hidden_states, cache)
+        if states is None:
             return super().of_text(hidden_states, cache, attention_mask, **kwargs)
-        own: Any = self.own
-        rows, n, _ = hidden_states.shape
-        past = state = None
-        if cache is not None:
-            past, state = cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
-        heads, dk, dv, size = own.num_v_heads, own.head_k_dim, own.head_v_dim, own.conv1d.weight.shape[-1]
-        channels = own.conv1d.weight.shape[0]
-        like = hidden_states.new_empty(0)
-        whole = kwargs or (cache is not None and cache.is_recording_past(self.layer_idx))
-        before = like.new_zeros(rows, channels, size) if past is None else past
-        state = torch.zeros(rows, heads, dk, dv) if state is None else state.clone()
+        (before, state), (rows, n, _), like = states, hidden_states.shape, hidden_states.new_empty(0)
+        (heads, dk, dv), channels = state.shape[1:], before.shape[1]
         if attention_mask is not None:
             hidden_states = (hidden_states * attention_mask[:, :, None]).to(like.dtype)
-        if whole or not hidden_states.is_cpu or before.shape != (rows, channels, size) or state.shape[0] != rows:
-            return super().of_text(hidden_states, cache, attention_mask, **kwargs)
-        projected = self.arrange(own, self.joined(hidden_states))
+        projected = self.arrange(self.own, self.joined(hidden_states))
         if not self._fits(projected, before, state):
             return super().of_text(hidden_states, cache, attention_mask, **kwargs)
         given, before = [*map(_in_floats, projected)], _in_floats(before)
@@ -174,10 +166,30 @@ class NativeMixer(DeltaMixer):
             _threads(rows * n * heads * dk * dv),
         )
         if cache is not None:
-            cache.update_conv_state(projected[0].transpose(1, 2), self.layer_idx, conv_kernel_size=size)
-            cache.update_recurrent_state(state, self.layer_idx)
+            self.keep(cache, projected[0].transpose(1, 2), state)
         result: torch.Tensor = self.out(made.to(like.dtype))
         return result
+
+    def states_for(self, hidden: torch.Tensor, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Copies of the states before a prompt, [R, C, K] in its dtype and [R, H, dk, dv] float32, zeros without a past; None
+        if the layer itself has to read it. hidden: [R, n, D]."""
+        own: Any = self.own
+        if not READS_STATES or not hidden.is_cpu:
+            return None
+        channels, size = own.conv1d.weight.shape[0], own.conv1d.weight.shape[-1]
+        rows, past, state = len(hidden), None, None
+        if cache is not None:
+            if cache.is_recording_past(self.layer_idx):
+                return None
+            past, state = cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
+        before = hidden.new_zeros(rows, channels, size) if past is None else past.clone()
+        state = torch.zeros(rows, own.num_v_heads, own.head_k_dim, own.head_v_dim) if state is None else state.clone()
+        return (before, state) if before.shape == (rows, channels, size) and state.shape[0] == rows else None
+
+    def keep(self, cache: Any, inputs: torch.Tensor, state: torch.Tensor) -> None:
+        """Let a cache have the states after a prompt. inputs: of the convolution, [R, C, K or more]."""
+        cache.update_conv_state(inputs, self.layer_idx, conv_kernel_size=self.own.conv1d.weight.shape[-1])
+        cache.update_recurrent_state(state, self.layer_idx)
 
     def _fits(self, projected: Projected, before: torch.Tensor, state: torch.Tensor) -> bool:
         """Whether the rule in C can run over these; see `over_columns`."""
@@ -406,6 +418,20 @@ def run(
     return made, read
 
 
+def read_text(
+    layer: FloatLayer, hidden: torch.Tensor, stores: Sequence[torch.Tensor], around: native.NativePass | None
+) -> torch.Tensor:
+    """Run a layer over texts, [R, n, D], or over parts of them. stores: of attention, keys and values with room for them; else
+    the states before, [R, C, K] and [R, H, dk, dv], which become those after. around: of attention. Returns [R, n, D]."""
+    hidden = hidden.contiguous()
+    made, each, of_stores = torch.empty_like(hidden), (c_void_p * 1)(ctypes.addressof(layer.struct)), (c_void_p * 2)()
+    of_stores[:] = [store.data_ptr() for store in stores]
+    struct, _buffer = _pass([layer], hidden, stores, around, None)
+    given = ctypes.addressof(each), 1, ctypes.addressof(struct), hidden.data_ptr()
+    loaded()[0].layers(*given, ctypes.addressof(of_stores), None, made.data_ptr())
+    return made
+
+
 class FloatHead:
     """An MTP head with one layer. It uses copies of all weights.
 
@@ -461,14 +487,8 @@ class TokenSteps:
         """ids: [1, n] int64. states: [1, n, hidden]. stores: keys and values. place, position: the slot and the position of the
         first column, which sees all slots up to its own, as the others do. Returns states [1, n, hidden]."""
         ids, states, width = ids.contiguous(), states.contiguous(), ids.shape[1]
-        if width > self.width or stores[0].shape[2] > self.capacity:
-            self._make_room(max(width, self.width), stores[0].shape[2])
-        struct, made, size = self.struct, torch.empty_like(states), torch.float32.itemsize
-        struct.width, struct.places = width, self.places.data_ptr() + place * torch.int64.itemsize
-        struct.threads = _threads(self.head.layer.entries * width)
-        at = position * self.angles[0].shape[-1] * size
-        struct.cos, struct.sin = (part.data_ptr() + at for part in self.angles)
-        self.of_stores[:] = [store.data_ptr() for store in stores]
+        made = torch.empty_like(states)
+        self._begin(stores, width, place, position, self.head.layer.entries * width)
         loaded()[0].step_of_tokens(
             *self.structs,
             self.embeddings.data_ptr(),
@@ -478,6 +498,37 @@ class TokenSteps:
             made.data_ptr(),
         )
         return made
+
+    def chain(
+        self, state: torch.Tensor, stores: Sequence[torch.Tensor], place: int, position: int, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most probable tokens, one after the other. state: [1, hidden], after the text. stores: keys and values. place,
+        position: of the first token. Returns `count` tokens, [1, count] int64, and their logits. The last one is not read."""
+        state, numbers = state.clone(memory_format=torch.contiguous_format), self.output.outputs
+        tokens, best = state.new_empty(1, count, dtype=torch.int64), state.new_empty(1, count + numbers)
+        self._begin(stores, 1, place, position, max(self.head.layer.entries, numbers * self.output.inputs))
+        loaded()[0].greedy_chain(
+            *self.structs,
+            self.embeddings.data_ptr(),
+            ctypes.addressof(self.output.struct),
+            state.data_ptr(),
+            self.of_stores,
+            count,
+            tokens.data_ptr(),
+            best.data_ptr(),
+            best.data_ptr() + count * best.itemsize,
+        )
+        return tokens, best[:, :count]
+
+    def _begin(self, stores: Sequence[torch.Tensor], width: int, place: int, position: int, products: int) -> None:
+        """Set the structs of a step. products: of a number and a weight."""
+        if width > self.width or stores[0].shape[2] > self.capacity:
+            self._make_room(max(width, self.width), stores[0].shape[2])
+        struct, at = self.struct, position * self.angles[0].shape[-1] * torch.float32.itemsize
+        struct.width, struct.places = width, self.places.data_ptr() + place * torch.int64.itemsize
+        struct.threads = _threads(products)
+        struct.cos, struct.sin = (part.data_ptr() + at for part in self.angles)
+        self.of_stores[:] = [store.data_ptr() for store in stores]
 
     def _make_room(self, width: int, capacity: int) -> None:
         layer, threads = self.head.layer, torch.get_num_threads()

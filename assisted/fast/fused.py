@@ -32,6 +32,7 @@ from ..engine.parts import Tap, few_ids, with_children
 from ..engine.prepared import CallSettings, PreparedModule, one_by_one
 from ..engine.recurrent import slots_for, target_runner
 from ..engine.runner import CachedModel
+from ..engine.states import ColumnCache
 from ..engine.sublayers import Path, Skippable
 from ..engine.traits import Traits
 from ..engine.trust import Trust, trust
@@ -457,7 +458,21 @@ class DeltaLayer(FusedMLP):
             made, read = delta.run([self.floats], hidden_states, stores, None, cache.columns)
             cache.note_together(read)
             return made[0]
+        found = self._of_text(hidden_states, cache) if attention_mask is None else None
+        if found is not None:
+            return found
         return self.transform(self._attention_alone(hidden_states, attention_mask, **kwargs))
+
+    def _of_text(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor | None:
+        """`forward` of a short prompt in C; None where that is not possible."""
+        mixer: Any = self.linear_attn
+        if self.floats is None or cache is None or not delta.fits(hidden, ()):
+            return None
+        if (states := mixer.states_for(hidden, cache)) is None:
+            return None
+        made = delta.read_text(self.floats, hidden, states, None)
+        mixer.keep(cache, *states)
+        return made
 
     def _attention_alone(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         return hidden_states + self.mix(self.before_attention(hidden_states), kwargs.get(CACHE), attention_mask)
@@ -653,12 +668,15 @@ class FusedLayer(FusedMLP):
     ) -> torch.Tensor | None:
         """`forward` in C; None if that cannot run this pass. beside: see `NativeLayer`."""
         cache: Any = kwargs.get(CACHE)
-        if self.floats is not None and (stores := self.stores(cache)) and delta.fits(hidden_states, stores):
-            around = self.shared.around(hidden_states, attention_mask, position_embeddings, cache, self.index)
-            return delta.run([self.floats], hidden_states, stores, around, None)[0][0]
+        if self.floats is not None and delta.fits(hidden_states, ()):
+            stores = self.stores(cache) or self.slots_to_read(hidden_states, attention_mask, cache)
+            if stores is not None and delta.fits(hidden_states, stores):
+                around = self.shared.around(hidden_states, attention_mask, position_embeddings, cache, self.index)
+                made = delta.read_text(self.floats, hidden_states, stores, around)
+                return made[:, -1:] if last_only and self.is_last else made
         if self.native is None or hidden_states.dtype != self.native.dtype:
             return None
-        slots = _slots(cache, self.index) or self._slots_to_read(hidden_states, attention_mask, cache)
+        slots = _slots(cache, self.index) or self.slots_to_read(hidden_states, attention_mask, cache)
         if slots is None:
             return None
         hidden, mask, angles = hidden_states.contiguous(), attention_mask, position_embeddings
@@ -671,14 +689,14 @@ class FusedLayer(FusedMLP):
             around = self.shared.around(hidden, mask, angles, kwargs[CACHE], self.index)
         return self.native(hidden, *slots, around, beside)
 
-    def _slots_to_read(
+    def slots_to_read(
         self, hidden_states: torch.Tensor, mask: torch.Tensor | None, cache: Any
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The slots for a prompt's columns, which are counted; None if the layer in C cannot read them, or not faster."""
         rows, width, _ = hidden_states.shape
         if (
             torch.compiler.is_compiling()
-            or type(cache) is not SlotCache
+            or type(cache) not in (SlotCache, ColumnCache)
             or cache.start is not None
             or not isinstance(cache.places, slice)
             or (mask is not None and (mask.dtype != torch.bool or mask.numel() > _SEEN))

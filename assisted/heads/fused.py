@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -127,8 +128,11 @@ class HeadInC:
         cache: Any,
     ) -> torch.Tensor | None:
         """As `MTPHead.forward`; None for columns that cannot run in C."""
-        layer, stores = self.layer, self.layer.stores(cache)
-        if stores is None or embeddings.dtype != states.dtype or not delta.fits(states, stores):
+        layer = self.layer
+        if embeddings.dtype != states.dtype or not delta.fits(states, ()):
+            return None
+        stores = layer.stores(cache) or layer.slots_to_read(states, mask, cache)
+        if stores is None or not delta.fits(states, stores):
             return None
         around = layer.shared.around(states, mask, self.angles(states, positions), cache, layer.index)
         return self.floats(embeddings, states, stores, around)
@@ -154,13 +158,26 @@ class HeadSteps:
 
     def __call__(self, ids: torch.Tensor, states: torch.Tensor, cache: SlotCache, first: int) -> torch.Tensor | None:
         """As `HeadRunner.__call__`; None for columns that cannot run in C. first: position of the text's first column."""
-        cache.place(ids.shape[1], ids.device)
+        where = self._place(states, cache, first, ids.shape[1])
+        return None if where is None else self.steps(ids, states, *where)
+
+    def chain(
+        self, state: torch.Tensor, cache: SlotCache, first: int, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """As `HeadRunner.chain`."""
+        where = self._place(state[:, None], cache, first, count)
+        return None if where is None else self.steps.chain(state, *where, count)
+
+    def _place(
+        self, states: torch.Tensor, cache: SlotCache, first: int, width: int
+    ) -> tuple[Sequence[torch.Tensor], int, int] | None:
+        """Keys and values, and slot and position of the first of `width` columns; None for columns that cannot run in C."""
+        cache.place(width, states.device)
         stores, place = self.layer.stores(cache), cache.start
         if not isinstance(place, int) or stores is None or not delta.fits(states, stores):
             return None
-        if place + first < 0 or place + first + ids.shape[1] > self.steps.positions:
-            return None
-        return self.steps(ids, states, stores, place, place + first)
+        position = place + first
+        return (stores, place, position) if 0 <= position <= self.steps.positions - width else None
 
 
 def head_in_c(head: MTPHead, layer: Any, angles: Angles) -> HeadInC | None:

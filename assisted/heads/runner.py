@@ -133,14 +133,12 @@ class HeadRunner(Runner):
                 seen = None if bool(hidden.all()) else ((columns <= columns[:, None]) & seen) | own
             own_counts = [counts[row] - first for row in rows]
             last_only = self.prepared.last_only and min(own_counts) == len(columns)
-            made = self.head(
-                self.head.embed(tokens[rows, first:], self.target),
-                states[rows, first:],
-                (columns + self.first[rows]).clamp(min=0),
-                None if seen is None else seen[:, None],
-                cache,
-                last_only,
-            )
+            positions = (columns + self.first[rows]).clamp(min=0)
+            given = self.head.embed(tokens[rows, first:], self.target), states[rows, first:], positions
+            in_c, mask = getattr(self.head, "in_c", None), None if seen is None else seen[:, None]
+            made = None if in_c is None else in_c(*given, mask, cache)
+            if made is None:
+                made = self.head(*given, mask, cache, last_only)
             return made if last_only else _last(made, own_counts)[:, None]
 
         state = self.by_groups(width, read)[:, 0]
@@ -163,6 +161,14 @@ class HeadRunner(Runner):
         if self.prepared.kind != kind:
             self.prepared = replace(self.prepared, kind=kind)
         return self.passes.run(self, tokens, None, None)
+
+    def chain(self, state: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The most probable tokens after the text, each given those before, of one row in one call; None where that is not
+        possible. state: [1, H], after the text. Returns `count` tokens, [1, count] int64, and their logits, [1, count]."""
+        if self.steps is None or self.cache.visible is not None:
+            return None
+        found: tuple[torch.Tensor, torch.Tensor] | None = self.steps.chain(state, self.cache, int(self.first), count)
+        return found
 
     def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
         """The step itself, from the states in `inject`."""

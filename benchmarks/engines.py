@@ -35,6 +35,8 @@ OWN: dict[str, dict[str, Any]] = {  # `draft` is None for transformers' own `gen
     "assisted, 8 bits, no draft": {"draft": "none", "bits": 8},
     f'assisted, 8 bits, "{HEAD}"': {"draft": HEAD, "bits": 8},
     f'assisted, 8 bits, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile", "bits": 8},
+    "assisted, 8 bits, inputs in 8, no draft": {"draft": "none", "bits": 8, "input_bits": 8},
+    f'assisted, 8 bits, inputs in 8, "{HEAD}"': {"draft": HEAD, "bits": 8, "input_bits": 8},
     "assisted, 4 bits, no draft": {"draft": "none", "bits": 4},
     f'assisted, 4 bits, "{HEAD}"': {"draft": HEAD, "bits": 4},
     f'assisted, 4 bits, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile", "bits": 4},

@@ -35,6 +35,7 @@ def drafts_of(name: str, args: Any) -> dict[str, tuple[Any, Any]]:
     if is_hybrid or args.target_mtp:
         head = None if is_hybrid else args.target_mtp
         found["MTP, chains"] = MTP(head, tree=False), length
+        found["MTP, longer chains"] = MTP(head, tree=False), 2 * length
         found["MTP, trees"] = MTP(head, tree=True), 2 * length
     if not is_hybrid or args.eagle:
         found["EAGLE-3, chains"] = f"eagle:{args.eagle}" if is_hybrid else "zoo:eagle3", length
@@ -69,7 +70,7 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         f"`python benchmarks/hybrid.py`: {its['prompts']} prompts of held-out code, {found['new_tokens']} new tokens, "
         f"{its['dtype']}, CPU threads: {its['threads']}, {its['processor']}, torch {its['torch']}. Drafts have "
-        f"{found['draft_length']} tokens, trees twice that depth. Speed is relative to plain `generate`, "
+        f"{found['draft_length']} tokens, longer chains twice as many, and trees twice that depth. Speed is relative to plain `generate`, "
         "and to this package's loop without a draft."
     ]
     for title, race in found["races"].items():

@@ -27,6 +27,7 @@ TARGETS: dict[str, Any] = {
     "float32": None,
     "bfloat16": None,
     "8 bits": PackedConfig(8),
+    "8 bits, inputs in 8": PackedConfig(8, input_bits=8),
     "4 bits": PackedConfig(4),
     "4 bits, inputs in 8": PackedConfig(4, input_bits=8),
 }

@@ -30,12 +30,13 @@ DRAFTS: dict[str, Any] = {
 } | {"a tree of two": ["suffix", "zoo:draft"]}
 
 
-@pytest.fixture(scope="module", params=[32, 16, 8, 4, 4.8])
+@pytest.fixture(scope="module", params=[32, 16, 8, 8.8, 4, 4.8])
 def target(request: pytest.FixtureRequest) -> Any:
     dtype = torch.float32 if request.param == 32 else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=dtype)
-    weights = {8: PackedConfig(8), 4: PackedConfig(4), 4.8: PackedConfig(4, input_bits=8)}
-    return model if request.param >= 16 else quantize_copy(model, weights[request.param])
+    if request.param >= 16:
+        return model
+    return quantize_copy(model, PackedConfig(int(request.param), input_bits=16 if request.param in (8, 4) else 8))
 
 
 @pytest.fixture(scope="module")

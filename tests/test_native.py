@@ -49,8 +49,8 @@ CONFIGS: dict[str, Any] = {
         hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=96, **SIZES
     ),
 }
-WEIGHTS = {8: PackedConfig(8), 4: PackedConfig(4), 4.8: PackedConfig(4, input_bits=8)}  # 4.8: inputs of 8 bits, too
-BITS = [32, 16, 8, 4, 4.8]  # 32: everything in float32
+WEIGHTS = {bits: PackedConfig(int(bits), input_bits=given) for bits, given in ((8, 16), (8.8, 8), (4, 16), (4.8, 8))}
+BITS = [32, 16, 8, 8.8, 4, 4.8]  # 32: everything in float32; 8.8 and 4.8: inputs of 8 bits, too
 PROCESSORS: dict[str, tuple[str, ...]] = {
     "AVX2": ("avx2", "fma"),
     "AVX512 without bfloat16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
@@ -64,6 +64,7 @@ PARENTS = torch.tensor([[-1, 0, 0, -1, 3]])
 PRODUCTS: dict[float, Any] = {
     16: lambda module: native.NativeProduct(native.packed(module.weight), module.in_features, 16),
     8: lambda module: low_bit(module, 8, 16).native_product,
+    8.8: lambda module: low_bit(module, 8, 8).native_product,
     4: lambda module: low_bit(module, 4, 16).native_product,
     4.8: lambda module: low_bit(module, 4, 8).native_product,
 }
@@ -118,15 +119,15 @@ def test_products(bits: float, outputs: int, inputs: int) -> None:
     if bits >= 16:
         product, weight = native.NativeProduct(native.packed(module.weight), columns.shape[1], int(bits)), module.weight
     else:
-        low = low_bit(module, int(bits), 8 if bits == 4.8 else 16)
-        assert isinstance(low, NativeLinear) and low.input_bits == (8 if bits == 4.8 else 16)
+        low = low_bit(module, int(bits), 16 if bits in (8, 4) else 8)
+        assert isinstance(low, NativeLinear) and low.input_bits == (16 if bits in (8, 4) else 8)
         product, weight = low.native_product, low(torch.eye(inputs, dtype=torch.bfloat16)).t()
         assert (weight.double() - module.weight.double()).norm() < (
-            0.01 if bits == 8 else 0.1
+            0.01 if bits >= 8 else 0.1
         ) * module.weight.double().norm()
     made = product(columns)[:, :outputs].double()
     read = columns.double()
-    if bits == 4.8:  # a scale for each 32 inputs
+    if bits in (8.8, 4.8):  # a scale for each 32 inputs
         steps = read.view(21, -1, 32).abs().amax(-1, keepdim=True) / 127
         read = ((read.view(21, -1, 32) / steps).round() * steps).view(21, -1)
     expected = read[:, :inputs] @ weight.double().t()
@@ -141,7 +142,7 @@ def test_products(bits: float, outputs: int, inputs: int) -> None:
 
 @needed
 @pytest.mark.skipif("amx_int8" not in native.processor_flags(), reason="this processor has no AMX")
-@pytest.mark.parametrize("bits", [16, 8, 4, 4.8])
+@pytest.mark.parametrize("bits", [16, 8, 8.8, 4, 4.8])
 @torch.no_grad()
 def test_without_tiles(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a system that grants no tiles."""
@@ -161,7 +162,7 @@ def test_without_tiles(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         native.loaded.cache_clear()
     assert agree(found[0], made[0], torch.bfloat16) and agree(found[1], made[1], torch.bfloat16)
-    assert bits != 4.8 or torch.equal(found[1], made[1])
+    assert bits not in (8.8, 4.8) or torch.equal(found[1], made[1])
 
 
 @needed
@@ -190,7 +191,7 @@ def test_columns_that_lie_apart(bits: float) -> None:
     """The last columns of a batch's rows, from which an output head computes the logits after a prompt."""
     dtype = torch.float32 if bits == 32 else torch.bfloat16
     module = nn.Linear(64, 64, bias=bits >= 16).to(dtype)
-    run = products.PackedLinear.of(module) if bits >= 16 else low_bit(module, int(bits), 8 if bits == 4.8 else 16)
+    run = products.PackedLinear.of(module) if bits >= 16 else low_bit(module, int(bits), 16 if bits in (8, 4) else 8)
     whole = torch.randn(3, 7, 64).to(dtype)
     assert torch.equal(run(whole[:, -1:]), run(whole)[:, -1:])
     joined = products.Product([run] if bits < 16 else [module], True)
@@ -209,7 +210,7 @@ def test_a_products_bias_is_added_before_rounding() -> None:
 
 
 @needed
-@pytest.mark.parametrize("bits", [8, 4, 4.8])
+@pytest.mark.parametrize("bits", [8, 8.8, 4, 4.8])
 @pytest.mark.parametrize("outputs", [64, 70])
 @torch.no_grad()
 def test_a_bias_beside_weights_of_low_bits(bits: float, outputs: int) -> None:
@@ -217,7 +218,7 @@ def test_a_bias_beside_weights_of_low_bits(bits: float, outputs: int) -> None:
     torch.manual_seed(2)
     module = nn.Linear(64, outputs).to(torch.bfloat16)
     nn.init.normal_(module.bias, 0.0, 50.0)
-    low = low_bit(module, int(bits), 8 if bits == 4.8 else 16)
+    low = low_bit(module, int(bits), 16 if bits in (8, 4) else 8)
     bare = copy.deepcopy(low)
     bare.bias = None
     for columns in (3, 90):
@@ -234,7 +235,7 @@ def test_a_bias_beside_weights_of_low_bits(bits: float, outputs: int) -> None:
 
 
 @needed
-@pytest.mark.parametrize("bits", [8, 4, 4.8])
+@pytest.mark.parametrize("bits", [8, 8.8, 4, 4.8])
 @pytest.mark.parametrize("copied", [True, False])
 @torch.no_grad()
 def test_a_bias_that_changes_is_added_as_it_is_now(bits: float, copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,17 +29,20 @@ def low_bit(module: nn.Linear | Conv1D, bits: int, input_bits: int = 16) -> LowB
     """A module with the weight rounded to 8 or 4 bits, and the same bias.
 
     8 bits: symmetric, with one scale per output (2208.07339, without its outliers). 4 bits: with a scale and a zero point per
-    group of `FOUR_BIT_GROUP` inputs. input_bits: 8 rounds the inputs of products with 4 bits, where `native` has them.
+    group of `FOUR_BIT_GROUP` inputs. input_bits: 8 rounds the inputs of products, where `native` has such.
     """
     weight = module.weight.detach().float()
     weight = weight.t().contiguous() if isinstance(module, Conv1D) else weight
     outputs, inputs = weight.shape
     if native.is_available() and weight.device.type == "cpu":
         levels, scales = _eight_bits(weight) if bits == 8 else _four_bits(F.pad(weight, (0, -inputs % FOUR_BIT_GROUP)))
-        packed = native.packed(levels) if bits == 8 else native.packed_4(levels, *scales.unbind(-1))
+        if bits == 8:
+            packed = (native.packed if input_bits == 16 else native.packed_8)(levels)
+        else:
+            packed = native.packed_4(levels, *scales.unbind(-1))
         beside = scales.float() if bits == 8 else scales.new_empty(0)
         linear = NativeLinear(packed, beside, module.bias, inputs, outputs, bits)
-        linear.input_bits = input_bits if bits == 4 else 16
+        linear.input_bits = input_bits
         return linear
     weight = F.pad(weight, (0, -inputs % _INPUTS[bits], 0, -outputs % _OUTPUTS[bits]))
     levels, scales = (_eight_bits if bits == 8 else _four_bits)(weight)

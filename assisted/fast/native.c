@@ -59,6 +59,8 @@ typedef bf16 halves __attribute__((vector_size(2 * WIDE)));
 enum { TILE = 16, TILES = 2, PARTS = TILES * TILE / WIDE, FEW = 8, GROUP = 32 };
 /* A group with 4 bits: lines of both tiles in turn, so that memory is read in order; the fifth has scales and zero points. */
 enum { LINE = 64, LINES = TILE * GROUP / 2 / LINE, BYTES4 = (LINES + 1) * TILES * LINE };
+/* A group with 8 bits for integer products: of each tile eight lines of four inputs, whose levels are stored plus 128. */
+enum { FOURS = GROUP / 4, BYTES8 = FOURS * TILES * LINE, ZERO8 = 128 };
 
 /* ---- Vectors ---- */
 
@@ -225,7 +227,7 @@ typedef struct {
     int64_t outputs;        /* a multiple of 32 */
     int64_t inputs;         /* a multiple of 32 */
     int64_t bits;           /* 32 of float32; 16, 8 or 4 of bfloat16 */
-    int64_t input_bits;     /* 16, or 8 beside weights of 4 */
+    int64_t input_bits;     /* 16, or 8 beside weights of 8 or 4 */
 } Product;
 
 typedef struct {
@@ -258,6 +260,7 @@ typedef struct {
 typedef struct {
     int8_t steps[GROUP];
     float scale, sum; /* sum: of the rounded inputs */
+    int32_t whole;    /* sum of the steps */
 } Rounded;
 
 const int64_t most_of_group = sizeof(Rounded) / sizeof(float);
@@ -340,6 +343,34 @@ INLINE void accumulate4of8(
     }
 }
 
+/* The same for weights of 8 bits. */
+INLINE void accumulate8of8(
+    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Rounded *x, int columns) {
+    const int64_t groups = p->inputs / GROUP;
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *group = weights + g * BYTES8;
+        const Rounded *own[MOST];
+        __m512i part[TILES][MOST];
+#ifdef TILED
+        if (columns > 1) UNROLLED for (int line = 0; line < BYTES8; line += LINE) fetch(group + line);
+#endif
+        UNROLLED for (int c = 0; c < columns; c++) {
+            own[c] = x + c * groups + g;
+            UNROLLED for (int t = 0; t < TILES; t++) part[t][c] = _mm512_set1_epi32(-ZERO8 * own[c]->whole);
+        }
+        UNROLLED for (int j = 0; j < FOURS; j++) {
+            __m512i level[TILES];
+            UNROLLED for (int t = 0; t < TILES; t++) level[t] = _mm512_loadu_si512(group + (t * FOURS + j) * LINE);
+            UNROLLED for (int c = 0; c < columns; c++) {
+                const __m512i four = four_of(own[c]->steps + 4 * j);
+                UNROLLED for (int t = 0; t < TILES; t++) part[t][c] = _mm512_dpbusd_epi32(part[t][c], level[t], four);
+            }
+        }
+        UNROLLED for (int t = 0; t < TILES; t++) UNROLLED for (int c = 0; c < columns; c++)
+            sums[t][c] = plus_product(sums[t][c], (vec)_mm512_cvtepi32_ps(part[t][c]), all(own[c]->scale));
+    }
+}
+
 /* A group of inputs in 8 bits. */
 INLINE void round_group(const bf16 *x, Rounded *to) {
     const __m512 one = (__m512)load(x), two = (__m512)load(x + TILE);
@@ -351,7 +382,8 @@ INLINE void round_group(const bf16 *x, Rounded *to) {
     _mm_storeu_si128((__m128i *)to->steps, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(first), order));
     _mm_storeu_si128((__m128i *)(to->steps + TILE), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(second), order));
     to->scale = most / 127;
-    to->sum = to->scale * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+    to->whole = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+    to->sum = to->scale * (float)to->whole;
 }
 
 INLINE void accumulate8(
@@ -387,7 +419,7 @@ INLINE void accumulate16(
     }
 }
 
-/* What weights of 4 bits need of groups [from, to) of the inputs: rounded ones, or their sums. */
+/* What products need of groups [from, to) of the inputs: rounded ones, or, for weights of 4 bits, their sums. */
 static void groups_of(const Product *p, const bf16 *x, int64_t from, int64_t to, float *scratch) {
     if (p->input_bits == 8) {
         for (int64_t g = from; g < to; g++) round_group(x + g * GROUP, (Rounded *)scratch + g);
@@ -405,6 +437,8 @@ INLINE void accumulate(
         accumulate4of8(sums, p, weights, of_groups, columns);
     else if (p->bits == 4)
         accumulate4(sums, p, weights, x, of_groups, columns);
+    else if (p->bits == 8 && p->input_bits == 8)
+        accumulate8of8(sums, p, weights, of_groups, columns);
     else if (p->bits == 8)
         accumulate8(sums, p, weights, x, columns);
     else
@@ -412,7 +446,7 @@ INLINE void accumulate(
 }
 
 /* Numbers that a group of inputs takes beside the inputs. */
-INLINE int64_t of_group(const Product *p) { return p->bits != 4 ? 0 : p->input_bits == 8 ? sizeof(Rounded) / sizeof(float) : 1; }
+INLINE int64_t of_group(const Product *p) { return p->input_bits == 8 ? sizeof(Rounded) / sizeof(float) : p->bits == 4; }
 
 #elif defined(FLOAT32)
 
@@ -552,8 +586,61 @@ INLINE void accumulate4of8(
     }
 }
 
+/* The same for weights of 8 bits. Two products of levels from -127 to 127 fit in sixteen bits. */
+INLINE void accumulate8of8(
+    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Group *x, int columns) {
+    const __m256i zero = _mm256_set1_epi8((char)ZERO8), ones = _mm256_set1_epi16(1);
+    const int64_t groups = p->inputs / GROUP;
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *group = weights + g * BYTES8;
+        const Group *own[MOST];
+        __m256i part[PARTS][MOST];
+        UNROLLED for (int line = 0; line < BYTES8; line += LINE) fetch(group + line);
+        UNROLLED for (int c = 0; c < columns; c++) own[c] = x + c * groups + g;
+        UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++) part[t][c] = _mm256_setzero_si256();
+        for (int j = 0; j < FOURS; j++) UNROLLED for (int t = 0; t < PARTS; t++) {
+            const uint8_t *line = group + (t * WIDE / TILE * FOURS + j) * LINE + t * WIDE % TILE * 4;
+            const __m256i level = _mm256_xor_si256((__m256i)words_of(line), zero);
+            UNROLLED for (int c = 0; c < columns; c++) {
+                int32_t four;
+                memcpy(&four, own[c]->steps + 4 * j, sizeof four);
+                const __m256i step = _mm256_set1_epi32(four);
+                const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(step), _mm256_sign_epi8(level, step));
+                part[t][c] = _mm256_add_epi32(part[t][c], _mm256_madd_epi16(pairs, ones));
+            }
+        }
+        UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++)
+            sums[t][c] = plus_product(sums[t][c], (vec)_mm256_cvtepi32_ps(part[t][c]), all(own[c]->scale));
+    }
+}
+
 #else
 #define accumulate4of8 accumulate4 /* which finds the same: sums of steps are whole numbers */
+
+INLINE void accumulate8of8(
+    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Group *x, int columns) {
+    const int64_t groups = p->inputs / GROUP;
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *group = weights + g * BYTES8;
+        const Group *own[MOST];
+        vec part[PARTS][MOST];
+        UNROLLED for (int line = 0; line < BYTES8; line += LINE) fetch(group + line);
+        UNROLLED for (int c = 0; c < columns; c++) own[c] = x + c * groups + g;
+        UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++) part[t][c] = all(0);
+        for (int j = 0; j < FOURS; j++) UNROLLED for (int i = 0; i < 4; i++) {
+            vec one[MOST];
+            UNROLLED for (int c = 0; c < columns; c++) one[c] = all(own[c]->steps[4 * j + i]);
+            UNROLLED for (int t = 0; t < PARTS; t++) {
+                const words four = words_of(group + (t * WIDE / TILE * FOURS + j) * LINE + t * WIDE % TILE * 4);
+                const vec level = __builtin_convertvector((ints)((four >> (8 * i)) & 255) - ZERO8, vec);
+                UNROLLED for (int c = 0; c < columns; c++) part[t][c] = plus_product(part[t][c], level, one[c]);
+            }
+        }
+        UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++)
+            sums[t][c] = plus_product(sums[t][c], part[t][c], all(own[c]->scale));
+    }
+}
+
 #endif
 
 INLINE void accumulate8(
@@ -600,6 +687,8 @@ INLINE void accumulate(
         accumulate4of8(sums, p, weights, of_groups, columns);
     else if (p->bits == 4)
         accumulate4(sums, p, weights, of_groups, columns);
+    else if (p->bits == 8 && p->input_bits == 8)
+        accumulate8of8(sums, p, weights, of_groups, columns);
     else if (p->bits == 8)
         accumulate8(sums, p, weights, of_groups, columns);
     else
@@ -679,7 +768,7 @@ static void product(const Product *p, const number *x, int64_t n, const number *
         groups_of(p, x, 0, n * groups, scratch = own);
     }
 #ifdef TILED
-    if (p->input_bits == 16 || n > ALONE) {
+    if (p->input_bits == 16 || n > (p->bits == 8 ? MOST : ALONE)) {
         for (int64_t c = 0; c < n; c += BLOCKS * TILE) {
             const int64_t to = c * p->outputs, columns = n - c < BLOCKS * TILE ? n - c : BLOCKS * TILE;
             configure(columns < TILE ? (int)columns : TILE, p->input_bits == 8);

@@ -172,6 +172,17 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return in_large_pages(pairs.transpose(1, 2).contiguous().view(torch.uint8).flatten(1))
 
 
+def packed_8(levels: torch.Tensor) -> torch.Tensor:
+    """The same of levels in int8 for products with inputs of 8 bits, stored plus 128. Of each tile, a group is eight lines of four
+    inputs for sixteen outputs, in the order in which C rounds inputs."""
+    levels = _padded(levels.detach().to(torch.int16)) + 128
+    order = torch.tensor([[0, 4, 1, 5], [2, 6, 3, 7]])
+    eights = levels.view(-1, 2, _TILE, levels.shape[1] // GROUP, GROUP // 8, 8)[..., order]
+    # shape: [out / 32, tiles, outputs of a tile, groups, eights, halves, 4]
+    lines = eights.permute(0, 3, 1, 4, 5, 2, 6).to(torch.uint8)
+    return in_large_pages(lines.flatten(1).contiguous())
+
+
 def packed_4(steps: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
     """The same of steps 0 to 15, [out, in], with bfloat16 scales and zero points of groups, [out, in / 32].
 
@@ -253,8 +264,8 @@ class NativeProduct:
         bits: 32 for products of float32; 16, 8 or 4 for those of bfloat16.
         scales: of 8 bits, [out] float32.
         bias: [out], or None.
-        input_bits: 16, or 8 beside weights of 4 bits: a column's inputs are rounded with a scale for each group, and the
-            products are those of integers.
+        input_bits: 16, or 8 beside weights of 8 (of `packed_8`) or 4 bits: a column's inputs are rounded with a scale for each
+            group, and the products are those of integers.
     """
 
     def __init__(

@@ -34,9 +34,9 @@ class PackedConfig(QuantizationConfigMixin):
     Args:
         bits: of the other modules: 8 (a scale per output) or 4 (a scale and a zero point per 32 inputs).
         modules_to_not_convert: names of modules that stay as they are.
-        input_bits: of the inputs of products with 4-bit weights: 16 (bfloat16) or 8. 8 rounds each 32 inputs with a scale of
-            their own, as llama.cpp does, and multiplies integers, which is faster for several tokens at once; it needs the
-            products in C, and elsewhere inputs keep 16 bits and a warning says so.
+        input_bits: of the inputs of products: 16 (bfloat16) or 8. 8 rounds each 32 inputs with a scale of their own, as
+            llama.cpp does, and multiplies integers, which is faster; it needs the products in C, and elsewhere inputs keep 16
+            bits and a warning says so.
 
     Raises ValueError for other numbers of bits.
     """
@@ -50,8 +50,8 @@ class PackedConfig(QuantizationConfigMixin):
     ):
         if bits not in (8, 4):
             raise ValueError(f"bits: {bits!r} is not possible; use 8 or 4")
-        if input_bits != 16 and (bits, input_bits) != (4, 8):
-            raise ValueError(f"input_bits: {input_bits!r} is not possible with bits={bits}; use 16, or 8 with bits=4")
+        if input_bits not in (16, 8):
+            raise ValueError(f"input_bits: {input_bits!r} is not possible; use 16 or 8")
         self.quant_method = METHOD  # type: ignore[assignment]
         self.bits, self.input_bits = bits, input_bits
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)

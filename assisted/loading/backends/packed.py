@@ -1,5 +1,5 @@
-"""This package's own weights for CPUs: "int8" and "int4", the fastest of that size there, and "int4-int8", whose inputs have 8
-bits. On other devices the names stand for the fastest weights of the same size that these have."""
+"""This package's own weights for CPUs: "int8" and "int4", the fastest of that size there, and "int4-int8", whose inputs always have
+8 bits. On other devices the names stand for the fastest weights of the same size that these have."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _bytes_4(out: int, into: int, size: int) -> int:
 
 _FORMATS = {
     "int8": Format(
-        lambda dtype: PackedConfig(8),
+        lambda dtype: PackedConfig(8, input_bits=8 if native.is_available() else 16),
         _bytes_8,
         elsewhere="int8-bitsandbytes",
-        code="PackedConfig(8)",
+        code="PackedConfig(8, input_bits=8)",
     ),
     "int4": Format(
         lambda dtype: PackedConfig(4, input_bits=8 if native.is_available() else 16),

@@ -70,8 +70,8 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         f"`python benchmarks/hybrid.py`: {its['prompts']} prompts of held-out code, {found['new_tokens']} new tokens, "
         f"{its['dtype']}, CPU threads: {its['threads']}, {its['processor']}, torch {its['torch']}. Drafts have "
-        f"{found['draft_length']} tokens, longer chains twice as many, and trees twice that depth. Speed is relative to plain `generate`, "
-        "and to this package's loop without a draft."
+        f"{found['draft_length']} tokens, longer chains twice as many, and trees twice that depth. Speed is relative to plain "
+        "`generate`, and to this package's loop without a draft."
     ]
     for title, race in found["races"].items():
         (measured,) = Result.from_dict(race["result"]).points

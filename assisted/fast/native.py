@@ -173,8 +173,8 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
 
 
 def packed_8(levels: torch.Tensor) -> torch.Tensor:
-    """The same of levels in int8 for products with inputs of 8 bits, stored plus 128. Of each tile, a group is eight lines of four
-    inputs for sixteen outputs, in the order in which C rounds inputs."""
+    """The same of levels in int8 for products with inputs of 8 bits, stored plus 128. A group is, of each tile, eight lines of
+    four inputs for sixteen outputs, in the order in which C rounds inputs."""
     levels = _padded(levels.detach().to(torch.int16)) + 128
     order = torch.tensor([[0, 4, 1, 5], [2, 6, 3, 7]])
     eights = levels.view(-1, 2, _TILE, levels.shape[1] // GROUP, GROUP // 8, 8)[..., order]

@@ -1,5 +1,5 @@
-"""This package's own weights for CPUs: "int8" and "int4", the fastest of that size there, and "int4-int8", whose inputs always have
-8 bits. On other devices the names stand for the fastest weights of the same size that these have."""
+"""This package's own weights for CPUs: "int8" and "int4", the fastest of that size there, and "int4-int8", whose inputs always
+have 8 bits. On other devices the names stand for the fastest weights of the same size that these have."""
 
 from __future__ import annotations
 

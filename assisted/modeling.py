@@ -641,15 +641,17 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         return own / target if own and target else None
 
     def _share_of_position(self, rows: int) -> float | None:
-        """What one more position of each row should add to a forward pass of a mixture of experts, as a share of a forward pass
-        over one position; None for other targets.
+        """What one more position of each row should add to a forward pass, as a share of a forward pass over one position; None
+        where it is `COLUMN`.
 
-        The mean over the first few positions. Of an offloaded layer, accelerate fetches all experts in any case.
+        On a CPU, each row adds a column to compute. Of a mixture of experts, more experts are read: the mean over the first
+        few positions. Of an offloaded layer, accelerate fetches all of them in any case.
         """
         target: Any = unwrapped(self.target)
+        each = lengths.COLUMN * (rows if device_of(target).type == "cpu" else 1)
         if Traits.of(target).experts is None or is_offloaded(target):
-            return None
-        return lengths.COLUMN + (growth(target, rows * (1 + _FEW), rows) - 1) / _FEW
+            return each if each > lengths.COLUMN else None
+        return each + (growth(target, rows * (1 + _FEW), rows) - 1) / _FEW
 
     def _costs_key(self, kind: Any, ranks: Ranks) -> str:
         """Names everything that the costs of a kind of call depend on: the machine, the models and how they run."""

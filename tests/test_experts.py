@@ -86,12 +86,13 @@ def test_the_first_guess_of_a_position() -> None:
     for rows in (1, 2):
         pair.generate(ids[:rows], attention_mask=torch.ones_like(ids[:rows]), **CALL)
         guess = pair.length.policy.position_cost
-        assert guess == pytest.approx(COLUMN + (growth(target, 5 * rows, rows) - 1) / 4)
+        assert guess == pytest.approx(rows * COLUMN + (growth(target, 5 * rows, rows) - 1) / 4)
     assert Adaptive(position_cost=0.3).start().known.verify.slope == 0.3
     assert Adaptive().start().known.verify.slope == COLUMN
     dense = AssistedModelForCausalLM.from_models(build(BY_NAME["llama"]), draft="suffix")
-    dense.generate(ids[:1], attention_mask=torch.ones_like(ids[:1]), **CALL)
-    assert dense.length.policy.position_cost is None
+    for rows, expected in ((1, None), (2, 2 * COLUMN)):
+        dense.generate(ids[:rows], attention_mask=torch.ones_like(ids[:rows]), **CALL)
+        assert dense.length.policy.position_cost == expected
 
 
 def test_all_experts_of_an_offloaded_layer_are_fetched() -> None:

@@ -88,7 +88,8 @@ class Adaptive:
         draft_cost: a guess of a forward pass of the draft, in forward passes of the target over one token, used until both
             are measured. None takes the share of the draft's weights in the target's bytes.
         position_cost: a guess of what one more position adds to a forward pass of the target, in forward passes over one
-            token, used until it is measured. None takes 0.02, and more for a mixture of experts, which reads more experts.
+            token, used until it is measured. None takes 0.02, on a CPU for each row of a batch, and more for a mixture of
+            experts, which reads more experts.
     """
 
     maximum: int | None = None

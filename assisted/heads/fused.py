@@ -147,6 +147,8 @@ class HeadInC:
         weight = own.weight.detach()
         if not (weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()):
             return None
+        if product.outputs > len(weight):  # a drafted token may have no embedding
+            return None
         return HeadSteps(self, delta.TokenSteps(self.floats, weight, table, product))
 
 

@@ -27,7 +27,7 @@ _FORMATS = {
         lambda dtype: PackedConfig(8, input_bits=8 if native.is_available() else 16),
         _bytes_8,
         elsewhere="int8-bitsandbytes",
-        code="PackedConfig(8)",
+        code="PackedConfig(8, input_bits=8)",
     ),
     "int4": Format(
         lambda dtype: PackedConfig(4, input_bits=8 if native.is_available() else 16),

@@ -42,13 +42,6 @@ class ChainDrafting(Drafting):
         """Whether to run the model for one more token, at `position`. Asked before its forward pass."""
         return self.call.length.run_again(position)
 
-    def greedy_count(self, budget: int) -> int | None:
-        """How many tokens a draft has, at most `budget`, if it can be decided before any is drafted and each is the most
-        probable one; None otherwise."""
-        if self.call.distribution.processors or self.call.distribution.do_sample or self.call.length.needs_q:
-            return None
-        return next((count for count in range(1, budget) if not self.runs_again(count)), budget)
-
     def draft_chain(
         self, text: Text, budget: int, logits: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> Draft:
@@ -88,21 +81,13 @@ class ChainDrafting(Drafting):
                 break
             logits = read(token)
         found = torch.cat(best, 1)
+        self.broken = found.isnan().any()
         if not tokens:
-            self.broken = found.isnan().any()
             return Draft.empty(text.rows, text.ids.device)
-        q = torch.stack(distributions, 1) if distributions else None
-        return self.finished(text, torch.cat(tokens, 1), found, wanted_of, q)
-
-    def finished(
-        self, text: Text, tokens: torch.Tensor, best: torch.Tensor, wanted: list[int], q: torch.Tensor | None = None
-    ) -> Draft:
-        """The draft of these tokens, [B, n]. best: the highest logits, [B, n] or more. wanted: how many tokens each row
-        proposes. q: [B, n, V], or None."""
-        self.broken = best.isnan().any()
         # where processors forbid every token that the draft has, the row's draft ends
-        possible = best[:, : tokens.shape[1]].isfinite().cumprod(1).sum(1)
-        return Draft(tokens, possible.minimum(on_device(wanted, text.ids.device)), q)
+        possible = found[:, : len(tokens)].isfinite().cumprod(1).sum(1)
+        lengths = possible.minimum(on_device(wanted_of, text.ids.device))
+        return Draft(torch.cat(tokens, 1), lengths, torch.stack(distributions, 1) if distributions else None)
 
     def chain_of(
         self,

@@ -398,9 +398,11 @@ class EagleDrafting(HeadDrafting):
         return self.draft_tree(reader, reader.logits(), text, depth)
 
     def _chain(self, runner: HeadRunner, text: Text, state: torch.Tensor, budget: int) -> Draft:
-        count = self.greedy_count(budget)
+        count = self._greedy_count(budget)
         if count is not None and (made := runner.chain(state, count)) is not None:
-            return self.finished(text, *made, [count])
+            tokens, best = made
+            self.broken = best.isnan().any()
+            return Draft(tokens, best.isfinite().cumprod(1).sum(1))
 
         def logits() -> torch.Tensor:
             return self.fitted(runner.head.over_all(runner.logits(state)), text)
@@ -412,6 +414,13 @@ class EagleDrafting(HeadDrafting):
             return logits()
 
         return self.draft_chain(text, budget, logits(), read)
+
+    def _greedy_count(self, budget: int) -> int | None:
+        """How many tokens a draft has, at most `budget`, if that can be decided before any is drafted and each is the most
+        probable one; None otherwise."""
+        if self.call.distribution.processors or self.call.distribution.do_sample or self.call.length.needs_q:
+            return None
+        return next((count for count in range(1, budget) if not self.runs_again(count)), budget)
 
 
 def _joined(blocks: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[int]]:

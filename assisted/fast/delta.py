@@ -32,6 +32,7 @@ _FLAGS = (
 )
 _SHARED = 2**18  # products of a number and a state's or a weight's entry from which several threads are faster
 _COLUMNS = 256  # of a forward pass; for more, torch's products are as fast
+_PLAIN = torch.contiguous_format
 _BLOCK = 32  # outputs that lie together; they are filled up to a multiple
 
 
@@ -182,8 +183,9 @@ class NativeMixer(DeltaMixer):
             if cache.is_recording_past(self.layer_idx):
                 return None
             past, state = cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
-        before = hidden.new_zeros(rows, channels, size) if past is None else past.clone()
-        state = torch.zeros(rows, own.num_v_heads, own.head_k_dim, own.head_v_dim) if state is None else state.clone()
+        shape = rows, own.num_v_heads, own.head_k_dim, own.head_v_dim
+        before = hidden.new_zeros(rows, channels, size) if past is None else past.clone(memory_format=_PLAIN)
+        state = torch.zeros(shape) if state is None else state.clone(memory_format=_PLAIN)
         return (before, state) if before.shape == (rows, channels, size) and state.shape[0] == rows else None
 
     def keep(self, cache: Any, inputs: torch.Tensor, state: torch.Tensor) -> None:
@@ -504,7 +506,7 @@ class TokenSteps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The most probable tokens, one after the other. state: [1, hidden], after the text. stores: keys and values. place,
         position: of the first token. Returns `count` tokens, [1, count] int64, and their logits. The last one is not read."""
-        state, numbers = state.clone(memory_format=torch.contiguous_format), self.output.outputs
+        state, numbers = state.clone(memory_format=_PLAIN), self.output.outputs
         tokens, best = state.new_empty(1, count, dtype=torch.int64), state.new_empty(1, count + numbers)
         self._begin(stores, 1, place, position, max(self.head.layer.entries, numbers * self.output.inputs))
         loaded()[0].greedy_chain(
